@@ -108,11 +108,14 @@ class PagedView:
         self._model.eval()
         return self
 
-    def __call__(self, attention_mask: Mapping[str, Tensor], **kwargs: Any) -> Any:
+    def __call__(self, attention_mask: Mapping[str, Tensor] | Tensor, **kwargs: Any) -> Any:
         """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk], 0 or low.
 
-        A row of padding sees nothing: it may see all, so that its softmax is a number.
+        It comes by itself where all slices are of one type. A row of padding sees nothing: it may
+        see all, so that its softmax is a number.
         """
+        if isinstance(attention_mask, Tensor):
+            attention_mask = {self.config.layer_types[0]: attention_mask}
         visible = {}
         for name, mask in attention_mask.items():
             seen = mask == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 from bosch.errors import UserError
+from bosch.heads import HeadMask
 from bosch.model.cache_size import PAGE_SIZE, CacheSize
 from bosch.model.families import decoder_layers
 from bosch.model.head_table import heads_by_window
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import set_sink_bias
+from bosch.model.search_mode import mask_shape, set_sink_bias
 from bosch.window import Window
 from tests.hybrid_case import OWN_WINDOW, mask_of, small_model, tokens
 
@@ -24,13 +26,23 @@ WINDOW, NEW, PAGE = int(OWN_WINDOW["sliding_window"]), 10, 4
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 20, 11)]
 
 
-def _hybrid(family: str = "qwen3", window: Window | None = None) -> Any:
+def _hybrid(
+    family: str = "qwen3", window: Window | None = None, mask: Callable[[Any], HeadMask] = mask_of
+) -> Any:
     model = small_model(family)
     if family == "llama":
         set_sink_bias(model, torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).tolist())
-    hybrid = materialize(model, mask_of(model.config), window or Window(WINDOW))
+    hybrid = materialize(model, mask(model.config), window or Window(WINDOW))
     hybrid.generation_config.update(do_sample=False, max_new_tokens=NEW, eos_token_id=-1)
     return hybrid
+
+
+def _all_full(config: Any) -> HeadMask:
+    return HeadMask.all_full(*mask_shape(config))
+
+
+def _all_sliding(config: Any) -> HeadMask:
+    return HeadMask.all_sliding(*mask_shape(config))
 
 
 def _options(**options: Any) -> ContinuousBatchingConfig:
@@ -43,11 +55,20 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
 
 
 # Plain logits; capped ones and a window of its own; a logit of each head, experts; a sink bias.
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "llama"])
+@pytest.mark.parametrize(
+    ("family", "mask"),
+    [
+        *((family, mask_of) for family in ("qwen3", "gemma2", "gpt_oss", "llama")),
+        # Heads of one kind, for which transformers makes one mask.
+        *(("qwen3", _all_full), ("qwen3", _all_sliding), ("gemma2", _all_sliding)),
+    ],
+)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_tokens_are_those_of_generate(family: str, backend: str) -> None:
+def test_tokens_are_those_of_generate(
+    family: str, mask: Callable[[Any], HeadMask], backend: str
+) -> None:
     """Prompts are read in pieces of 8 tokens, beside requests that decode."""
-    hybrid = _hybrid(family)
+    hybrid = _hybrid(family, mask=mask)
     hybrid.set_attn_implementation(backend)
     expected = [_greedy(hybrid, prompt) for prompt in PROMPTS]
     outputs = hybrid.generate_batch(
