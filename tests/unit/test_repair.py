@@ -16,12 +16,13 @@ from bosch.errors import UserError
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.cli import main
-from tests.hybrid_case import random_mask, small_model
+from tests.hybrid_case import mask_of, random_mask, small_model
 
 
 def saved(folder: Path, family: str = "qwen3", tuned: float = 0.0, mask_seed: int = 0) -> Path:
     """A hybrid of which every weight is moved by so much of itself."""
-    hybrid = materialize(small_model(family), random_mask(mask_seed), Window(6))
+    model = small_model(family)
+    hybrid = materialize(model, mask_of(model.config, mask_seed), Window(6))
     with torch.no_grad():
         for weight in hybrid.parameters():
             weight.mul_(1 + tuned * torch.randn_like(weight))
@@ -34,7 +35,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "phi3", "gemma3", "gemma4_text", "mistral3", "qwen3_5", "qwen3_vl"]
+)
 def test_queries_and_keys_come_back_and_all_else_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, share: float
 ) -> None:
@@ -58,6 +61,7 @@ def test_queries_and_keys_come_back_and_all_else_stays(
             rows -= values
         else:
             assert ".q_proj." in name or ".k_proj." in name
+            assert "vision" not in name
         expected = share * source[name][:rows] + (1 - share) * own[name][:rows]
         torch.testing.assert_close(ours[name][:rows], expected, rtol=0, atol=1e-7)
         assert share < 1 or torch.equal(ours[name][:rows], source[name][:rows])

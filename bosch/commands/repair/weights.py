@@ -25,7 +25,7 @@ from bosch.weight_files import weight_faults, weight_files
 
 _SUFFIX = ".safetensors"
 _ALIKE = 0.9  # cosine; other heads, or the same ones in another order, are not alike at all
-_SAME = ("model_type", "hybrid_attention", "num_attention_heads", "num_key_value_heads")
+_SAME = ("model_type", "hybrid_attention")
 
 
 def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
@@ -93,13 +93,15 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
 
 
 def _rows(config: Any, name: str, weight: Tensor) -> int:
-    """How many of a weight's first rows make queries or keys."""
-    module = name.rsplit(".", 2)[-2] if name.count(".") > 1 else ""
+    """How many of a weight's first rows make queries or keys of the text decoder."""
+    text, path = text_config(config), name.split(".")
+    if text is not config and "language_model" not in path:  # what sees images has queries too
+        return 0
+    module = path[-2] if len(path) > 2 else ""
     if module in ("q_proj", "k_proj"):
         return len(weight)
     family = known_family(config)
     if module and module == family.fused and module not in family.per_head:
-        text = text_config(config)
         q_per_kv: int = text.num_attention_heads // text.num_key_value_heads
         return len(weight) // (q_per_kv + 2) * (q_per_kv + 1)
     return 0
