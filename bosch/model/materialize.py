@@ -82,8 +82,8 @@ def materialize(
 
     `model` is left as it is, so that there are two models; with `take_weights` its weights go to
     the hybrid one by one and none is left: memory for one model and one weight. The result has its
-    dtype, device, sink bias and generation settings; it is saved by `save_pretrained` and loaded by
-    AutoModelForCausalLM once bosch is imported.
+    device, the dtype of each of its weights, its sink bias and generation settings; it is saved by
+    `save_pretrained` and loaded by AutoModelForCausalLM once bosch is imported.
     Raises UserError when the family is not supported, mask or windows do not fit the model, or some
     of its weights are offloaded, adapters or quantised.
     """
@@ -135,11 +135,12 @@ def _hybrid(
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
     device = model.device  # that of its first weight, which is moved first
-    dtypes = {name: weight.dtype for name, weight in hybrid.state_dict().items()}
+    names = set(hybrid.state_dict())
     for name, weight in permute_heads(model, mask, order):
-        if name not in dtypes:  # the sink bias of a layer whose heads are all full
+        if name not in names:  # the sink bias of a layer whose heads are all full
             continue
-        moved = weight.to(device, dtypes[name], copy=not take_weights)
+        # In its own dtype: transformers keeps some weights of a bf16 model in float32.
+        moved = weight.to(device, copy=not take_weights)
         _replace(hybrid, name, moved)
         if take_weights:
             _replace(model, name, weight.to("meta"))

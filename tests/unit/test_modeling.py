@@ -402,6 +402,8 @@ def test_weights_go_to_a_gpu_without_a_copy_in_host_memory(
 def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path: Path) -> None:
     """Also in files: one at a time is what transformers writes, whole experts and fp32 buffers."""
     base = small_model(family).to(torch.bfloat16)
+    for buffer in base.buffers():
+        buffer.data = buffer.float()
     mask = mask_of(base.config)
     base.generation_config.max_new_tokens = 3
     copied = materialize(base, mask, Window(WINDOW))
@@ -437,6 +439,31 @@ def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path:
         index = "model.safetensors.index.json"
         metadata = [json.loads(files.pop(index, b"{}")).get("metadata") for files in (theirs, ours)]
         assert metadata[0] == metadata[1] and theirs == ours
+
+
+@pytest.mark.parametrize("take_weights", [False, True])
+@pytest.mark.parametrize("family", ["dots1", "exaone_moe", "flint"])
+def test_weights_in_float32_of_a_model_in_bf16_stay(
+    family: str, take_weights: bool, tmp_path: Path
+) -> None:
+    """Biases by which experts are chosen, routers and sinks; also in files."""
+    model = small_model(family)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(7 + 0.01 * torch.randn_like(bias))
+    model.save_pretrained(tmp_path / "base")
+    base = load_model(tmp_path / "base")
+    weights = dict(base.state_dict())
+    hybrid = materialize(base, mask_of(base.config), Window(WINDOW), take_weights=take_weights)
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    file = load_file(tmp_path / "hybrid" / "model.safetensors")
+    loaded = load_model(tmp_path / "hybrid")
+    assert {torch.float32, torch.bfloat16} == {weight.dtype for weight in file.values()}
+    for one in (hybrid, loaded):
+        for name, weight in one.state_dict().items():
+            assert weight.dtype == weights[name].dtype, name
+            if ".mlp." in name:
+                assert torch.equal(weight, weights[name]), name
 
 
 def test_materialising_holds_one_model_and_one_file(tmp_path: Path) -> None:
