@@ -250,6 +250,6 @@ def _fill(model: Any, weights: dict[str, Tensor], device: torch.device) -> None:
         for name, buffer in model.named_buffers():
             if name in saved:  # others are computed, not read
                 if dist.get_rank() == 0:
-                    buffer.copy_(weights.pop(saved_name(name), buffer))
+                    buffer.copy_(weights.pop(saved_name(name)))
                 dist.broadcast(buffer, 0)
     weights.clear()

@@ -600,19 +600,22 @@ def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> N
 
 
 def test_sharding_brings_the_buffers_that_a_checkpoint_holds() -> None:
-    """Experts are chosen by them."""
+    """Experts are chosen by them; one that the checkpoint lacks is none of the model's own."""
     source, model = small_model("glm4_moe"), small_model("glm4_moe", seed=1)
     for buffer in source.buffers():
         if buffer.is_floating_point():
             buffer.copy_(torch.rand_like(buffer))
     weights = {name: value.clone() for name, value in source.state_dict().items()}
-    assert any(name.endswith("e_score_correction_bias") for name in weights)
+    bias = next(name for name in weights if name.endswith("e_score_correction_bias"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shard_teacher(model, dict(weights), torch.device("cpu"))
         for name, value in model.state_dict().items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, weights[name]), name
+        del weights[bias]
+        with pytest.raises(KeyError, match=bias):
+            shard_teacher(small_model("glm4_moe"), weights, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
