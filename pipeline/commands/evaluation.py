@@ -161,9 +161,16 @@ class Evaluation:
         identities = document["models"].items()
         for folder, original, models in self._finished(document):
             scores = _whole(folder) if identities <= models.items() else None
-            names = [ORIGINAL, *document["models"]]
-            if scores is None or not scores.checkpoints.keys() >= set(names):
+            chosen = [ORIGINAL, *document["models"]]
+            if scores is None or not scores.checkpoints.keys() >= set(chosen):
                 continue
+            # At other budgets too, under `budget_name`, as where a model is evaluated alone.
+            names = [
+                name
+                for model in chosen
+                for name in scores.checkpoints
+                if name == model or (name not in models and name.rpartition(" @ ")[0] == model)
+            ]
             answers = {name: original if name == ORIGINAL else folder for name in names}
             write_samples(
                 work,
@@ -178,6 +185,7 @@ class Evaluation:
             for part in ("checkpoints", "positions"):
                 if part in content:
                     content[part] = {n: content[part][n] for n in names if n in content[part]}
+            content["cached_answers"] = sum(1 for _ in read_samples(work))
             content["sha256"] = file_hashes(work, [SAMPLES])
             SelectedScores.model_validate(content).write(work)
             return True

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from stages.context import ModelConfig
 from stages.evaluate.answers import TaskGroup, content_identity
-from stages.evaluate.scores import SelectedScores, write_samples
+from stages.evaluate.scores import SelectedScores, budget_name, write_samples
 from stages.evaluate.stage import STAGE as EVALUATE
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
@@ -41,9 +41,12 @@ class Launches:
         self.orders.append(order)
         work = Path(order["work_dir"])
         assert not (work / "scores.json").exists(), "what an earlier try left"
-        names = ["original", *order["inputs"]]
+        names = ["original"]
+        for name in order["inputs"]:
+            names += [name, *(budget_name(name, share) for share in self.budgets)]
+        right = {name: RIGHT[name.removesuffix(" @ 12.5 %")] for name in names}
         subtasks = {
-            name: {("niah_single_1", 4096): [1.0] * RIGHT[name] + [0.0] * (20 - RIGHT[name])}
+            name: {("niah_single_1", 4096): [1.0] * right[name] + [0.0] * (20 - right[name])}
             for name in names
         }
         checkpoints = {
@@ -54,12 +57,16 @@ class Launches:
         hashes = file_hashes(work, ["samples.jsonl"])
         by_position = {"edges": [0, 8], "documents": 4, "loss": [{"mean": 2.0}]}
         positions = {name: by_position for name in names if name != "hybrid"}
-        content = {"checkpoints": checkpoints, "missing": self.missing, "sha256": hashes}
+        content = {
+            "checkpoints": checkpoints, "missing": self.missing, "sha256": hashes,
+            "cached_answers": len(names) - 1,
+        }  # fmt: skip
         SelectedScores.model_validate({**content, "positions": positions}).write(work)
         self.during()
         return {}
 
     missing: Mapping[str, Any] = {}
+    budgets: Sequence[str] = ()
 
     def during(self) -> object:
         """What happens while it runs."""
@@ -160,6 +167,28 @@ def test_what_is_evaluated_or_a_choice_from_it_starts_no_process(
     original = launches.orders[-1]
     assert run(case, checkpoints=["hybrid"]) == 0
     assert len(launches.orders) == 5 and launches.orders[-1]["work_dir"] != original["work_dir"]
+
+
+def test_a_choice_has_its_models_at_other_budgets_too(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it has where it is evaluated alone; and no directory of a name like theirs."""
+    launches.budgets = ["12.5 %"]
+    _publish(case, "materialize", "model")
+    _publish(case, "train", "checkpoints/tokens-8", "checkpoints/tokens-16", finished=False)
+    assert run(case) == run(case, checkpoints=["tokens-16"]) == 0
+    expected = ["original", "tokens-16", "tokens-16 @ 12.5 %"]
+    part = _result(launches)
+    assert list(part["checkpoints"]) == list(part["positions"]) == expected
+    samples = (_place(launches) / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["checkpoint"] for line in samples] == expected
+    assert part["cached_answers"] == 3
+    for name in ("a", "a @ 50 %"):
+        monkeypatch.setitem(RIGHT, name, 3)
+    places = [str(_model(case, case.folder / name, note=name)) for name in ("a", "a @ 50 %")]
+    assert run(case, model=places) == run(case, model=places[:1]) == 0
+    assert list(_result(launches)["checkpoints"]) == ["original", "a", "a @ 12.5 %"]
+    assert len(launches.orders) == 2
 
 
 def _place(launches: Launches) -> Path:
