@@ -160,7 +160,7 @@ def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
 def _put(repository: str, files: dict[str, Path | bytes], private: bool, name: str) -> str:
     """Commit the files to the hub; returns the address. One sentence for what it refuses."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
     if get_token() is None:
         raise UserError(
@@ -176,7 +176,12 @@ def _put(repository: str, files: dict[str, Path | bytes], private: bool, name: s
         api.create_commit(repository, operations, commit_message=f"Upload {name}")
     except OfflineModeIsEnabled:
         raise UserError("upload: HF_HUB_OFFLINE is set, which allows no upload; unset it") from None
-    except OSError as error:  # as what the hub answers is, too
+    # What the hub answers is an OSError, a file that does not arrive a RuntimeError.
+    except (OSError, RuntimeError, HTTPError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise RunError(f"upload: the hub did not take {repository}: {reason}") from None
+        if isinstance(error, OSError | RuntimeError):
+            raise RunError(f"upload: the hub did not take {repository}: {reason}") from None
+        raise RunError(
+            f"upload: the hub cannot be reached ({reason}); run the same command again"
+        ) from None
     return str(address)

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import HfApi
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
 from bosch.files import file_hashes
 from pipeline.cli import main
@@ -227,6 +227,11 @@ def test_without_a_token(
     [
         (OSError("this token\nmay not write"), 1,
          f"the hub did not take {REPOSITORY}: this token may not write\n"),
+        (RuntimeError("Error while uploading 'model.safetensors' to the Hub."), 1,
+         f"the hub did not take {REPOSITORY}: Error while uploading 'model.safetensors' to the "
+         "Hub.\n"),
+        (HTTPError("[Errno -2]\nName not known"), 1,
+         "the hub cannot be reached ([Errno -2] Name not known); run the same command again\n"),
         (OfflineModeIsEnabled("offline"), 2,
          "HF_HUB_OFFLINE is set, which allows no upload; unset it\n"),
     ],
