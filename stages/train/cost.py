@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from bosch.budget import LayerHeads, window_shares
 from stages.context import Runtime
@@ -97,6 +98,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
     return Cost(done, saved + restart, facts, jobs, efficiency)
+
+
+def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
+    """The same for the rival's hybrid, which is trained for one budget alone."""
+    train = loaded.recipe[TrainConfig].model_copy(update={"budgets": None})
+    recipe = loaded.recipe.model_copy(update={"train": train})
+    return cost(replace(loaded, recipe=recipe), devices)
 
 
 def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:

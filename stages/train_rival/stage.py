@@ -15,5 +15,5 @@ STAGE = Stage(
     # Of the stage train it takes the section alone.
     needs=("prepare", "rival", "train"),
     distributed=True,
-    cost="stages.train.cost:cost",
+    cost="stages.train.cost:of_rival",
 )

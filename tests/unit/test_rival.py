@@ -17,7 +17,7 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.commands.plan import plan_costs
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.cost import Devices
+from stages.cost import Cost, Devices
 from stages.evaluate import run as evaluate
 from stages.evaluate.answers import Evaluated
 from stages.evaluate.rivals import rivals
@@ -76,15 +76,20 @@ def test_a_rival_that_cannot_be_trained_is_refused(
 
 
 def test_the_plan_says_what_the_rival_costs(case: Case) -> None:
-    def flops(*overrides: str) -> dict[str, float]:
-        loaded = load_recipe(case.file, overrides, env={})
-        return {name: cost.flops for name, cost in plan_costs(loaded, CPU).items()}
+    def costs(*overrides: str) -> dict[str, Cost]:
+        return plan_costs(load_recipe(case.file, overrides, env={}), CPU)
 
-    without, with_rival = flops(), flops("rival={}")
+    without, with_rival = costs(), costs("rival={}")
     assert "train_rival" not in without
-    assert with_rival["train_rival"] == with_rival["train"] == without["train"] > 0
+    assert with_rival["train_rival"] == with_rival["train"] == without["train"]
+    assert without["train"].flops > 0
     # Of the hybrid, its two checkpoints and now the rival's.
-    assert with_rival["evaluate"] == pytest.approx(without["evaluate"] * 4 / 3)
+    assert with_rival["evaluate"].flops == pytest.approx(without["evaluate"].flops * 4 / 3)
+    # The search's hybrid alone is trained for several budgets.
+    front = ("search.method=front", "search.points=[0.2,0.5,0.9]", "rival={}")
+    of_one, of_several = costs(*front), costs(*front, "train.budgets=all")
+    assert of_several["train_rival"] == of_one["train_rival"] == of_one["train"]
+    assert of_several["train"].flops != of_one["train"].flops
 
 
 def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(
