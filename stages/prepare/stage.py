@@ -27,7 +27,7 @@ from stages.fields import (
 from stages.formats import format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
-from stages.recipe import LoadedRecipe
+from stages.recipe import LoadedRecipe, position_faults
 from stages.stage import Stage
 
 # Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
@@ -157,7 +157,9 @@ class Statistics(WorkSummary):
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
-    sources = loaded.recipe[PrepareConfig].sources
+    prepare = loaded.recipe[PrepareConfig]
+    sources, length = prepare.sources, prepare.calibration.length
+    yield from position_faults(loaded, "prepare.calibration.length", length)
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"

@@ -146,6 +146,10 @@ def test_relative_paths_start_where_they_were_written(
             "evaluate.harness={tasks: [longbench_hotpotqa], max_length: 1000}",
             "max_length with a LongBench answer: 1,032 is more than the model's 1,024 positions",
         ),
+        (
+            "prepare.calibration.length=1025",
+            "prepare.calibration.length: 1,025 is more than the model's 1,024 positions",
+        ),
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
         ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
