@@ -19,6 +19,7 @@ from pipeline.commands.evaluation import Evaluation
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
+from pipeline.recipe.processes import require_one_node
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import (
     ABOUT_MARKS,
@@ -68,6 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Evaluate, print the table and say where it is; 1 where a model or a task has no score."""
+    require_one_node("evaluate", loaded.world)  # another would wait for the lock of the first
     evaluation = Evaluation(Runner(loaded, Choice()))
     if options.watch and options.model:
         raise UserError("--watch follows the recipe's training; leave --model out")

@@ -60,6 +60,12 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
     return World(nodes, rank, processes, env["MASTER_ADDR"], port, gpus)
 
 
+def require_one_node(what: str, world: World) -> None:
+    """Raise UserError where several nodes are to do what they cannot do together."""
+    if world.nodes > 1:
+        raise UserError(f"{what} works on one node only; NNODES asks for several")
+
+
 def _integer(env: Mapping[str, str], name: str, default: int, least: int) -> int:
     text = env.get(name, "").strip()
     if not text:

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.files import Stamp, changed_file, write_json
 from pipeline.recipe.load import ROOT
+from pipeline.recipe.processes import require_one_node
 from pipeline.run.first_node import Heart, Watcher
 from pipeline.run.graph import (
     Node,
@@ -101,8 +102,8 @@ class Runner:
             raise UserError(
                 f"--from {self.choice.start} comes after --until {self.choice.until}: no stage left"
             )
-        if self.choice.force and self.loaded.world.nodes > 1:
-            raise UserError("--force works on one node only; NNODES asks for several")
+        if self.choice.force:
+            require_one_node("--force", self.loaded.world)
         chosen = self.all_names[first : last + 1]
         for name in self.choice.force:
             if find_stage("--force", name, self.nodes) not in chosen:

@@ -79,9 +79,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return launches
 
 
-def run(case: Case, **options: Any) -> int:
+def run(case: Case, env: Mapping[str, str] | None = None, **options: Any) -> int:
     chosen = argparse.Namespace(**({"checkpoints": None, "model": [], "watch": False} | options))
-    return evaluate.run(load_recipe(case.file, (), env={}, stages=fake_table()), chosen)
+    return evaluate.run(load_recipe(case.file, (), env=env or {}, stages=fake_table()), chosen)
 
 
 def _publish(case: Case, stage: str, *names: str, finished: bool = True) -> Path:
@@ -260,6 +260,15 @@ def test_scores_of_a_damaged_output_are_not_taken(
         samples = (runner.store.root / "tiny/evaluation/samples.jsonl").read_text().splitlines()
         places = {one["checkpoint"]: one["stage"] for one in map(json.loads, samples)}
         assert places == {"original": "original", "hybrid": "evaluate"}
+
+
+def test_several_nodes_are_refused(case: Case, launches: Launches) -> None:
+    """The second would wait for the lock of the first, which waits for its processes."""
+    _publish(case, "materialize", "model")
+    nodes = {"NNODES": "2", "MASTER_ADDR": "one", "MASTER_PORT": "1"}
+    with pytest.raises(UserError, match=r"^evaluate works on one node only; NNODES asks"):
+        run(case, nodes)
+    assert launches.orders == []
 
 
 def test_a_failed_evaluation_is_told_and_not_finished(case: Case, launches: Launches) -> None:

@@ -16,6 +16,7 @@ from pipeline.commands import RecipeCommand
 from pipeline.commands import options as shared_options
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT
+from pipeline.recipe.processes import require_one_node
 from stages.fields import Count, Counts, Ratios, Section
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
@@ -98,5 +99,4 @@ def _check_training(loaded: LoadedRecipe, study: str) -> None:
         raise UserError(f"--with-training: {_TRAINS} is the study that trains, not {study}")
     if loaded.recipe.get(TrainConfig) is None:
         raise UserError("--with-training: the recipe has no section train")
-    if loaded.world.nodes > 1:
-        raise UserError("--with-training works on one node only; NNODES asks for several")
+    require_one_node("--with-training", loaded.world)
