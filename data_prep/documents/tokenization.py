@@ -212,8 +212,10 @@ def _tokenise_part(
         temporary.mkdir()
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
             documents = read_part(part, source)
-            sizes = list(_write_documents(documents, encoder, source.filters, sink))
-        np.save(temporary / _DOCUMENTS, np.array(sizes, np.int64).reshape(-1, 2))
+            written = _write_documents(documents, encoder, source.filters, sink)
+            # A compressed file may hold millions of them.
+            sizes = np.fromiter(written, np.dtype((np.int64, 2)))
+        np.save(temporary / _DOCUMENTS, sizes)
         hashes = file_hashes(temporary, [_IDS, _DOCUMENTS])
         write_json(temporary / _RECORD, {"sha256": hashes})
         changed = changed_file(stamps)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
 from operator import length_hint
@@ -183,6 +184,25 @@ def contents(tokenised: TokenisedSource) -> list[list[int]]:
         for block in tokenised.blocks
         for a, b in zip(block.offsets[:-1], block.offsets[1:], strict=True)
     ]
+
+
+def test_a_compressed_file_takes_little_memory_for_its_documents(tmp_path, monkeypatch):
+    """However large it is, it is one part, of millions of documents."""
+    monkeypatch.setattr(tokenization, "WINDOW", 2**12)
+    (tmp_path / "corpus").mkdir()
+
+    def peak(count: int) -> int:
+        with gzip.open(tmp_path / "corpus" / "a.jsonl.gz", "wb") as file:
+            file.writelines(b'{"text": "%s"}\n' % (b"x " * 150) for _ in range(count))
+        tracemalloc.start()
+        try:
+            assert tokenise(tmp_path, f"shards {count}", kind="jsonl").documents == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(1)  # with what is imported once
+    assert peak(15_000) - peak(5_000) < 60 * 10_000
 
 
 def test_number_of_workers_changes_nothing(corpus, monkeypatch):
