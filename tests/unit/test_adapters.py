@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,10 @@ from tests.hybrid_case import LAYERS, logits_of, random_mask, small_model, token
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
 MISSING = "the extra 'adapt' is not installed"
+
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guide/load.md"
+_LINES = re.compile(r"(?ms)^```python\n(.*?)^```")
 
 
 def _hybrid(folder: Path) -> Any:
@@ -106,8 +111,10 @@ def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason=MISSING)
     hybrid, ids = _hybrid(tmp_path / "plain"), torch.arange(4 * LENGTH).reshape(4, -1) % 13 + 3
     before = {name: weight.clone() for name, weight in hybrid.state_dict().items()}
-    config = peft.LoraConfig(r=8, target_modules="all-linear")
-    model = peft.get_peft_model(hybrid, config)
+    names = {"model": hybrid}
+    [guide] = [one for one in _LINES.findall(GUIDE.read_text()) if "peft" in one]
+    exec(guide, names)
+    model = names["adapted"]
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert len(trained) == 2 * 7 * LAYERS and all("lora_" in name for name in trained)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-2)
