@@ -184,7 +184,10 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     if choice is None or outcome is None:
         return None
     if outcome[1].difference_high < -MARGIN and choice.best != choice.model:
-        reason = f"the highest score; those before lose more than {MARGIN:g} points"
+        reason = (
+            f"the highest score; the {label_of(choice.model).lower()}, shown to be within "
+            f"{MARGIN:g} points of it, loses more than that against the original"
+        )
         choice = Choice(choice.best, reason, choice.best)
         outcome = overall(results, choice.model) or outcome
     count, difference = outcome
