@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import JsonLimits, parse_json, read_within
 
-# Of the file, and of each line's JSON: 10,000 examples of 8,000 tokens take 500 MB.
+# Bytes of the file, and values of a line's JSON: 10,000 examples of 8,000 tokens take 500 MB.
 _LIMITS = JsonLimits(2**30, 2_000_000)
 # A search measures the set in at most MAX_ROUNDS rounds, between which an evaluation can end early.
 MAX_ROUNDS = 8
@@ -20,10 +22,11 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True)
 class CalibrationExample:
-    """Token ids of prompt and answer; the last `answer_length` ids are the answer."""
+    """Token ids of prompt and answer; the last `answer_length` ids are the answer to its task."""
 
     input_ids: tuple[int, ...]
     answer_length: int
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,26 @@ class CalibrationSet:
     examples: tuple[CalibrationExample, ...]
 
     @classmethod
-    def from_records(cls, records: Iterable[tuple[list[int], int]]) -> CalibrationSet:
-        """From token ids and answer length; raises ValueError for an impossible record."""
+    def from_records(cls, records: Iterable[Any]) -> CalibrationSet:
+        """From token ids, answer length and, where there are several, task of each example.
+
+        Raises ValueError for an impossible record.
+        """
         examples = []
-        for ids, answer_length in records:
+        for ids, answer_length, *task in records:
             if not 0 < answer_length < len(ids):
                 raise ValueError(
                     f"an answer of {answer_length} tokens does not fit an example of {len(ids)}"
                 )
             input_ids = tuple(int(i) for i in ids)
-            examples.append(CalibrationExample(input_ids, int(answer_length)))
+            examples.append(CalibrationExample(input_ids, int(answer_length), *task))
         if not examples:
             raise ValueError("it holds no example")
         return cls(tuple(examples))
 
     @classmethod
     def load(cls, path: Path, advice: str = "run prepare again") -> CalibrationSet:
-        """Read `calibration.jsonl`; raises UserError, with the advice, for a file that is none."""
+        """Read `calibration.jsonl`; raises UserError, with the advice, where it is no such file."""
         if path.is_dir():
             path = path / "calibration.jsonl"
         try:
@@ -68,16 +74,21 @@ class CalibrationSet:
         return len(self.examples)
 
     def split(self, every: int) -> tuple[CalibrationSet, CalibrationSet | None]:
-        """What a search may use, and each `every`-th example, which it may not.
+        """What a search may use, and one of every `every` examples, which it may not.
 
-        Examples stand in the order of their tasks or lengths, which both parts thus share. Of fewer
-        examples than `every` there is no second part.
+        Tasks take turns in the set, and so they do in the second part: the place of its example
+        among `every` moves on where that place would be of the same tasks again. Of fewer examples
+        than `every` there is no second part.
         """
-        held_out = self.examples[every - 1 :: every]
+        tasks = len({example.task for example in self.examples})
+        shared = math.gcd(every, tasks)
+        moved = (block // (tasks // shared) % shared for block in range(len(self) // every))
+        held_out = {every * (block + 1) - 1 - back for block, back in enumerate(moved)}
         if not held_out:
             return self, None
-        used = (one for number, one in enumerate(self.examples, 1) if number % every)
-        return CalibrationSet(tuple(used)), CalibrationSet(held_out)
+        used = (one for index, one in enumerate(self.examples) if index not in held_out)
+        others = (self.examples[index] for index in sorted(held_out))
+        return CalibrationSet(tuple(used)), CalibrationSet(tuple(others))
 
     @property
     def max_length(self) -> int:
@@ -93,8 +104,8 @@ class CalibrationSet:
         return digest.hexdigest()
 
 
-def _record(line: bytes) -> tuple[list[int], int]:
-    """Token ids and answer length of a line; raises ValueError."""
+def _record(line: bytes) -> tuple[list[int], int, str]:
+    """Token ids, answer length and task of a line; raises ValueError."""
     record = parse_json(line, _LIMITS)
     fields = record if isinstance(record, dict) else {}
     ids, answer_length = fields.get("input_ids"), fields.get("answer_length")
@@ -103,5 +114,5 @@ def _record(line: bytes) -> tuple[list[int], int]:
         or not all(type(i) is int and 0 <= i < 2**31 for i in ids)
         or type(answer_length) is not int
     ):
-        raise ValueError("expected input_ids and answer_length, integers from 0")
-    return ids, answer_length
+        raise ValueError("expected input_ids, a list of integers from 0, and an answer_length")
+    return ids, answer_length, str(fields.get("task", ""))

@@ -172,10 +172,15 @@ def make_sample(
 def forced_ids(draft: Draft, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Prompt and answer ids of the teacher-forced form, whose prompt ends with a colon.
 
-    Each is tokenised on its own.
+    Each is tokenised on its own, the answer behind a colon where that changes nothing of the colon:
+    some tokenizers set a space before whatever text they are given.
     """
-    prompt = encode_prompt(tokenizer, f"{draft.text}:")
-    return prompt, encode_answer(tokenizer, f" {draft.answers[0]}")
+    prompt, answer = encode_prompt(tokenizer, f"{draft.text}:"), f" {draft.answers[0]}"
+    colon = encode_answer(tokenizer, ":")
+    both = encode_answer(tokenizer, f":{answer}")
+    if both[: len(colon)] == colon:
+        return prompt, both[len(colon) :]
+    return prompt, encode_answer(tokenizer, answer)
 
 
 @lru_cache(maxsize=64)

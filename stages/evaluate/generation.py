@@ -111,7 +111,7 @@ def generate(
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     for question in order:
         prompt, own = len(question.prompt_ids), question.new_tokens or max_new_tokens
-        if positions and prompt + own > positions:
+        if positions and prompt + own - 1 > positions:  # the last token is not read
             raise ModelError(
                 f"a prompt of {prompt:,} tokens and an answer of {own:,} are more than its "
                 f"{positions:,} positions"
@@ -120,10 +120,10 @@ def generate(
         batch = order[start : start + batch_size]
         # Another sample's answer may be longer than what this batch's longest prompt leaves; one of
         # the batch's own that would be cut is asked alone.
-        room = (positions or sys.maxsize) - len(batch[0].prompt_ids)
+        room = (positions or sys.maxsize) + 1 - len(batch[0].prompt_ids)
         is_cut = any((question.new_tokens or max_new_tokens) > room for question in batch)
         for part in [[question] for question in batch] if is_cut else [batch]:
-            room = (positions or sys.maxsize) - len(part[0].prompt_ids)
+            room = (positions or sys.maxsize) + 1 - len(part[0].prompt_ids)
             most = min(max_new_tokens, room)
             outputs = _generate_batch(model, tokenizer, part, most, stop_at_newline, shared)
             yield list(zip(part, outputs, strict=True))
@@ -138,7 +138,8 @@ def _generate_batch(
     stop_at_newline: bool,
     shared: SharedReading | None,
 ) -> list[str]:
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    ends = _end_tokens(model, tokenizer, stop_at_newline)
+    pad = next((id for id in (tokenizer.pad_token_id, *(ends or ())) if id is not None), 0)
     length = max(len(question.prompt_ids) for question in batch)
     ids = torch.full((len(batch), length), pad, dtype=torch.long)  # [B, T]
     mask = torch.zeros_like(ids)
@@ -150,7 +151,7 @@ def _generate_batch(
         num_beams=1,
         repetition_penalty=1.0,
         max_new_tokens=max_new_tokens,
-        eos_token_id=_end_tokens(model, tokenizer, stop_at_newline),
+        eos_token_id=ends,
         min_new_tokens=1 if stop_at_newline else None,
         pad_token_id=pad,
         use_cache=True,
@@ -174,12 +175,18 @@ def _generate_batch(
         finally:
             model.generation_config = own
         numbers.check()
-        return [decode(tokenizer, row[length:]) for row in output]
+        return [decode(tokenizer, _without_end(row[length:], pad)) for row in output]
 
     if shared is None:
         return answer()
     cache = shared.cache(model, ids, mask)
     return shared.of_first(lambda: answer(cache))
+
+
+def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:
+    """An answer [tokens] without what fills its row up to the longest of its batch."""
+    own = (ids != pad).nonzero()
+    return ids[: int(own[-1]) + 1 if len(own) else 0]
 
 
 def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> list[int] | None:

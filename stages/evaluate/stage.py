@@ -149,7 +149,22 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets != "chosen")
     for name, section in evaluate.suites.items():
         yield from section.faults(loaded, f"evaluate.{name}")
+    yield from _room_for_chat(loaded, evaluate)
     yield from _split(loaded, evaluate)
+
+
+def _room_for_chat(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
+    """RULER's lengths are those of the sample alone; a chat template has two tokens at least."""
+    limit = loaded.info.max_positions if loaded.info is not None else None
+    if limit is None or not evaluate.chat_template or evaluate.needle is None:
+        return
+    for length in evaluate.needle.lengths:
+        if limit - 2 < length <= limit and length not in evaluate.needle.yarn:
+            yield (
+                f"evaluate.needle.lengths: {length:,} leaves no room for evaluate.chat_template in "
+                f"the model's {limit:,} positions; lower it by about a hundred, or set "
+                "evaluate.needle.yarn"
+            )
 
 
 def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
@@ -200,7 +215,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=17,
+    version=18,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

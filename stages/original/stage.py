@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=15,
+    version=16,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -225,7 +225,7 @@ STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
     PrepareConfig,
-    version=5,
+    version=6,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,

@@ -97,24 +97,40 @@ class RestartPoints:
     def latest(self) -> Path | None:
         """The newest whole restart point; those after it are removed.
 
-        Every process calls it, and reads its own share of the files.
+        Every process calls it, and reads its own share of the files. Raises UserError where all
+        others are damaged and a point itself is whole, but not a checkpoint before it.
         """
         points = self._points()
         wait()
+        faults = {}
         for point in points:
             fault = next(filter(None, _from_all(self._fault(point))), None)
             if fault is None:
-                return point
-            if rank() == 0:
-                logger.warning("the restart point %s is damaged (%s)", point, fault)
+                break
+            faults[point] = fault
+        if len(faults) == len(points):
+            for point, (folder, reason) in faults.items():
+                if folder != point:
+                    raise UserError(
+                        f"the restart point {point} is whole, but not the checkpoint {folder} "
+                        f"before it ({reason}): put that back, or delete {point.parent} to train "
+                        "from the start"
+                    )
+        if rank() == 0:
+            for point, (folder, reason) in faults.items():
+                logger.warning(
+                    "the restart point %s is damaged (%s: %s)", point, folder.name, reason
+                )
                 remove(point)
         wait()
+        if len(faults) < len(points):
+            return points[len(faults)]
         if points and rank() == 0:
             logger.warning("no restart point is whole: training starts from the beginning")
         return None
 
-    def _fault(self, point: Path) -> str | None:
-        """What is damaged of a point, or of a checkpoint that was written before it.
+    def _fault(self, point: Path) -> tuple[Path, str] | None:
+        """What is damaged of a point, or of a checkpoint that was written before it, and why.
 
         Of the files' content this process looks at its share.
         """
@@ -127,18 +143,18 @@ class RestartPoints:
             content = read_json(record)
             hashes = content.get("sha256") if isinstance(content, dict) else None
             if not isinstance(hashes, dict):
-                return f"{record.name} is missing or damaged"
+                return folder, f"{record.name} is missing or damaged"
             if content.get("step", step) != step:  # its folder has another one's name
-                return f"it is of step {content['step']}"
+                return folder, f"it is of step {content['step']}"
             fault = listing_fault(folder, hashes, (_RECORD,))
             if fault is not None:
-                return f"{folder.name}: {fault}"
+                return folder, fault
             try:
                 for name in share(hashes):
                     if file_digest(folder / name) != hashes[name]:
-                        return f"{folder.name}: {name} has other content"
+                        return folder, f"{name} has other content"
             except OSError as error:
-                return f"{folder.name}: {name} cannot be read ({error.strerror})"
+                return folder, f"{name} cannot be read ({error.strerror})"
         return None
 
     @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -480,6 +482,21 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
     assert costs["naive_full_forward_equivalents"] == pytest.approx(whole)
     full = alone.evaluate(HeadMask.all_full(objective.num_layers, objective.num_key_value_heads))
     assert full.score == 1.0 and fronts[0].points[-1].held_out_low == pytest.approx(0.05**0.5)
+
+
+@pytest.mark.parametrize("tasks", range(1, 9))
+@pytest.mark.parametrize("every", [2, 4])
+def test_examples_held_out_are_of_all_tasks(every: int, tasks: int) -> None:
+    records = [([number, 1], 1, str(number % tasks)) for number in range(24 * tasks * every + 1)]
+    whole = CalibrationSet.from_records(records)
+    used, held_out = whole.split(every)
+    assert held_out is not None
+    assert sorted(one.input_ids[0] for one in used.examples + held_out.examples) == [
+        *range(len(whole))
+    ]
+    assert set(Counter(one.task for one in held_out.examples).values()) == {24}
+    if math.gcd(every, tasks) == 1:
+        assert held_out.examples == whole.examples[every - 1 :: every]
 
 
 def test_a_set_of_few_examples_holds_none_out() -> None:

@@ -6,6 +6,8 @@ from random import Random
 
 import numpy as np
 import pytest
+from tokenizers.normalizers import Prepend
+from transformers import AutoTokenizer
 
 from bosch.errors import RunError, UserError
 from data_prep.documents.calibration import CalibrationNeedles
@@ -83,6 +85,16 @@ def test_teacher_forced_form_fills_the_length(task, tokenizer, words):
     assert tokenizer.decode(prompt).endswith("mentioned in the provided text is:")
     assert tokenizer.decode(answer) == f" {sample.answers[0]}"
     assert 600 - 80 < len(prompt) + len(answer) <= 600
+
+
+@pytest.mark.parametrize("normalizer", [None, Prepend(" ")])
+def test_the_answer_goes_on_as_the_whole_text_does(normalizer, words):
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    sample = sample_of("niah_single_2", tokenizer, words, space="calibration", new=None)
+    prompt, answer = forced_ids(sample, tokenizer)
+    assert prompt + answer == encode_prompt(tokenizer, f"{sample.text}: {sample.answers[0]}")
 
 
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_2", "niah_multikey_3"])

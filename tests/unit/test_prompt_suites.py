@@ -696,7 +696,7 @@ def test_a_prompt_beyond_the_positions_is_refused(monkeypatch: pytest.MonkeyPatc
     """By its own answer: the longest of the others is cut where a batch leaves less room."""
     model, tokenizer = small_model(), nolima_case.tokenizer()
     most = model.config.max_position_embeddings
-    long = Question(0, np.zeros(most - 3, np.int32), [])
+    long = Question(0, np.zeros(most - 2, np.int32), [])
     for question, others in ((long, 4), (replace(long, new_tokens=4), 2)):
         with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
             next(generate(model, None, [question], others, 1))
@@ -707,7 +707,7 @@ def test_a_prompt_beyond_the_positions_is_refused(monkeypatch: pytest.MonkeyPatc
         return own(*given, generation_config=generation_config, **more)
 
     monkeypatch.setattr(model, "generate", spy)
-    just = Question(0, np.zeros(most - 4, np.int32), [], new_tokens=4)
+    just = Question(0, np.zeros(most - 3, np.int32), [], new_tokens=4)  # the last is not read
     short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
     assert len(list(generate(model, tokenizer, [short, just], 6, 1))) == 2
     assert asked == [4, 6]
@@ -715,6 +715,22 @@ def test_a_prompt_beyond_the_positions_is_refused(monkeypatch: pytest.MonkeyPatc
     asked.clear()
     assert len(list(generate(model, tokenizer, [short, just], 6, 2))) == 2
     assert asked == [4, 6]
+
+
+def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding() -> None:
+    model, tokenizer = small_model(), nolima_case.tokenizer()
+    tokenizer.pad_token = None
+    questions = [Question(index, np.arange(5, 9 + index, dtype=np.int32), []) for index in range(4)]
+
+    def answers(batch_size: int) -> dict[int, str]:
+        batches = generate(model, tokenizer, questions, 12, batch_size)
+        return {question.index: text for batch in batches for question, text in batch}
+
+    ids = [int(one) for one in model.generate(torch.arange(5, 9)[None], max_new_tokens=12)[0, 4:]]
+    model.generation_config.eos_token_id = ids[4]
+    alone, together = answers(1), answers(4)
+    assert alone == together
+    assert len({len(text) for text in alone.values()}) > 1
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:

@@ -35,6 +35,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 # Overrides that are refused, what is said, and the nearest overrides that are taken.
 REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
+    "a length without room for a chat template": (
+        ["evaluate.chat_template=true", "evaluate.needle.lengths=[1024]"],
+        "evaluate.needle.lengths: 1,024 leaves no room for evaluate.chat_template",
+        ["evaluate.chat_template=true", "evaluate.needle.lengths=[1022]"],
+    ),
     "a window of a sequence": (
         ["search.window_size=128"], "128 is not shorter than prepare.sequence_length = 128",
         ["search.window_size=127"],

@@ -299,6 +299,21 @@ def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path, 
     assert points.latest() == before
 
 
+def test_a_checkpoint_that_is_gone_ends_training_and_costs_no_restart_point(tmp_path: Path) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[128 * 4])
+    checkpoint = tmp_path / "checkpoints" / f"tokens-{128 * 4}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_text("weights")
+    points.record_checkpoint(128 * 4)
+    first, second = save_point(points, 8), save_point(points, 16)
+    checkpoint.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"tokens-512 before it .*model.safetensors is missing"):
+        points.latest()
+    assert first.is_dir() and second.is_dir()
+    (tmp_path / "elsewhere").rename(checkpoint)
+    assert points.latest() == second
+
+
 @pytest.mark.parametrize("error", [RuntimeError("bad shape"), CheckpointException("x", {})])
 def test_a_restart_point_that_cannot_be_loaded_is_set_aside(
     tmp_path: Path, error: BaseException
