@@ -57,6 +57,7 @@ class CheckpointWriter:
         self._model_dir = model_dir
         self._dtype = dtype
         self._max_shard_size = max_shard_size
+        self._in_float32 = set[str]()
 
     def write(
         self, tokens: int, model: Any, averaged: Sequence[int] = (), lora: LoraConfig | None = None
@@ -96,6 +97,10 @@ class CheckpointWriter:
             for name, value in model.state_dict(keep_vars=True).items()
             if name not in left_out
         }
+        # Those that transformers reads in float32 whatever the rest is in, like the biases by which
+        # experts are chosen.
+        kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
+        self._in_float32 = {name for name in state if any(re.search(one, name) for one in kept)}
         groups = self._groups(state)
         for number in range(0, len(groups), processes()):
             own: dict[str, Tensor] = {}
@@ -107,11 +112,11 @@ class CheckpointWriter:
             if own:
                 own = own if lora is None else merged(own, lora)
                 self.write_group(model, own, writing / f"part-{number + rank():05d}")
-        weights = [value for name, value in state.items() if not is_adapter(name)]
-        parameters = [value for value in weights if isinstance(value, torch.nn.Parameter)]
+        weights = {name: value for name, value in state.items() if not is_adapter(name)}
+        parameters = [one for one in weights.values() if isinstance(one, torch.nn.Parameter)]
         return {
             "total_parameters": sum(map(_count, parameters)),
-            "total_size": sum(map(self._bytes, weights)),
+            "total_size": sum(self._bytes(name, value) for name, value in weights.items()),
         }
 
     def _groups(self, state: dict[str, Tensor]) -> list[list[str]]:
@@ -128,7 +133,7 @@ class CheckpointWriter:
         groups: list[list[str]] = [[]]
         room = most
         for names in layers.values():
-            size = sum(self._bytes(state[name]) for name in names if not is_adapter(name))
+            size = sum(self._bytes(name, state[name]) for name in names if not is_adapter(name))
             if groups[-1] and size > room:
                 groups.append([])
                 room = most
@@ -138,14 +143,16 @@ class CheckpointWriter:
 
     def _saved(self, name: str, value: Tensor) -> Tensor:
         """A weight in the precision it is saved in, an adapter as it is, in memory of its own."""
-        dtype = value.dtype if is_adapter(name) else self._saved_dtype(value)
+        dtype = value.dtype if is_adapter(name) else self._saved_dtype(name, value)
         return value.detach().to("cpu", dtype, copy=True)
 
-    def _saved_dtype(self, value: Tensor) -> torch.dtype:
-        return self._dtype if self._dtype and value.is_floating_point() else value.dtype
+    def _saved_dtype(self, name: str, value: Tensor) -> torch.dtype:
+        if self._dtype is None or not value.is_floating_point() or name in self._in_float32:
+            return value.dtype
+        return self._dtype
 
-    def _bytes(self, value: Tensor) -> int:
-        return _count(value) * self._saved_dtype(value).itemsize
+    def _bytes(self, name: str, value: Tensor) -> int:
+        return _count(value) * self._saved_dtype(name, value).itemsize
 
     def write_group(self, model: Any, weights: dict[str, Tensor], stem: Path) -> None:
         """Write `weights` as files whose names begin with `stem`, as `save_pretrained` would.

@@ -426,7 +426,7 @@ STAGE = Stage(
     "train",
     "stages.train.run:run",
     TrainConfig,
-    version=6,
+    version=7,
     field=Field(None, description="Continual pretraining; left out, nothing is trained."),
     needs=("prepare", "materialize"),
     # What is wrong with the evaluation shows before days are spent.

@@ -26,7 +26,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from bosch.attention import BACKENDS
 from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.journal import Journal
-from bosch.model.loading import load_config
+from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from data_prep.documents.packing import Packed, write_dataset
@@ -643,6 +643,25 @@ def test_what_sees_images_is_not_trained_on_text(family: str) -> None:
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if ".visual." in name}
     assert bool(frozen) == (family == "qwen3_vl")
+
+
+@pytest.mark.parametrize("family", ["dots1", "glm4_moe"])
+def test_a_checkpoint_in_bf16_keeps_what_its_base_has_in_float32(
+    tmp_path: Path, family: str
+) -> None:
+    base = small_model(family)
+    for name, bias in base.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(7 + 0.01 * torch.randn_like(bias))
+    base.save_pretrained(tmp_path / "base")
+    start = tmp_path / "start"
+    hybrid = materialize(load_model(tmp_path / "base"), random_mask(), Window(8))
+    hybrid.save_pretrained(start)
+    (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
+    CheckpointWriter(tmp_path, start, torch.bfloat16, "1MB").write(1, hybrid.float())
+    written = load_file(tmp_path / "checkpoints" / "tokens-1" / "model.safetensors")
+    for name, weight in load_file(start / "model.safetensors").items():
+        assert written[name].dtype == weight.dtype and torch.equal(written[name], weight), name
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
