@@ -114,5 +114,5 @@ def _record(line: bytes) -> tuple[list[int], int, str]:
         or not all(type(i) is int and 0 <= i < 2**31 for i in ids)
         or type(answer_length) is not int
     ):
-        raise ValueError("expected input_ids, a list of integers from 0, and an answer_length")
+        raise ValueError("expected input_ids and answer_length, a list of integers and one more")
     return ids, answer_length, str(fields.get("task", ""))

@@ -117,7 +117,8 @@ def test_value_and_gradients_are_those_of_whole_logits(
     loss = student(input_ids=ids, labels=labels, position_ids=positions)["loss"]
     loss.backward()
     assert caches == [None]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    # Log-probabilities of about 4 are rounded by 2e-7 each, by another machine otherwise.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     assert gradients(student).keys() == plain.keys()
     for name, gradient in gradients(student).items():
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bosch.errors import RunError
+from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe, missing_inputs
 from stages.context import Runtime
@@ -35,11 +35,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 # Overrides that are refused, what is said, and the nearest overrides that are taken.
 REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
-    "a length without room for a chat template": (
-        ["evaluate.chat_template=true", "evaluate.needle.lengths=[1024]"],
-        "evaluate.needle.lengths: 1,024 leaves no room for evaluate.chat_template",
-        ["evaluate.chat_template=true", "evaluate.needle.lengths=[1022]"],
-    ),
     "a window of a sequence": (
         ["search.window_size=128"], "128 is not shorter than prepare.sequence_length = 128",
         ["search.window_size=127"],
@@ -315,6 +310,15 @@ def test_what_an_evaluation_lacks(case: Case) -> None:
         found = [fault for fault in missing_inputs(loaded) if fault.startswith("evaluate.")]
         assert len(found) == len(said)
         assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
+
+
+def test_a_length_without_room_for_a_chat_template_is_refused(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    (case.model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    chat = "evaluate.chat_template=true"
+    load_recipe(case.file, [chat, "evaluate.needle.lengths=[1022]"], env={})
+    with pytest.raises(UserError, match="lengths: 1,024 leaves no room for"):
+        load_recipe(case.file, [chat, "evaluate.needle.lengths=[1024]"], env={})
 
 
 def test_presets_add_their_tasks_and_leave_the_named_ones_needed(case: Case) -> None:
