@@ -330,8 +330,8 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
 def adopt_cache(model: Any, cache: Any) -> None:
     """Give an empty cache of transformers the layers by which sliding heads save memory.
 
-    One that holds states already, or quantises them, stays as it is, which is exact: its sliding
-    heads hold every token, and a warning says so.
+    One that holds states already, quantises them, or offloads a fixed size with sinks stays as it
+    is, which is exact: its sliding heads hold every token, and a warning says so.
     """
     layers = getattr(cache, "layers", None)
     if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
@@ -344,9 +344,12 @@ def adopt_cache(model: Any, cache: Any) -> None:
         if any(getattr(layer, "record_past", False) for layer in layers):
             new.activate_past_recording()
     elif not started and isinstance(cache, StaticCache):
-        # Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
-        lengths = (getattr(layer, "max_cache_len", 0) for layer in layers)
-        new = StaticHybridCache.of(model, max(lengths))
+        # Sinks are written when attention is done; an offloaded layer has left the device by then.
+        loses_sinks = cache.offloading and any(one.sinks for one in layouts_of(model) if one)
+        if not loses_sinks:
+            # Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
+            lengths = (getattr(layer, "max_cache_len", 0) for layer in layers)
+            new = StaticHybridCache.of(model, max(lengths))
     if new is None:
         logger.warning_once(
             f"A {type(cache).__name__} that holds states or changes them cannot take the form of a "

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from bosch.model.tensor_parallel import whole_weight
 
 _SAMPLED_VALUES = 4096
+# Where a configuration comes from and how its model is called; outputs do not depend on these.
+_NO_OUTPUT = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 
 
 def model_fingerprint(model: Any) -> str:
-    """Identity of a loaded model: SHA-256 of names, types, shapes and a sample of every weight."""
+    """Identity of a loaded model: SHA-256 of its configuration and a sample of every weight.
+
+    Weights count with names, types and shapes. The configuration tells apart models whose weights
+    are the same: by the base of their rotary positions, a scale, a soft-cap.
+    """
     digest = hashlib.sha256()
+    content = _of_output(model.config.to_dict())
+    digest.update(json.dumps(content, sort_keys=True, default=str).encode())
     for name, weight in model.state_dict().items():
         flat = whole_weight(weight.detach()).reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()
+
+
+def _of_output(content: Any) -> Any:
+    """Content of a configuration that outputs depend on, nested ones included."""
+    if not isinstance(content, dict):
+        return content
+    return {name: _of_output(value) for name, value in content.items() if name not in _NO_OUTPUT}

@@ -311,12 +311,15 @@ class FrontSearch(Moves):
         by_slots: dict[float, Point] = {}
         for point in sorted(points, key=lambda p: (p.evaluation.rank, p.budget == self.exact)):
             by_slots[slots_of(point.choices, self.costs)] = point
-        points = list(by_slots.values())
-        within = [point for point in points if point.budget <= self.chosen]
-        own = [point for point in within if point.budget == self.exact]
-        result = (own or sorted(within, key=lambda p: (p.evaluation.score, p.budget)))[-1]
+        # By what masks take, for that of a richer budget may be the best that fits the chosen one.
+        own = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
+        within = own or [slots for slots in by_slots if slots <= self.chosen]
+        result = by_slots[max(within, key=lambda slots: (by_slots[slots].evaluation.score, slots))]
         front = Front.of(
-            [self._front_point(point) for point in points], self.menu, self.context, model=""
+            [self._front_point(point) for point in by_slots.values()],
+            self.menu,
+            self.context,
+            model="",
         )
         mask = HeadMask.of_choices(result.choices)
         evaluation = self.evaluator.evaluate(mask, "final", "final mask")

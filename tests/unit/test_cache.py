@@ -19,6 +19,7 @@ from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache, HybridCacheLayer
 from bosch.model.cache_size import CacheSize
+from bosch.model.deploy_mode import adopt_cache
 from bosch.model.families import DecoderLayers
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask
@@ -465,6 +466,16 @@ def test_a_cache_of_transformers_that_holds_states_keeps_them(
     assert cache.layers is layers
     assert "keep all tokens and save no memory" in capfd.readouterr().err + caplog.text
     torch.testing.assert_close(result, expected, **_NEAR)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_a_static_cache_that_is_offloaded_loses_no_sinks(sinks: int) -> None:
+    """They are written after attention, when an offloaded layer's tensors are copies elsewhere."""
+    cache = StaticCache(small_model().config, LENGTH)
+    cache.offloading = True  # its constructor wants a GPU
+    layers = cache.layers
+    adopt_cache(_hybrid(sinks), cache)
+    assert (cache.layers is layers) == bool(sinks)
 
 
 def test_a_static_cache_has_the_room_that_is_asked_for() -> None:

@@ -413,6 +413,29 @@ def test_a_front_holds_what_scores_no_less_than_scarcer_layouts(
     assert [count for count, mask in enumerate(masks) if search._is_chosen(mask)] == [result]
 
 
+_RICHER = [(4, (0, 1, 2, 3), 0.5), (5, (1, 2, 3, 4), 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "points", "best"),
+    [
+        (None, _RICHER, (1, 2, 3, 4)),  # of a richer budget, with no more slots than the ratio's
+        (_slots(4), _RICHER, (1, 2, 3, 4)),
+        (_slots(2), [(5, (), 0.5)], ()),  # a richer budget's is all that fits
+    ],
+)
+def test_the_result_is_the_best_of_the_masks_that_fit(
+    chosen: int | None, points: list[tuple[int, tuple[int, ...], float]], best: tuple[int, ...]
+) -> None:
+    search = _at_start(chosen)
+    for number, (budget, units, score) in enumerate(points):
+        search.points[number] = Point(
+            _slots(budget), _full(*units), Evaluation(score, -1.0), 0.0, np.zeros((2, 4))
+        )
+    found = search.result(Anchors(0.0, 1.0))
+    assert found.mask == HeadMask.of_choices(_full(*best))
+
+
 @pytest.mark.parametrize(("score", "takes"), [(0.485, True), (0.47, False)])
 def test_a_point_out_of_order_gets_a_nested_layout_that_scores_as_much(
     score: float, takes: bool

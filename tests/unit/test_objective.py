@@ -600,6 +600,16 @@ def test_the_fingerprint_follows_weights_and_types():
     assert len(prints) == 1 + len(norm)
 
 
+def test_the_fingerprint_follows_what_the_configuration_alone_says():
+    one = small_model()
+    before = model_fingerprint(one)
+    for name, value in (("use_cache", False), ("_name_or_path", "elsewhere")):
+        setattr(one.config, name, value)
+        assert model_fingerprint(one) == before
+    one.config.rope_parameters["rope_theta"] *= 2
+    assert model_fingerprint(one) != before
+
+
 def test_calibration_files(tmp_path):
     path = tmp_path / "calibration.jsonl"
     record = {"task": "x", "index": 0, "seed": 1, "input_ids": [1, 2, 3], "answer_length": 1}
