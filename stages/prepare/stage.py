@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
+from bosch.objective.calibration import MOST_TOKENS
 from data_prep.documents.source_files import tokenizer_files
 from data_prep.documents.sources import KINDS, SourceKind
 from data_prep.tasks.tables import NeedleTask
@@ -160,6 +161,12 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     prepare = loaded.recipe[PrepareConfig]
     sources, length = prepare.sources, prepare.calibration.length
     yield from position_faults(loaded, "prepare.calibration.length", length)
+    examples = prepare.calibration.examples
+    if examples * length > MOST_TOKENS:
+        yield (
+            f"prepare.calibration: {examples:,} examples of {length:,} tokens are more than the "
+            f"{MOST_TOKENS:,} tokens that a calibration set may hold"
+        )
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"

@@ -176,8 +176,8 @@ def _than_original(result: Against) -> str:
 def headline(results: Results, section: ReportConfig) -> str | None:
     """What to ship and why, what it loses, its cache, its speed, and the run's cost.
 
-    Nothing is to ship where all are shown to lose more than `MARGIN` points. None without scores of
-    the original and a hybrid.
+    Nothing is to ship where the best is shown to lose more than `MARGIN` points. None without
+    scores of the original and a hybrid.
     """
     choice = choose(results)
     outcome = overall(results, choice.model) if choice is not None else None
@@ -200,7 +200,7 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     ]
     advice = "Ship"
     if difference.difference_high < -MARGIN:
-        advice = f"Ship none yet: all lose more than {MARGIN:g} points. The best is"
+        advice = f"Ship none yet: even the best loses more than {MARGIN:g} points. It is"
     what = f"the {label_of(choice.model).lower()} ({choice.reason})"
     return f"{advice} {what}: {', '.join(parts)}, and {_cost(results, section)}."
 

@@ -150,6 +150,10 @@ def test_relative_paths_start_where_they_were_written(
             "prepare.calibration.length=1025",
             "prepare.calibration.length: 1,025 is more than the model's 1,024 positions",
         ),
+        (
+            "prepare.calibration={examples: 120001, length: 1000}",
+            "prepare.calibration: 120,001 examples of 1,000 tokens are more than the 120,000,000",
+        ),
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
         ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),

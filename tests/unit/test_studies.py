@@ -329,13 +329,14 @@ def test_only_headbench_trains_and_by_the_recipes_own_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(tmp_path)
-    for name, value in (("NNODES", "2"), ("MASTER_ADDR", "one"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
     for study, override, sentence in (
-        ("headbench", "seed=1", "--with-training works on one node only; NNODES asks for several"),
         ("cost", "seed=1", "--with-training: headbench is the study that trains, not cost"),
         ("headbench", "train=null", "--with-training: the recipe has no section train"),
     ):
         assert main(["study", study, str(case.file), override, "--with-training"]) == 2
         assert sentence in capsys.readouterr().err
+    for name, value in (("NNODES", "2"), ("MASTER_ADDR", "one"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["study", "cost", str(case.file)]) == 2
+    assert "study works on one node only; NNODES asks for several" in capsys.readouterr().err
     assert not case.runs.exists()

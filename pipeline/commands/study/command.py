@@ -79,6 +79,7 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     # Studies compare masks of one window: the widest that the recipe names.
     search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
     recipe = loaded.recipe.model_copy(update={"search": search})
+    require_one_node("study", loaded.world)
     if options.with_training:
         _check_training(loaded, arguments.study)
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
@@ -99,4 +100,3 @@ def _check_training(loaded: LoadedRecipe, study: str) -> None:
         raise UserError(f"--with-training: {_TRAINS} is the study that trains, not {study}")
     if loaded.recipe.get(TrainConfig) is None:
         raise UserError("--with-training: the recipe has no section train")
-    require_one_node("--with-training", loaded.world)
