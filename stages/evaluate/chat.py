@@ -14,6 +14,8 @@ from data_prep.text import encode_answer
 
 # Stands for the prompt while the template is split around it.
 _PLACE = "@@prompt@@"
+# Of the prompts that a template makes: answers to those of another one are not taken.
+_VERSION = 2
 
 
 class ChatTemplate:
@@ -37,7 +39,7 @@ class ChatTemplate:
             )
         self._before, self._after = (encode_answer(tokenizer, text) for text in (before, after))
         self.tokens = len(self._before) + len(self._after)  # that it adds to one turn
-        template = json.dumps([str(tokenizer.chat_template), before, after])
+        template = json.dumps([_VERSION, str(tokenizer.chat_template), before, after])
         self.digest = hashlib.sha256(template.encode()).hexdigest()
 
     def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -66,12 +68,14 @@ class ChatTemplate:
         own = list(prompt)
         while own and own[0] in special:  # the template brings its own
             own = own[1:]
-        prefix = encode_answer(self._tokenizer, answer_prefix) if answer_prefix else []
-        if prefix and own[-len(prefix) :] == prefix:
-            own = own[: -len(prefix)]
-        else:
-            prefix = []
-        return [*self._before, *own, *self._after, *prefix]
+        begun: list[int] = []
+        # Some tokenizers put a space before any text; within the prompt there is one alone.
+        for text in (answer_prefix, answer_prefix.removeprefix(" ")):
+            ids = encode_answer(self._tokenizer, text)
+            if ids and own[-len(ids) :] == ids:
+                own, begun = own[: -len(ids)], ids
+                break
+        return [*self._before, *own, *self._after, *begun]
 
 
 def has_template(folder: Path) -> bool:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 
 from bosch.errors import UserError
@@ -313,6 +314,25 @@ def mrcr_suite(
     )  # fmt: skip
     suite.prepare()
     return suite
+
+
+@pytest.mark.parametrize("normalizer", [None, Prepend(" ")])
+def test_the_beginning_of_the_answer_stands_behind_the_users_turn(
+    normalizer: Any,
+) -> None:
+    tokenizer = nolima_case.tokenizer()
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
+    chat, prefix = ChatTemplate(tokenizer), " The answer is"
+    ids = chat.ids(encode_prompt(tokenizer, f"What is it?{prefix}"), prefix)
+    text = tokenizer.decode(ids)
+    # Between the parts that tokenizer may have a space more.
+    places = [text.index(part) for part in ("What is it?", "<end>", "<assistant>", prefix)]
+    assert places == sorted(places) and text.endswith(prefix)
+    assert chat.tokens + len(encode_prompt(tokenizer, f"What is it?{prefix}")) == len(ids)
+    turn = chat.ids(encode_prompt(tokenizer, "What is it?"))
+    assert ids[: len(turn)] == turn
 
 
 def template(tokenizer: Any) -> ChatTemplate:
