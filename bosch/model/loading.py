@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.hub import cached_file
 
@@ -104,9 +105,10 @@ def load_model(
     if not weights:
         make: Any = auto_class(config).from_config
         with parameters_on_meta():
-            return make(
-                config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options
-            ).eval()
+            empty = make(config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options)
+        for tensor in kept_in_float32(empty).values():
+            tensor.data = tensor.data.float()
+        return empty.eval()
     if os.path.isdir(name):
         check_faults(weight_faults(Path(name)))
     on_gpu = device is not None and torch.device(device).type == "cuda"
@@ -133,6 +135,16 @@ def load_model(
     if distributed_config is None:
         _own_memory(model)
     return model.eval()
+
+
+def kept_in_float32(model: Any) -> dict[str, Tensor]:
+    """Parameters and buffers that transformers reads in float32 whatever the rest is in, by name.
+
+    The biases by which experts are chosen are such ones.
+    """
+    kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
+    state = model.state_dict(keep_vars=True)
+    return {name: one for name, one in state.items() if any(re.search(part, name) for part in kept)}
 
 
 def _own_memory(model: Any) -> None:

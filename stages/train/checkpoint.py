@@ -23,6 +23,7 @@ from transformers.utils.hub import convert_file_size_to_int
 
 from bosch.errors import RunError
 from bosch.files import remove, replace, sync, write_json
+from bosch.model.loading import kept_in_float32
 from bosch.model.tensor_parallel import whole_weight
 from stages.materialize.model_card import note_training
 from stages.train.stage import CHECKPOINTS, LoraConfig, checkpoint_name
@@ -97,10 +98,7 @@ class CheckpointWriter:
             for name, value in model.state_dict(keep_vars=True).items()
             if name not in left_out
         }
-        # Those that transformers reads in float32 whatever the rest is in, like the biases by which
-        # experts are chosen.
-        kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
-        self._in_float32 = {name for name in state if any(re.search(one, name) for one in kept)}
+        self._in_float32 = {*kept_in_float32(model)}
         groups = self._groups(state)
         for number in range(0, len(groups), processes()):
             own: dict[str, Tensor] = {}

@@ -635,6 +635,19 @@ def test_sharding_brings_the_buffers_that_a_checkpoint_holds() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("family", ["dots1", "flint", "ernie4_5_moe"])
+def test_a_teacher_without_weights_has_the_types_of_one_with_them(
+    tmp_path: Path, family: str
+) -> None:
+    """What is sent to its shards is rounded to these: biases by which experts are chosen, sinks."""
+    small_model(family).bfloat16().save_pretrained(tmp_path)
+    types = [
+        {name: value.dtype for name, value in load_model(tmp_path, **how).state_dict().items()}
+        for how in ({}, {"weights": False})
+    ]
+    assert types[0] == types[1] and torch.float32 in types[0].values()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
 def test_what_sees_images_is_not_trained_on_text(family: str) -> None:
     """Without gradients DDP would wait for them, and restart points lack their moments."""
