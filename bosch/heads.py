@@ -141,6 +141,14 @@ class HeadMask:
         kinds = (None, *menu)
         return [[kinds[choice] for choice in row] for row in self.choices.tolist()]
 
+    def head_order(self) -> list[list[int]]:
+        """KV heads of each layer, full ones first, then from the widest window to the narrowest.
+
+        Heads of one kind keep the base model's order.
+        """
+        order: list[list[int]] = self.choices.argsort(axis=1, kind="stable").tolist()
+        return order
+
     def heads_per_layer(self, windows: Windows) -> list[dict[Window | None, int]]:
         """How many heads of each layer are full (None) and have each window, the widest first."""
         kinds = (None, *window_menu(windows))

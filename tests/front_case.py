@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
+from bosch.model.materialize import materialize
 from bosch.window import Window
 
 CONTEXT = 64
@@ -48,3 +51,11 @@ def nested_front(
     front = Front.of(found, menu, context, model="m", seed=seed)
     assert all(front.nested) and len(front.points) == points
     return replace(front, chosen=chosen)
+
+
+def alone(model: Any, front: Front, index: int, *, reordered: bool = False) -> Any:
+    """The model of one point alone, with the front's order of heads or the one of its own."""
+    mask = front.mask(index)
+    order = mask.head_order() if reordered else front.head_order()
+    with patch.object(HeadMask, "head_order", lambda _: order):
+        return materialize(model, mask, front.windows)

@@ -21,41 +21,25 @@ from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
-from bosch.model.search_mode import check_fit, check_mask, was_given_sink_bias
+from bosch.model.search_mode import check_fit, was_given_sink_bias
 from bosch.window import Windows
 
 HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer as they shall stand
 
 
-def permute_heads(
-    model: Any, mask: HeadMask, order: HeadOrder | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of `model`, one by one, each layer's full KV heads first (BOSCH B.2).
-
-    From the widest window down the others follow, as `order` has them where it is given; raises
-    UserError where it has a head before one that sees more.
+def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2).
 
     Rows of the query, key and value projections with their biases, columns of the output projection
     and norm weights that belong to a head move with it. Norms over the head dimension are shared by
     all heads and stay. What does not move is the model's own tensor.
     """
-    check_mask(model.config, mask)
     family = known_family(model.config)
     names = {id(module): name for name, module in model.named_modules()}
     text = text_config(model.config)
-    q_per_kv = text.num_attention_heads // mask.num_key_value_heads
-    orders = {}
-    if order is None:
-        order = mask.choices.argsort(axis=1, kind="stable").tolist()
-    for layer, module in enumerate(attention_modules(model)):
-        row, heads = mask.choices[layer].tolist(), list(order[layer])
-        moved = [row[head] for head in heads]
-        if sorted(heads) != list(range(len(row))) or moved != sorted(row):
-            raise UserError(
-                f"the order of heads of layer {layer}, {heads}, does not fit its mask, "
-                "which has full heads first, then those of each window from the widest down"
-            )
-        orders[f"{names[id(module)]}."] = heads
+    q_per_kv = text.num_attention_heads // len(order[0])
+    modules = attention_modules(model)
+    orders = {f"{names[id(module)]}.": heads for module, heads in zip(modules, order, strict=True)}
     weights = dict(model.state_dict())
     for name in list(weights):
         prefix = next((prefix for prefix in orders if name.startswith(prefix)), None)
@@ -72,13 +56,11 @@ def materialize(
     mask: HeadMask,
     windows: Windows,
     *,
-    order: HeadOrder | None = None,
     take_weights: bool = False,
 ) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
-    `order` is that of each layer's heads among those that `mask` allows, by default the one that
-    keeps the base model's within each window.
+    Heads of one window stay in the base model's order.
 
     `model` is left as it is, so that there are two models; with `take_weights` its weights go to
     the hybrid one by one and none is left: memory for one model and one weight. The result has its
@@ -91,7 +73,7 @@ def materialize(
     check_fit(model.config, mask, windows)
     rows = mask.heads_per_layer(windows)
     table = head_table(rows, sink_bias=was_given_sink_bias(model))
-    return _hybrid(model, table, mask, order, take_weights)
+    return _hybrid(model, table, mask.head_order(), take_weights)
 
 
 def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -> Any:
@@ -115,13 +97,11 @@ def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -
         front.context,
         front.points[chosen].kv_slots,
     )
-    return _hybrid(model, table, mask, front.head_order(), take_weights)
+    return _hybrid(model, table, front.head_order(), take_weights)
 
 
-def _hybrid(
-    model: Any, table: dict[str, Any], mask: HeadMask, order: HeadOrder | None, take_weights: bool
-) -> Any:
-    """The hybrid with `table` in its configuration and heads in `order`, one of those of `mask`."""
+def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: bool) -> Any:
+    """The hybrid with `table` in its configuration and heads in `order`."""
     family = family_of(model.config)
     register_model(family.model_type)
     content = model.config.to_dict()
@@ -136,7 +116,7 @@ def _hybrid(
     _check_plain_weights(model, hybrid)
     device = model.device  # that of its first weight, which is moved first
     names = set(hybrid.state_dict())
-    for name, weight in permute_heads(model, mask, order):
+    for name, weight in permute_heads(model, order):
         if name not in names:  # the sink bias of a layer whose heads are all full
             continue
         # In its own dtype: transformers keeps some weights of a bf16 model in float32.

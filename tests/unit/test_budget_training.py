@@ -17,7 +17,6 @@ from bosch.errors import UserError
 from bosch.front import FrontPoint
 from bosch.heads import HeadMask
 from bosch.model.interface import layouts_of
-from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
@@ -31,7 +30,7 @@ from stages.train.model import load_for_training
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.watch import HeldOutWatch
-from tests.front_case import nested_front
+from tests.front_case import alone, nested_front
 from tests.pipeline_case import Case
 from tests.training_case import make_case, metrics, train_here
 
@@ -158,15 +157,11 @@ def test_one_budget_trains_as_a_directory_of_its_own(
     monkeypatch.setattr(
         "stages.train.run.load_teacher", lambda *args: teachers.append(load(*args)) or teachers[-1]
     )
-    order = FRONT.head_order()
-    monkeypatch.setattr(
-        "tests.training_case.materialize",
-        lambda base, *_: materialize(base, FRONT.mask(0), FRONT.windows, order=order),
-    )
-    alone = make_case(tmp_path / "same order")
+    monkeypatch.setattr("tests.training_case.materialize", lambda base, *_: alone(base, FRONT, 0))
+    own = make_case(tmp_path / "same order")
     train = {**SHORT, "teacher": teacher}
     train_here(case, tmp_path / "one", train={**train, "budgets": [SLOTS[0]]})
-    train_here(alone, tmp_path / "two", train=train)
+    train_here(own, tmp_path / "two", train=train)
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
     every = HeadLayout.deploy({None: 2})
     assert all(layouts_of(model) == [every, every] for model in teachers)

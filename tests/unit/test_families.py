@@ -184,7 +184,7 @@ def test_sizes_of_layers_that_differ_are_those_of_the_largest() -> None:
 def test_permutation_alone_leaves_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
     before = logits_of(model, ids)
-    weights = dict(permute_heads(model, mask_of(model.config)))
+    weights = dict(permute_heads(model, mask_of(model.config).head_order()))
     moved = {n for n, w in model.state_dict().items() if not torch.equal(w, weights[n])}
     facts = known_family(model.config)
     parts = {facts.fused} if facts.fused else {"q_proj", "k_proj", "v_proj"}

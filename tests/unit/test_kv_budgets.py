@@ -16,13 +16,13 @@ from bosch.errors import UserError
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
 from bosch.model.head_table import budget_table, heads_by_window
-from bosch.model.materialize import materialize, materialize_front
+from bosch.model.materialize import materialize_front
 from bosch.model.search_mode import mask_shape
 from bosch.vllm.checks import plan_of, served_layouts
 from bosch.window import Window
 from pipeline.cli import main
 from tests.elsewhere import run_elsewhere
-from tests.front_case import CONTEXT, nested_front
+from tests.front_case import CONTEXT, alone, nested_front
 from tests.hybrid_case import KV_HEADS, small_model, tokens
 
 MENU = [Window(9, 2), Window(4, 2)]
@@ -31,12 +31,6 @@ NEW = 4
 
 def front_of(model: Any, **changes: Any) -> Front:
     return nested_front(mask_shape(model.config)[0], KV_HEADS, changes.pop("menu", MENU), **changes)
-
-
-def alone(model: Any, front: Front, index: int, *, reordered: bool = False) -> Any:
-    """The model of one point alone, with the front's order of heads or the one of its own."""
-    order = None if reordered else front.head_order()
-    return materialize(model, front.mask(index), front.windows, order=order)
 
 
 def outputs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,13 +195,6 @@ def test_an_empty_cache_takes_the_layout_in_force_and_a_copy_of_another_is_refus
             served(ids[:, :1], past_key_values=held)
     with pytest.raises(UserError, match="is held"):
         served.set_kv_budget(front.points[0].kv_slots)
-
-
-def test_an_order_that_is_none_of_the_mask_is_refused(model: Any, front: Front) -> None:
-    order = front.head_order()
-    for wrong in ([row[::-1] for row in order], [[0] * KV_HEADS] * len(order)):
-        with pytest.raises(UserError, match="the order of heads of layer 0"):
-            materialize(model, front.mask(1), front.windows, order=wrong)
 
 
 def test_points_that_share_no_order_are_left_out(model: Any) -> None:
