@@ -113,14 +113,14 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
     Of a prompt that is longer than the model's `positions` lm-eval keeps the end.
     """
     work, facts = list[Work](), list[str]()
-    limit = evaluate.harness.samples if evaluate.harness is not None else None
     for one in benchmarks(evaluate.presets):
         left_out = f"; without {one.left_out}" if one.left_out else ""
-        if one.section:
+        if not one.tasks:
             continue  # its own section says what it costs
         if not one.documents:
             facts.append(f"{one.name}: samples below, data: {one.data}{left_out}")
             continue
+        limit = getattr(evaluate.suites[one.suite], "samples", None)
         documents = min(one.documents, limit or one.documents)
         length = one.prompt + one.answer
         samples, read = documents * one.answers, min(length, positions or length)

@@ -1,7 +1,7 @@
 """Presets of evaluation: named lists of benchmarks, with their sources, sizes and settings.
 
-A preset adds RULER's tasks to evaluate.needle and tasks of lm-eval (0.4.13) to evaluate.harness.
-Sizes are those of the published data: documents, and tokens of a prompt and of an answer, about.
+Tasks of the suite `harness` are lm-eval's (0.4.13). Sizes are those of the published data:
+documents, and tokens of a prompt and of an answer, about.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ PresetName = Literal["short", "long", "reasoning"]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Tasks of lm-eval (`harness`) or of RULER (`needle`), and what they take.
+    """Tasks of a suite of `evaluate`, and what they take; without tasks it is the whole suite.
 
     `settings` change each of the tasks, as lm-eval writes them in a task's file. `packages` are
-    modules that their scores need. `left_out`: parts that are no tasks here, and why. `section`:
-    the suite of `evaluate` that it is, where it has one of its own, which names its data.
+    modules that their scores need. `left_out`: parts that are no tasks here, and why.
     """
 
     name: str
     source: str
     data: str
-    harness: tuple[str, ...] = ()
-    needle: tuple[RulerTask, ...] = ()
+    tasks: tuple[str, ...] = ()
+    suite: str = "harness"
     documents: int = 0
     prompt: int = 0
     answer: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
     left_out: str = ""
-    section: str = ""
 
     @property
     def answers(self) -> int:
@@ -62,7 +60,7 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
     ),
     "long": (
         Benchmark("RULER", "arXiv:2404.06654", "squad.json and hotpotqa.json, as RULER downloads "
-                  "them, in evaluate.needle.data_dir", needle=get_args(RulerTask)),
+                  "them, in evaluate.needle.data_dir", get_args(RulerTask), "needle"),
         Benchmark("LongBench v1", "arXiv:2308.14508", "THUDM/LongBench", ("longbench",),
                   documents=4_750, prompt=12_000, answer=150,
                   packages=("jieba", "fuzzywuzzy", "rouge")),
@@ -81,7 +79,7 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
         Benchmark("InfiniteBench", "arXiv:2402.13718", "xinrongzhang2022/InfiniteBench",
                   ("infinitebench",), documents=3_900, prompt=180_000, answer=100,
                   packages=("rouge_score",)),
-        *(Benchmark(suite.title, suite.source, suite.public_data, section=name)
+        *(Benchmark(suite.title, suite.source, suite.public_data, suite=name)
           for name, suite in SUITES.items() if issubclass(suite, PromptEvaluation)),
     ),
     "reasoning": (
@@ -104,13 +102,3 @@ def benchmarks(names: Sequence[PresetName]) -> Iterator[Benchmark]:
     """All that some presets ask for."""
     for name in names:
         yield from PRESETS[name]
-
-
-def task_settings(names: Sequence[PresetName]) -> dict[str, dict[str, Any]]:
-    """What the presets change in tasks and groups of lm-eval, by name."""
-    return {
-        task: dict(one.settings)
-        for one in benchmarks(names)
-        if one.settings
-        for task in one.harness
-    }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stages.fields import Section
 from stages.recipe import LoadedRecipe
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from stages.evaluate.presets import Benchmark
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,34 @@ class SuiteSection(Section):
         """What is wrong between its fields, a message each that begins with `where`."""
         yield from ()
 
+    def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        """What of it leaves no room for the tokens of a chat template, as `faults`."""
+        yield from ()
+
+    def slow_faults(self, where: str) -> Iterator[str]:
+        """What `validate` alone looks for, as `faults`."""
+        yield from ()
+
     def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         """What a run needs beside the inputs that it names and that is not there, as `faults`."""
         yield from ()
+
+    def gaps(self, tasks: Sequence[str] | None = None) -> Iterator[str]:
+        """Why some tasks would have no score; None: those that the recipe names itself."""
+        yield from ()
+
+    def with_benchmarks(self, added: Sequence[Benchmark]) -> Self:
+        """With the tasks of presets, which are optional; who names a task himself needs it."""
+        own: Any = self
+        missing = [task for one in added for task in one.tasks if task not in own.tasks]
+        changes: dict[str, Any] = {
+            "tasks": [*own.tasks, *missing],
+            "optional": [*own.optional, *missing],
+        }
+        settings = {task: dict(one.settings) for one in added if one.settings for task in one.tasks}
+        if settings:
+            changes["settings"] = {**settings, **own.settings}
+        return self.model_copy(update=changes)
 
     def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
         """What its scores depend on in the model's card."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,11 +13,9 @@ from bosch.backends import lacking
 from bosch.search.methods import METHODS, MethodName
 from bosch.window import windows_text
 from stages.evaluate.chat import has_template
-from stages.evaluate.presets import PresetName, benchmarks, task_settings
+from stages.evaluate.presets import PRESETS, PresetName, benchmarks
 from stages.evaluate.section import SuiteSection
 from stages.evaluate.suites import SUITES
-from stages.evaluate.suites.harness import HarnessEvaluation
-from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.exchange import split_faults
 from stages.fields import Count, Flag, Section, different
 from stages.kv_budgets import KvBudgets, front_faults
@@ -26,6 +25,8 @@ from stages.stage import Stage
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from stages.evaluate.presets import Benchmark
 
 
 def unsearched(names: list[MethodName]) -> list[MethodName]:
@@ -58,13 +59,9 @@ class _Prompts(Section):
     )
 
 
-# A field for each suite; presets add to the two that are named here.
+# A field for each suite.
 if TYPE_CHECKING:
-
-    class _Suites(_Prompts):
-        needle: NeedleEvaluation | None
-        harness: HarnessEvaluation | None
-
+    _Suites = _Prompts
 else:
     _Suites = create_model(
         "_Suites",
@@ -108,30 +105,20 @@ class EvaluateConfig(_Suites):
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the tasks of its presets, which are optional."""
-        needle, harness = self.needle, self.harness
-        chosen = list(benchmarks(self.presets))
-        if ruler := [task for one in chosen for task in one.needle]:
-            needle = needle or NeedleEvaluation()
-            changes = _added(needle.tasks, ruler, needle.optional)
-            needle = needle.model_copy(update=changes)
-        if names := [task for one in chosen for task in one.harness]:
-            harness = harness or HarnessEvaluation()
-            changes = _added(harness.tasks, names, harness.optional)
-            changes["settings"] = {**task_settings(self.presets), **harness.settings}
-            harness = harness.model_copy(update=changes)
-        return self.model_copy(update={"needle": needle, "harness": harness})
+        added: dict[str, list[Benchmark]] = {}
+        for one in benchmarks(self.presets):
+            if one.tasks:
+                added.setdefault(one.suite, []).append(one)
+        sections = {name: getattr(self, name) or SUITES[name]() for name in added}
+        return self.model_copy(
+            update={name: one.with_benchmarks(added[name]) for name, one in sections.items()}
+        )
 
     @property
     def suites(self) -> dict[str, SuiteSection]:
         """The sections of the suites that the recipe has, by name."""
         sections = {name: getattr(self, name) for name in SUITES}
         return {name: section for name, section in sections.items() if section is not None}
-
-
-def _added(tasks: list[Any], of_preset: list[Any], optional: list[Any]) -> dict[str, Any]:
-    """A suite's tasks with those of presets; who names a task himself needs it."""
-    missing = [task for task in of_preset if task not in tasks]
-    return {"tasks": [*tasks, *missing], "optional": [*optional, *missing]}
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
@@ -149,22 +136,9 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets != "chosen")
     for name, section in evaluate.suites.items():
         yield from section.faults(loaded, f"evaluate.{name}")
-    yield from _room_for_chat(loaded, evaluate)
+        if evaluate.chat_template:
+            yield from section.chat_faults(loaded, f"evaluate.{name}")
     yield from _split(loaded, evaluate)
-
-
-def _room_for_chat(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
-    """RULER's lengths are those of the sample alone; a chat template has two tokens at least."""
-    limit = loaded.info.max_positions if loaded.info is not None else None
-    if limit is None or not evaluate.chat_template or evaluate.needle is None:
-        return
-    for length in evaluate.needle.lengths:
-        if limit - 2 < length <= limit and length not in evaluate.needle.yarn:
-            yield (
-                f"evaluate.needle.lengths: {length:,} leaves no room for evaluate.chat_template in "
-                f"the model's {limit:,} positions; lower it by about a hundred, or set "
-                "evaluate.needle.yarn"
-            )
 
 
 def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
@@ -204,6 +178,35 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
+def slow_faults(loaded: LoadedRecipe) -> Iterator[str]:
+    """What `validate` alone looks for in the suites."""
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    for name, section in evaluate.suites.items() if evaluate is not None else ():
+        yield from section.slow_faults(f"evaluate.{name}")
+
+
+def gaps(loaded: LoadedRecipe) -> Iterator[str]:
+    """What of presets and suites has no score here, as far as it is known before a run."""
+    evaluate = loaded.recipe.get(EvaluateConfig)
+    if evaluate is None:
+        return
+    for preset in evaluate.presets:
+        for one in PRESETS[preset]:
+            reasons = [
+                f"the package {package} is not installed"
+                for package in one.packages
+                if importlib.util.find_spec(package) is None
+            ]
+            section = evaluate.suites.get(one.suite)
+            if section is None:
+                reasons.append(f"its data ({one.data}) is not named: evaluate.{one.suite}.data_dir")
+            else:
+                reasons += section.gaps(one.tasks)
+            yield from (f"evaluate.presets: {preset}: {one.name}: {why}" for why in reasons)
+    for name, section in evaluate.suites.items():
+        yield from (f"evaluate.{name}: {why}" for why in section.gaps())
+
+
 def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
     """The part of the model card that is in the key of an evaluation."""
     evaluate = loaded.recipe.get(EvaluateConfig)
@@ -224,7 +227,7 @@ STAGE = Stage(
     pool="evaluation",
     checks=_faults,
     missing=_missing,
-    slow_checks="stages.evaluate.suites.harness.tasks:name_faults",
-    gaps="stages.evaluate.suites.harness.tasks:preset_gaps",
+    slow_checks="stages.evaluate.stage:slow_faults",
+    gaps="stages.evaluate.stage:gaps",
     cost="stages.evaluate.cost:cost",
 )

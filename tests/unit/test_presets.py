@@ -20,13 +20,13 @@ from pipeline.recipe.load import load_recipe
 from stages.evaluate.chat import ChatTemplate, has_template
 from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.stage import gaps as gaps_of
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.evaluate.suites.harness.tasks import (
     leaf_configs,
     load_tasks,
     mean_metrics,
-    preset_gaps,
     refuse_unscorable,
 )
 from tests.tiny_data import tiny_tokenizer
@@ -158,7 +158,7 @@ def test_public_layout(manager: TaskManager, data: Path, task: str) -> None:
         name: dict(one.settings)
         for preset in PRESETS
         for one in benchmarks([preset])
-        for name in (*one.harness, "babilong_qa1")
+        for name in (*one.tasks, "babilong_qa1")
         if one.settings and task.split("_")[0] in name
     }
     section = HarnessEvaluation(
@@ -244,18 +244,18 @@ def test_gaps_are_named_by_benchmark(
 ) -> None:
     monkeypatch.setattr(harness_tasks, "task_manager", lambda names: manager)
     config = configured(presets=["short", "long"], harness={"data_dir": str(data), "hub": False})
-    gaps = list(preset_gaps(loaded_with(config)))
+    gaps = list(gaps_of(loaded_with(config)))
     assert "short: ARC: 1 of 2 tasks have no files" in gaps[1] and "(arc_challenge)" in gaps[1]
     assert "short: MMLU: 56 of 57 tasks" in gaps[0] and "and 53 more" in gaps[0]
     assert any("long: RULER: qa_2 needs a folder with hotpotqa.json" in gap for gap in gaps)
     assert not any("GSM8K" in gap or "GraphWalks" in gap for gap in gaps)
     tasks = ["gsm8k", "arc_challenge"]
     own = configured(harness={"tasks": tasks, "data_dir": str(data), "hub": False})
-    [gap] = preset_gaps(loaded_with(own))
+    [gap] = gaps_of(loaded_with(own))
     assert gap.startswith("evaluate.harness: 1 of 2 tasks have no files")
     assert "(arc_challenge)" in gap
     with_hub = configured(presets=["short"])
-    assert list(preset_gaps(loaded_with(with_hub))) == []
+    assert list(gaps_of(loaded_with(with_hub))) == []
 
 
 TEMPLATE = (

@@ -39,7 +39,7 @@ from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Numbers, Question, check_numbers, generate
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
 from stages.evaluate.scores import read_samples
-from stages.evaluate.suites.harness.tasks import preset_gaps
+from stages.evaluate.stage import gaps as gaps_of
 from stages.evaluate.suites.helmet import Helmet
 from stages.evaluate.suites.helmet import samples as helmet
 from stages.evaluate.suites.helmet.tasks import HELMET_TASKS
@@ -428,7 +428,7 @@ def test_a_preset_says_which_data_nobody_named(tmp_path: Path) -> None:
     case.content["evaluate"] |= {"presets": ["long"], "harness": {"max_length": 512}}
     case.content["evaluate"]["nolima"] = {"data_dir": "data", "lengths": [512]}
     case.save()
-    gaps = list(preset_gaps(load_recipe(case.file, env={})))
+    gaps = list(gaps_of(load_recipe(case.file, env={})))
     named = [gap for gap in gaps if ".data_dir" in gap and "is not named" in gap]
     assert named == [
         f"evaluate.presets: long: {title}: its data ({data}) is not named: evaluate.{name}.data_dir"

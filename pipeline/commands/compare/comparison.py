@@ -379,8 +379,10 @@ def paper_scores(recipe: Recipe) -> Mapping[float, Mapping[str, float]]:
     Empty for another model, window, sinks, tasks or lengths; the number of samples may differ.
     """
     evaluate, usual = recipe.get(EvaluateConfig), NeedleEvaluation()
-    needle = evaluate.needle if evaluate is not None else None
-    if needle is None or recipe[SearchConfig].window.size != _WINDOW or recipe[SearchConfig].sinks:
+    needle = evaluate.suites.get("needle") if evaluate is not None else None
+    if not isinstance(needle, NeedleEvaluation):
+        return {}
+    if recipe[SearchConfig].window.size != _WINDOW or recipe[SearchConfig].sinks:
         return {}
     if set(needle.tasks) != set(usual.tasks) or set(needle.lengths) != set(usual.lengths):
         return {}

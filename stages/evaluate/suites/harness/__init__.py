@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from stages.evaluate.section import SuiteSection
 from stages.fields import Count, Flag, Line, PathText, different
 from stages.inputs import Hasher, Input, hashed_files
 from stages.recipe import LoadedRecipe, position_faults
+from stages.stage import call
 from stages.versions import installed_versions
 
 NO_HARNESS = (
@@ -120,6 +121,17 @@ class HarnessEvaluation(SuiteSection):
             yield from position_faults(
                 loaded, f"{where}.max_length with a LongBench answer", tokens
             )
+
+    def slow_faults(self, where: str) -> Iterator[str]:
+        yield from call("stages.evaluate.suites.harness.tasks:name_faults", self, where)
+
+    def gaps(self, tasks: Sequence[str] | None = None) -> Iterator[str]:
+        """Tasks without local files, where none are fetched."""
+        names = self.required
+        if tasks is not None:
+            names = [one for task in tasks for one in self.expanded(task)]
+        if not self.hub:
+            yield from call("stages.evaluate.suites.harness.tasks:without_files", names, self)
 
     def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         if not installed_versions(["lm-eval"]):

@@ -22,11 +22,7 @@ from bosch.files import JsonLimits, check_json_text, read_within
 from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
-from stages.evaluate.presets import PRESETS
-from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
-from stages.evaluate.suites.needle import missing_ruler_file
-from stages.recipe import LoadedRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +57,13 @@ class _Absent:
     task_name: str
 
 
-def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """Tasks that lm-eval does not know, or that a run would refuse: what `validate` looks for."""
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    names = evaluate.harness.required if evaluate and evaluate.harness else []
+def name_faults(section: HarnessEvaluation, where: str) -> Iterator[str]:
+    """Tasks that lm-eval does not know, or that a run would refuse."""
+    names = section.required
     unknown = _unknown(names)
     for name, near in unknown.items():
         hint = f"did you mean {near}? " if near else ""
-        yield f"{_WHERE}: lm-eval knows no task {name}; {hint}{_LIST_THEM}"
+        yield f"{where}.tasks: lm-eval knows no task {name}; {hint}{_LIST_THEM}"
     others = [name for name in names if longbench.task_of(name) is None]
     if others and not unknown:
         try:
@@ -77,35 +72,7 @@ def name_faults(loaded: LoadedRecipe) -> Iterator[str]:
             yield str(fault)
 
 
-def preset_gaps(loaded: LoadedRecipe) -> Iterator[str]:
-    """What of presets and the harness has no score here, as far as it is known before a run."""
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    if evaluate is None:
-        return
-    needle, harness = evaluate.needle, evaluate.harness
-    for preset in evaluate.presets:
-        for one in PRESETS[preset]:
-            reasons = [
-                f"the package {package} is not installed"
-                for package in one.packages
-                if importlib.util.find_spec(package) is None
-            ]
-            if one.section and one.section not in evaluate.suites:
-                reasons.append(
-                    f"its data ({one.data}) is not named: evaluate.{one.section}.data_dir"
-                )
-            for task in one.needle if needle is not None else ():
-                if needle is not None and (fault := missing_ruler_file(task, needle.data_dir)):
-                    reasons.append(fault)
-            if harness is not None and not harness.hub:
-                names = [task for name in one.harness for task in harness.expanded(name)]
-                reasons += _without_files(names, harness)
-            yield from (f"evaluate.presets: {preset}: {one.name}: {why}" for why in reasons)
-    if harness is not None and not harness.hub:
-        yield from (f"evaluate.harness: {why}" for why in _without_files(harness.required, harness))
-
-
-def _without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[str]:
+def without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[str]:
     """Tasks without local files, the first three by name."""
     if not names:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -98,6 +98,18 @@ class NeedleEvaluation(SuiteSection):
                     f"for a prompt in {where}.lengths = {length:,}"
                 )
 
+    def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+        """Its lengths are those of the sample alone; a chat template has two tokens at least."""
+        limit = loaded.info.max_positions if loaded.info is not None else None
+        if limit is None:
+            return
+        for length in self.lengths:
+            if limit - 2 < length <= limit and length not in self.yarn:
+                yield (
+                    f"{where}.lengths: {length:,} leaves no room for evaluate.chat_template in the "
+                    f"model's {limit:,} positions; lower it by about a hundred, or set {where}.yarn"
+                )
+
     def _stretched(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         """Lengths beyond the model's positions without a factor for YaRN that reaches so far."""
         for length in set(self.yarn) - set(self.lengths):
@@ -138,6 +150,10 @@ class NeedleEvaluation(SuiteSection):
             fault = missing_ruler_file(task, self.data_dir)
             if fault is not None and task not in self.optional:
                 yield f"{where}.data_dir: {fault}"
+
+    def gaps(self, tasks: Sequence[str] | None = None) -> Iterator[str]:
+        """Tasks that need a file of RULER's; those that the recipe names itself it must have."""
+        yield from filter(None, (missing_ruler_file(task, self.data_dir) for task in tasks or ()))
 
     def work(self) -> tuple[list[Work], list[str]]:
         samples = self.samples * len(self.tasks)
