@@ -234,12 +234,12 @@ class Scores(WorkSummary):
         """Why models have no scores, by name."""
         return self.missing.get(FAILED_MODELS, {})
 
-    def missing_sentences(self, *but: str) -> list[str]:
-        """What has no score, and why, in all suites but these."""
+    def missing_sentences(self, *suites: str) -> list[str]:
+        """What has no score, and why; `suites`: in these alone."""
         return [
             f"{suite}: {task} has no score: {reason}"
             for suite, tasks in self.missing.items()
-            if suite not in but
+            if suite in (suites or self.missing)
             for task, reason in tasks.items()
         ]
 

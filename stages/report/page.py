@@ -11,6 +11,7 @@ from bosch.search.methods import METHODS
 from bosch.vllm.plan import CPU, LARGE_GPU, served_tokens
 from stages.evaluate.scores import (
     ABOUT_MARKS,
+    FAILED_MODELS,
     HYBRID,
     ORIGINAL,
     MeanScore,
@@ -42,7 +43,15 @@ from stages.report.verdict import NEEDLE, Difference, differences, final_model, 
 from stages.search.charts import front_picture, trace
 
 _TEMPLATE = "stages/report/page.html"
-HARNESS = "harness"
+_NEEDLE = "needle"  # its scores have charts
+
+
+class SuitePart(NamedTuple):
+    """A suite's part of the page: its tables, and what of it has no score."""
+
+    title: str
+    tables: list[Table]
+    missing: list[str]
 
 
 class Tile(NamedTuple):
@@ -74,7 +83,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         comparisons=comparisons(results),
         words=words(results),
         speed=speed_table(results),
-        missing=scores.missing_sentences(HARNESS) if scores else [],
+        missing=scores.missing_sentences(_NEEDLE, FAILED_MODELS) if scores else [],
         tiles=list(_tiles(results)),
         why_no_score=_why_no_score(results, is_trained=False),
         standing=charts.standing(results),
@@ -94,9 +103,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         budgets=budget_table(results),
         windows=charts.windows(results),
         window_tables=[score_table(one) for one in results.windows],
-        harness=harness_table(results),
         other_suites=other_suites(results),
-        harness_missing=scores.missing.get(HARNESS, {}) if scores else {},
         positions=charts.positions(results),
         cache=charts.cache_by_length(results.cache),
         cache_table=cache_table(results.cache),
@@ -239,19 +246,26 @@ def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]
     }
 
 
-def other_suites(results: Results) -> dict[str, list[Table]]:
-    """Tables of the models in each suite that has no section of its own, by its title."""
-    tables: dict[str, list[Table]] = {}
-    models = results.scores.checkpoints if results.scores is not None else {}
-    for name, suites in models.items():
-        for suite, scores in suites.items():
-            if suite not in ("needle", HARNESS):
-                table = score_table(NeedleScores(name, scores), suite)
-                tables.setdefault(suite_title(suite), []).append(table)
-    return tables
+def other_suites(results: Results) -> list[SuitePart]:
+    """The suites that have no charts of their own."""
+    scores = results.scores
+    if scores is None:
+        return []
+    shown = [*(name for suites in scores.checkpoints.values() for name in suites), *scores.missing]
+    parts = []
+    for name in dict.fromkeys(shown):
+        if name in (_NEEDLE, FAILED_MODELS):
+            continue
+        by_model = {m: suites[name] for m, suites in scores.checkpoints.items() if name in suites}
+        tables = [score_table(NeedleScores(model, one), name) for model, one in by_model.items()]
+        lengths = {at for one in by_model.values() for by in one.tasks.values() for at in by}
+        if lengths == {0}:
+            tables = [task_table(name, by_model)]
+        parts.append(SuitePart(suite_title(name), tables, scores.missing_sentences(name)))
+    return parts
 
 
-def score_table(scores: NeedleScores, name: str = "needle") -> Table:
+def score_table(scores: NeedleScores, name: str = _NEEDLE) -> Table:
     """Tasks by lengths of one checkpoint, each cell tinted by its score and with its interval."""
     suite = scores.suite
     lengths = sorted({length for by in suite.tasks.values() for length in by})
@@ -280,18 +294,14 @@ def _score(score: MeanScore | None, target: str) -> Cell:
     return Cell(text, target=f"#{target}", more=[(interval, "")], share=score.score / 100)
 
 
-def harness_table(results: Results) -> Table | None:
-    """Tasks of lm-evaluation-harness and averages of groups by model; None without them."""
-    models = results.scores.checkpoints if results.scores is not None else {}
-    suites = {name: tables[HARNESS] for name, tables in models.items() if HARNESS in tables}
-    if not suites:
-        return None
+def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
+    """Tasks without lengths, and averages of groups, of each model in the suite `name`."""
     rows = [
         [
             Cell(task, task=task),
             *(
-                _score(suite.tasks.get(task, {}).get(0), anchor(name, HARNESS, task, 0))
-                for name, suite in suites.items()
+                _score(suite.tasks.get(task, {}).get(0), anchor(model, name, task, 0))
+                for model, suite in suites.items()
             ),
         ]
         for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks)

@@ -24,7 +24,7 @@ from stages.pages.charts import Picture
 from stages.report import charts
 from stages.report import run as report
 from stages.report.index import write_index
-from stages.report.page import budget_table, cost_table, harness_table, score_table
+from stages.report.page import budget_table, cost_table, other_suites, score_table
 from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
 from stages.report.results import Results, collect_predictions, load_results
@@ -261,7 +261,7 @@ def test_the_verdict_says_what_the_samples_do_not_decide(
     results = load_results(inputs)
     sentence = verdict(results)
     assert sentence is not None and said in sentence
-    assert "Other tasks: " in sentence
+    assert "Tasks of lm-eval: " in sentence
     [hybrid] = [scores for scores in results.needle or [] if scores.name == "hybrid"]
     assert marked in [cell for row in score_table(hybrid).rows for cell in row] or not marked
 
@@ -377,15 +377,20 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(tmp_path: Path) -> Non
     scores["checkpoints"]["original"]["harness"] = suite_table(one, groups=group)
     scores["checkpoints"]["hybrid"]["harness"] = suite_table(both, groups=group)
     report_fixture.write_json(file, scores)
-    table = harness_table(load_results(inputs))
-    assert table is not None
+    [part] = other_suites(load_results(inputs))
+    [table] = part.tables
+    assert (part.title, part.missing) == ("Tasks of lm-eval", [])
     assert [row[0] for row in table.rows] == ["one", "two", "both (2 of 2 tasks)"]
     assert [row[1] for row in table.rows] == ["50.0", "–", "50.0"]
-    # Every suite has a sentence and a tile, whatever its name.
+    # Every suite has a sentence, a tile and a table, whatever its name.
     scores["checkpoints"]["hybrid"]["another"] = suite_table(one, one)
+    scores["missing"] = {"another": {"three": "it is gone"}}
     report_fixture.write_json(file, scores)
     results = load_results(inputs)
     assert "another: " in str(verdict(results))
+    part = other_suites(results)[1]
+    assert part.missing == ["another: three has no score: it is gone"]
+    assert [row[0] for table in part.tables for row in table.rows] == ["one"]
     labels = [row["label"] for row in rows_of(charts.against_original(results)[0])]
     assert "another, untrained" in labels
 

@@ -336,5 +336,5 @@ def test_presets_add_their_tasks_and_leave_the_named_ones_needed(case: Case) -> 
     assert evaluate.harness.optional == ["mmlu", "ai2_arc", "hellaswag", "winogrande"]
     titles = ["needle", "harness", "positions", "nolima", "mrcr", "helmet", "other"]
     assert [suite_title(name) for name in titles] == [
-        "Needle", "Other tasks", "Loss by position", "NoLiMa", "MRCR", "HELMET", "other",
+        "Needle", "Tasks of lm-eval", "Loss by position", "NoLiMa", "MRCR", "HELMET", "other",
     ]  # fmt: skip

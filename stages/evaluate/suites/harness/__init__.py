@@ -43,7 +43,7 @@ def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> No
 class HarnessEvaluation(SuiteSection):
     """Tasks of lm-evaluation-harness (the extra eval): LongBench v1, GSM8K and many others."""
 
-    title = "Other tasks"
+    title = "Tasks of lm-eval"
     runner = "stages.evaluate.suites.harness.suite:HarnessSuite"
     rank = 1
     reads_alone = True
