@@ -37,7 +37,7 @@ import numpy.typing as npt
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
-from bosch.search.evaluator import SHARES, Evaluator, Phase
+from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Bits, Gates, RunningWorth, Values, largest, scaled
 from bosch.search.gradient_search import Move, Worth
 from bosch.search.settings import LEAST_PLUS_BUDGET, SearchSettings, plus_budget
@@ -342,7 +342,7 @@ class _Search:
         return largest(worth, self.full_units)
 
     def _measure(
-        self, track: _Track, bits: Bits, phase: Phase, subproblem: str = "gradients"
+        self, track: _Track, bits: Bits, phase: str, subproblem: str = "gradients"
     ) -> bool:
         """Whether the mask is the track's best so far, and keep it if it is."""
         if bits.tobytes() in self._tried:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,6 @@ from bosch.window import Window, window_menu
 
 logger = logging.getLogger(__name__)
 
-Phase = Literal[
-    "anchors", "layer_importance", "head_selection", "repair", "ablation", "start", "swaps", "final"
-]
 CanWin = Callable[[float, float], bool]
 Values = npt.NDArray[np.float64]
 
@@ -79,7 +76,7 @@ class TracePoint:
     set the evaluation ended early: score and log-likelihood are bounds, which are never the best.
     """
 
-    phase: Phase
+    phase: str
     step: int
     subproblem: str
     score: float
@@ -141,7 +138,7 @@ class Evaluator:
     def evaluate(
         self,
         mask: HeadMask,
-        phase: Phase,
+        phase: str,
         subproblem: str,
         shared_layers: int = 0,
         can_win: CanWin | None = None,
@@ -172,7 +169,7 @@ class Evaluator:
             self._record(mask, evaluation, phase, subproblem, free)
         return evaluation
 
-    def _known(self, mask: HeadMask, phase: Phase, can_win: CanWin | None) -> Evaluation | None:
+    def _known(self, mask: HeadMask, phase: str, can_win: CanWin | None) -> Evaluation | None:
         """The evaluation of `mask` in the log that answers the question, if there is one.
 
         A resumed search takes its earlier evaluations from the log one by one, as it made
@@ -338,7 +335,7 @@ class Evaluator:
         }
 
     def _record(
-        self, mask: HeadMask, evaluation: Evaluation, phase: Phase, subproblem: str, free: bool
+        self, mask: HeadMask, evaluation: Evaluation, phase: str, subproblem: str, free: bool
     ) -> None:
         search = search_of(phase, subproblem)
         best = self._best_in_subproblem.get(search)

@@ -13,7 +13,7 @@ from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, slots_of
-from bosch.search.evaluator import SHARES, Evaluator, Phase, SlotBudgets
+from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
 from bosch.search.gradient_search import Worth
 from bosch.search.settings import SearchSettings, front_budget
 
@@ -233,7 +233,7 @@ class State:
     def _spend(
         self,
         choices: Choices,
-        phase: Phase,
+        phase: str,
         name: str,
         can_win: Callable[[float, float], bool] | None = None,
     ) -> Evaluation:
@@ -246,7 +246,7 @@ class State:
     def _evaluate(
         self,
         choices: Choices,
-        phase: Phase,
+        phase: str,
         name: str,
         can_win: Callable[[float, float], bool] | None = None,
     ) -> Evaluation | None:
@@ -260,7 +260,7 @@ class State:
             self._measured[key] = evaluation
         return self._measured[key]
 
-    def _measure(self, number: int, choices: Choices, name: str, phase: Phase = "start") -> bool:
+    def _measure(self, number: int, choices: Choices, name: str, phase: str = "start") -> bool:
         """Whether a layout is the best of a budget, and keep it there and wherever else it is."""
         point = self.points[number]
         key = number, choices.tobytes()

@@ -10,7 +10,7 @@ import numpy as np
 
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
-from bosch.search.evaluator import CanWin, Evaluator, Phase
+from bosch.search.evaluator import CanWin, Evaluator
 from bosch.search.loss import Loss
 from bosch.search.settings import SearchSettings
 from bosch.search.solvers import Problem, solve
@@ -35,7 +35,7 @@ def optimise_layers(
     base: HeadMask,
     layers: Sequence[int],
     quota: int,
-    phase: Phase,
+    phase: str,
     subproblem: str,
     *,
     whole_layers: bool = False,

@@ -23,11 +23,13 @@ from stages.pages.charts import (
     picker,
     save,
     shape,
+    styles,
     values,
 )
 from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary, TracePoint
 
-# Name of a phase above the picture, its evaluations in the legend, and their look.
+# Name of a phase above the picture, its evaluations in the legend, and their look. Other phases of
+# a method are called what it calls them.
 PHASES = {
     "anchors": ("Anchors", "anchors", Style("ink")),
     "layer_importance": ("Algorithm 1", "Algorithm 1, layer importance", Style("seventh")),
@@ -68,10 +70,11 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     whole = [point for point in points if not point.is_bound]
     if not whole:
         return None
-    rows = [_row(point, quantity, PHASES[point.phase][1]) for point in whole]
+    rows = [_row(point, quantity, _names(point.phase)[1]) for point in whole]
     final = next((point for point in reversed(whole) if point.mask == mask), None)
     rows += [] if final is None else [_row(final, quantity, _FINAL)]
-    look = {label: style for _, label, style in PHASES.values()}
+    known = {label: style for _, label, style in PHASES.values()}
+    look = styles([*known, *(_names(point.phase)[1] for point in whole)], known)
     look |= {_FINAL: Style("fifth", "diamond"), _BEST: Style("ink")}
     best = list(_best(points)) if quantity == "score" else []
     named = {row["series"] for row in [*rows, *best]}
@@ -151,7 +154,7 @@ def _bands(points: list[TracePoint]) -> list[alt.Chart]:
     for index, (phase, own) in enumerate(groupby(points, key=lambda point: point.phase)):
         steps = [(point.step, point.subproblem) for point in own]
         first, last = steps[0][0] - 0.5, steps[-1][0] + 0.5
-        name = PHASES[phase][0] if last - first > 0.06 * len(points) else ""
+        name = _names(phase)[0] if last - first > 0.06 * len(points) else ""
         bands.append({"x": first, "x2": last, "name": name, "shade": index % 2})
         starts += [{"x": b - 0.5} for (_, old), (b, new) in pairwise(steps) if old != new]
     base = alt.Chart(values(bands))
@@ -163,6 +166,11 @@ def _bands(points: list[TracePoint]) -> list[alt.Chart]:
         alt.Chart(values(starts)).mark_rule(strokeDash=[2, 3], color="var(--rule)").encode(x="x:Q"),
         middle.mark_text(y=-8, fontWeight="bold", clip=False).encode(x="x:Q", text="name:N"),
     ]
+
+
+def _names(phase: str) -> tuple[str, str]:
+    name, label, _ = PHASES.get(phase, (phase, phase, None))
+    return name, label
 
 
 def _is_finite(value: float | None) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
 from bosch.errors import RunError
 from bosch.files import remove
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.search.evaluator import Evaluator, Phase
+from bosch.search.evaluator import Evaluator
 from bosch.search.methods import METHODS
 from stages.context import StageConfig
 from stages.published import TENSORBOARD
@@ -17,7 +17,6 @@ from stages.search.stage import SearchConfig
 
 BEST = "best_so_far.json"
 SinkBias: TypeAlias = Sequence[Sequence[float]]
-_PHASES = get_args(Phase)
 
 
 def mask_file(
@@ -72,11 +71,12 @@ class LiveView:
 
     def update(self, evaluator: Evaluator) -> None:
         """Show the last evaluation of `evaluator`."""
+        phases = list(dict.fromkeys(one.phase for one in evaluator.trace))
         point, costs, best = evaluator.trace[-1], evaluator.costs(), evaluator.best_on_budget
         values = {
             "score": point.score,
             "log_likelihood": point.log_likelihood,
-            "phase": float(_PHASES.index(point.phase)),
+            "phase": float(phases.index(point.phase)),
             "evaluations": costs["evaluations"],
             "reused_evaluations": costs["reused_evaluations"],
             "full_forward_equivalents": costs["full_forward_equivalents"],

@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+import numpy as np
 import pytest
 
 from bosch.errors import RunError
-from bosch.search.evaluator import Phase
+from bosch.heads import HeadMask
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.positions.suite import position_table
@@ -31,9 +32,12 @@ from stages.report.results import Results, collect_predictions, load_results
 from stages.report.stage import ReportConfig
 from stages.report.terminal import summarize
 from stages.report.verdict import verdict
-from stages.search.charts import PHASES, trace
+from stages.search.charts import trace
+from stages.search.live import LiveView
+from stages.search.stage import SearchConfig, TracePoint
 from tests import report_fixture
 from tests.golden_page import REPORTS, golden_report, outline
+from tests.search_case import Additive, config_of, evaluator_of
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +124,21 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     assert "<b>" not in picture.still and "<u>" not in picture.still
 
 
-def test_every_phase_of_a_search_has_its_look() -> None:
-    assert set(PHASES) == set(get_args(Phase))
+def test_a_method_names_its_phases_as_it_likes(results: Results, tmp_path: Path) -> None:
+    view = LiveView(tmp_path, config_of(tmp_path, SearchConfig(swa_ratio=0.5, window_size=16)))
+    evaluator = evaluator_of(Additive(np.ones((1, 3))))
+    evaluator.watch = view.update
+    for unit, phase in enumerate(("draws", "anchors", "second draws")):
+        evaluator.evaluate(HeadMask(np.arange(3)[None] != unit), phase, "whole mask")
+    view.close()
+    points = [TracePoint.model_validate(vars(point)) for point in evaluator.trace]
+    picture = trace(results.search.summary.model_copy(update={"trace": points}), "", "score")
+    assert picture is not None
+    drawn = picture.chart.to_dict(validate=True)
+    legend = drawn["layer"][0]["encoding"]["color"]["scale"]
+    series = dict(zip(legend["domain"], legend["range"], strict=True))
+    assert {"draws", "anchors", "second draws"} < set(series)
+    assert series["draws"] != series["second draws"]
 
 
 def test_every_chart_is_valid_vega_lite(results: Results) -> None:
