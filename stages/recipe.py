@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -131,6 +131,14 @@ class LoadedRecipe:
     def present(self) -> list[Stage[Any]]:
         """The stages that the recipe has a section for."""
         return [one for one in self.stages if getattr(self.recipe, one.key) is not None]
+
+    def up_to(self, name: str) -> LoadedRecipe:
+        """The same with no other stages than one and those that it needs, directly or not."""
+        wanted = {name}
+        for stage in reversed(self.stages):
+            if stage.name in wanted:
+                wanted.update(stage.needs or ())
+        return replace(self, stages=tuple(s for s in self.stages if s.name in wanted))
 
     @property
     def output_root(self) -> Path:

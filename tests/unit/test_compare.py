@@ -28,6 +28,7 @@ from pipeline.commands.compare.page import markdown, page, score_tables, task_ta
 from pipeline.commands.options import METHODS, read_options
 from pipeline.commands.paths import model_label
 from pipeline.recipe.load import load_recipe
+from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
@@ -35,6 +36,7 @@ from stages.pages import page as template
 from stages.pages.charts import Picture
 from stages.recipe import World
 from stages.stage import Stage
+from tests import own_stage
 from tests.compare_stages import hybrid_score
 from tests.golden_page import COMPARED, golden
 from tests.pipeline_case import ROOT, Case, fake_table
@@ -287,7 +289,14 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
     assert {one["cache_dtype"] for one in budgets} == {"float8"}
 
 
-def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(case: Case) -> None:
+def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that nobody knows reads the checkpoints, which there are none of."""
+    own = replace(own_stage.STAGE, function="tests.fake_stages:run", needs=("prepare", "train"))
+    stages_of_all = in_order([*table(), own])
+    monkeypatch.setitem(globals(), "table", lambda: stages_of_all)
+    case.content["words"] = {"folder": str(case.corpus)}
     case.content["search"] = {
         "method": "front", "windows": [16, 64], "points": [0.4, 0.6],
         "budget": {"kv_cache": "0.6 @ 256"},

@@ -107,7 +107,7 @@ def run_comparison(
 
     def runner_of(combination: Combination) -> Runner:
         """A new one for each use, which reads the hashes that the others have saved."""
-        choice = Choice(until="evaluate", wait=options.wait)
+        choice = Choice(wait=options.wait)
         runner = Runner(_recipe_of(loaded, combination, options), choice, launcher)
         runner.hasher.save()
         return runner
@@ -244,7 +244,6 @@ def _recipe_of(
         "evaluate": None if evaluate is None else evaluate.model_copy(update=own),
         "search": _search_of(recipe, combination),
         "rival": None,
-        "measure": None,
         "train": recipe.get(TrainConfig) if options.with_training else None,
     }
-    return replace(loaded, recipe=recipe.model_copy(update=changes))
+    return replace(loaded, recipe=recipe.model_copy(update=changes)).up_to("evaluate")

@@ -342,7 +342,7 @@ class StudiedModel:
         What the store holds is not trained again; stages have the memory to themselves. Raises
         UserError and RunError as the stages do.
         """
-        runner = Runner(self._with_mask(mask, window), Choice(until=TRAIN.name), self.launcher)
+        runner = Runner(self._with_mask(mask, window), Choice(), self.launcher)
         runner.hasher.save()
         train = next(node for node in runner.nodes if node.name == TRAIN.name)
         examples, key = self.held_out_set, str(train.key)
@@ -382,10 +382,9 @@ class StudiedModel:
             "name": f"{self.recipe.name}/study/trained/{name}",
             "search": search.model_copy(update=changes),
             "train": train.model_copy(update={"budgets": None}),
-            "rival": None,
-            "evaluate": None,
         }
-        return replace(self.loaded, recipe=self.recipe.model_copy(update=sections))
+        recipe = self.recipe.model_copy(update=sections)
+        return replace(self.loaded, recipe=recipe).up_to(TRAIN.name)
 
     def release(self) -> None:
         """Give the model's memory back; it is loaded again where it is needed."""
