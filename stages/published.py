@@ -96,7 +96,8 @@ class WorkSummary(Summary):
 class Manifest(Summary):
     """manifest.json, which the runner writes beside every stage's output.
 
-    `gpus`: GPUs that the stage ran on; None where an older run did not say.
+    `gpus`: GPUs that the stage ran on; None where an older run did not say. `summary` is what its
+    function returned.
     """
 
     FILE = "manifest.json"
@@ -110,6 +111,7 @@ class Manifest(Summary):
     gpus: int | None = None
     packages: dict[str, str] = Field(default={})
     files: list[dict[str, Any]] = Field(default=[])
+    summary: dict[str, Any] = Field(default={})
 
     @staticmethod
     def digest(content: Mapping[str, Any]) -> str:

@@ -46,11 +46,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
 
 STAGE = Stage(
     "words",
-    "tests.own_stage:run",
+    f"{__name__}:run",
     WordsConfig,
     version=3,
     field=Field(None, description="Counts words."),
     needs=("prepare",),
     checks=_faults,
-    cost="tests.own_stage:cost",
+    cost=f"{__name__}:cost",
 )

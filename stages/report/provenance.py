@@ -24,6 +24,7 @@ class Provenance:
     origin: list[tuple[str, str]]
     versions: list[tuple[str, str]]
     statistics: list[tuple[str, str]]
+    summaries: list[tuple[str, str]]
 
 
 def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> Provenance:
@@ -45,6 +46,12 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
             (place, value)
             for place, value in flatten(results.statistics)
             if ".lengths." not in place  # the picture of document lengths shows them
+        ],
+        summaries=[
+            row
+            for stage, manifest in results.manifests.items()
+            if manifest.summary
+            for row in flatten(manifest.summary, stage)
         ],
     )
 

@@ -1,4 +1,4 @@
-"""A source, a method, a backend and a suite of one file or folder: nothing else names them."""
+"""A stage, source, method, backend and suite of one file or folder: nothing else names them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     shutil.copy(OWN / "own_method/last_layers.py", house / "bosch/search/methods")
     shutil.copy(OWN / "own_backend/plain.py", house / "bosch/backends")
     shutil.copy(OWN / "own_source/backwards.py", house / "data_prep/documents/sources")
+    (house / "stages/words").mkdir()
+    (house / "stages/words/__init__.py").touch()
+    shutil.copy(OWN / "own_stage.py", house / "stages/words/stage.py")
     shutil.copytree(OWN / "own_suite/recall", house / "stages/evaluate/suites/recall")
 
     case = Case(tmp_path)
@@ -51,6 +54,7 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     case.content["search"] |= {"method": "last_layers"}
     recall = {"data_dir": str(case.corpus), "lengths": [32], "samples": 2}
     case.content["evaluate"] = {"needle": None, "recall": recall, "rivals": ["last_layers"]}
+    case.content["words"] = {"folder": str(case.corpus)}
     case.content["runtime"] |= {"attention": "plain"}
     case.save()
     done = subprocess.run(
@@ -72,3 +76,4 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     assert models["hybrid"]["recall"]["last word"]["32"]["samples"] == 2
     page = (case.output("report") / "index.html").read_text()
     assert "LAST" in page and "Recall" in page
+    assert '<th scope="row">words.words</th><td>10</td>' in page
