@@ -37,12 +37,12 @@ class Stage(Generic[OwnSection]):
     leaves that out, it has no such stage. `field` declares the key: whether it is required and what
     it is for; None where another stage declares it. `version` is raised when results change.
 
-    `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all);
-    `after` those that run before it though it reads nothing of them. `model` is what it reads of
-    the base model, `card` what the key holds of the model's card, `choices` what it holds of other
-    sections than those of the stages it needs; `unread` are fields of
-    the section that it does not read. Stages with the same `pool` leave
-    in one folder what they may take from each other.
+    `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all before
+    it); `after` those that run before it though it reads nothing of them. `model` is what it reads
+    of the base model, `card` what the key holds of the model's card, `choices` what it holds of
+    other sections than those of the stages it needs; `unread` are fields of the section that it
+    does not read. Stages with the same `pool` leave in one folder what they may take from each
+    other.
 
     `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
     the inputs that the section names and that is not there: one message each that begins with a

@@ -68,7 +68,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     else:
         print(f"{name}: finished; the results are in {folder}")
     page = results / "report" / PAGE
-    if runner.chosen[-1] == "report" and page.exists():
+    if "report" in runner.chosen and page.exists():
         print(f"report: {typed_path(page)}")
         if loaded.world.node_rank == 0:
             # By name, as stages are: a command that writes no page loads no templates.

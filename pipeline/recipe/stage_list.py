@@ -14,10 +14,16 @@ from stages.stage import Stage
 
 
 def in_order(table: Iterable[Stage[Any]]) -> tuple[Stage[Any], ...]:
-    """Stages so that each comes after what it needs; one that needs all comes last."""
+    """Stages so that each comes after what it needs.
+
+    One that needs all comes after all others but those of its like, and those that need these.
+    """
     by_name = {stage.name: stage for stage in sorted(table, key=lambda stage: stage.name)}
+    late = {name for name, stage in by_name.items() if stage.needs is None}
+    while more := {n for n, one in by_name.items() if late.intersection(one.needs or ())} - late:
+        late |= more
     graph = {
-        name: [*(by_name.keys() - {name} if stage.needs is None else stage.needs), *stage.after]
+        name: [*(by_name.keys() - late if stage.needs is None else stage.needs), *stage.after]
         for name, stage in by_name.items()
     }
     order = graphlib.TopologicalSorter(graph).static_order()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bosch.errors import UserError
+from pipeline.cli import main
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Choice, Runner
 from stages.recipe import LoadedRecipe
+from stages.report import index
 from tests import own_stage
 from tests.pipeline_case import Case, fake_table, in_process
 
@@ -48,6 +52,34 @@ def test_it_runs_in_its_place_and_is_cached(case: Case) -> None:
     assert states(case, "words=null")["report"].startswith("to run")
     report = json.loads((case.output("report") / "output.json").read_text())
     assert "words" in report["inputs"]
+
+
+def test_it_may_read_all_stages_or_the_report_itself(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second stage that needs all, and one that needs the report, whose page is still named."""
+
+    def with_page(*given: Any) -> dict[str, Any]:
+        (given[2] / "index.html").write_text("page")
+        return {}
+
+    monkeypatch.setattr(own_stage, "with_page", with_page, raising=False)
+    monkeypatch.setattr(index, "write_index", lambda root: None)
+    table = [
+        replace(one, function="tests.own_stage:with_page") if one.name == "report" else one
+        for one in fake_table()
+    ]
+    digest = replace(own_stage.STAGE, name="digest", needs=None)
+    send = replace(own_stage.STAGE, name="send", field=None, needs=("report",))
+    stages = in_order([send, *table, digest])
+    assert [one.name for one in stages][-3:] == ["digest", "report", "send"]
+    loaded = load_recipe(case.file, env={}, stages=stages)
+    assert Runner(loaded, Choice(), in_process).run() == 9
+    summary = json.loads((case.output("digest") / "manifest.json").read_text())["summary"]
+    others = {one.name for one in loaded.present} - {"digest", "report", "send"}
+    assert set(summary["inputs"]) == others
+    assert main(["run", str(case.file)], stages) == 0
+    assert f"report: {case.output('report')}" in capsys.readouterr().out
 
 
 def test_its_section_decides_its_key(case: Case) -> None:
