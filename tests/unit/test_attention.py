@@ -187,10 +187,10 @@ def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     known = dict(BACKENDS)
     try:
         backends.register_all([folder])
-        assert list(BACKENDS) == [*known, "plain"]
+        assert set(BACKENDS) == {*known, "plain"}
         assert resolve_backend("plain") == "plain"
         (sentence,) = lacking("plain", {"sinks": "the layout has 2"})
-        assert sentence == "plain has no sinks, the layout has 2; choose sdpa or flex"
+        assert sentence.startswith("plain has no sinks, the layout has 2; choose sdpa or ")
         states = Case(5, 9, 0, (True, False)).tensors()
         layout = HeadLayout.deploy({None: 1, Window(4): 1})
         expected = hybrid_attention(*states, layout, backend="eager")
@@ -219,7 +219,7 @@ def test_every_backend_that_a_recipe_may_name_has_an_entry_and_nothing_lacks_sdp
             assert sentence.startswith(name) and ", somebody asks; choose sdpa" in sentence
     assert lacking("auto", {"sinks": "x"}) == lacking("sdpa", {"sinks": "x"}) == []
     (sentence, _) = lacking("flash", {"sinks": "x", "softcap": "y"})
-    assert sentence == "flash has no sinks, x; choose sdpa"
+    assert sentence.startswith("flash has no sinks, x; choose sdpa")
 
 
 def test_one_place_calls_torchs_attention() -> None:

@@ -263,7 +263,7 @@ def test_scores_are_of_the_questions_own_kinds(first: int) -> None:
         ("--seeds", "0", "--seeds: expected a value greater than 0, found "),
         ("--seeds", "2,3", "--seeds: '2,3' is not a count"),
         ("--budgets", "4,x", "--budgets: 'x' is not a count"),
-        ("--methods", "zzz", "--methods: 'zzz' is unknown; choose from all, bosch, "),
+        ("--methods", "zzz", "--methods: 'zzz' is unknown; choose from all, "),
     ],
 )
 def test_options_without_meaning_are_refused(
