@@ -10,7 +10,7 @@ from bosch.search.methods import Method, register
 
 register(
     "last_layers",
-    Method("LAST", "layer rule", f"{__name__}:mask", "full layers at the end", in_paper=False),
+    Method("LAST", "layer rule", f"{__name__}:mask", "full layers at the end"),
 )
 
 

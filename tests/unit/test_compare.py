@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError, UserError
+from bosch.search import methods
 from pipeline.cli import main
 from pipeline.commands.compare import command as compare
 from pipeline.commands.compare.comparison import (
@@ -143,6 +144,13 @@ def test_every_method_of_the_paper_has_its_place() -> None:
     assert set(PAPER) <= set(METHODS)
     assert sorted(PAPER, key=Combination.order) == PAPER
     assert sorted(["bosch_plus", "b_layer"], key=Combination.order) == ["b_layer", "bosch_plus"]
+
+
+def test_a_method_that_does_not_say_so_is_none_of_the_papers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(methods.METHODS, "own", methods.Method("Own", "one by one", "", ""))
+    assert sorted(["own", "b_layer"], key=Combination.order) == ["b_layer", "own"]
 
 
 def test_combinations_share_what_they_can_and_a_second_run_does_nothing(case: Case) -> None:

@@ -69,27 +69,26 @@ def _whole_mask(settings: SearchSettings, num_layers: int, num_heads: int) -> in
 
 register("bosch", Method(
     "BOSCH", "search", "bosch.search.bosch:bosch", "the published search, Algorithms 1 to 3",
-    _GROUPED | {"buckets"}, _bosch,
+    _GROUPED | {"buckets"}, _bosch, in_paper=True,
 ))  # fmt: skip
 register("b_single", Method(
     "B-single", "ablation", "bosch.search.ablations:b_single",
     "Algorithm 1's own mask, layer by layer", _SOLVER, _layer_importance_mask,
+    in_paper=True,
 ))  # fmt: skip
 register("b_multi", Method(
     "B-multi", "ablation", "bosch.search.ablations:b_multi",
-    "Algorithm 1's own mask, by groups of layers", _GROUPED, _b_multi,
+    "Algorithm 1's own mask, by groups of layers", _GROUPED, _b_multi, in_paper=True,
 ))  # fmt: skip
 register("b_layer", Method(
     "B-layer", "ablation", "bosch.search.ablations:b_layer",
-    "Algorithm 1's own mask, by whole layers", _SOLVER, _b_layer,
+    "Algorithm 1's own mask, by whole layers", _SOLVER, _b_layer, in_paper=True,
 ))  # fmt: skip
 register("one_plus_one", Method(
     "(1+1)", "ablation", "bosch.search.rivals:one_plus_one",
     "the (1+1) algorithm on the whole mask, without stages", _ONE_SOLVER, _whole_mask,
-    in_paper=False,
 ))  # fmt: skip
 register("annealing", Method(
     "Annealing", "ablation", "bosch.search.rivals:annealing",
     "simulated annealing on the whole mask, without stages", _ONE_SOLVER - {"race"}, _whole_mask,
-    in_paper=False,
 ))  # fmt: skip

@@ -17,16 +17,16 @@ def _front(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
 register("bosch_plus", Method(
     "BOSCH+", "search", "bosch.search.bosch_plus:bosch_plus",
     "elimination and swaps by gradients, a tenth of the published evaluations",
-    frozenset({"budget_per_layer"}), _plus, in_paper=False, gradients=True,
+    frozenset({"budget_per_layer"}), _plus, gradients=True,
 ))  # fmt: skip
 register("front", Method(
     "Front", "search", "bosch.search.front:front",
     "masks of several windows for every budget from one search by gradients",
-    frozenset({"budget_per_layer"}), _front, in_paper=False, gradients=True,
+    frozenset({"budget_per_layer"}), _front, gradients=True,
     several_windows=True, finds_front=True,
 ))  # fmt: skip
 register("learned_gates", Method(
     "Gates", "search", "bosch.search.rivals:learned_gates",
     "gates learned by gradient at an exact ratio (arXiv 2410.10819, 2606.18056)",
-    frozenset({"budget_per_layer", "seed"}), _plus, in_paper=False, gradients=True,
+    frozenset({"budget_per_layer", "seed"}), _plus, gradients=True,
 ))  # fmt: skip

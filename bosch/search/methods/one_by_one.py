@@ -24,20 +24,20 @@ def _every_layer(settings: SearchSettings, num_layers: int, num_heads: int) -> i
 register("one_gradient", Method(
     "One gradient", "one by one", "bosch.search.rivals:one_gradient",
     "ranks heads by one gradient at the original model (as MoA profiles, arXiv 2406.14909)",
-    _STRICT, _one_gradient, in_paper=False, gradients=True,
+    _STRICT, _one_gradient, gradients=True,
 ))  # fmt: skip
 register("single_ablation", Method(
     "One head", "one by one", "bosch.search.rivals:single_ablation",
     "ranks heads by the score without each alone (arXiv 2602.11374)",
-    _STRICT, _every_unit, in_paper=False,
+    _STRICT, _every_unit,
 ))  # fmt: skip
 register("layer_ablation", Method(
     "One layer", "one by one", "bosch.search.rivals:layer_ablation",
     "ranks layers by the log-likelihood without each alone (arXiv 2606.27791)",
-    _STRICT, _every_layer, in_paper=False,
+    _STRICT, _every_layer,
 ))  # fmt: skip
 register("layer_restoration", Method(
     "One full layer", "one by one", "bosch.search.rivals:layer_restoration",
     "ranks layers by the log-likelihood with each alone full (after arXiv 2512.20569)",
-    _STRICT, _every_layer, in_paper=False,
+    _STRICT, _every_layer,
 ))  # fmt: skip

@@ -9,7 +9,7 @@ _SEED = frozenset({"seed"})
 
 def _rule(name: str, about: str, settings: frozenset[str] = frozenset()) -> None:
     runner = f"bosch.baselines.layer_rules:{name}"
-    register(name, Method(name.upper(), "layer rule", runner, about, settings))
+    register(name, Method(name.upper(), "layer rule", runner, about, settings, in_paper=True))
 
 
 _rule("rand", "full layers at random places", _SEED)
@@ -18,39 +18,40 @@ _rule("intr", "full layers at even spacing")
 
 register("dcam", Method(
     "DCAM", "ranking", "bosch.baselines.dcam:dcam",
-    "ranks heads by their attention mass inside the window",
+    "ranks heads by their attention mass inside the window", in_paper=True,
 ))  # fmt: skip
 register("apl", Method(
     "APL", "ranking", "bosch.baselines.apl:apl",
-    "ranks heads by the distance at which their attention peaks",
+    "ranks heads by the distance at which their attention peaks", in_paper=True,
 ))  # fmt: skip
 register("proxy", Method(
     "Proxy", "ranking", "bosch.baselines.proxy:proxy",
-    "ranks heads by the blocks of keys that hold their attention", most_local="smallest",
+    "ranks heads by the blocks of keys that hold their attention", in_paper=True,
+    most_local="smallest",
 ))  # fmt: skip
 register("qada", Method(
     "QAdA", "ranking", "bosch.baselines.qada:qada",
-    "ranks heads by local mass against an estimate of the rest",
+    "ranks heads by local mass against an estimate of the rest", in_paper=True,
 ))  # fmt: skip
 register("razor", Method(
     "Razor", "ranking", "bosch.baselines.razor:razor",
-    "ranks heads by attention to repeated tokens", _SEED, most_local="smallest",
+    "ranks heads by attention to repeated tokens", _SEED, in_paper=True, most_local="smallest",
 ))  # fmt: skip
 register("fisher", Method(
     "Fisher", "ranking", "bosch.baselines.fisher:fisher",
-    "ranks heads by gradient-weighted mass inside the window",
+    "ranks heads by gradient-weighted mass inside the window", in_paper=True,
 ))  # fmt: skip
 register("moa", Method(
     "MoA", "profile", "bosch.baselines.moa:moa",
     "windows by a profile of what masked attention costs (arXiv 2406.14909)",
-    in_paper=False, several_windows=True,
+    several_windows=True,
 ))  # fmt: skip
 register("lu_kv", Method(
     "LU-KV", "profile", "bosch.baselines.lu_kv:lu_kv",
     "windows by the attention that answers lose (after arXiv 2602.08585)",
-    in_paper=False, several_windows=True,
+    several_windows=True,
 ))  # fmt: skip
 register("given", Method(
     "Given", "file", "bosch.search.given:given_mask", "takes the mask of search.mask",
-    frozenset({"mask"}), in_paper=False, several_windows=True,
+    frozenset({"mask"}), several_windows=True,
 ))  # fmt: skip
