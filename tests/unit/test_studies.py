@@ -44,7 +44,6 @@ from recipes.study.make_composition_model import (
 from stages.fields import Section
 from stages.measure.results import figures
 from stages.pages.charts import Picture
-from stages.search.stage import SearchConfig
 from tests.hybrid_case import mask_of, small_model, tokens
 from tests.pipeline_case import ROOT, Case
 
@@ -201,7 +200,7 @@ def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:
 
     def study(held_out: int, window: Window) -> Any:
         return SimpleNamespace(
-            recipe={SearchConfig: SimpleNamespace(window=window)},
+            window=window,
             options=SimpleNamespace(seeds=len(lengths)),
             held_out_set=SimpleNamespace(max_length=held_out),
             calibration=lambda seed: SimpleNamespace(max_length=lengths[seed]),

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
 from pipeline.commands.study.studied_model import OURS, Setting, StudiedModel, variants
 from stages.pages.tables import Table
-from stages.search.stage import SearchConfig
 
 PUBLISHED = "bosch"
 _COSTS = ("evaluations", "full_forward_equivalents", "naive_full_forward_equivalents", "seconds")
@@ -121,10 +119,9 @@ def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
 
 
 def _text(model: StudiedModel) -> str:
-    recipe, options = model.recipe, model.options
     return (
-        f"`{model_label(recipe.model.path)}`, W = {recipe[SearchConfig].window.size}, "
-        f"{model.about_examples}. {options.seeds} seeds, each with its own "
+        f"`{model.label}`, W = {model.window.size}, "
+        f"{model.about_examples}. {model.options.seeds} seeds, each with its own "
         "calibration set. Costs are medians over the seeds; full passes are full-forward "
         "equivalents over the calibration set, with exact reuse and without, less the pass "
         "of a static ranking, which only the seconds hold. Seconds are processor time where the "

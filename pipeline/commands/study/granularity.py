@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from bosch.budget import admits_granularity
 from bosch.errors import UserError
-from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
 from pipeline.commands.study.studied_model import Setting, StudiedModel, variants
 from stages.pages.tables import Table
-from stages.search.stage import SearchConfig
 
 
 def study(model: StudiedModel) -> StudyResult:
@@ -80,13 +78,13 @@ def _table(ratio: float, pairs: list[tuple[Measured, Measured]]) -> Table:
 
 
 def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
-    recipe, options = model.recipe, model.options
+    options = model.options
     named = ", ".join(f"ρ = {ratio:g} at g = {size}" for ratio, size in absent)
     left_out = f" No mask has {named}." if absent else ""
     layers, heads = model.shape
     return (
-        f"`{model_label(recipe.model.path)}`, {layers} layers of {heads} KV heads, "
-        f"W = {recipe[SearchConfig].window.size}, {model.about_examples}. {options.seeds} seeds, "
+        f"`{model.label}`, {layers} layers of {heads} KV heads, "
+        f"W = {model.window.size}, {model.about_examples}. {options.seeds} seeds, "
         f"κ = {max(options.budgets)}, ten times that in bosch_plus, whose budget is a tenth. "
         "With g the full heads of every layer are a multiple of g. "
         "bosch_plus and learned_gates form units of heads to which the gradient at the original "

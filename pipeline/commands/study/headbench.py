@@ -18,7 +18,6 @@ from bosch.progress import progress
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from bosch.window import MOST_WINDOWS, Window, Windows, window_menu, windows_text
-from pipeline.commands.paths import model_label
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, interval_text, measured
 from pipeline.commands.study.studied_model import Results, Setting, StudiedModel
@@ -26,7 +25,6 @@ from stages.formats import format_length
 from stages.pages.charts import Picture, ranking
 from stages.pages.tables import Cell, Table
 from stages.report.charts import LOOK, POINTS, ranked
-from stages.search.stage import SearchConfig
 from stages.train.stage import TrainConfig
 
 # Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four. Such windows without
@@ -106,7 +104,7 @@ def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Sett
 
 def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
     """The windows of methods that choose among several: doubled, from a quarter of the recipe's."""
-    window = model.recipe[SearchConfig].window
+    window = model.window
     menu: list[Window] = []
     sets = [model.held_out_set, *(model.calibration(seed) for seed in range(model.options.seeds))]
     # The shortest of the sets' longest examples.
@@ -120,7 +118,7 @@ def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
 
 def _row(model: StudiedModel, point: Measured) -> Row:
     own, method = point.setting, METHODS[point.setting.method]
-    windows = own.menu or model.recipe[SearchConfig].window
+    windows = own.menu or model.window
     sizes = [cache_shares(model, run.mask, windows) for run in point.runs]
     served = [share for _, share in sizes if share is not None]
     return Row(
@@ -280,15 +278,15 @@ def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
 
 
 def _text(model: StudiedModel, kappa: int) -> str:
-    recipe, options = model.recipe, model.options
+    options = model.options
     layers, heads = model.shape
     trained = "Untrained hybrids. "
     if options.with_training:
-        tokens = recipe[TrainConfig].total_tokens
+        tokens = model.recipe[TrainConfig].total_tokens
         trained = f"Each hybrid is scored untrained, and trained for {tokens:,} tokens. "
     return (
-        f"`{model_label(recipe.model.path)}`, {layers} layers of {heads} KV heads, "
-        f"W = {recipe[SearchConfig].window.size}, {model.about_examples}. {options.seeds} seeds, "
+        f"`{model.label}`, {layers} layers of {heads} KV heads, "
+        f"W = {model.window.size}, {model.about_examples}. {options.seeds} seeds, "
         f"each with its own calibration set; searches have κ = {kappa}. {trained}All "
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "

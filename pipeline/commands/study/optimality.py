@@ -14,7 +14,6 @@ from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.progress import progress
-from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.studied_model import Setting, StudiedModel, digest_of, variants
@@ -201,7 +200,7 @@ def _text(model: StudiedModel) -> str:
     options = model.options
     return (
         f"All masks on budget of a model of {layers} layers with {heads} KV heads "
-        f"(`{model_label(model.recipe.model.path)}`) were measured on the calibration set of "
+        f"(`{model.label}`) were measured on the calibration set of "
         f"{len(model.calibration(0))} examples on which the methods search, and on "
         f"{len(model.held_out_set)} held-out examples. Each method ran with {options.seeds} "
         "seeds on the same calibration set. Rank 1 is the best; equal masks share a rank; ranks "

@@ -9,7 +9,6 @@ from bosch.analysis.stability import Stability, ranking_stability
 from bosch.progress import progress
 from bosch.search.bosch import layer_drops
 from bosch.search.methods import METHODS
-from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.cost import budgets
 from pipeline.commands.study.page import StudyResult
@@ -147,15 +146,14 @@ def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def _text(model: StudiedModel) -> str:
-    recipe, options = model.recipe, model.options
-    window = recipe[SearchConfig].window.size
+    kappa = model.recipe[SearchConfig].budget_per_layer
     return (
-        f"`{model_label(recipe.model.path)}`, W = {window}, {options.seeds} "
+        f"`{model.label}`, W = {model.window.size}, {model.options.seeds} "
         "seeds. Algorithm 1 ran once per seed: first with every seed on the same "
         "calibration set, so that only the optimiser's draws differ, then each on its own. "
         "Layer importance is d of Algorithm 2, from the score as published, and from the "
         "log-likelihood of the same masks. Spearman's ρ is between each two seeds, ties at average "
         "ranks; where a run ties all layers there is no order to compare. Scores below are on "
         f"{len(model.held_out_set)} held-out examples, with 95 % intervals over seeds "
-        f"and examples; the calibration size varies at κ = {recipe[SearchConfig].budget_per_layer}."
+        f"and examples; the calibration size varies at κ = {kappa}."
     )

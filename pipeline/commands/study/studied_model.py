@@ -168,6 +168,16 @@ class StudiedModel:
         """Identity of the model."""
         return model_fingerprint(self.model)
 
+    @property
+    def label(self) -> str:
+        """The model's name on pages."""
+        return model_label(self.recipe.model.path)
+
+    @property
+    def window(self) -> Window:
+        """The window of sliding heads, where a setting has no menu."""
+        return self.recipe[SearchConfig].window
+
     @cached_property
     def shape(self) -> tuple[int, int]:
         """Layers with full attention, and KV heads of each."""
@@ -246,7 +256,7 @@ class StudiedModel:
         return self._objectives[key]
 
     def _new_objective(self, examples: CalibrationSet, other: Windows | None = None) -> Objective:
-        window, runtime = other or self.recipe[SearchConfig].window, self.recipe.runtime
+        window, runtime = other or self.window, self.recipe.runtime
         return Objective(
             self.model,
             examples,
@@ -310,8 +320,7 @@ class StudiedModel:
         """KV slots of the ratio's masks of the recipe's window, at the longest held-out example."""
         units, tokens = math.prod(self.shape), self.held_out_set.max_length
         sliding = swa_budget(units, ratio)
-        held = self.recipe[SearchConfig].window.held(tokens)
-        return (units - sliding) * tokens + sliding * held
+        return (units - sliding) * tokens + sliding * self.window.held(tokens)
 
     def settings(self, ratio: float, seed: int, budget: int | None = None) -> SearchSettings:
         """The recipe's settings of a search, with another ratio, seed or budget per layer."""
@@ -364,7 +373,7 @@ class StudiedModel:
         search, train = self.recipe[SearchConfig], self.recipe[TrainConfig]
         menu = search.menu if windows is None else window_menu(windows)
         file = HeadMaskFile.of(
-            mask, menu, model=model_label(self.recipe.model.path), method="given",
+            mask, menu, model=self.label, method="given",
             swa_ratio=mask.swa_ratio,
         )  # fmt: skip
         name = digest_of({"mask": mask.key, **_windows_key(menu)})
@@ -439,13 +448,12 @@ class StudiedModel:
 
     def context(self, examples: CalibrationSet) -> Record:
         """Everything besides mask and settings that results on `examples` depend on."""
-        search = self.recipe[SearchConfig]
         return {
             "version": SEARCH.version,
             "model": self.fingerprint,
             "examples": examples.fingerprint,
-            "window_size": search.window.size,
-            "sinks": search.sinks,
+            "window_size": self.window.size,
+            "sinks": self.window.sinks,
         }
 
     @cached_property

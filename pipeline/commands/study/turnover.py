@@ -12,13 +12,11 @@ from bosch.analysis.intervals import Estimate, crossed_mean
 from bosch.analysis.turnover import mean_distances, swapped, turnover
 from bosch.heads import HeadMask
 from bosch.search.methods import METHODS
-from pipeline.commands.paths import model_label
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import interval_text, measured
 from pipeline.commands.study.studied_model import Setting, StudiedModel
 from stages.pages.tables import Table
-from stages.search.stage import SearchConfig
 
 _SWAPS = 3  # draws of A' for each pair of masks, as in C.1
 
@@ -142,10 +140,9 @@ def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def _text(model: StudiedModel) -> str:
-    recipe, options = model.recipe, model.options
-    window = recipe[SearchConfig].window.size
+    options = model.options
     return (
-        f"`{model_label(recipe.model.path)}`, W = {window}, {options.seeds} "
+        f"`{model.label}`, W = {model.window.size}, {options.seeds} "
         f"seeds, κ = {options.budgets[-1]}. T is the share of the heads sliding at the smaller "
         "ratio that are full at the larger one, T̃ that share over the largest possible one "
         "(BOSCH §4.3). A′ takes in what turned over in place of random members (BOSCH C.1); its "
