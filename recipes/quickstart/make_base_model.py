@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from recipes.quickstart.small_qwen3 import (
     small_config,
     spread_retrieval,
     token_losses,
+    update,
 )
 from recipes.quickstart.training_rows import (
     ANSWER_WEIGHT,
@@ -164,18 +164,12 @@ def train(output: Path) -> None:
         if step == SPREAD_STEP:
             spread_retrieval(model)
         rate = learning_rate(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         ids, weights = batch(rows, phase, step)
         losses = step_gradients(compiled, local, ids, weights, phase, step)
-        if not math.isfinite(losses["loss"]):
-            raise SystemExit(f"the loss is {losses['loss']} at step {step}")
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        norm = update(model, optimizer, rate, losses["loss"], step)
         if step % 10 == 0 or step == len(SCHEDULE) - 1:
             line = {"step": step, "length": phase.length, "rate": rate, **losses}
-            line |= {"norm": norm.item(), "minutes": minutes()}
+            line |= {"norm": norm, "minutes": minutes()}
             line = {name: round(value, 5) for name, value in line.items()}
             log.write(json.dumps(line) + "\n")
             log.flush()

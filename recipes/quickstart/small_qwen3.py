@@ -1,10 +1,11 @@
-"""The small Qwen3 models of this folder and of `recipes/study`, and how they learn to retrieve.
+"""The small models of this folder and of `recipes/study`, and how they learn to retrieve.
 
 B rows, T tokens, HKV key/value heads.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -149,11 +150,25 @@ def rate_scale(step: int, total: int, warmup: int, decay: int) -> float:
     return min(1.0, (step + 1) / warmup, 0.02 + 0.98 * (total - step) / decay)
 
 
-def token_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """Cross-entropy of every next token, [B, T - 1]."""
-    with torch.autocast("cpu", torch.bfloat16):
+def token_losses(model: nn.Module, ids: Tensor, *, is_mixed: bool = True) -> Tensor:
+    """Cross-entropy of every next token, [B, T - 1], from logits in bfloat16 where `is_mixed`."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = nn.functional.cross_entropy(
         logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
     )
     return losses.view(len(ids), -1)
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, loss: float, step: int
+) -> float:
+    """Take a step with the gradients of a loss; their norm. SystemExit where it is not finite."""
+    if not math.isfinite(loss):
+        raise SystemExit(f"the loss is {loss} at step {step}")
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm.item()

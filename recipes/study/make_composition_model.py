@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import platform
 import time
 from itertools import pairwise
@@ -35,7 +34,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.quickstart.small_qwen3 import LocalHeads, rate_scale
+from recipes.quickstart.small_qwen3 import LocalHeads, rate_scale, token_losses, update
 
 SEED = 13
 SYMBOLS, KINDS = 96, 3
@@ -216,15 +215,6 @@ class Circuits:
             )
 
 
-def answer_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """Cross-entropy of every next token, [B, T - 1]."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    losses = nn.functional.cross_entropy(
-        logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
-    return losses.view(len(ids), -1)
-
-
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, records: list[dict[str, Any]], kind: int) -> float:
     """Share of the questions of one kind whose answer tokens are all the model's first choice."""
@@ -275,20 +265,15 @@ def train(output: Path, layers: int, kv_heads: int, steps: int) -> None:
 
     with (output / "training_log.jsonl").open("w") as log:
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * rate_scale(step, steps, WARMUP_STEPS, DECAY_STEPS)
+            rate = RATE * rate_scale(step, steps, WARMUP_STEPS, DECAY_STEPS)
             ids, is_answer = training_batch(step)
             generator = torch.Generator().manual_seed(step)
             local.draw(BATCH, LENGTH, LOCAL_HEADS, LOCAL_LAYERS, generator)
-            losses = answer_losses(model, ids)
+            losses = token_losses(model, ids, is_mixed=False)
             is_answer = is_answer[:, 1:]
             loss = losses[is_answer].mean()
             (loss + 0.02 * losses.mean()).backward()
-            if not math.isfinite(loss.item()):
-                raise SystemExit(f"the loss is {loss.item()} at step {step}")
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            update(model, optimizer, rate, loss.item(), step)
             if step % 10 == 0 or step == steps - 1:
                 line: dict[str, Any] = {"step": step, "answers": round(loss.item(), 4)}
                 line["minutes"] = round((time.process_time() - began) / 60, 2)

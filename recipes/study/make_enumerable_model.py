@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from data_prep.documents.retrieval import retrieval_document
@@ -32,6 +31,7 @@ from recipes.quickstart.small_qwen3 import (
     rate_scale,
     small_config,
     token_losses,
+    update,
 )
 from recipes.quickstart.training_rows import Row, Rows, python_text
 
@@ -121,21 +121,14 @@ def train(output: Path) -> None:
     began = time.process_time()
     with (output / "training_log.jsonl").open("w") as log:
         for step, stretch in enumerate(schedule):
-            scale = rate_scale(step, len(schedule), WARMUP_STEPS, DECAY_STEPS)
-            rate = stretch.rate * scale
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = stretch.rate * rate_scale(step, len(schedule), WARMUP_STEPS, DECAY_STEPS)
             ids, weights = batch(rows, stretch, step)
             draw_reach(model, len(ids), stretch, step)
             losses = token_losses(compiled, ids)
             weights = weights[:, 1:]
             loss = (losses * weights).sum() / weights.sum()
             loss.backward()
-            if not math.isfinite(loss.item()):
-                raise SystemExit(f"the loss is {loss.item()} at step {step}")
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            update(model, optimizer, rate, loss.item(), step)
             if step % 10 == 9:
                 line = {
                     "step": step + 1,
