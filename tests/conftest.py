@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from tests.pipeline_case import Case
+from tests.ruler_case import TOKENIZER
 
 # A loaded machine is no fault of what is tested; no test asserts a time.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -26,6 +31,24 @@ def _same_log_level() -> Iterator[None]:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     """A recipe whose stages take no time."""
+    # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return Case(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The quickstart's."""
+    return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Here and in the processes that are started: time, rounding and reuse depend on it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,7 +30,7 @@ from bosch.window import Window
 from stages.measure.process import memory_meter
 from tests.attention_case import by_rows, full_first
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 LENGTH, WINDOW, QUERY_HEADS, KV_HEADS, FULL, DIM = 8192, 256, 16, 8, 2, 64
 DECODE_LENGTH = 16384
@@ -40,15 +40,6 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768)
 RATIO = 1 - FULL / KV_HEADS
 
 Work = Callable[[], object]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A single thread, in which processor time is time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,6 @@ import signal
 
 import numpy as np
 import pytest
-import torch
 
 from bosch.errors import RunError, UserError
 from bosch.model import tensor_parallel as sharding
@@ -20,22 +19,14 @@ from tests.rank_processes import run_order
 from tests.search_case import WINDOW, config_of, order, write_inputs
 from tests.sharded_case import FAMILIES, alone
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEARCH = SearchConfig(swa_ratio=0.5, window_size=WINDOW, budget_per_layer=4)
 PLUS = SearchConfig(method="bosch_plus", swa_ratio=0.5, window_size=WINDOW)
 FRONT = SearchConfig(
     method="front", windows=[4, WINDOW], budget={"ratio": 0.5, "context": 40}, budget_per_layer=30
 )
 _KILLED_AT = 9
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Here and in the processes that are started: rounding, and what is reused, depend on it."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -49,13 +49,11 @@ PAPER = [
 
 
 @pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
     # Pages without the pictures that need no script, and without that script.
     monkeypatch.setattr(template, "library", lambda: "")
     monkeypatch.setattr(Picture, "still", "")
-    # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return Case(tmp_path)
+    return case
 
 
 def table() -> tuple[Stage[Any], ...]:

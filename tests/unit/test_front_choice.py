@@ -136,11 +136,10 @@ def test_the_picture_and_the_table_mark_the_chosen_point() -> None:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
-    made = Case(tmp_path)
-    made.content["search"] = {"method": "front", "swa_ratio": 0.5, "windows": [8, 32]}
-    made.save()
-    return made
+def case(case: Case) -> Case:
+    case.content["search"] = {"method": "front", "swa_ratio": 0.5, "windows": [8, 32]}
+    case.save()
+    return case
 
 
 def _documents(case: Case, *overrides: str) -> dict[str, Any]:

@@ -10,23 +10,17 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError
-from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.ruler import Corpus
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.suites.needle import suite as needle_suite
 from stages.evaluate.suites.needle.suite import NeedleSuite
-from tests.ruler_case import TOKENIZER, essay_text
+from tests.ruler_case import essay_text
 
 TASKS = ["niah_single_2", "niah_multikey_1"]
 MODEL = Evaluated("original", ModelConfig(path="model"))
 STOP = SimpleNamespace(update=lambda *_, **__: None)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
 
 
 @pytest.fixture

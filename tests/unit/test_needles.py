@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from bosch.errors import RunError, UserError
 from data_prep.documents.calibration import CalibrationNeedles
-from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.needles import (
     draw_pair,
     forced_ids,
@@ -36,11 +35,6 @@ DIGESTS = {
     "niah_multikey_2": "d55efdc6ffe704b0",
     "niah_multikey_3": "76f9eacee1896a7b",
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
 
 
 @pytest.fixture(scope="module")

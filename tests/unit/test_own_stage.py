@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +23,7 @@ TABLE = in_order([*fake_table(), own_stage.STAGE])
 
 
 @pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    case = Case(tmp_path)
+def case(case: Case) -> Case:
     case.content["words"] = {"folder": str(case.corpus)}
     case.save()
     return case

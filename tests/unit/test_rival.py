@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +41,6 @@ from tests.pipeline_case import Case, runner
 from tests.tiny_data import save_tiny_model
 
 CPU = Devices("cpu", 2, 1, 1, 1e12)
-
-
-@pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return Case(tmp_path)
 
 
 def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:

@@ -21,7 +21,6 @@ import pytest
 
 from bosch.errors import RunError, UserError
 from bosch.journal import Journal
-from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks import ruler, samples
 from data_prep.tasks.needles import Draft
 from data_prep.tasks.ruler import Corpus, ruler_task
@@ -30,16 +29,11 @@ from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerT
 from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from data_prep.text import TokenCounter
 from stages.evaluate.suites.needle import NeedleEvaluation
-from tests.ruler_case import TOKENIZER, essay_text, write_data
+from tests.ruler_case import essay_text, write_data
 from tests.tiny_data import tiny_tokenizer
 
 RECORDS = json.loads((Path(__file__).parents[1] / "data/ruler.json").read_text())
 OWN_WORDS = WordLists(PairedWords(ADJECTIVES, NOUNS), sorted({*ADJECTIVES, *NOUNS}), False)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
 
 
 @pytest.fixture(scope="module")

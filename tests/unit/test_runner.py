@@ -42,13 +42,6 @@ from tests.pipeline_case import Case, fake_table, in_process, runner, write_safe
 NAMES = ["prepare", "search", "materialize", "original", "train", "evaluate", "report"]
 
 
-@pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return Case(tmp_path)
-
-
 def load(case: Case, *overrides: str, distributed: bool = False, **world: int) -> LoadedRecipe:
     loaded = load_recipe(case.file, overrides, env={}, stages=fake_table(distributed))
     return replace(loaded, world=World(**world))
