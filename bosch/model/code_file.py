@@ -115,7 +115,7 @@ def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
             imports[""] |= {ast.unparse(ast.Import([alias])) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node not in dropped:
             imports[node.module or ""] |= {ast.unparse(alias) for alias in node.names}
-        elif not _is_all(node):
+        elif not ast.unparse(node).startswith("__all__ = "):
             continue
         dropped.append(node)
     for node in dropped:
@@ -143,10 +143,6 @@ def _check_names(name: str, node: ast.ImportFrom, defined: set[str]) -> None:
     unknown = [a.name for a in node.names if a.asname or a.name not in defined]
     if unknown:
         raise RuntimeError(f"bosch/{name} imports {unknown}, which the code file does not have")
-
-
-def _is_all(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
 
 
 def _import_lines(imports: dict[str, set[str]]) -> str:

@@ -40,7 +40,7 @@ def small_config(
 
 
 @torch.no_grad()
-def look_back_one(model: Qwen3ForCausalLM, groups: int = 4, gain: float = 1.5) -> None:
+def look_back_one(model: Qwen3ForCausalLM, groups: int = 4) -> None:
     """Initialise the first layer's first `groups` KV groups to attend to the previous token.
 
     Copying needs such heads below the heads that match, and neither kind helps alone: from random
@@ -59,8 +59,8 @@ def look_back_one(model: Qwen3ForCausalLM, groups: int = 4, gain: float = 1.5) -
     angle = -torch.cat([rate, rate])
     query = key * torch.cos(angle) + quarter_turn * torch.sin(angle)
     attention = model.model.layers[0].self_attn
-    attention.q_norm.weight.fill_(gain)
-    attention.k_norm.weight.fill_(gain)
+    attention.q_norm.weight.fill_(1.5)
+    attention.k_norm.weight.fill_(1.5)
     per_group = config.num_attention_heads // config.num_key_value_heads
     for weight, target, heads in (
         (attention.k_proj.weight, key, groups),
@@ -71,15 +71,15 @@ def look_back_one(model: Qwen3ForCausalLM, groups: int = 4, gain: float = 1.5) -
 
 
 @torch.no_grad()
-def spread_retrieval(model: Qwen3ForCausalLM, source: int = 1, target: int = 3) -> None:
-    """Swap the second half of two layers' KV groups, so that two layers can retrieve.
+def spread_retrieval(model: Qwen3ForCausalLM) -> None:
+    """Swap the second half of the KV groups of layers 1 and 3, so that two layers can retrieve.
 
     Copying forms in the first layer that can learn it, and later layers then do not learn it. The
     heads also work in a higher layer, because their inputs stay in the residual stream. Rows in
     which whole layers are local keep both layers able to retrieve from then on.
     """
     config = model.config
-    lower, upper = model.model.layers[source], model.model.layers[target]
+    lower, upper = model.model.layers[1], model.model.layers[3]
     scale = lower.input_layernorm.weight / upper.input_layernorm.weight
     half = config.num_key_value_heads // 2 * config.head_dim
     per_group = config.num_attention_heads // config.num_key_value_heads

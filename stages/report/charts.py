@@ -360,10 +360,10 @@ def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
     return Picture("time", ranking(rows, axis, LOOK, step=28), f"{text}.")
 
 
-def extent(numbers: Sequence[float], pad: float = 0.06) -> tuple[float, float]:
+def extent(numbers: Sequence[float]) -> tuple[float, float]:
     """Smallest and largest value with a little room on both sides, never of zero height."""
     low, high = min(numbers), max(numbers)
-    room = pad * (high - low) or max(abs(high) * pad, 1e-6)
+    room = 0.06 * (high - low) or max(abs(high) * 0.06, 1e-6)
     return low - room, high + room
 
 

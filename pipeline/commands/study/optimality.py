@@ -44,7 +44,7 @@ def study(model: StudiedModel) -> StudyResult:
             model, ratio, held_out, evaluation_log(model, "held-out", held_out), "held-out set"
         )
         searches = {
-            _label(method, budget): [
+            method if budget is None else f"{method}, κ = {budget}": [
                 model.search(Setting(method, ratio, budget), seed, calibration_seed=0, log=log)
                 for seed in range(options.seeds)
             ]
@@ -80,10 +80,6 @@ def study(model: StudiedModel) -> StudyResult:
         "optimality", "Distance to the true optimum", _text(model), data, tables,
         {"landscape": charts.landscapes(curves)},
     )  # fmt: skip
-
-
-def _label(method: str, budget: int | None) -> str:
-    return method if budget is None else f"{method}, κ = {budget}"
 
 
 def _anchor_table(model: StudiedModel) -> Table:
