@@ -147,7 +147,9 @@ def compute_attention(call: AttentionCall) -> Tensor:
         given = {"softcap": transform.softcap, "head_logits": transform.head_logits}
         needs = {name: "the model has" for name, value in given.items() if value is not None}
         check_backend(call.backend, needs)
-    return _function(call.backend)(call.autocast())
+    # What a cache holds differs by head: sdpa stands in for a backend without cached passes.
+    stands_in = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
+    return _function("sdpa" if stands_in else call.backend)(call.autocast())
 
 
 def attention_weights(call: AttentionCall) -> Tensor:

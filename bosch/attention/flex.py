@@ -17,7 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.layout import CachedStates, HeadLayout
+from bosch.attention.layout import HeadLayout
 from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
 
@@ -27,12 +27,11 @@ FLEX_BLOCK = 128
 def flex_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a hybrid or static cache, whose heads hold different tokens, and passes shorter than
-    a block are computed by the sdpa backend. Raises ValueError for attention dropout.
+    Passes with a past and passes shorter than a block are computed by the sdpa backend. Raises
+    ValueError for attention dropout.
     """
     query, key, value, context = call.query, call.key, call.value, call.context
-    if isinstance(key, CachedStates) or isinstance(value, CachedStates):
-        return sdpa_attention(call)
+    assert isinstance(key, Tensor) and isinstance(value, Tensor)
     if context.q_length < FLEX_BLOCK or context.start is not None:
         return sdpa_attention(call)
     if call.dropout:

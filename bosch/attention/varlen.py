@@ -18,7 +18,6 @@ from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import HALF_DTYPES
-from bosch.attention.layout import CachedStates
 from bosch.attention.sdpa import sdpa_attention
 from bosch.backends.varlen import VARLEN_MODULE
 
@@ -28,11 +27,11 @@ _CAUSAL = (-1, 0)
 def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a cache, a past or padding, other dtypes than float16 and bfloat16, and attention
-    dropout go the way of the sdpa backend.
+    Passes with a past or padding, other dtypes than float16 and bfloat16, and attention dropout go
+    the way of the sdpa backend.
     """
-    context, cached = call.context, isinstance(call.key, CachedStates)
-    whole = context.q_offset == 0 and context.start is None and not cached
+    context = call.context
+    whole = context.q_offset == 0 and context.start is None
     able = call.query.dtype in HALF_DTYPES and not call.dropout
     if not whole or not able or not (context.valid is None or context.right_padded):
         return sdpa_attention(call)

@@ -17,8 +17,12 @@ def in_order(table: Iterable[Stage[Any]]) -> tuple[Stage[Any], ...]:
     """Stages so that each comes after what it needs.
 
     One that needs all comes after all others but those of its like, and those that need these.
+    Raises ValueError for one that needs what no stage is.
     """
     by_name = {stage.name: stage for stage in sorted(table, key=lambda stage: stage.name)}
+    for stage in by_name.values():
+        if unknown := {*(stage.needs or ())} - by_name.keys():
+            raise ValueError(f"stage {stage.name} needs {min(unknown)}, which is no stage")
     late = {name for name, stage in by_name.items() if stage.needs is None}
     while more := {n for n, one in by_name.items() if late.intersection(one.needs or ())} - late:
         late |= more

@@ -37,13 +37,19 @@ from stages.report import charts
 from stages.report.decision import comparisons, headline
 from stages.report.predictions import anchor, samples_by_model
 from stages.report.provenance import Provenance
-from stages.report.results import SHOWN_SAMPLES, NeedleScores, Results, label_of, served_bytes
+from stages.report.results import (
+    NEEDLE,
+    SHOWN_SAMPLES,
+    NeedleScores,
+    Results,
+    label_of,
+    served_bytes,
+)
 from stages.report.stage import ReportConfig
-from stages.report.verdict import NEEDLE, Difference, differences, final_model, kind_of, verdict
+from stages.report.verdict import Difference, differences, final_model, kind_of, verdict
 from stages.search.charts import front_picture, trace
 
 _TEMPLATE = "stages/report/page.html"
-_NEEDLE = "needle"  # its scores have charts
 
 
 class SuitePart(NamedTuple):
@@ -83,7 +89,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         comparisons=comparisons(results),
         words=words(results),
         speed=speed_table(results),
-        missing=scores.missing_sentences(_NEEDLE, FAILED_MODELS) if scores else [],
+        missing=scores.missing_sentences(NEEDLE, FAILED_MODELS) if scores else [],
         tiles=list(_tiles(results)),
         why_no_score=_why_no_score(results, is_trained=False),
         standing=charts.standing(results),
@@ -123,7 +129,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
     yield _score_tile("Hybrid, trained", trained, results, "hybrid")
     model = final_model(results)
     for row in differences(results, model):
-        if row.name != NEEDLE:  # its tiles show scores
+        if row.name != suite_title(NEEDLE):  # its tiles show scores
             value = signed(row.mean, 1 if row.unit == "points" else 2)
             more = f"against the original, 95 % interval {row.text.partition(' ')[2]}"
             paint = "untrained" if model == HYBRID else "hybrid"
@@ -254,7 +260,7 @@ def other_suites(results: Results) -> list[SuitePart]:
     shown = [*(name for suites in scores.checkpoints.values() for name in suites), *scores.missing]
     parts = []
     for name in dict.fromkeys(shown):
-        if name in (_NEEDLE, FAILED_MODELS):
+        if name in (NEEDLE, FAILED_MODELS):
             continue
         by_model = {m: suites[name] for m, suites in scores.checkpoints.items() if name in suites}
         tables = [score_table(NeedleScores(model, one), name) for model, one in by_model.items()]
@@ -265,7 +271,7 @@ def other_suites(results: Results) -> list[SuitePart]:
     return parts
 
 
-def score_table(scores: NeedleScores, name: str = _NEEDLE) -> Table:
+def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
     """Tasks by lengths of one checkpoint, each cell tinted by its score and with its interval."""
     suite = scores.suite
     lengths = sorted({length for by in suite.tasks.values() for length in by})

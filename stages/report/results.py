@@ -122,6 +122,8 @@ class NeedleScores:
 
 # Checkpoint, suite, task, length.
 Place = tuple[str, str, str, int]
+# The suite whose scores are the headline, and have charts.
+NEEDLE = "needle"
 # Samples that the page shows of each.
 SHOWN_SAMPLES = 3
 
@@ -195,7 +197,7 @@ class Results:
         """Needle scores of a model by the KV slots of the budgets it serves; None: not scored."""
         known = self.scores.checkpoints if self.scores is not None else {}
         names = self.budget_models(model)
-        return {slots: known.get(name, {}).get("needle") for slots, name in names.items()}
+        return {slots: known.get(name, {}).get(NEEDLE) for slots, name in names.items()}
 
     def budget_models(self, model: str) -> dict[int, str]:
         """Names of a model in scores.json at the budgets it serves, by their KV slots."""
@@ -338,7 +340,7 @@ def _needle_scores(
     rules and rankings the lowest score comes first, a trained one last.
     """
     known = scores.checkpoints.items() if scores is not None else ()
-    every = [NeedleScores(name, suites["needle"]) for name, suites in known if "needle" in suites]
+    every = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
     rivals = [one for one in every if one.name in METHODS or named_rival(one.name) is not None]
     windows = [one for one in every if named_window(one.name) is not None]
     own = [one for one in every if one not in rivals + windows and not named_budget(one.name)]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from stages.evaluate.scores import HYBRID, ORIGINAL
+from stages.evaluate.suites import suite_title
 from stages.formats import format_bytes, format_count, format_money, format_score, format_seconds
 from stages.pages.tables import Group, Table
 from stages.report.decision import comparisons, headline
-from stages.report.results import Results
+from stages.report.results import NEEDLE, Results
 from stages.report.stage import ReportConfig
 from stages.report.verdict import differences, final_model, verdict
+from stages.train.stage import checkpoint_tokens
 
 ABSENT = "not part of this recipe"
 
@@ -101,18 +105,16 @@ def print_summary(results: Results, title: str, section: ReportConfig) -> None:
 
 
 def _rows(results: Results) -> list[tuple[str, str]]:
-    trained, search, cache = results.trained, results.search, results.cache
-    after = f" after {format_count(trained.tokens or 0)} tokens" if trained else ""
+    search, cache = results.search, results.cache
     before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
     share = f"{search.sliding / search.total:.3g}"
+    scores = results.scores.checkpoints.values() if results.scores is not None else ()
     rows = [
-        ("Needle average, original", _score(results, "original")),
-        *(
-            (f"Needle average, {rival.label}", format_score(rival.average))
-            for rival in results.rivals
-        ),
-        ("Needle average, hybrid untrained", _score(results, "hybrid")),
-        (f"Needle average, hybrid trained{after}", _score(results, None)),
+        row
+        for suite in dict.fromkeys(name for suites in scores for name in suites) or [NEEDLE]
+        for row in _averages(results, suite)
+    ]
+    rows += [
         ("KV cache per token", f"{before} → {now}"),
         ("KV cache of the windows, at most", format_bytes(cache.sliding_bytes)),
         *_budget(results),
@@ -138,8 +140,23 @@ def _budget(results: Results) -> list[tuple[str, str]]:
     return [(f"KV cache at {budget.tokens:,} tokens ({budget.engine})", sizes)]
 
 
-def _score(results: Results, name: str | None) -> str:
-    if "evaluate" not in results.present or (name is None and "train" not in results.present):
+def _averages(results: Results, suite: str) -> Iterator[tuple[str, str]]:
+    """A suite's averages of all models, in the order of the pipeline."""
+    scores = results.scores
+    name = scores.last_trained if scores is not None else None
+    tokens = checkpoint_tokens(name) if name is not None else None
+    after = f" after {format_count(tokens)} tokens" if tokens else ""
+    what = f"{suite_title(suite)} average"
+    yield f"{what}, original", _score(results, suite, ORIGINAL)
+    for rival in results.rivals if suite == NEEDLE else ():
+        yield f"{what}, {rival.label}", format_score(rival.average)
+    yield f"{what}, hybrid untrained", _score(results, suite, HYBRID)
+    is_trained = "train" in results.present
+    yield f"{what}, hybrid trained{after}", _score(results, suite, name) if is_trained else ABSENT
+
+
+def _score(results: Results, suite: str, name: str | None) -> str:
+    if "evaluate" not in results.present or results.scores is None:
         return ABSENT
-    scores = results.trained if name is None else results.checkpoint(name)
+    scores = results.scores.checkpoints.get(name or "", {}).get(suite)
     return format_score(scores.average) if scores else "not evaluated"

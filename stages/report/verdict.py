@@ -7,11 +7,10 @@ from typing import Literal, NamedTuple
 from stages.evaluate.scores import HYBRID, Against, SuiteScores
 from stages.evaluate.suites import suite_title
 from stages.formats import format_length, signed
-from stages.report.results import Results, label_of
+from stages.report.results import NEEDLE, Results, label_of
 
 # A ratio whose interval is wider says less than the difference does.
 _WIDEST_RATIO = 100.0
-NEEDLE = suite_title("needle")
 
 
 class Difference(NamedTuple):
@@ -79,13 +78,13 @@ def verdict(results: Results) -> str | None:
     if failure is not None:
         return f"{label_of(model)}: no scores, because it could not be evaluated: {failure}."
     sentences = []
-    needle = suites.get("needle")
+    needle = suites.get(NEEDLE)
     if needle is not None:
         sentences += _needle_sentence(results, needle, kind_of(model))
     for row in differences(results, model):
         if row.against is None:
             sentences.append(_loss_sentence(row))
-        elif row.name != NEEDLE:
+        elif row.name != suite_title(NEEDLE):
             end = _what_shows(row.against)
             sentences.append(f"{row.name}: {row.text} points against the original{end}.")
     return " ".join(sentences) or None

@@ -78,6 +78,11 @@ def test_it_may_read_all_stages_or_the_report_itself(
     assert f"report: {case.output('report')}" in capsys.readouterr().out
 
 
+def test_a_stage_that_needs_what_is_no_stage_is_refused() -> None:
+    with pytest.raises(ValueError, match="stage words needs serach, which is no stage"):
+        in_order([*fake_table(), replace(own_stage.STAGE, needs=("prepare", "serach"))])
+
+
 def test_its_section_decides_its_key(case: Case) -> None:
     Runner(load(case), Choice(), in_process).run()
     assert states(case, "words.most=5")["words"] == "to run (words.most changed 10 → 5)"

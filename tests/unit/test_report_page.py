@@ -30,7 +30,7 @@ from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
 from stages.report.results import Results, collect_predictions, load_results
 from stages.report.stage import ReportConfig
-from stages.report.terminal import summarize
+from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import verdict
 from stages.search.charts import trace
 from stages.search.live import LiveView
@@ -384,7 +384,9 @@ def test_what_has_no_score_is_said_with_the_reason(
         assert summary["needle"]["trained"] is None
 
 
-def test_tasks_that_only_one_model_has_stand_in_the_table(tmp_path: Path) -> None:
+def test_tasks_that_only_one_model_has_stand_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     inputs = report_fixture.publish(tmp_path, without=("train",))
     file = inputs["evaluate"] / "scores.json"
     scores = json.loads(file.read_text())
@@ -405,6 +407,11 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(tmp_path: Path) -> Non
     report_fixture.write_json(file, scores)
     results = load_results(inputs)
     assert "another: " in str(verdict(results))
+    print_summary(results, "a run", ReportConfig())
+    averages = [line.split() for line in capsys.readouterr().out.splitlines() if "average" in line]
+    assert [(row[0], row[-1]) for row in averages if "untrained" in row] == [
+        ("Needle", "31.9"), ("Tasks", "75.0"), ("another", "50.0"),
+    ]  # fmt: skip
     part = other_suites(results)[1]
     assert part.missing == ["another: three has no score: it is gone"]
     assert [row[0] for table in part.tables for row in table.rows] == ["one"]

@@ -35,9 +35,10 @@ class Method:
     `settings` are the fields of `SearchSettings` that it reads besides `swa_ratio` and
     `head_granularity`: no other field changes its mask. `bound(settings, L, units per layer)` is
     that of `most_evaluations`. `in_paper`: it is one of the paper's. `most_local` is the end of a
-    ranking's scores that becomes sliding. `gradients`: it reads gradients of gates where the scorer
-    has them. `several_windows`: recipes may give it several windows. `finds_front`: it finds masks
-    for a row of budgets, one of which is chosen later.
+    ranking's scores that becomes sliding. `seeds`: how many a comparison runs it with, where none
+    are named. `gradients`: it reads gradients of gates where the scorer has them.
+    `several_windows`: recipes may give it several windows. `finds_front`: it finds masks for a row
+    of budgets, one of which is chosen later.
     """
 
     label: str
@@ -48,6 +49,7 @@ class Method:
     bound: Callable[[SearchSettings, int, int], int] = no_search
     in_paper: bool = False
     most_local: Literal["largest", "smallest"] = "largest"
+    seeds: int = 1
     gradients: bool = False
     several_windows: bool = False
     finds_front: bool = False

@@ -46,9 +46,6 @@ from stages.train.stage import TrainConfig
 
 COMMAND = RecipeCommand("run methods at several ratios and print the paper's tables", json=True)
 
-# The paper averages random layers over three runs.
-_RANDOM, _RANDOM_RUNS = "rand", 3
-
 
 class CompareOptions(Section):
     """Options of a comparison."""
@@ -206,9 +203,10 @@ def _own_seed(loaded: LoadedRecipe) -> int:
 
 def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
     """Seeds that a method is run with: one where it draws nothing at random."""
-    if not methods.METHODS[method].seeded:
+    entry = methods.METHODS[method]
+    if not entry.seeded:
         return named[:1] or [own]
-    return named or [own + i for i in range(_RANDOM_RUNS if method == _RANDOM else 1)]
+    return named or [own + i for i in range(entry.seeds)]
 
 
 def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str]:
