@@ -67,19 +67,20 @@ def _empty(window: Window | None) -> Any:
 class LayerPass:
     """A layer's caches during a pass: what mlx-lm's attention takes for a cache.
 
-    `masks` are those of the pass, by window, made by the first layer that needs them. Keys and
-    values are handed out in groups, and only `grouped_attention` knows what to do with them.
+    `caches` are None in a pass that keeps nothing, such as one of training. `masks` are those of
+    the pass, by window, made by the first layer that needs them. Keys and values are handed out in
+    groups, and only `grouped_attention` knows what to do with them.
     """
 
     def __init__(
-        self, caches: CacheList, layout: HeadLayout, masks: dict[Window | None, Any]
+        self, caches: CacheList | None, layout: HeadLayout, masks: dict[Window | None, Any]
     ) -> None:
         self._caches, self._layout, self._masks = caches, layout, masks
 
     @property
     def offset(self) -> Any:
         """Position of the first token of the pass; for a batch [B]."""
-        return self._caches.caches[0].offset
+        return 0 if self._caches is None else self._caches.caches[0].offset
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
         """No mask fits all heads."""
@@ -87,7 +88,9 @@ class LayerPass:
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[list[Any], list[Any]]:
         """Keys and values [B, HG, Tk, D] of each group, after those of the pass [B, HKV, T, D]."""
         self._parts = []
-        for cache, group in zip(self._caches.caches, self._layout.groups, strict=True):
+        # Empty ones each time: with gradient checkpointing a layer is computed twice.
+        caches = HybridLayerCache.of(self._layout) if self._caches is None else self._caches
+        for cache, group in zip(caches.caches, self._layout.groups, strict=True):
             first, last = group.heads[0], group.heads[-1]
             mask = self._mask(cache, group.window, keys.shape[2])
             states = cache.update_and_fetch(keys[:, first : last + 1], values[:, first : last + 1])

@@ -172,10 +172,11 @@ def _model_of(base: Any, family: Family) -> Any:
             ]
 
         def __call__(self, inputs: Any, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
-            """Logits [B, T, V] of tokens [B, T] after those in the caches."""
-            caches = self.make_cache() if cache is None else cache
+            """Logits [B, T, V] of tokens [B, T] after those in the caches, if there are any."""
             layouts = self.args.layouts
-            check_caches(caches, layouts)
+            if cache is not None:
+                check_caches(cache, layouts)
+            caches = [None] * len(layouts) if cache is None else cache
             masks: dict[Any, Any] = {}
             passes = [
                 one if layout is None else LayerPass(one, layout, masks)

@@ -18,11 +18,15 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import torch
+from mlx.utils import tree_flatten
 from mlx_lm.convert import convert
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from mlx_lm.utils import load
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.utils import load, load_model
 from transformers import AutoTokenizer
 
 from bosch.errors import UserError
@@ -240,6 +244,31 @@ def test_the_server_answers_clients_at_once(
     with ThreadPoolExecutor(len(texts)) as pool:
         answers = list(pool.map(ask, texts))
     assert answers == [text_after(model, text, 12) for text in texts]
+
+
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, checkpointed: bool
+) -> None:
+    """Within a window of 8 and beyond it; with checkpointing each layer is computed twice."""
+    hybrid = save_hybrid(tmp_path, "qwen3", (4, 1, 3), 8)
+    ids = torch.tensor(random_prompts([length, length]))
+    logits = hybrid(input_ids=ids[:, :-1], use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    model, _ = load_model(tmp_path)
+    if checkpointed:
+        kind = type(model.layers[0])
+        monkeypatch.setattr(kind, "__call__", kind.__call__)  # mlx-lm replaces it for good
+        grad_checkpoint(model.layers[0])
+
+    def loss(model: Any, tokens: Any) -> Any:
+        return nn.losses.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+    gradients = dict(tree_flatten(nn.value_and_grad(model, loss)(model, mx.array(ids.numpy()))[1]))
+    for name, parameter in hybrid.named_parameters():
+        expected, found = parameter.grad, torch.from_numpy(np.array(gradients[name]))
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), name
 
 
 def test_faults_are_sentences(folder: Path, tmp_path: Path) -> None:
