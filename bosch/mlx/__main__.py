@@ -9,6 +9,11 @@ from mlx_lm import cli
 from bosch.errors import UserError, printable
 from bosch.mlx.models import register
 
+_NO_DRAFTS = (
+    "--draft-model: the windows of a hybrid cannot take back the tokens of a draft that are "
+    "refused; leave it out, or run this model with transformers"
+)
+
 
 def main() -> int:
     """Run one of mlx-lm's commands; a fault of the model is one message."""
@@ -17,6 +22,11 @@ def main() -> int:
         cli.main()
     except UserError as fault:
         print(printable(f"error: {fault}"), file=sys.stderr)
+        return 2
+    except ValueError as fault:
+        if "HybridLayerCache" not in str(fault) and "SinkLayerCache" not in str(fault):
+            raise
+        print(f"error: {_NO_DRAFTS}", file=sys.stderr)
         return 2
     return 0
 

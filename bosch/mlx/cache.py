@@ -32,6 +32,14 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         """Tokens so far; for a batch [B]."""
         return self.caches[0].offset
 
+    def is_trimmable(self) -> bool:
+        """Whether it can take tokens back, now and later: only where no head has a window.
+
+        mlx-lm asks once, before speculative decoding. A window that is full by then, or later,
+        would keep the drafts that were refused, and the tokens would be others.
+        """
+        return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
+
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> HybridLayerCache:
         """The same with full heads quantised; mlx-lm has no quantised windows, which stay small."""
         return type(self)(

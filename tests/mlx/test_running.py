@@ -284,6 +284,17 @@ def test_faults_are_sentences(folder: Path, tmp_path: Path) -> None:
     assert "hybrid_attention.full_kv_heads_per_layer" in done.stderr.splitlines()[-1]
 
 
+def test_a_draft_model_is_refused(folder: Path) -> None:
+    """A full window cannot take drafts back, and mlx-lm would go on with other tokens."""
+    done = subprocess.run(
+        [*COMMAND, "generate", "--model", str(folder), "--draft-model", str(folder), "--prompt",
+         "x", "--max-tokens", "4", "--ignore-chat-template"],
+        cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: --draft-model: ")
+
+
 def test_caches_of_another_model_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="caches of another one"):
         model[0](mx.array([[1, 2]]), cache=make_prompt_cache(model[0])[1:])
