@@ -67,6 +67,21 @@ def test_queries_and_keys_come_back_and_all_else_stays(
         assert share < 1 or torch.equal(ours[name][:rows], source[name][:rows])
 
 
+def test_biases_that_are_zero_or_have_turned_come_back(tmp_path: Path) -> None:
+    """As a model has them that began with none: no direction says from what they were tuned."""
+    hybrid = materialize(small_model("qwen2"), random_mask(), Window(6))
+    biases = [weight for name, weight in hybrid.named_parameters() if name.endswith("k_proj.bias")]
+    for name, value in (("older", 0.0), ("tuned", 1e-3)):
+        with torch.no_grad():
+            for bias in biases:
+                bias.fill_(value)
+        hybrid.save_pretrained(tmp_path / name)
+    for name, source in (("out", "tuned"), ("again", "older")):
+        repair(tmp_path / source, tmp_path / "older", tmp_path / name, 1.0)
+        restored = weights(tmp_path / name)
+        assert all(not value.any() for name, value in restored.items() if "k_proj.bias" in name)
+
+
 def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     tuned, other = saved(tmp_path / "tuned"), saved(tmp_path / "other", mask_seed=3)
     stranger = saved(tmp_path / "stranger", tuned=30.0)

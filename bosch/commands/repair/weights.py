@@ -75,8 +75,10 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     older = opened.get_tensor(name)
                 if older.shape != weight.shape:
                     raise UserError(f"--from: {name} of {source} has another shape")
+                # Of matrices alone: a bias may be zero, or small enough to turn in training.
                 if (
-                    cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
+                    weight.ndim > 1
+                    and cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
                     < _ALIKE
                 ):
                     raise UserError(
