@@ -64,10 +64,11 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             )
             self.groups.append(StaticGroupCache(group, keys, values, ring=ring, sinks=sinks))
         self.length = self.length.to(self.device)
+        self.slots = torch.arange(self.max_cache_len, device=self.device)
         self.is_initialized = True
         if not torch.compiler.is_compiling():
             # CUDA graphs may change these tensors in place only where their addresses are fixed.
-            for tensor in (*self.tensors, self.length):
+            for tensor in (*self.tensors, self.length, self.slots):
                 torch._dynamo.mark_static_address(tensor)
 
     def update(  # type: ignore[override]
@@ -75,7 +76,8 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[CachedStates, CachedStates]:
         """Add the tokens of a pass, [B, HKV, T, D]; returns all that its queries may see.
 
-        Raises ValueError when a pass of several tokens, not compiled, goes past the end.
+        Raises ValueError when a pass of several tokens, not compiled, goes past the end; any other
+        ends in torch's error for an index out of range.
         """
         self.check_heads(key_states)
         if not self.is_initialized:
@@ -85,6 +87,10 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         if count == 1 or torch.compiler.is_compiling():
             start = self.length.clone()
             steps = start + torch.arange(count, device=key_states.device)
+            if not self.layout.has_full:
+                # A ring has a place for any token, and masks end with the cache: past its end this
+                # fails on the device, as the tensors of full heads do.
+                steps = self.slots.index_select(0, steps)
             add = functools.partial(self._add_on_device, start, steps)
         else:
             add = functools.partial(self._add_in_order, int(self.length))

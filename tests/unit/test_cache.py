@@ -435,6 +435,16 @@ def test_a_pass_beyond_the_end_is_refused() -> None:
         layer.update(states[:, :, :3], states[:, :, :3])
 
 
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_token_beyond_the_end_is_refused(full: int) -> None:
+    """Where all heads slide too: their ring would take it, and no mask would show it."""
+    layer = StaticHybridCacheLayer(full_first(full, 2, Window(4)), 10)
+    states = torch.zeros(1, 2, 10, 4)
+    layer.update(states, states)
+    with pytest.raises(IndexError, match="out of"):
+        layer.update(states[:, :, :1], states[:, :, :1])
+
+
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("heads", [1, 2, 5])
 def test_states_of_other_heads_are_refused(kind: str, heads: int) -> None:
