@@ -92,8 +92,13 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     name = resolve_backend(backend)
     register_attention()
     model.get_decoder().set_attn_implementation(NAME)  # of a model with images, the text alone
-    setattr(model, _MASK_METHOD, masks_for_generate)
+    setattr(_generating(model), _MASK_METHOD, masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
+
+
+def _generating(model: Any) -> Any:
+    """The model whose `generate` runs: PEFT's wrapper has that of the model within it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager
@@ -110,7 +115,8 @@ def head_mask(
     _check_not_hybrid(model)
     modules = attention_modules(model)
     states = [head_state(module) for module in modules]
-    own_method = vars(model).get(_MASK_METHOD)
+    generating = _generating(model)
+    own_method = vars(generating).get(_MASK_METHOD)
     config = model.config
     sub_configs = {name: getattr(config, name) for name in config.sub_configs}
     implementations = {
@@ -127,9 +133,9 @@ def head_mask(
     finally:
         model.set_attn_implementation(implementations)
         if own_method is not None:
-            setattr(model, _MASK_METHOD, own_method)
-        elif _MASK_METHOD in vars(model):
-            delattr(model, _MASK_METHOD)
+            setattr(generating, _MASK_METHOD, own_method)
+        elif _MASK_METHOD in vars(generating):
+            delattr(generating, _MASK_METHOD)
         for module, state in zip(modules, states, strict=True):
             set_head_state(module, state)
 

@@ -16,6 +16,7 @@ from bosch.model.cache import HybridCache
 from bosch.model.configuration import is_hybrid
 from bosch.model.interface import layouts_of
 from bosch.model.materialize import materialize
+from bosch.model.search_mode import head_mask
 from bosch.window import Window
 from stages.train import trainable
 from stages.train.optimizer import parameter_groups
@@ -142,6 +143,21 @@ def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert is_hybrid(again.config) and torch.equal(logits_of(again, ids), logits_of(merged, ids))
+
+
+def test_a_head_mask_on_a_base_within_adapters() -> None:
+    """`generate` is that of the model within, which must have the masks of the static cache too."""
+    base, ids = small_model(), tokens(2, 20)
+    model, padding = _wrapped(base).eval(), torch.ones(2, 20, dtype=torch.long)
+    padding[0, :6] = 0
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+    with head_mask(model, random_mask(), Window(4)):
+        expected, found = (
+            model.generate(input_ids=ids, attention_mask=padding, **options, **cache)
+            for cache in ({"use_cache": False}, {"cache_implementation": "static"})
+        )
+    assert torch.equal(found, expected)
+    assert "create_masks_for_generate" not in vars(base)
 
 
 def test_a_prefix_by_peft() -> None:
