@@ -21,6 +21,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
+    PreTrainedConfig,
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -127,7 +128,7 @@ class HybridModelMixin:
     ) -> Any:
         """transformers' own, which refuses a directory whose weights are not this model's."""
         parent: Any = super()
-        if "kv_budget" in kwargs and kwargs.get("config") is not None:
+        if "kv_budget" in kwargs and isinstance(kwargs.get("config"), PreTrainedConfig):
             # transformers gives options to a configuration that it reads itself alone.
             kwargs["config"] = copy.copy(kwargs["config"])
             kwargs["config"].kv_budget = kwargs.pop("kv_budget")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import re
@@ -91,6 +92,7 @@ def load_model(
     if kv_budget is not None and not is_hybrid(config):
         raise UserError(f"{name}: kv_budget is {kv_budget!r}, and the model is no hybrid")
     if kv_budget is not None:
+        config = copy.copy(config)  # the caller's may load the default next
         config.kv_budget = kv_budget
     # Not the one that config.json names, which transformers may fetch from the hub as a kernel.
     options: dict[str, Any] = {"attn_implementation": None}

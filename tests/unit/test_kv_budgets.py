@@ -16,6 +16,7 @@ from bosch.errors import UserError
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
 from bosch.model.head_table import budget_table, heads_by_window
+from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize_front
 from bosch.model.search_mode import mask_shape
 from bosch.vllm.checks import plan_of, served_layouts
@@ -118,6 +119,18 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     assert again.kv_budget == slots[2]
     again.set_kv_budget(None)
     assert again.kv_budget == slots[1]
+
+
+def test_a_budget_beside_a_configuration_is_of_one_model_alone(folder: Path, front: Front) -> None:
+    """The configuration may be an object, which stays as it was, or the path of one."""
+    least, default = front.points[0].kv_slots, front.points[1].kv_slots
+    config = load_config(str(folder))
+    assert load_model(folder, config=config, kv_budget=least).kv_budget == least
+    assert load_model(folder, config=config).kv_budget == default
+    kind = type(load_model(folder))
+    for given in (config, str(folder)):
+        assert kind.from_pretrained(folder, config=given, kv_budget=least).kv_budget == least
+    assert config.kv_budget is None
 
 
 @pytest.mark.parametrize("asked", [17, 1.5, 0.0, -3, True, "25%", 0.001, float("nan")])
