@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=16,
+    version=17,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -529,7 +529,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=15,
+    version=16,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",

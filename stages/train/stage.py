@@ -426,7 +426,7 @@ STAGE = Stage(
     "train",
     "stages.train.run:run",
     TrainConfig,
-    version=7,
+    version=8,
     field=Field(None, description="Continual pretraining; left out, nothing is trained."),
     needs=("prepare", "materialize"),
     # What is wrong with the evaluation shows before days are spent.
