@@ -45,14 +45,15 @@ def fused_attention(
     `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias. Raises RuntimeError
     where no kernel of FUSED_KERNELS takes the arguments on a GPU, unless the logits are few.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and is_gpu(query) and not _flash_takes(query, key, value, mask):
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
-        groups = 1
+    groups, shares = query.shape[1] // key.shape[1], False
+    if groups > 1:  # a branch: compiled with heads of any number it is no bool
+        shares = not is_gpu(query) or _flash_takes(query, key, value, mask)
+        if not shares:
+            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     with _allowed_kernels(query, key):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
-            scale=scale, enable_gqa=groups > 1,
+            scale=scale, enable_gqa=shares,
         )  # fmt: skip
 
 

@@ -49,6 +49,7 @@ class HeadLayout:
     sinks: int = field(init=False, compare=False, repr=False)
     has_full: bool = field(init=False, compare=False, repr=False)
     is_contiguous: bool = field(init=False, compare=False, repr=False)
+    _places: tuple[int, ...] = field(init=False, compare=False, repr=False)  # by their first head
     _indices: dict[tuple[Window | str | None, int, torch.device], Tensor] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -68,6 +69,7 @@ class HeadLayout:
             "sinks": of_sliding[0].sinks if of_sliding else 0,
             "has_full": len(of_sliding) < len(windows),
             "is_contiguous": all(group.is_slice for group in self.groups),
+            "_places": tuple(sorted(range(len(windows)), key=lambda i: self.groups[i].heads)),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -112,8 +114,7 @@ class HeadLayout:
             return outputs[0].transpose(1, 2).contiguous()
         transposed = [output.transpose(1, 2) for output in outputs]
         if self.is_contiguous:
-            places = sorted(range(len(outputs)), key=lambda place: self.groups[place].heads)
-            return torch.cat([transposed[place] for place in places], dim=2)
+            return torch.cat([transposed[place] for place in self._places], dim=2)
         order = self._index(None, q_per_kv, outputs[0].device)
         return torch.cat(transposed, dim=2).index_select(2, order)
 
