@@ -13,15 +13,15 @@ from data_prep.text import encode_prompt
 
 
 class LongBenchTask(NamedTuple):
-    """A task: its metric as the harness calls it, most new tokens, and its category."""
+    """A task: the harness's name of its metric, most tokens of an answer, and its category."""
 
     metric: str
-    new_tokens: int
+    max_new_tokens: int
     category: str
 
 
-# How lm-eval's names of the tasks begin; those of LongBench-E, on other documents, end in _e.
-PREFIX, _EVEN = "longbench_", "_e"
+# lm-eval's names are longbench_<task>; those of LongBench-E, which has other documents, end in _e.
+PREFIX, _E_SUFFIX = "longbench_", "_e"
 _SINGLE, _MULTI = "single-document QA", "multi-document QA"
 _SUMMARY, _FEW_SHOT, _SYNTHETIC, _CODE = "summarisation", "few-shot", "synthetic", "code"
 TASKS = {
@@ -48,9 +48,9 @@ TASKS = {
     "repobench-p": LongBenchTask("code_sim_score", 64, _CODE),
 }
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-# The benchmark asks these without a chat template: they continue a text.
+# Prompts that the model continues: the benchmark applies no chat template to them.
 NO_CHAT = FIRST_LINE_ONLY | {"lcc", "repobench-p"}
-# Where the harness's prompts (lm-eval 0.4.13) are not the benchmark's.
+# Ends of prompts that differ: the harness's (lm-eval 0.4.13), then the benchmark's.
 _PROMPT_ENDS = {
     "triviaqa": ("\n{{question}}", "\n\n{{question}}"),
     "samsum": ("\n{{question}}", "\n\n{{question}}"),
@@ -67,36 +67,36 @@ def is_v1(name: str) -> bool:
 
 
 def task_of(name: str) -> str | None:
-    """The task whose prompt and metric lm-eval's task has; None for one that is no LongBench's."""
-    for one in (name, name.removesuffix(_EVEN)):
-        if is_v1(one):
-            return one.removeprefix(PREFIX)
-    return None
+    """The key in `TASKS` of lm-eval's task, also of LongBench-E; None outside LongBench."""
+    v1_name = name.removesuffix(_E_SUFFIX)
+    return v1_name.removeprefix(PREFIX) if is_v1(v1_name) else None
 
 
 def groups() -> dict[str, list[str]]:
-    """Tasks of the averages: all, the categories, and the two the paper draws otherwise.
+    """lm-eval's names of the tasks in each average: all, each category, and two of the paper's.
 
     The benchmark counts samsum among the few-shot tasks, the paper among the summaries.
     """
-    tables = {"LongBench": list(TASKS)}
-    for category in dict.fromkeys(task.category for task in TASKS.values()):
-        name = f"LongBench {category}"
-        tables[name] = [name for name, task in TASKS.items() if task.category == category]
-    few_shot = [name for name in tables[f"LongBench {_FEW_SHOT}"] if name != "samsum"]
-    tables[f"LongBench {_FEW_SHOT}, without samsum"] = few_shot
-    summaries = [*tables[f"LongBench {_SUMMARY}"], "samsum"]
-    tables[f"LongBench {_SUMMARY}, with samsum"] = summaries
-    return {name: [f"{PREFIX}{task}" for task in tasks] for name, tasks in tables.items()}
+    categories: dict[str, list[str]] = {}
+    for name, task in TASKS.items():
+        categories.setdefault(task.category, []).append(name)
+    few_shot = [name for name in categories[_FEW_SHOT] if name != "samsum"]
+    averages = {
+        "LongBench": list(TASKS),
+        **{f"LongBench {category}": names for category, names in categories.items()},
+        f"LongBench {_FEW_SHOT}, without samsum": few_shot,
+        f"LongBench {_SUMMARY}, with samsum": [*categories[_SUMMARY], "samsum"],
+    }
+    return {average: [f"{PREFIX}{name}" for name in names] for average, names in averages.items()}
 
 
 def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
-    """The benchmark's prompt; `template` is the harness's `doc_to_text`.
+    """The benchmark's prompt for a record; `template` is the harness's `doc_to_text`.
 
-    One public copy calls a record's field `input`, the other `question`.
+    The question is in the field `input` or `question`, depending on the copy of the data.
     """
-    before, after = _PROMPT_ENDS.get(task, ("", ""))
-    template = template.removesuffix(before) + after
+    harness_end, benchmark_end = _PROMPT_ENDS.get(task, ("", ""))
+    template = template.removesuffix(harness_end) + benchmark_end
     question = record["input"] if "input" in record else record.get("question", "")
     # The context may hold braces of its own: split before anything is put in.
     fields = {"{{context}}": str(record["context"]), "{{question}}": str(question)}
@@ -105,9 +105,10 @@ def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
 
 
 def truncated_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
-    """Token ids of a prompt; of one that is too long the first and the last half are kept.
+    """Token ids of a prompt; of a longer one, of its first and last `max_length // 2` tokens.
 
-    Decoded without special tokens and tokenised again, as the benchmark does.
+    As in the benchmark, these are decoded without special tokens and tokenised again, which may
+    change their number a little.
     """
     ids = encode_prompt(tokenizer, text)
     if len(ids) <= max_length:
@@ -115,21 +116,26 @@ def truncated_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
     half = max_length // 2
     ends = [
         tokenizer.decode(half_ids, skip_special_tokens=True)
-        for half_ids in (ids[:half], ids[-half:])
+        for half_ids in (ids[:half], ids[len(ids) - half :])
     ]
     return encode_prompt(tokenizer, "".join(ends))
 
 
-def score(task: str, output: str, answers: Sequence[str], all_classes: Sequence[str]) -> float:
-    """The best score of the output against any of the answers, in [0, 1]."""
-    # The harness's metrics are the benchmark's, but for the lines of an answer that count.
+def score(
+    task: str, output: str, answers: Sequence[str], all_classes: Sequence[str] | None
+) -> float:
+    """The best score of the output against any of the answers, in [0, 1]; 0 without answers.
+
+    `all_classes` are the labels of a classification task.
+    """
+    # The harness's metrics are the benchmark's, but not the choice of lines that they read.
     from lm_eval.tasks.longbench import metrics
 
     if task in FIRST_LINE_ONLY:
         output = output.lstrip("\n").split("\n")[0]
     name = TASKS[task].metric
     if name == "code_sim_score":
-        # To the benchmark a line of blanks is code; the harness passes over it.
+        # The benchmark takes a line of blanks as code; the harness skips it.
         lines = output.lstrip("\n").split("\n")
         output = next((line for line in lines if not any(m in line for m in ("`", "#", "//"))), "")
         scores = [metrics.fuzz.ratio(output, answer) / 100 for answer in answers]

@@ -23,7 +23,7 @@ def test_tasks_are_as_lm_eval_has_them():
     tags = {}
     for task, ours in TASKS.items():
         text = (files("lm_eval") / "tasks" / "longbench" / f"{task}.yaml").read_text()
-        assert ours.new_tokens == int(re.search(r"max_gen_toks: (\d+)", text)[1])
+        assert ours.max_new_tokens == int(re.search(r"max_gen_toks: (\d+)", text)[1])
         assert ours.metric == f"{re.search(r'metrics.get_(.+)_with_score', text)[1]}_score"
         tags.setdefault(re.search(r"longbench_(\w+)_tasks", text)[1], []).append(task)
     found = [tasks for name, tasks in groups().items() if " " in name and "samsum" not in name]
@@ -56,6 +56,7 @@ def test_long_prompts_lose_their_middle():
     assert tokenizer.decode(whole) == text
     expected = tokenizer.decode(whole[:50]) + tokenizer.decode(whole[-50:])
     assert tokenizer.decode(short) == expected
+    assert truncated_ids(tokenizer, text, 1) == []  # two halves of no token
 
 
 @pytest.mark.parametrize(

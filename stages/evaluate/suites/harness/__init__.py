@@ -84,7 +84,8 @@ class HarnessEvaluation(SuiteSection):
     )
     max_length: Count = Field(
         31500,
-        description="LongBench: tokens of a prompt, of which the first and last half are kept.",
+        ge=2,
+        description="LongBench: most tokens of a prompt; of a longer one both ends are kept.",
     )
 
     def environment(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class HarnessEvaluation(SuiteSection):
         if not {"longbench", "longbench_e"}.isdisjoint(self.tasks):
             longbench_tasks = set(LONGBENCH)
         if longbench_tasks:
-            tokens = self.max_length + max(LONGBENCH[one].new_tokens for one in longbench_tasks)
+            tokens = self.max_length + max(LONGBENCH[one].max_new_tokens for one in longbench_tasks)
             yield from position_faults(
                 loaded, f"{where}.max_length with a LongBench answer", tokens
             )

@@ -178,7 +178,7 @@ class HarnessSuite(Suite):
             questions.append(
                 Question(index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:])
             )
-        new_tokens, one_line = longbench.TASKS[name].new_tokens, name == "samsum"
+        new_tokens, one_line = longbench.TASKS[name].max_new_tokens, name == "samsum"
         for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
             records = []
             for question, output in batch:
