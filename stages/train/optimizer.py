@@ -11,15 +11,15 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.train.stage import TrainConfig
 
-# What transformers' trainer does not decay either.
+# Names of parameters that do not decay, as patterns; the same as in transformers' Trainer.
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm($|\.)"]
 
 
 def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
-    """The optimizer of what is trained of `model`, already sharded where it is to be.
+    """AdamW over the trainable parameters of `model`, which under FSDP is sharded already.
 
-    In 8 bits, small weights (below 4,096 elements, or no multiple of 256 in a process) keep float32
-    moments.
+    With 8-bit moments, weights of fewer than 4,096 elements in a process, or of a number that is no
+    multiple of 256, still have float32 moments.
     """
     groups = parameter_groups(model, train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
@@ -27,16 +27,16 @@ def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
         return torch.optim.AdamW(groups, lr=train.learning_rate, betas=betas, fused=True)
     from torchao.optim import AdamW8bit
 
-    _let_restart_points_hold_8_bits()
+    _register_new_empty()
     return AdamW8bit(groups, lr=train.learning_rate, betas=betas)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """What is trained, for an optimizer; biases and norms do not decay, as in transformers."""
-    names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
+    """Two groups of trainable parameters: those that decay; biases and norms, which do not."""
+    decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [parameter for name, parameter in trained if name in names]
-    others = [parameter for name, parameter in trained if name not in names]
+    decayed = [parameter for name, parameter in trained if name in decayed_names]
+    others = [parameter for name, parameter in trained if name not in decayed_names]
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -44,7 +44,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Set the rate of all groups; torchao's is a tensor, or each rate would compile a step."""
+    """Set the rate of all groups; torchao's is a tensor, so that the step is compiled once."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -52,14 +52,17 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
             group["lr"] = rate
 
 
-def _let_restart_points_hold_8_bits() -> None:
-    """Give torchao's moments the one operation that asynchronous saving needs and they lack."""
+def _register_new_empty() -> None:
+    """Implement `new_empty` for torchao's 8-bit moments: asynchronous checkpoints call it.
+
+    They ask for the size of the moment itself.
+    """
     from torchao.optim.subclass_8bit import OptimState8bit
 
     @OptimState8bit.implements(torch.ops.aten.new_empty.default)  # type: ignore[untyped-decorator]
     def new_empty(_operation: Any, _types: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         moment, size = args
-        place = {name: value for name, value in kwargs.items() if name != "dtype"}
-        codes = moment.codes.new_empty(size, **place)
-        scale = moment.scale.new_empty(moment.scale.shape, **place)
+        options = {name: value for name, value in kwargs.items() if name != "dtype"}
+        codes = moment.codes.new_empty(size, **options)
+        scale = moment.scale.new_empty(moment.scale.shape, **options)
         return OptimState8bit(codes, scale, moment.qmap.clone(), moment.signed)
