@@ -10,7 +10,7 @@ from bosch.progress import progress
 from bosch.search.bosch import layer_drops
 from bosch.search.methods import METHODS
 from pipeline.commands.study import charts
-from pipeline.commands.study.cost import budgets
+from pipeline.commands.study.cost import measured_by_budget
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
 from pipeline.commands.study.studied_model import SearchOutcome, Setting, StudiedModel
@@ -27,7 +27,7 @@ def study(model: StudiedModel) -> StudyResult:
     model.calibration(0, max(options.sizes))  # a file with too few is refused before all searches
     ranks = _rankings(model)
     searches = [method for method in options.methods if METHODS[method].searches]
-    by_budget = budgets(model, searches)
+    by_budget = measured_by_budget(model, searches)
     by_size = measured(
         model,
         [
