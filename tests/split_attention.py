@@ -21,7 +21,7 @@ from bosch.attention import (
     flash,
     hybrid_attention,
 )
-from bosch.attention.context_parallel import Messages, SplitPass, split_attention
+from bosch.attention.context_parallel import Communicator, SplitPass, split_attention
 from bosch.context_split import ContextSplit
 from bosch.window import Window
 from tests import fake_flash
@@ -49,11 +49,11 @@ def compare(
     sinks: int,
     packed: bool,
     backend: str,
-    messages: Messages,
+    communicator: Communicator,
     chunk: int,
 ) -> None:
     """Outputs and all gradients, and the bytes against the formula."""
-    size, rank = messages.ranks, messages.rank
+    size, rank = communicator.ranks, communicator.rank
     length = 2 * size * chunk
     split = ContextSplit(length, size)
     kinds = [None if window is None else Window(window, sinks) for window in windows]
@@ -73,17 +73,17 @@ def compare(
     own = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in split.chunks_of(rank)])
     wanted = torch.is_grad_enabled()
     own_states = [x.detach()[:, :, own].requires_grad_(wanted) for x in states]
-    messages.sent_bytes = 0
-    current = SplitPass(split, ROWS, document, messages, CPU)
+    communicator.sent_bytes = 0
+    current = SplitPass(split, ROWS, document, communicator, CPU)
     call = AttentionCall(*own_states, layout, context, LogitTransform(DIM**-0.5), backend)
     out = split_attention(call, current)
-    sent = [messages.sent_bytes]
+    sent = [communicator.sent_bytes]
     pairs = [(out, whole[:, own])]
     if wanted:
         grads = torch.autograd.grad((out * weight[:, own]).sum(), own_states)
         expected = torch.autograd.grad((whole * weight).sum(), states)
         pairs += [(ours, theirs[:, :, own]) for ours, theirs in zip(grads, expected, strict=True)]
-        sent.append(messages.sent_bytes - sent[0])
+        sent.append(communicator.sent_bytes - sent[0])
     name = f"{windows} sinks {sinks} packed {packed} {backend} on {size}"
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9, msg=lambda m: f"{name}: {m}")
@@ -100,18 +100,18 @@ def main() -> None:
     sys.modules["flash_attn"] = fake_flash
     flash.HALF_DTYPES = (torch.float64,)  # type: ignore[assignment]
     dist.init_process_group("gloo")
-    messages = Messages(dist.group.WORLD)
+    communicator = Communicator(dist.group.WORLD)
     for windows, (sinks, packed) in itertools.product(WINDOWS, ((0, False), (3, True))):
-        compare(windows, sinks, packed, "sdpa", messages, CHUNK)
+        compare(windows, sinks, packed, "sdpa", communicator, CHUNK)
     for sinks, packed in ((3, False), (0, True)):
-        compare([None, 60, 7], sinks, packed, "sdpa", messages, CHUNK)
-    compare([None, 7, 7], 3, True, "eager", messages, CHUNK)
+        compare([None, 60, 7], sinks, packed, "sdpa", communicator, CHUNK)
+    compare([None, 7, 7], 3, True, "eager", communicator, CHUNK)
     for packed in (False, True):
-        compare([None, 60, 7], 0, packed, "flash", messages, CHUNK)
+        compare([None, 60, 7], 0, packed, "flash", communicator, CHUNK)
     # In blocks of its size; torch has its backward pass on GPUs alone. Each is compiled for long.
-    sinks = 0 if messages.ranks == 2 else 3
+    sinks = 0 if communicator.ranks == 2 else 3
     with torch.no_grad():
-        compare([None, 150, 40], sinks, sinks > 0, "flex", messages, 128)
+        compare([None, 150, 40], sinks, sinks > 0, "flex", communicator, 128)
     print(f"rank {os.environ['RANK']} agrees")
     dist.destroy_process_group()
 

@@ -45,7 +45,7 @@ def compare(family: str, split: ContextParallel) -> None:
     model: Any = small_model(family)
     prepare_for_search(model)
     data = CalibrationSet.from_records((tokens(1, n, seed=n)[0].tolist(), 2) for n in LENGTHS)
-    ranks = Ranks(shard=split.messages.rank, shards=split.ranks)
+    ranks = Ranks(shard=split.communicator.rank, shards=split.ranks)
     alone = Objective(model, data, MENU, batch_size=2, reuse_bytes=0)
     for reuse in (0, 1 << 26):
         shared = Objective(
@@ -70,7 +70,7 @@ def count_bytes(split: ContextParallel) -> None:
     prepare_for_search(model)
     length = 48
     data = CalibrationSet.from_records([(tokens(1, length)[0].tolist(), 1)])
-    ranks = Ranks(shard=split.messages.rank, shards=split.ranks)
+    ranks = Ranks(shard=split.communicator.rank, shards=split.ranks)
     objective = Objective(model, data, MENU, ranks=ranks, split=split, reuse_bytes=0)
     layers, heads = mask_shape(model.config)
     mask = masks(layers, heads)[1][0]
@@ -90,9 +90,9 @@ def count_bytes(split: ContextParallel) -> None:
         (lambda: objective.evaluate(mask), sent(mask.heads_per_layer(MENU))),
         (lambda: objective.gate_gradient(mask), 2 * sent(every) + sent(every[1:])),
     ):
-        split.messages.sent_bytes = 0
+        split.communicator.sent_bytes = 0
         run()
-        total = torch.tensor(split.messages.sent_bytes)
+        total = torch.tensor(split.communicator.sent_bytes)
         dist.all_reduce(total)
         # Beside them the states at the answer, or the gradients of the gates.
         assert expected < total <= 1.05 * expected, (int(total), expected)

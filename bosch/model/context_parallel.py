@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.context_parallel import Messages, SplitPass, split_attention
+from bosch.attention.context_parallel import Communicator, SplitPass, split_attention
 from bosch.context_split import ContextSplit
 from bosch.errors import RunError, UserError
 from bosch.model.cache import HybridCache
@@ -37,14 +37,14 @@ class ContextParallel:
     """
 
     def __init__(self, group: Any) -> None:
-        self.messages = Messages(group)
+        self.communicator = Communicator(group)
         self._current: SplitPass | None = None
         self._fill: Callable[[nn.Module, _LastSeen], None] | None = None
 
     @property
     def ranks(self) -> int:
         """Processes that share each sequence."""
-        return self.messages.ranks
+        return self.communicator.ranks
 
     def install(self, model: Any) -> None:
         """Let every attention layer of `model` exchange keys and values.
@@ -88,7 +88,7 @@ class ContextParallel:
             apart = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
             document = nn.functional.pad(apart.long(), (1, 0)).cumsum(-1)
         split = ContextSplit(length, self.ranks)
-        self._current = SplitPass(split, rows, document, self.messages, device)
+        self._current = SplitPass(split, rows, document, self.communicator, device)
         return self.own(positions)
 
     def inputs(self, input_ids: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
@@ -138,35 +138,35 @@ class ContextParallel:
             for cached, seen in zip(layer.groups, last_seen, strict=True):
                 window = cached.group.window
                 cached.keys, cached.values = (
-                    self._current.last_seen(window, states)[:, :, before : before + length]
+                    self._current.in_sequence(window, states)[:, :, before : before + length]
                     for states in seen
                 )
             layer.length = length
             layer.settle(context)
 
-        self._fill = fill if self.messages.rank == 0 else None
+        self._fill = fill if self.communicator.rank == 0 else None
         with self.installed(model):
             model.get_decoder()(**self.inputs(input_ids, positions), use_cache=False)
         self._fill = None
-        return cache if self.messages.rank == 0 else None
+        return cache if self.communicator.rank == 0 else None
 
     def own(self, values: Tensor) -> Tensor:
         """This process's tokens of values [B, T]: [B, 2C]."""
         assert self._current is not None
         chunks = torch.split(values, self._current.split.chunk, dim=1)
-        own = self._current.split.chunks_of(self.messages.rank)
+        own = self._current.split.chunks_of(self.communicator.rank)
         return torch.cat([chunks[chunk] for chunk in own], dim=1)
 
     def whole(self, own: Tensor) -> Tensor:
         """Values of all tokens, [B, T], from each process's own [B, 2C]; without gradients."""
-        first, second = self.messages.all_gather(own.detach()).chunk(2, dim=2)
+        first, second = self.communicator.all_gather(own.detach()).chunk(2, dim=2)
         return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
 
     def own_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the tokens at `columns` [N] are this process's, and where: bool [N], [N]."""
         assert self._current is not None
         size = self._current.split.chunk
-        first, second = self._current.split.chunks_of(self.messages.rank)
+        first, second = self._current.split.chunks_of(self.communicator.rank)
         chunk = columns // size
         return (chunk == first) | (chunk == second), columns % size + size * (chunk == second)
 
@@ -178,7 +178,7 @@ class ContextParallel:
         mine, places = self.own_columns(columns)
         values = own.new_zeros(len(columns), own.shape[2])
         values[mine] = own[rows[mine], places[mine]].detach()
-        return self.messages.all_gather(values).sum(0)  # of each token one is not 0
+        return self.communicator.all_gather(values).sum(0)  # of each token one is not 0
 
     def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:
         """As `compute_attention`, of the whole sequences in this process's own tokens.

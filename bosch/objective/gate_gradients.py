@@ -71,7 +71,7 @@ def gate_gradients(
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
     gradient = gradient.double()
     if split is not None:
-        return split.messages.all_gather(gradient).sum(0).cpu()
+        return split.communicator.all_gather(gradient).sum(0).cpu()
     return sum_over_shards(model, gradient).cpu()
 
 

@@ -37,7 +37,7 @@ class SharedReading:
     @property
     def is_first(self) -> bool:
         """Whether this process generates, and writes the answers."""
-        return self._split.messages.rank == 0
+        return self._split.communicator.rank == 0
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
         """Do some work without messages in every process: the results of all.

@@ -110,7 +110,7 @@ def main() -> None:
         ("pass", plain.peak, sizes.plain_pass(LENGTH)),
         ("gradient", gradient.peak, sizes.gradient(1, LENGTH, window.size)),
     ):
-        print(f"rank {split.messages.rank}, {sys.argv[1]}, {name}: {peak / 1e6:.1f} MB, "
+        print(f"rank {split.communicator.rank}, {sys.argv[1]}, {name}: {peak / 1e6:.1f} MB, "
               f"stated / peak {stated / peak:.2f}")  # fmt: skip
         assert 1 / 1.1 <= stated / peak <= 1.6
     dist.destroy_process_group()
