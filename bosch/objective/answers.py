@@ -1,6 +1,7 @@
 """From hidden states to results: the output head, exact match and log-likelihood of answers.
 
-A answer tokens of a batch, C hidden size, V vocabulary, E examples of the batch.
+E examples of a batch, A answer tokens of all, T tokens of a sequence, C hidden size, V vocabulary,
+S examples of a set.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from bosch.objective.calibration import CalibrationSet
 
 
 def answer_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Output head of hidden states [A, C]: [A, V] in float32, scaled or capped as families do."""
+    """Logits [A, V] in float32 of hidden states [A, C], by the model's output head."""
     return scaled_logits(model.config, model.get_output_embeddings()(hidden).float())
 
 
 def scaled_logits(config: Any, logits: Tensor) -> Tensor:
-    """Logits [N, V] in float32, scaled or capped as the model's family does."""
+    """What the model's family makes of the output head's products [..., V]: scaled, soft-capped."""
     factor, divisor, cap = logit_scale(config)
     if divisor is not None:
         logits = logits / divisor
@@ -32,9 +33,9 @@ def scaled_logits(config: Any, logits: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
-    """States [T, C] before the output head for ids [T], and whether the head gives the logits.
+    """Final states [T, C] for ids [T], and whether `answer_logits` of them are the model's logits.
 
-    It does not where the model changes them in a way that `scaled_logits` does not know.
+    They are not where the model changes logits in a way that `scaled_logits` does not know.
     """
     states: list[Tensor] = []
     head = model.get_output_embeddings()
@@ -43,26 +44,28 @@ def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
         own = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
     finally:
         hook.remove()
-    return states[0][0], same_but_rounding(own, answer_logits(model, states[0][0]), model.dtype)
+    return states[0][0], equal_but_rounding(own, answer_logits(model, states[0][0]), model.dtype)
 
 
-def same_but_rounding(own: Tensor, other: Tensor, dtype: torch.dtype, operations: int = 1) -> bool:
-    """Whether two results of one shape are the same, computed in `dtype` by different kernels.
+def equal_but_rounding(
+    expected: Tensor, actual: Tensor, dtype: torch.dtype, operations: int = 1
+) -> bool:
+    """Whether two results of one shape differ by no more than rounding in `dtype` explains.
 
-    The norm of their difference is at most the part of that of `own` that rounding explains.
-    Numbers that are not finite stand in the same places.
+    The norm of the difference is compared with that of `expected`; what is allowed grows with the
+    number of `operations` in a row. Numbers that are not finite must stand in the same places.
     """
-    finite = own.isfinite()
-    if not torch.equal(finite, other.isfinite()):
+    finite = expected.isfinite()
+    if not torch.equal(finite, actual.isfinite()):
         return False
-    expected, found = own[finite].float(), other[finite].float()
+    expected, actual = expected[finite].float(), actual[finite].float()
     share = operations * (1e-3 if dtype == torch.float32 else 1e-2)
-    return bool((expected - found).norm() <= share * expected.norm())
+    return bool((expected - actual).norm() <= share * expected.norm())
 
 
 @torch.inference_mode()
 def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
-    """Results of each example [E, 2] of a model as it is, an original or a hybrid one.
+    """Results of each example, as `answer_results` gives them, [S, 2], of any causal model.
 
     Raises UserError when the set holds a token that the model does not know.
     """
@@ -77,9 +80,9 @@ def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tens
 
 
 def answer_results(logits: Tensor, batch: Batch) -> Tensor:
-    """Per example [E, 2]: 1 where every answer token is the argmax, and their log-probability.
+    """Exact match (0 or 1) and log-likelihood of each example's answer, [E, 2], from logits [A, V].
 
-    Summed on the CPU, where the order of the sum is fixed.
+    In float64, and summed on the CPU, where the order of the sum is fixed.
     """
     answers = batch.answers.to(logits.device)
     log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])[:, 0]

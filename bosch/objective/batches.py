@@ -1,6 +1,7 @@
 """The calibration set as batches of padded rows, the same for any number of ranks.
 
-E examples of a batch, T tokens of the longest, A answer tokens of all, C hidden size.
+E examples of a batch, T tokens of the longest, A answer tokens of all, M most answer tokens of an
+example, C hidden size.
 """
 
 from __future__ import annotations
@@ -39,33 +40,31 @@ class Batch:
         return self.input_ids.numel()
 
     @cached_property
-    def answer_numbers(self) -> Tensor:
-        """Number of each answer token within its example, [A]."""
+    def answer_indices(self) -> Tensor:
+        """Index of each answer token among those of its example, [A]."""
         counts = torch.bincount(self.rows, minlength=len(self.input_ids)).tolist()
         return torch.cat([torch.arange(count) for count in counts])
 
     @cached_property
     def answer_columns(self) -> Tensor:
-        """`columns` by row, [E, most answer tokens of an example]; short rows repeat their first.
+        """`columns` as a table with a row for each example, [E, M]; short rows repeat their first.
 
-        Row r and number n of it stand at `columns[i]` where `rows[i]` is r and
-        `answer_numbers[i]` is n.
+        `answer_columns[rows[i], answer_indices[i]]` is `columns[i]`.
         """
-        most = int(self.answer_numbers.max()) + 1
-        first = self.columns[self.answer_numbers == 0]
+        most = int(self.answer_indices.max()) + 1
+        first = self.columns[self.answer_indices == 0]
         columns = first[:, None].repeat(1, most)
-        columns[self.rows, self.answer_numbers] = self.columns
+        columns[self.rows, self.answer_indices] = self.columns
         return columns
 
 
 def batches_by_round(
     calibration: CalibrationSet, batch_size: int, vocabulary: int
 ) -> list[list[Batch]]:
-    """Batches of each of up to `MAX_ROUNDS` rounds over the set.
+    """The batches of each round of the set.
 
-    A round is a run of consecutive examples; within it they are sorted by length, so that a batch
-    has little padding. Raises UserError when the set holds a token that a model of `vocabulary`
-    tokens does not know.
+    Within a round examples are sorted by length, so that a batch has little padding. Raises
+    UserError when the set holds a token that a model of `vocabulary` tokens does not know.
     """
     examples = calibration.examples
     highest = max(max(example.input_ids) for example in examples)
@@ -74,21 +73,16 @@ def batches_by_round(
             f"the calibration set holds token {highest}, the model knows {vocabulary}: it was "
             "prepared with another tokenizer, run prepare again"
         )
-    ordered = [
-        sorted(indices, key=lambda i: len(examples[i].input_ids))
-        for indices in examples_by_round(len(examples))
-    ]
-    return [
-        [
-            batch_of(examples, indices[first : first + batch_size])
-            for first in range(0, len(indices), batch_size)
-        ]
-        for indices in ordered
-    ]
+    rounds = []
+    for indices in examples_by_round(len(examples)):
+        by_length = sorted(indices, key=lambda i: len(examples[i].input_ids))
+        starts = range(0, len(indices), batch_size)
+        rounds.append([batch_of(examples, by_length[i : i + batch_size]) for i in starts])
+    return rounds
 
 
 def examples_by_round(count: int) -> list[list[int]]:
-    """Indices of the examples of each round over a set of `count`, as equal as they can be."""
+    """Indices of `count` examples by round: up to `MAX_ROUNDS` runs of nearly equal length."""
     rounds = np.array_split(np.arange(count), min(MAX_ROUNDS, count))
     return [indices.tolist() for indices in rounds]
 
@@ -109,9 +103,9 @@ def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batc
 def final_states(
     decoder: Any, batch: Batch, device: torch.device, split: ContextParallel | None = None
 ) -> Tensor:
-    """Run a decoder over a batch: its last hidden states [E, T, C].
+    """Run a decoder over a batch; returns its last hidden states [E, T, C].
 
-    Where sequences are `split` over processes, those of this one's tokens.
+    Where sequences are `split` over processes, they are those of this process's tokens.
     """
     input_ids = batch.input_ids.to(device)
     inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
@@ -120,14 +114,14 @@ def final_states(
 
 
 def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
-    """Indices of this rank's batches among those of all rounds, given the batches' sizes by round.
+    """Indices of this rank's batches among those of all rounds; `rounds` holds sizes of batches.
 
-    Gradients and evaluations that can end early take a round at a time, so each round is shared out
-    evenly by itself: the largest batch first, each to the rank with the fewest batches of the round
-    and the least work of all rounds.
+    Gradients and evaluations that can end early take one round at a time, so each round is divided
+    evenly: largest batch first, to the rank with the fewest batches of this round, then to the one
+    with the least work in all rounds so far.
     """
     work = [0] * ranks.size
-    own, first = [], 0
+    own, offset = [], 0
     for sizes in rounds:
         batches = [0] * ranks.size
         for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -135,6 +129,6 @@ def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
             batches[least] += 1
             work[least] += sizes[index]
             if least == ranks.rank:
-                own.append(first + index)
-        first += len(sizes)
+                own.append(offset + index)
+        offset += len(sizes)
     return sorted(own)

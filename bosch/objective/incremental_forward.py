@@ -5,8 +5,8 @@ attention is cached with every head full and with every head in each window take
 output from one of them. The last layer computes keys and values everywhere and all else at the
 answers only.
 
-E examples of a batch, T tokens, A most answer tokens of an example, HQ query heads, D head
-dimension, C hidden size.
+E examples of a batch, T tokens, A answer tokens of all, M most answer tokens of an example, HQ
+query heads, HKV key/value heads, D head dimension, C hidden size.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _START, _MIXTURE = "start", "mixture"
 class IncrementalForward:
     """Runs batches under head masks that `apply_head_mask` has set on the model.
 
-    With `answers_only` the last layer is computed at the answers alone. That is off where the last
-    layer is not full attention alone, and where sequences are `split` over processes.
+    With `answers_only` the last layer is computed at the answers alone, unless that layer has no
+    full attention or holds a state, or sequences are `split` over processes.
     `agree` makes a decision the same in all processes that share one model or one sequence.
     """
 
@@ -80,28 +80,28 @@ class IncrementalForward:
         self.flops = Flops(model, windows)
         self.cache, self.agree, self.split = cache, agree, split
         self.attention = compute_attention if split is None else split.attention
-        self.answers_only = (
-            answers_only and split is None and kinds.full[-1] == kinds.count - 1 not in kinds.states
-        )
+        last = kinds.count - 1
+        only_full = kinds.full[-1] == last and last not in kinds.states
+        self.answers_only = answers_only and split is None and only_full
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
-        # Of a model shared by several processes each has some heads only.
+        # Under tensor parallelism a process has only some of the heads.
         self.own_heads = partial(own_row, model)
         own = len(self.own_heads([True] * heads))
         # All heads under each choice: full, then each window.
-        kinds_of_heads = (None, *self.flops.windows)
-        self.layouts = [HeadLayout.search([kind] * own) for kind in kinds_of_heads]
-        # Threads of a CPU divide a batched product by the number of heads in it: the last bit of a
-        # head then depends on which others are computed with it.
+        self.layouts = [HeadLayout.search([w] * own) for w in (None, *self.flops.windows)]
+        # Several CPU threads divide a batched product by its number of heads: the last bits of a
+        # head's output then depend on which others are computed with it.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
         self.verified: set[str] = set()
-        self.inexact = 0  # how many kinds of savings have failed: first _MIXTURE, then _START
+        # Kinds of savings that are off because they changed a result: 1 is _MIXTURE, 2 also _START.
+        self.failed_savings = 0
 
     def answer_states(self, index: int, batch: Batch, mask: HeadMask) -> tuple[Tensor, float]:
-        """Final hidden states that predict the answers [answers of the batch, C], and operations.
+        """Final hidden states [A, C] that predict the answers, and the operations this took.
 
-        `index` names the batch in the cache. The first time that a saving is used its result is
-        compared with a plain pass. If one bit differs, attention outputs are reused no more; if
-        reused layer inputs alone give other bits too, nothing is.
+        `index` names the batch in the cache. The first time a saving is used, its result is
+        compared with that of a plain pass. If a bit differs, attention outputs are no longer
+        reused; if a bit still differs when only layer inputs are reused, nothing is.
         """
         reusing = BatchPass(self, index, batch, mask, self.cache.enabled)
         states = reusing.answer_states()
@@ -113,15 +113,15 @@ class IncrementalForward:
             self.verified |= reusing.savings
         else:
             mixed = any(name.startswith(_MIXTURE) for name in reusing.savings)
-            self.switch_off(1 if mixed and not self.inexact else 2)
+            self.switch_off(1 if mixed else 2)
         return expected, reusing.operations + plain.operations
 
-    def switch_off(self, inexact: int) -> None:
-        """Do without the savings that are not exact here: 1 is attention of all choices, 2 all."""
-        if inexact <= self.inexact:
+    def switch_off(self, failed_savings: int) -> None:
+        """Switch off the savings that are not exact here, numbered as in `failed_savings`."""
+        if failed_savings <= self.failed_savings:
             return
-        self.inexact = inexact
-        if inexact == 1:
+        self.failed_savings = failed_savings
+        if failed_savings == 1:
             logger.warning(
                 "reused attention outputs change the result for this model: switched off, which is "
                 "slower and gives the same scores; the layers' inputs are still reused"
@@ -145,7 +145,7 @@ class IncrementalForward:
 
 
 class BatchPass:
-    """One batch under one mask. Layers with full attention have the numbers of the mask's rows."""
+    """One pass of a batch under a mask; a layer's `number` is its row of the mask."""
 
     def __init__(
         self, owner: IncrementalForward, index: int, batch: Batch, mask: HeadMask, reuse: bool
@@ -163,7 +163,7 @@ class BatchPass:
                 self.owner.decoder, self.batch, self.owner.device, self.owner.split
             )
         batch, narrow = self.batch, self.owner.answers_only
-        columns = batch.answer_numbers if narrow else batch.columns
+        columns = batch.answer_indices if narrow else batch.columns
         rows, columns = batch.rows.to(states.device), columns.to(states.device)
         if self.owner.split is not None:
             return self.owner.split.at(states, rows, columns)
@@ -182,6 +182,7 @@ class BatchPass:
         cached = self.owner.cache.get(self.mask, number, self.index) if self.reuse else None
         if number == self.start and number > 0:
             assert cached is not None and cached.state is not None
+            cached.starts += 1
             state = cached.state
         elif number and (number < self.last or not self.owner.answers_only):
             self._add(number, state=state)
@@ -195,45 +196,47 @@ class BatchPass:
         run: Callable[[], Tensor],
         cached: LayerActivations | None,
     ) -> Tensor:
-        """A layer at every position; `run` computes it."""
+        """A layer at every position; `run` computes it with the attention that is installed."""
         row, flops = self.mask.choices[number], self.owner.flops
         costs, positions = flops.full_layers[number], self.batch.positions
         attention: Any = self.owner.attentions[number]
         mixed = self._cached_mixture(row, cached)
         if mixed is not None:
-            self.savings.add(self._mixture_of(row))
+            self.savings.add(self._mixture_name(row))
             self.operations += costs.after_attention * positions
             with attention_outputs(attention, self.owner.family, mixed):
                 return run()
         pairs = flops.pairs(*self.batch.input_ids.shape)
         self.operations += costs.linear * positions
-        if not self._worth_every(number, cached):
+        if not self._every_choice_pays(number, cached):
             self.operations += flops.attention(row, pairs)
             return run()
-        self.savings.add(self._mixture_of(row))
+        self.savings.add(self._mixture_name(row))
         self.operations += flops.every(pairs)
-        with replace_attention(attention, self._attend_every(number)):
+        with replace_attention(attention, self._attend_every_choice(number)):
             return run()
 
-    def _mixture_of(self, row: Any) -> str:
-        """What is verified once: on a GPU, each number of heads of a kind: it decides kernels."""
+    def _mixture_name(self, row: Any) -> str:
+        """Name under which a row's mixture is verified.
+
+        On a GPU the number of heads of each choice decides the kernels, so each is verified.
+        """
         return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {np.bincount(row)}"
 
-    def _worth_every(self, number: int, cached: LayerActivations | None) -> bool:
-        """Whether to compute this layer's attention under every choice, for passes to come.
+    def _every_choice_pays(self, number: int, cached: LayerActivations | None) -> bool:
+        """Whether to compute and cache this layer's attention under every choice.
 
-        It pays where later passes have the same rows below this layer and another row in it, which
-        they have if they start here too. Every pass may start at layer 0; at a higher layer
-        a search has said so (pinned), or it is the second start at this entry.
+        It pays where later passes start at this layer too: they have the same rows below it and
+        another row in it. Every pass may start at row 0. At a higher one the search has announced
+        it (`is_pinned`), or this is the second start there.
         """
         if not self.reuse or number != self.start or not self.owner.can_mix:
             return False
-        if cached is None:
-            return number == 0
-        cached.starts += 1
-        return number == 0 or cached.starts > 1 or self.owner.cache.is_pinned(number)
+        if number == 0 or self.owner.cache.is_pinned(number):
+            return True
+        return cached is not None and cached.starts > 1
 
-    def _attend_every(self, number: int) -> Attend:
+    def _attend_every_choice(self, number: int) -> Attend:
         """Attention that computes and caches every choice, and returns the mask's mixture."""
 
         def attend(module: nn.Module, call: AttentionCall) -> Tensor:
@@ -246,13 +249,13 @@ class BatchPass:
         return attend
 
     def _cached_mixture(self, row: Any, cached: LayerActivations | None) -> Tensor | None:
-        """Attention output [E, T, HQ, D] of a row of the mask, if what it needs is cached."""
+        """Attention output of a row of the mask, if those of every choice are cached."""
         if cached is None or not cached.outputs:
             return None
         return self.mix(row, cached.outputs)
 
     def mix(self, row: Any, outputs: Sequence[Tensor]) -> Tensor:
-        """Each head's output from that of its choice, as a row of the mask says."""
+        """Outputs [..., HQ, D] in which each head has that of its choice in `row` [HKV]."""
         *others, last = np.unique(row).tolist()
         mixture: Tensor = outputs[last]
         choices = torch.tensor(self.owner.own_heads(row), device=mixture.device)
@@ -275,12 +278,12 @@ class BatchPass:
         kwargs: dict[str, Any],
         cached: LayerActivations | None,
     ) -> Tensor:
-        """The last layer at the positions that predict answers only: [E, A, C].
+        """The last layer at only the positions that predict answers: [E, M, C].
 
-        An answer's query needs the keys and values of all positions, and nothing else of them. So
+        Their queries need the keys and values of all positions, and nothing else of the others. So
         the layer's forward runs twice: over all positions until its keys and values are known, then
-        over the answers' positions with an attention that takes those. The cache holds input and
-        attention of the answers' positions; with these cached neither run is needed.
+        over the answers' positions with an attention that takes them. The cache holds input and
+        attention of the answers' positions; where these are cached, the first run is not needed.
         """
         attention: Any = self.owner.attentions[number]
         flops, columns = self.owner.flops, self.batch.answer_columns.to(state.device)
@@ -319,22 +322,19 @@ def answer_attention(
     transform: LogitTransform,
     max_logits: int = 2**27,
 ) -> Tensor:
-    """Attention [E, A, HQ, D] of queries [E, HQ, A, D] that stand at `columns` [E, A].
+    """Attention [E, M, HQ, D] of queries [E, HQ, M, D] at `columns` [E, M], all heads alike.
 
-    All heads of the layout see the same.
-
-    Few fused kernels take a mask, and without a fused kernel all logits are in memory at once: so
-    examples are computed in groups of at most `max_logits`.
+    key and value [E, HKV, T, D]; `layout` has one group. Few fused kernels take a mask, and without
+    one all logits are in memory at once: so examples are computed in groups, of at most
+    `max_logits` logits where that is one example or more.
     """
     keys = torch.arange(key.shape[2], device=key.device)
     (group,) = layout.groups
     transform = transform.of(layout, group, query.shape[1] // key.shape[1])
     visible = AttentionContext(key.shape[2]).visible(columns, keys[None], group.window)
     step = max(1, max_logits // (query.shape[1] * visible[0].numel()))
-    outputs = [
-        _masked_attention(query[rows], key[rows], value[rows], visible[rows, None], transform)
-        for rows in (slice(first, first + step) for first in range(0, len(query), step))
-    ]  # fmt: skip
+    groups = zip(*(torch.split(x, step) for x in (query, key, value, visible)), strict=True)
+    outputs = [_masked_attention(q, k, v, seen[:, None], transform) for q, k, v, seen in groups]
     return torch.cat(outputs).transpose(1, 2).contiguous()
 
 
@@ -347,9 +347,9 @@ def _masked_attention(
 
 
 def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:
-    """A layer's arguments with positions at `columns` [E, A] only.
+    """A layer's arguments, narrowed from T = `length` positions to those at `columns` [E, M].
 
-    Those are all tensors [E or 1, T, ...] or [E or 1, 1, T, X], and pairs of such; T is `length`.
+    Tensors [E or 1, T, ...] and [E or 1, 1, T, X] are narrowed, also within tuples.
     """
 
     def narrowed(value: Any) -> Any:

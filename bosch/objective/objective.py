@@ -31,7 +31,7 @@ from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.answers import (
     answer_logits,
     answer_results,
-    same_but_rounding,
+    equal_but_rounding,
     states_and_check,
 )
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
@@ -396,7 +396,8 @@ class Objective:
         reports = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
         mask_id = float(zlib.crc32(mask.key.encode()))
         reports[self.ranks.rank] = torch.tensor(
-            [time.perf_counter() - started, mask_id, self._forward.inexact], dtype=torch.float64
+            [time.perf_counter() - started, mask_id, self._forward.failed_savings],
+            dtype=torch.float64,
         )
         results, operations, reports = self.ranks.merge(results, operations, reports)
         if (reports[:, 1] != mask_id).any():
@@ -422,7 +423,7 @@ class Objective:
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
         forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
         ours = forward.answer_states(0, batch, mask)[0]
-        if not is_head_known or not same_but_rounding(
+        if not is_head_known or not equal_but_rounding(
             states[:-1], ours, self.model.dtype, _ALL_LAYERS
         ):
             raise UserError(

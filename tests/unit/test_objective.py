@@ -22,7 +22,7 @@ from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape, set_sink_bias
 from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
-from bosch.objective.answers import same_but_rounding
+from bosch.objective.answers import equal_but_rounding
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.objective.flops import sliding_pairs
@@ -713,10 +713,10 @@ def test_a_model_that_does_more_than_its_layers_and_head_is_refused(dtype):
 def test_states_of_two_kernels_in_half_precision_are_the_same():
     states = torch.randn(200, 64)
     other = states + 0.005 * torch.randn(200, 64)
-    assert same_but_rounding(states, other, torch.bfloat16)
-    assert not same_but_rounding(states, other, torch.float32)
-    assert same_but_rounding(states, other, torch.float32, 10)
+    assert equal_but_rounding(states, other, torch.bfloat16)
+    assert not equal_but_rounding(states, other, torch.float32)
+    assert equal_but_rounding(states, other, torch.float32, 10)
     other[:, 7] = -torch.inf  # as where a model leaves words of its vocabulary out
-    assert not same_but_rounding(other, states, torch.bfloat16)
-    assert not same_but_rounding(states, other, torch.bfloat16)
-    assert same_but_rounding(other, other.clone(), torch.float32)
+    assert not equal_but_rounding(other, states, torch.bfloat16)
+    assert not equal_but_rounding(states, other, torch.bfloat16)
+    assert equal_but_rounding(other, other.clone(), torch.float32)
