@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bosch.attention import BACKENDS, AttentionContext, fastest_backend, hybrid_attention
+from bosch.attention import (
+    BACKENDS,
+    AttentionContext,
+    LogitTransform,
+    fastest_backend,
+    hybrid_attention,
+)
 from bosch.model.materialize import materialize
 from bosch.objective.incremental_forward import answer_attention
 from bosch.window import Window
@@ -124,7 +130,8 @@ def test_generation_and_a_searchs_passes_run_no_math_kernel() -> None:
     layout = by_rows([True, True], Window(1024))
     few = query[:, :, :16]
     with torch.no_grad():
-        work = partial(answer_attention, few, key, value, columns, layout, 0.125)
+        transform = LogitTransform(0.125)
+        work = partial(answer_attention, few, key, value, columns, layout, transform)
         assert _math_kernels(work) == []
 
 
