@@ -49,6 +49,7 @@ PAGE = ROOT / "docs" / "reference" / "serving_families.md"
 WINDOW, TOLERANCE = 16, 1e-4
 COUNTS = (1, 3, 2)
 LENGTHS = (5, WINDOW, WINDOW + 1, 100, 200)
+_NEW_TOKENS = 12
 _PATIENCE_SECONDS = 400
 # What published checkpoints have, and vLLM's classes take for granted; attention of GraniteMoE is
 # not scaled by default, which makes log-probabilities of a random model too sharp to compare.
@@ -65,6 +66,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "granitemoe_swa": {"attention_multiplier": 32**-0.5},
 }
 _REFUSED = "refused: "
+# How the plugin's refusals begin (bosch/vllm/checks.py): the page gives the reason alone.
+_NOT_SERVED = "the plugin for vLLM does not serve this model, because "
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def outputs(folder: Path) -> tuple[str, list[Any]]:
     registry._run_in_subprocess = lambda function: function()
     prompts = random_prompts(LENGTHS)
     with engine(folder) as llm:
-        answers = generate(llm, prompts, 12)
+        answers = generate(llm, prompts, _NEW_TOKENS)
         worker = llm.llm_engine.model_executor.driver_worker.worker
         bases = [base.__name__ for base in type(worker.get_model()).__mro__]
     backend = any(base.startswith("Transformers") for base in bases)
@@ -235,15 +238,23 @@ def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) ->
     rest = [f"`{family}`" for family in FAMILY_NAMES if (family, "hybrid") not in outcomes]
     return (
         "# Families that vLLM serves\n\n"
-        f"Small random models, float32, on the CPU; full KV heads per layer {COUNTS} of 4, window "
-        f"{WINDOW}, prompts of {', '.join(map(str, LENGTHS))} tokens, 12 generated ones; {names}. "
-        "Distance: the largest between vLLM's and transformers' log-probabilities; served means "
-        f"below {TOLERANCE:g}, and every token is transformers' most likely one. The original "
-        "stands beside what is not served.\n\n"
-        "    .venv-vllm/bin/python -m tests.tools.vllm_families\n\n"
+        "Small random models in float32 on the CPU, whose layers in turn have "
+        f"{_listed(COUNTS)} full KV heads of 4. The window is {WINDOW}, prompts have "
+        f"{_listed(LENGTHS)} tokens, and {_NEW_TOKENS} tokens are generated for each. Versions: "
+        f"{names}.\n\n"
+        "The distance is the largest difference between vLLM's and transformers' "
+        "log-probabilities. A hybrid is served where the distance is below "
+        f"{TOLERANCE:g} and vLLM generates transformers' most likely tokens. Where a hybrid fails, "
+        "the last column says what the original model does. The plugin refuses some models: the "
+        "reason follows the word.\n\n"
+        "```bash\n.venv-vllm/bin/python -m tests.tools.vllm_families  # writes this page\n```\n\n"
         + Table.of_rows("", header, lines).markdown_table()
         + (f"\nNot tried: {', '.join(rest)}.\n" if rest else "")
     )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _distance_text(outcome: Outcome) -> str:
@@ -251,7 +262,8 @@ def _distance_text(outcome: Outcome) -> str:
 
 
 def _state(outcome: Outcome) -> str:
-    reason = shorten(outcome.reason, 160, placeholder=" …").replace("|", "\\|")
+    reason = outcome.reason.replace(_NOT_SERVED, "")
+    reason = shorten(reason, 160, placeholder=" …").replace("|", "\\|")
     return "served" if outcome.served else reason
 
 
