@@ -56,6 +56,12 @@ def attention_blocks(states: LayerStates) -> Iterator[tuple[int, int, Tensor]]:
         yield begin, end, block_scores(states, begin, end).softmax(dim=-1)
 
 
+def slopes(states: LayerStates, begin: int, end: int) -> Tensor:
+    """dL/dalpha(t, j) = dO_t . V_j of rows begin .. end - 1, dO their gradient: [HQ, R, end]."""
+    assert states.output_gradient is not None
+    return grouped_product(states.output_gradient[:, begin:end], states.value[:, :end])
+
+
 def local_and_all(weights: Tensor, begin: int, end: int, window_size: int) -> Tensor:
     """Sums of weights [HQ, R, end] at lags below W and at all lags: [HQ, 2] in float64."""
     local = lags(begin, end, 0, weights.device) < window_size

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bosch.baselines.blocks import attention_blocks, grouped_product, local_and_all
+from bosch.baselines.blocks import attention_blocks, local_and_all, slopes
 from bosch.baselines.capture import LayerStates, summed_terms
 from bosch.baselines.ranking import Scores
 from bosch.objective.calibration import CalibrationSet
@@ -22,12 +22,8 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """
 
     def terms(states: LayerStates) -> Iterator[Tensor]:
-        gradient = states.output_gradient
-        assert gradient is not None
         for begin, end, alpha in attention_blocks(states):
-            # Eq. 23 of rows begin .. end - 1, [HQ, R, end], with dL/dalpha(t, j) = dO_t . V_j
-            slope = grouped_product(gradient[:, begin:end], states.value[:, :end])
-            saliency = slope.mul_(alpha).square_()
+            saliency = slopes(states, begin, end).mul_(alpha).square_()  # Eq. 23, [HQ, R, end]
             yield local_and_all(saliency, begin, end, window_size)
 
     # Eq. 24, both sums of Eq. 25 at once

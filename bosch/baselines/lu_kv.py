@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from bosch.baselines.blocks import block_scores, outside, row_blocks
@@ -42,4 +41,4 @@ def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) ->
 
         visit_layers(model, torch.tensor(example.input_ids), add)
     steps = sum(example.answer_length for example in calibration.examples)
-    return (sums / steps).numpy().astype(np.float64)
+    return (sums / steps).numpy()

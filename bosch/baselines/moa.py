@@ -1,8 +1,10 @@
-"""MoA: what the answers lose, to first order, where a head's attention ends at a window.
+"""MoA: by how much a window on a head's attention raises the loss of the answers, to first order.
 
 arXiv 2406.14909, as in its repository thu-nics/MoA (`LlamaModel_get_attention_matrix_log`,
-`importance_to_accuracy_loss`): the influence of one attention value is the change of the loss
-where it becomes zero and the others of its row grow to sum to one again. HQ query heads.
+`importance_to_accuracy_loss`): the influence of an attention weight is the change of the loss when
+this weight becomes zero and the others of its row grow to sum to one again.
+
+L layers, HQ query heads, HKV key/value heads, R rows of a block.
 """
 
 from __future__ import annotations
@@ -10,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bosch.baselines.blocks import attention_blocks, grouped_product, outside
+from bosch.baselines.blocks import attention_blocks, outside, slopes
 from bosch.baselines.capture import LayerStates, visit_gradients
 from bosch.baselines.ranking import Scores
 from bosch.model.search_mode import mask_shape
@@ -23,31 +24,30 @@ from bosch.window import Window
 
 
 def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
-    """Losses [L, HKV, 1 + windows] of each choice of a KV head, 0 where it is full.
+    """Losses [L, HKV, 1 + windows] of each KV head: 0 if full, then with each of `windows`.
 
-    The loss of an example is the mean cross-entropy of its answer tokens, at the original model.
-    Influences are absolute, and of a KV head's query heads the largest counts, as in the repository
-    with `num_key_value_groups`: here for each example, there of the mean over examples of one
-    length. Raises UserError as `visit_gradients` does.
+    A loss is the sum of the absolute influences that the window hides, as a mean over examples. The
+    loss of an example is the mean cross-entropy of its answer tokens under the original model. Of a
+    KV head's query heads the largest influence counts. The repository (`num_key_value_groups`)
+    takes it from the mean over examples of one length, this function in each example. Raises
+    UserError as `visit_gradients` does.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)
 
     def add(layer: int, states: LayerStates) -> None:
-        assert states.output_gradient is not None
         for begin, end, alpha in attention_blocks(states):
-            effects = _effects(states, states.output_gradient, alpha, begin, end)
-            largest = effects.view(shape[1], -1, *effects.shape[1:]).amax(dim=1)
+            influences = _influences(slopes(states, begin, end), alpha)
+            largest = influences.view(shape[1], -1, *influences.shape[1:]).amax(dim=1)
             sums[layer] += outside(largest, begin, end, windows).cpu()
 
     for example in calibration.examples:
         visit_gradients(model, example, add)
-    return (sums / len(calibration)).numpy().astype(np.float64)
+    return (sums / len(calibration)).numpy()
 
 
-def _effects(states: LayerStates, gradient: Tensor, alpha: Tensor, begin: int, end: int) -> Tensor:
-    """|E| of rows begin .. end - 1, [HQ, R, end], with dL/dalpha(t, j) = dO_t . V_j."""
-    slope = grouped_product(gradient[:, begin:end], states.value[:, :end])
+def _influences(slope: Tensor, alpha: Tensor) -> Tensor:
+    """Absolute influences [HQ, R, end] of attention weights alpha, with slope = dL/dalpha."""
     mean = (slope * alpha).sum(dim=-1, keepdim=True)
     rest = 1 - alpha + torch.finfo(alpha.dtype).eps
     return (alpha * (slope - mean) / rest).abs_()
