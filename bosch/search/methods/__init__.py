@@ -21,7 +21,7 @@ Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "pro
 ANCHORS = 2
 
 
-def no_search(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+def no_search(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     """The bound of a method that asks for no score: the anchors and the final mask."""
     return ANCHORS + 1
 

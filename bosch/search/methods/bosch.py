@@ -20,49 +20,49 @@ def _sub_problem(settings: SearchSettings, layers: int, units: int, quota: int) 
 
 
 def _layer_importance(
-    settings: SearchSettings, num_layers: int, num_heads: int, per_group: int
+    settings: SearchSettings, num_layers: int, num_units: int, per_group: int
 ) -> tuple[int, list[int]]:
     """Evaluations of Algorithm 1 and the sliding units of each group."""
     groups = layer_groups(num_layers, per_group)
-    quotas = [swa_budget(len(group) * num_heads, settings.swa_ratio) for group in groups]
+    quotas = [swa_budget(len(group) * num_units, settings.swa_ratio) for group in groups]
     return sum(
-        _sub_problem(settings, len(group), len(group) * num_heads, quota)
+        _sub_problem(settings, len(group), len(group) * num_units, quota)
         for group, quota in zip(groups, quotas, strict=True)
     ), quotas
 
 
-def _bosch(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+def _bosch(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     # The groups of Algorithm 3 are not known beforehand: kappa for each layer, as published. Where
     # it has nothing to search, the final mask takes one of these.
-    evaluations, _ = _layer_importance(settings, num_layers, num_heads, 1)
+    evaluations, _ = _layer_importance(settings, num_layers, num_units, 1)
     return ANCHORS + evaluations + settings.budget_per_layer * num_layers
 
 
-def _b_multi(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    per_group = max_layers_per_group(num_heads, settings.max_group_variables)
-    return _layer_importance_mask(settings, num_layers, num_heads, per_group)
+def _b_multi(settings: SearchSettings, num_layers: int, num_units: int) -> int:
+    per_group = max_layers_per_group(num_units, settings.max_group_variables)
+    return _layer_importance_mask(settings, num_layers, num_units, per_group)
 
 
 def _layer_importance_mask(
-    settings: SearchSettings, num_layers: int, num_heads: int, per_group: int = 1
+    settings: SearchSettings, num_layers: int, num_units: int, per_group: int = 1
 ) -> int:
-    evaluations, quotas = _layer_importance(settings, num_layers, num_heads, per_group)
+    evaluations, quotas = _layer_importance(settings, num_layers, num_units, per_group)
     # To restore one surplus unit, every sliding unit of one layer is tried.
-    surplus = sum(quotas) - swa_budget(num_layers * num_heads, settings.swa_ratio)
-    return ANCHORS + evaluations + surplus * min(num_heads, max(quotas))
+    surplus = sum(quotas) - swa_budget(num_layers * num_units, settings.swa_ratio)
+    return ANCHORS + evaluations + surplus * min(num_units, max(quotas))
 
 
-def _b_layer(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    budget = swa_budget(num_layers * num_heads, settings.swa_ratio)
-    quota = -(-budget // num_heads)
-    surplus = quota * num_heads - budget
+def _b_layer(settings: SearchSettings, num_layers: int, num_units: int) -> int:
+    budget = swa_budget(num_layers * num_units, settings.swa_ratio)
+    quota = -(-budget // num_units)
+    surplus = quota * num_units - budget
     # The layer that gives units back is chosen among the sliding ones, then its units in turn.
-    repair = quota + sum(num_heads - i for i in range(surplus)) if surplus else 0
+    repair = quota + sum(num_units - i for i in range(surplus)) if surplus else 0
     return ANCHORS + _sub_problem(settings, num_layers, num_layers, quota) + repair
 
 
-def _whole_mask(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    units = num_layers * num_heads
+def _whole_mask(settings: SearchSettings, num_layers: int, num_units: int) -> int:
+    units = num_layers * num_units
     quota = swa_budget(units, settings.swa_ratio)
     return ANCHORS + _sub_problem(settings, num_layers, units, quota)
 

@@ -6,11 +6,11 @@ from bosch.search.methods import ANCHORS, Method, register
 from bosch.search.settings import SearchSettings, front_budget, plus_budget
 
 
-def _plus(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+def _plus(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + plus_budget(settings, num_layers)
 
 
-def _front(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+def _front(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + front_budget(settings, num_layers)
 
 

@@ -1,4 +1,4 @@
-"""Heads or layers ranked by what the objective says of each alone."""
+"""Methods that rank heads or layers by what the objective says of each of them alone."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from bosch.search.settings import SearchSettings
 _STRICT = frozenset({"strict"})
 
 
-def _one_gradient(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    # A gradient is a forward pass, its recomputation and a backward pass of two.
-    return ANCHORS + 1 + 4
+def _one_gradient(settings: SearchSettings, num_layers: int, num_units: int) -> int:
+    # In forward passes: the gradient's own, its recomputation, and two for going backward.
+    gradient = 1 + 1 + 2
+    return ANCHORS + gradient + 1
 
 
-def _every_unit(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-    return ANCHORS + num_layers * num_heads + 1
+def _every_unit(settings: SearchSettings, num_layers: int, num_units: int) -> int:
+    return ANCHORS + num_layers * num_units + 1
 
 
-def _every_layer(settings: SearchSettings, num_layers: int, num_heads: int) -> int:
+def _every_layer(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + num_layers + 1
 
 
 register("one_gradient", Method(
     "One gradient", "one by one", "bosch.search.rivals:one_gradient",
-    "ranks heads by one gradient at the original model (as MoA profiles, arXiv 2406.14909)",
+    "ranks heads by one gradient at the original model (as MoA does, arXiv 2406.14909)",
     _STRICT, _one_gradient, gradients=True,
 ))  # fmt: skip
 register("single_ablation", Method(
     "One head", "one by one", "bosch.search.rivals:single_ablation",
-    "ranks heads by the score without each alone (arXiv 2602.11374)",
+    "ranks heads by the score when each alone slides (arXiv 2602.11374)",
     _STRICT, _every_unit,
 ))  # fmt: skip
 register("layer_ablation", Method(
     "One layer", "one by one", "bosch.search.rivals:layer_ablation",
-    "ranks layers by the log-likelihood without each alone (arXiv 2606.27791)",
+    "ranks layers by the log-likelihood when each alone slides (arXiv 2606.27791)",
     _STRICT, _every_layer,
 ))  # fmt: skip
 register("layer_restoration", Method(
     "One full layer", "one by one", "bosch.search.rivals:layer_restoration",
-    "ranks layers by the log-likelihood with each alone full (after arXiv 2512.20569)",
+    "ranks layers by the log-likelihood when each alone is full (after arXiv 2512.20569)",
     _STRICT, _every_layer,
 ))  # fmt: skip
