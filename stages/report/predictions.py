@@ -1,4 +1,4 @@
-"""Answers behind the scores: for each table cell some of its samples, the wrong ones first."""
+"""Answers behind the scores: the samples that the report shows for each score."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stages.formats import format_length, format_score
 from stages.pages.tables import Table
 from stages.report.results import Place, label_of
 
-_LONGEST = 400
+_MAX_CHARACTERS = 400  # of a prompt's end, and of an output's beginning
 
 
 class ScoreSamples(NamedTuple):
-    """Samples of a task at a length; `name` is their place on the page."""
+    """Samples of a task at a length; `anchor` is their id on the page."""
 
-    name: str
+    anchor: str
     label: str
     task: str
     length: str
@@ -24,37 +24,37 @@ class ScoreSamples(NamedTuple):
 
 
 class ModelSamples(NamedTuple):
-    """Samples of all scores of a model."""
+    """Samples of all scores of a model; `anchor` is their id on the page."""
 
-    name: str
+    anchor: str
     label: str
     cells: list[ScoreSamples]
 
 
 def anchor(*place: str | int) -> str:
-    """The id of a model's samples on the page, or with suite, task and length of a cell's."""
+    """The id on the page of a model's samples; with suite, task and length, of those of a score."""
     return re.sub(r"[^\w.-]+", "_", "-".join(("samples", *map(str, place))))
 
 
 def samples_by_model(
     predictions: Mapping[Place, Iterable[Mapping[str, Any]]],
 ) -> list[ModelSamples]:
-    """All collected samples, for the macro `predictions`."""
+    """The samples by model and score, for the macro `predictions`."""
     models: dict[str, ModelSamples] = {}
     for place, records in predictions.items():
         name, _, task, length = place
         model = models.setdefault(name, ModelSamples(anchor(name), label_of(name), []))
-        at = format_length(length) if length else ""
-        label = f"{task} at {at}" if at else task
+        tokens = format_length(length) if length else ""
+        label = f"{task} at {tokens}" if tokens else task
         rows = [
             (
                 f"{record['index']}: {format_score(100 * record['score'])}",
-                f"…{str(record.get('question', ''))[-_LONGEST:]}",
+                f"…{str(record.get('question', ''))[-_MAX_CHARACTERS:]}",
                 ", ".join(map(str, record.get("answers", ()))),
-                str(record.get("output", ""))[:_LONGEST],
+                str(record.get("output", ""))[:_MAX_CHARACTERS],
             )
             for record in records
         ]
         table = Table.of_rows("", ("sample: score", "prompt", "expected", "output"), rows)
-        model.cells.append(ScoreSamples(anchor(*place), label, task, at, table))
+        model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, table))
     return list(models.values())

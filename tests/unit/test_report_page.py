@@ -166,7 +166,7 @@ def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
     page: str, results: Results
 ) -> None:
     assert results.scores is not None
-    places = {cell.name for one in samples_by_model(results.predictions) for cell in one.cells}
+    places = {cell.anchor for one in samples_by_model(results.predictions) for cell in one.cells}
     shown = outline(page).score_cells
     for name, suites in results.scores.checkpoints.items():
         for suite, scores in suites.items():
