@@ -1,4 +1,4 @@
-"""What the hybrid's directory costs, and the memory that making it takes."""
+"""Disk that the hybrid's directory takes, and device memory that making it takes."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe
 from stages.shape import shape_of
 
-# Models up to this size are compared in float32, where the comparison is sharp.
+# Up to this size base and hybrid are compared in float32, which allows a small tolerance.
 FLOAT32_PARAMETERS = 2_000_000_000
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The weights on disk, and on the device while they are permuted."""
+    """Bytes of the weights on disk, and on the device while they are permuted and compared."""
     shape = shape_of(loaded)
     section = loaded.recipe[MaterializeConfig]
-    number = BYTES[section.dtype]
+    itemsize = BYTES[section.dtype]
     facts = [
         f"{shape.parameters:,} parameters",
-        f"{format_bytes(device_bytes(shape, number))} of weights on one device, weight by weight "
-        f"from the base to the hybrid; written in files of {section.max_shard_size}",
+        f"{format_bytes(device_bytes(shape, itemsize))} of weights on one device, moved one by one "
+        f"from the base to the hybrid; files of up to {section.max_shard_size}",
     ]
-    return Cost(0, shape.parameters * float(number), facts)
+    return Cost(0, shape.parameters * float(itemsize), facts)
 
 
-def device_bytes(shape: DecoderShape, number: int) -> int:
-    """Weights in memory at most, in `number` bytes each: one model, and the weight that is moved.
+def device_bytes(shape: DecoderShape, itemsize: int) -> int:
+    """Peak bytes of weights on the device, of `itemsize` bytes each: one model and one more weight.
 
-    Base and hybrid are never whole at the same time. A small model is computed in float32.
+    Weights move one by one, so base and hybrid are never whole at the same time. The comparison has
+    one model at a time, a small one in float32.
     """
-    computed = 4 if shape.parameters <= FLOAT32_PARAMETERS else number
-    return max(computed * shape.parameters, number * (shape.parameters + shape.largest_weight))
+    compared = 4 if shape.parameters <= FLOAT32_PARAMETERS else itemsize
+    return max(compared * shape.parameters, itemsize * (shape.parameters + shape.largest_weight))
