@@ -1,7 +1,7 @@
 """The models that are measured, and checks that they are what the report says.
 
-A hybrid of an original model is that model under a head mask whose full heads come first: slices,
-kernels and cache are those of a materialised one, without a second copy of the weights.
+The hybrids of an original model are that model in search mode, under head masks whose full heads
+come first: so slices, kernels and cache are those of a materialised hybrid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bosch.model.loading import auto_class, full_attention_config, load_config, 
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.window import Window, windows_text
 from stages.fields import Section
-from stages.measure.stage import MeasureSettings
+from stages.measure.stage import DEFAULT_RATIOS, DEFAULT_WINDOW, MeasureSettings
 
 
 class Variant(Section):
@@ -37,10 +37,10 @@ class Variant(Section):
 
     kind: Literal["original", "hybrid"]
     swa_ratio: float
-    window_size: int | None = None  # the widest
+    window_size: int | None = None  # of several the widest
     sinks: int | None = None
     full_kv_heads_per_layer: tuple[int, ...]
-    # Of a hybrid with several windows: all of them, ascending, and each layer's heads with each.
+    # With several windows: their sizes, ascending, and how many heads of each layer have each.
     window_sizes: tuple[int, ...] | None = None
     swa_kv_heads_per_layer: tuple[tuple[int, ...], ...] | None = None
 
@@ -53,12 +53,12 @@ class Variant(Section):
 
     @property
     def windows(self) -> list[Window]:
-        """The windows of sliding heads, the widest first; none of the original."""
+        """The windows of sliding heads, the widest first; an original has none."""
         sizes = self.window_sizes or ([] if self.window_size is None else [self.window_size])
         return [Window(size, self.sinks or 0) for size in sizes[::-1]]
 
     def kv_heads(self, heads: int) -> list[dict[Window | None, int]]:
-        """Heads of each layer with full attention by window, None of full ones, of `heads` each."""
+        """KV heads by window, None of full ones: a row for each layer with `heads` such heads."""
         sliding = self.swa_kv_heads_per_layer or [
             [heads - full] if self.windows else [] for full in self.full_kv_heads_per_layer
         ]
@@ -76,50 +76,54 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
     """
     kinds = decoder_layers(config)
     layers, heads = len(kinds.full), kinds.heads
-    table = head_table(heads_by_window(config)) if is_hybrid(config) else None
-    variants = [Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(heads,) * layers)]
-    if table is None:
-        for ratio in settings.ratios or (0.25, 0.5, 0.75, 0.875):
-            for window in settings.windows or (1024,):
-                counts = even_layout(layers, heads, ratio)
-                variants.append(_hybrid(counts, heads, window, settings.sinks))
+    if is_hybrid(config):
+        hybrids = _own_layout(config, heads, settings)
     else:
-        if settings.ratios is not None:
-            raise UserError(
-                "--ratios: the model is a hybrid and is measured with its own head mask; leave the "
-                "option out or name the original model"
-            )
-        counts = tuple(table["full_kv_heads_per_layer"])
-        if "window_sizes" in table:
-            if settings.windows is not None:
-                raise UserError(
-                    "--windows: the model's heads have several windows and are measured with "
-                    "these; leave the option out"
-                )
-            own = _hybrid(counts, heads, table["window_sizes"][-1], table["sinks"])
-            several = {
-                "window_sizes": tuple(table["window_sizes"]),
-                "swa_kv_heads_per_layer": tuple(map(tuple, table["swa_kv_heads_per_layer"])),
-            }
-            variants.append(own.model_copy(update=several))
-        else:
-            for window in settings.windows or (table["window_size"],):
-                variants.append(_hybrid(counts, heads, window, table["sinks"]))
-    widest, shortest = max(v.window_size or 0 for v in variants), min(settings.lengths)
+        hybrids = [
+            _hybrid(even_layout(layers, heads, ratio), heads, window, settings.sinks)
+            for ratio in settings.ratios or DEFAULT_RATIOS
+            for window in settings.windows or (DEFAULT_WINDOW,)
+        ]
+    widest, shortest = max(hybrid.window_size or 0 for hybrid in hybrids), min(settings.lengths)
     if widest > shortest:
         raise UserError(
-            f"--windows: a window of {widest:,} tokens is longer than a sequence of {shortest:,}; "
-            "measure longer sequences or smaller windows"
+            f"--lengths: a sequence of {shortest:,} tokens is shorter than a window of {widest:,}; "
+            "measure longer sequences, or smaller windows (--windows)"
         )
-    return list(dict.fromkeys(variants))
+    original = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(heads,) * layers)
+    return list(dict.fromkeys([original, *hybrids]))
 
 
-def _hybrid(counts: tuple[int, ...], heads: int, window: int, sinks: int) -> Variant:
-    ratio = 1 - sum(counts) / (heads * len(counts))
+def _own_layout(config: Any, heads: int, settings: MeasureSettings) -> list[Variant]:
+    """A hybrid model's own layout, with each window of --windows where the layout has one."""
+    if settings.ratios is not None:
+        raise UserError(
+            "--ratios: the model is a hybrid and is measured with its own head mask; leave the "
+            "option out or name the original model"
+        )
+    table = head_table(heads_by_window(config))
+    counts, sinks = tuple(table["full_kv_heads_per_layer"]), table["sinks"]
+    if "window_sizes" not in table:
+        sizes = settings.windows or (table["window_size"],)
+        return [_hybrid(counts, heads, size, sinks) for size in sizes]
+    if settings.windows is not None:
+        raise UserError(
+            "--windows: the model's heads have several windows and are measured with these; leave "
+            "the option out"
+        )
+    several = {
+        "window_sizes": tuple(table["window_sizes"]),
+        "swa_kv_heads_per_layer": tuple(map(tuple, table["swa_kv_heads_per_layer"])),
+    }
+    widest = table["window_sizes"][-1]
+    return [_hybrid(counts, heads, widest, sinks).model_copy(update=several)]
+
+
+def _hybrid(counts: tuple[int, ...], heads: int, window_size: int, sinks: int) -> Variant:
     return Variant(
         kind="hybrid",
-        swa_ratio=ratio,
-        window_size=window,
+        swa_ratio=1 - sum(counts) / (heads * len(counts)),
+        window_size=window_size,
         sinks=sinks,
         full_kv_heads_per_layer=counts,
     )
@@ -127,18 +131,18 @@ def _hybrid(counts: tuple[int, ...], heads: int, window: int, sinks: int) -> Var
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """The model of a run, the cache of its keys and values, and its attention."""
+    """The model of a run, what makes an empty KV cache for it, and how it computes attention."""
 
     model: Any
     new_cache: Callable[[], Any]
     implementation: str  # transformers' name of the attention
-    backend: str  # what computes it
+    backend: str  # what computes it: a backend of ours, or the implementation itself
 
 
 def chosen_device(settings: MeasureSettings) -> torch.device:
-    """The requested device.
+    """The device of --device; auto is a GPU where there is one.
 
-    Raises UserError for --device cuda without a GPU, and for --clock processor on one.
+    Raises UserError for --device cuda without a GPU, and for --clock processor with one.
     """
     has_gpu = torch.cuda.is_available()
     if settings.device == "cuda" and not has_gpu:
@@ -163,20 +167,19 @@ def build_model(
         if is_hybrid(config):
             config = full_attention_config(config) if original is None else load_config(original)
         return _original(_load(original or path, config, settings), settings)
-    backend = resolve_backend(settings.attention)
+    rows = variant.kv_heads(decoder_layers(config).heads)
     if is_hybrid(config):
-        rows = variant.kv_heads(decoder_layers(config).heads)
         config.hybrid_attention = head_table(rows, has_sink_bias(config))
         config.kv_budget = None
         model = _load(path, config, settings)
     else:
         model = _load(path, config, settings)
         prepare_for_search(model, settings.attention)
-        rows = variant.kv_heads(decoder_layers(config).heads)
         choices = [np.repeat(np.arange(len(row)), list(row.values())) for row in rows]
         apply_head_mask(model, HeadMask.of_choices(choices), variant.windows)
-    _check_layouts(model, variant, backend)
-    return MeasuredModel(model, lambda: HybridCache.of(model), NAME, backend)
+    backend = resolve_backend(settings.attention)
+    _check_layouts(model, rows, backend)
+    return MeasuredModel(model, partial(HybridCache.of, model), NAME, backend)
 
 
 def _load(path: str, config: Any, settings: MeasureSettings) -> Any:
@@ -198,14 +201,13 @@ def _load(path: str, config: Any, settings: MeasureSettings) -> Any:
 
 def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
     """The original under transformers' own attention, or under ours with every head full."""
-    name = settings.original_attention
+    name, backend = settings.original_attention, resolve_backend(settings.attention)
     if name == "auto":
-        same = BACKENDS[resolve_backend(settings.attention)].aliases
-        name = "flash_attention_2" if "flash_attention_2" in same else "sdpa"
+        aliases = BACKENDS[backend].aliases
+        name = "flash_attention_2" if "flash_attention_2" in aliases else "sdpa"
     if name == "hybrid":
         prepare_for_search(model, settings.attention)
-        backend = resolve_backend(settings.attention)
-        return MeasuredModel(model, lambda: HybridCache.of(model), NAME, backend)
+        return MeasuredModel(model, partial(HybridCache.of, model), NAME, backend)
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
@@ -217,10 +219,9 @@ def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
     return MeasuredModel(model, new_cache, name, name)
 
 
-def _check_layouts(model: Any, variant: Variant, backend: str) -> None:
-    """Raise RunError unless each layer has the layout and the backend that will be reported."""
-    rows = variant.kv_heads(decoder_layers(model.config).heads)
+def _check_layouts(model: Any, rows: list[dict[Window | None, int]], backend: str) -> None:
+    """Raise RunError unless each layer has its row's heads by window, and the backend."""
     for module, row in zip(attention_modules(model), rows, strict=True):
         state, expected = head_state(module), HeadLayout.deploy(row)
         if state is None or state.layout != expected or state.backend != backend:
-            raise RunError(f"a layer attends by {state} and not by {expected} with {backend}")
+            raise RunError(f"a layer computes {state} and not {expected} with {backend}")

@@ -14,16 +14,22 @@ from stages.recipe import LoadedRecipe, position_faults
 from stages.search.stage import SearchConfig
 from stages.stage import Stage
 
+DEFAULT_RATIOS, DEFAULT_WINDOW = (0.25, 0.5, 0.75, 0.875), 1024
+
 
 class MeasureSettings(Section):
     """How models are measured; every field is an option of the command."""
 
     lengths: Counts = Field((4096, 8192, 16384, 32768), description="tokens of the prompts")
     ratios: Ratios | None = Field(
-        None, description="shares of sliding KV heads (default: 0.25,0.5,0.75,0.875)"
+        None,
+        description=f"shares of sliding KV heads (default: {','.join(map(str, DEFAULT_RATIOS))})",
     )
     windows: Counts | None = Field(
-        None, description="windows of the sliding heads (default: 1024, or a hybrid model's own)"
+        None,
+        description=(
+            f"windows of the sliding heads (default: {DEFAULT_WINDOW}, or a hybrid model's own)"
+        ),
     )
     sinks: int = Field(
         0, ge=0, description="sink tokens of the sliding heads; a hybrid model keeps its own"

@@ -232,7 +232,9 @@ def test_planned_variants_are_the_grid_after_the_original() -> None:
 
 
 def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> None:
-    with pytest.raises(UserError, match="--windows: a window of 64 tokens is longer than"):
+    with pytest.raises(
+        UserError, match="--lengths: a sequence of 32 tokens is shorter than a window"
+    ):
         planned_variants(small_config("qwen3"), MeasureSettings(lengths=(32, 99), windows=(8, 64)))
     config = load_config(str(folder / "hybrid"))
     with pytest.raises(UserError, match="--ratios: the model is a hybrid"):
