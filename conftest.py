@@ -12,18 +12,17 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The models are so small that more threads only wait; and processes of another number of threads
-# round differently.
+# Models are so small that more threads would only wait for each other. And results round
+# differently with another number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-
-# In a background job of a shell SIGINT is ignored, and what tests start would inherit that.
+# A shell starts background jobs with SIGINT ignored, which processes of the tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def _default_signal_handlers() -> Iterator[None]:
-    """The command line, called inside a test or its fixtures, sets handlers for these."""
+    """Reset the handlers that the command line sets where a test or a fixture calls it."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     yield
@@ -32,7 +31,7 @@ def _default_signal_handlers() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """No garbage collection reads what the tests have imported, which stays to the end."""
+    """Exclude what the tests have imported from garbage collection: it stays to the end."""
     gc.freeze()
 
 

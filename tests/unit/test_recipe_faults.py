@@ -426,7 +426,7 @@ def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> 
     overrides = [f"prepare.sources.0.path={shard}", "prepare.sources.0.kind=parquet"]
     for content in (b"PAR1" + b"x" * 40, b"x" * 40 + bytes(4) + b"PAR1"):
         shard.write_bytes(content)
-        assert "no whole Parquet file" in case.fault(*overrides)
+        assert "not a whole Parquet file" in case.fault(*overrides)
     shard.write_bytes(b"PAR1" + b"x" * 40 + (999).to_bytes(4, "little") + b"PAR1")
     assert "damaged Parquet file" in case.fault(*overrides)
     (tmp_path / "empty").mkdir()

@@ -10,7 +10,9 @@ from bosch.errors import UserError
 from bosch.files import open_regular
 from data_prep.documents.sources import Kind, Part, Source, records
 
+# A file is the mark, row groups, the footer, the footer's length in four bytes, and the mark again.
 _MAGIC = b"PAR1"
+_LEAST_BYTES = 12
 
 
 class _Parquet(Kind):
@@ -23,12 +25,12 @@ class _Parquet(Kind):
         with open_regular(file) as stream:
             start = stream.read(4)
             stream.seek(max(size - 8, 0))
-            tail = stream.read(8)
-        if size < 12 or start != _MAGIC or tail[4:] != _MAGIC:
+            footer_length, end = stream.read(4), stream.read(4)
+        if size < _LEAST_BYTES or start != _MAGIC or end != _MAGIC:
             raise UserError(
-                f"{where}: {file} is no whole Parquet file (cut short or of another kind)"
+                f"{where}: {file} is not a whole Parquet file (cut short or of another kind)"
             )
-        if int.from_bytes(tail[:4], "little") > size - 12:
+        if int.from_bytes(footer_length, "little") > size - _LEAST_BYTES:
             raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
