@@ -70,8 +70,8 @@ def batches_by_round(
     highest = max(max(example.input_ids) for example in examples)
     if highest >= vocabulary:
         raise UserError(
-            f"the calibration set holds token {highest}, the model knows {vocabulary}: it was "
-            "prepared with another tokenizer, run prepare again"
+            f"the calibration set holds the token id {highest:,}, the model's vocabulary ends at "
+            f"{vocabulary - 1:,}: it was prepared with another tokenizer, run prepare again"
         )
     rounds = []
     for indices in examples_by_round(len(examples)):
