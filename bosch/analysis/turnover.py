@@ -20,13 +20,13 @@ from bosch.heads import HeadMask
 class Turnover:
     """T, T_max and T~ = T / T_max between the sliding sets of two ratios, as shares."""
 
-    raw: float
-    most: float
+    share: float
+    maximum: float
 
     @property
     def normalised(self) -> float:
         """T~; 0 where the larger set holds every head, so that no turnover is possible."""
-        return self.raw / self.most if self.most > 0.0 else 0.0
+        return self.share / self.maximum if self.maximum > 0.0 else 0.0
 
 
 def turnover(small: HeadMask, large: HeadMask) -> Turnover:
@@ -46,8 +46,8 @@ def turnover(small: HeadMask, large: HeadMask) -> Turnover:
             f"the smaller ratio has {size_small} sliding heads, the larger {size_large}"
         )
     return Turnover(
-        raw=int((a & ~b).sum()) / size_small,
-        most=min(size_small, a.size - size_large) / size_small,
+        share=int((a & ~b).sum()) / size_small,
+        maximum=min(size_small, a.size - size_large) / size_small,
     )
 
 

@@ -165,7 +165,7 @@ def make_sample(
 
     spec = NEEDLES[task]
     per_unit = _tokens_per_unit(task, tokenizer, tuple(essay_words[:2000]))
-    smallest = 0 if spec.haystack == "essay" else spec.needles
+    smallest = 0 if spec.haystack == "essay" else spec.keys
     return draws.draft(largest_fit(tokens, length, per_unit, smallest, task))
 
 
@@ -223,14 +223,14 @@ class _Draws:
         self._rest = random.Random(rest)
         rng = random.Random(needles)
         self._pairs: dict[str, str] = {}
-        for _ in range(self._spec.needles):
+        for _ in range(self._spec.keys):
             self._draw(rng)
         self._keys = list(self._pairs)
-        self._queried = self._keys[rng.randrange(self._spec.needles)]
+        self._queried = self._keys[rng.randrange(self._spec.keys)]
 
     def draft(self, size: int) -> Draft:
         """The sample with a haystack of `size` words (essay) or lines (noise, needles)."""
-        spec, count = self._spec, self._spec.needles
+        spec, count = self._spec, self._spec.keys
         needles = [self._sentence(key) for key in self._keys]
         rng = random.Random(self._place_seed)
         if spec.haystack == "essay":
@@ -247,7 +247,7 @@ class _Draws:
         """The lines of a haystack, without the needles."""
         if self._spec.haystack == "noise":
             return [NOISE_LINE] * size
-        first = self._spec.needles
+        first = self._spec.keys
         while len(self._pairs) < first + size:
             self._draw(self._rest)
         return [self._sentence(key) for key in list(self._pairs)[first : first + size]]

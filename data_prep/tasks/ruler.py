@@ -164,7 +164,7 @@ class NeedleTask(RulerTask):
     def __init__(self, spec: TaskSpec, *args: Any) -> None:
         super().__init__(*args)
         self.spec = spec
-        self.smallest = spec.needles if spec.haystack != "essay" else 1
+        self.smallest = spec.keys if spec.haystack != "essay" else 1
         self.step = max(
             self.smallest,
             self._step(500, self.length // 64)
@@ -176,7 +176,7 @@ class NeedleTask(RulerTask):
         spec, rng = self.spec, self.random
         keys: list[str] = []
         values: list[list[str]] = []
-        for _ in range(spec.needles):
+        for _ in range(spec.keys):
             keys.append(self._draw_key(keys))
             values.append([self._draw_value(keys[-1]) for _ in range(spec.values)])
         pairs = [(key, v) for key, many in zip(keys, values, strict=True) for v in many]
@@ -194,7 +194,7 @@ class NeedleTask(RulerTask):
             is_noise = spec.haystack == "noise"
             lines = [NOISE_LINE if is_noise else self._distractor(keys) for _ in range(size)]
             context = "\n".join(hide(needles, lines, rng.sample(range(size), len(needles))))
-        chosen = rng.sample(range(spec.needles), spec.queries)
+        chosen = rng.sample(range(spec.keys), spec.queries)
         answers = [value for at in chosen for value in values[at]]
         return needle_draft(spec, context, [keys[at] for at in chosen], answers, pairs)
 

@@ -10,12 +10,12 @@ Haystack = Literal["noise", "essay", "needles"]
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Parameters of a needle task; `needles` is the number of keys."""
+    """Parameters of a needle task."""
 
     haystack: Haystack
     key: Literal["words", "uuids"]
     value: Literal["numbers", "uuids"]
-    needles: int
+    keys: int
     values: int = 1
     queries: int = 1
 

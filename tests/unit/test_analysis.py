@@ -73,25 +73,25 @@ def test_turnover_and_its_maximum(a: list[bool], b: list[bool]) -> None:
         return
     result = turnover(small, large)
     lost = [unit for unit in units(small) if unit not in units(large)]
-    assert result.raw == pytest.approx(len(lost) / len(units(small)))
-    assert 0.0 <= result.raw <= result.most <= 1.0
+    assert result.share == pytest.approx(len(lost) / len(units(small)))
+    assert 0.0 <= result.share <= result.maximum <= 1.0
     assert 0.0 <= result.normalised <= 1.0
-    if result.most:
-        assert result.raw == pytest.approx(result.normalised * result.most)
+    if result.maximum:
+        assert result.share == pytest.approx(result.normalised * result.maximum)
     # The maximum is reached: the last heads slide at the smaller ratio, the first at the larger.
     order = list(product(range(LAYERS), range(HEADS)))
     far = mask_of([unit in order[-len(units(small)) :] for unit in order])
     near = mask_of([unit in order[: len(units(large))] for unit in order])
-    assert turnover(far, near).raw == pytest.approx(result.most)
+    assert turnover(far, near).share == pytest.approx(result.maximum)
 
 
 def test_turnover_of_the_papers_ratios() -> None:
     """T_max between 0.5 and 0.75 is 0.5 (BOSCH §4.3); Table 3's 6 % and 36 % imply 1/6."""
     order = np.arange(64)
     masks = {ratio: HeadMask((order >= 64 * ratio).reshape(8, 8)) for ratio in (0.5, 0.75, 0.875)}
-    assert turnover(masks[0.5], masks[0.75]).most == 0.5
-    assert turnover(masks[0.75], masks[0.875]).most == pytest.approx(1 / 6)
-    assert turnover(masks[0.5], masks[0.75]).raw == 0.0
+    assert turnover(masks[0.5], masks[0.75]).maximum == 0.5
+    assert turnover(masks[0.75], masks[0.875]).maximum == pytest.approx(1 / 6)
+    assert turnover(masks[0.5], masks[0.75]).share == 0.0
     with pytest.raises(ValueError, match="smaller ratio has 48"):
         turnover(masks[0.75], masks[0.5])
 

@@ -80,9 +80,9 @@ def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str,
         "method": method,
         "small": small,
         "large": large,
-        "turnover": crossed_mean([t.raw for t in turnovers])._asdict(),
+        "turnover": crossed_mean([t.share for t in turnovers])._asdict(),
         "normalised": crossed_mean([t.normalised for t in turnovers])._asdict(),
-        "most": turnovers[0].most,
+        "most": turnovers[0].maximum,
     }
 
 
