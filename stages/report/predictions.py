@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from data_prep.tasks.samples import TAIL_CHARACTERS
 from stages.formats import format_length, format_score
 from stages.pages.tables import Table
 from stages.report.results import Place, label_of
 
-_MAX_CHARACTERS = 400  # of a prompt's end, and of an output's beginning
+_MAX_CHARACTERS = 400  # of an output's beginning
 
 
 class ScoreSamples(NamedTuple):
@@ -49,7 +50,7 @@ def samples_by_model(
         rows = [
             (
                 f"{record['index']}: {format_score(100 * record['score'])}",
-                f"…{str(record.get('question', ''))[-_MAX_CHARACTERS:]}",
+                _prompt_end(str(record.get("question", ""))),
                 ", ".join(map(str, record.get("answers", ()))),
                 str(record.get("output", ""))[:_MAX_CHARACTERS],
             )
@@ -58,3 +59,8 @@ def samples_by_model(
         table = Table.of_rows("", ("sample: score", "prompt", "expected", "output"), rows)
         model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, table))
     return list(models.values())
+
+
+def _prompt_end(question: str) -> str:
+    """What is stored of a prompt: its end, where it is not whole."""
+    return f"…{question}" if len(question) >= TAIL_CHARACTERS else question

@@ -181,7 +181,7 @@ def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
 
 def test_of_each_score_the_worst_samples_are_shown() -> None:
     place = {"checkpoint": "hybrid", "suite": "needle", "task": "vt", "length": 1024}
-    text = {"question": f"{'q' * 9}{'r' * 400}", "answers": ["a", 7], "output": "x" * 401}
+    text = {"question": "r" * 300, "answers": ["a", 7], "output": "x" * 401}
     records = [
         {**place, **text, "index": index, "score": score}
         for index, score in ((4, 0.5), (0, 1.0), (1, 0.5), (2, 0.0), (3, 0.25))
@@ -193,11 +193,11 @@ def test_of_each_score_the_worst_samples_are_shown() -> None:
         "Hybrid, untrained", "vt at 1k", "vt", "1k",
     )  # fmt: skip
     assert cell.table.rows == [
-        (number, f"…{'r' * 400}", "a, 7", "x" * 400) for number in ("2: 0.0", "3: 25.0", "1: 50.0")
+        (number, f"…{'r' * 300}", "a, 7", "x" * 400) for number in ("2: 0.0", "3: 25.0", "1: 50.0")
     ]
-    [model] = samples_by_model(collect_predictions([{**others, "score": 1.0}]))
+    [model] = samples_by_model(collect_predictions([{**others, "score": 1.0, "question": "?"}]))
     [cell] = model.cells
-    assert (cell.label, cell.table.rows) == ("fwe", [("0: 100.0", "…", "", "")])
+    assert (cell.label, cell.table.rows) == ("fwe", [("0: 100.0", "?", "", "")])
 
 
 def test_where_the_numbers_come_from(published: dict[str, Path], results: Results) -> None:
