@@ -96,7 +96,8 @@ def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
     The question is in the field `input` or `question`, depending on the copy of the data.
     """
     harness_end, benchmark_end = _PROMPT_ENDS.get(task, ("", ""))
-    template = template.removesuffix(harness_end) + benchmark_end
+    if not template.endswith(benchmark_end):  # a later lm-eval may have the benchmark's
+        template = template.removesuffix(harness_end) + benchmark_end
     question = record["input"] if "input" in record else record.get("question", "")
     # The context may hold braces of its own: split before anything is put in.
     fields = {"{{context}}": str(record["context"]), "{{question}}": str(question)}

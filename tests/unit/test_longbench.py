@@ -39,7 +39,10 @@ def test_prompt_takes_both_field_names_and_the_benchmarks_ends():
     assert prompt("trec", template, record) == "Read.\nBraces {{question}} stay.\nWhy?"
     assert prompt("trec", template, renamed) == prompt("trec", template, record)
     assert prompt("samsum", template, record) == "Read.\nBraces {{question}} stay.\n\nWhy?"
-    assert prompt("lcc", "{{context}}Next line of code:", record).endswith("code:\n")
+    for end in ("", "\n"):
+        assert prompt("lcc", f"{{{{context}}}}Next line:{end}", record).endswith("line:\n")
+    right = "Read.\n{{context}}\n\n{{question}}"
+    assert prompt("samsum", right, record) == prompt("samsum", template, record)
     assert prompt("triviaqa", template, record) == prompt("samsum", template, record)
     assert prompt("repobench-p", "{{context}}", record) == f"{record['context']}\n"
     for task in ("passage_count", "passage_retrieval_en"):
