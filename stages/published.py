@@ -96,8 +96,9 @@ class WorkSummary(Summary):
 class Manifest(Summary):
     """manifest.json, which the runner writes beside every stage's output.
 
-    `gpus`: GPUs that the stage ran on; None where an older run did not say. `summary` is what its
-    function returned.
+    `gpus`: GPUs that the stage ran on in the end; None where an older run did not say.
+    `gpu_seconds` are those of all attempts, each on its own number of them; None likewise.
+    `summary` is what its function returned.
     """
 
     FILE = "manifest.json"
@@ -109,6 +110,7 @@ class Manifest(Summary):
     python: str | None = None
     processes: int | None = None
     gpus: int | None = None
+    gpu_seconds: float | None = None
     packages: dict[str, str] = Field(default={})
     files: list[dict[str, Any]] = Field(default=[])
     summary: dict[str, Any] = Field(default={})
@@ -127,4 +129,7 @@ class Manifest(Summary):
     @property
     def gpu_hours(self) -> float | None:
         """Hours of the stage times its GPUs; None where these are not known."""
-        return None if self.gpus is None else self.seconds * self.gpus / 3600
+        if self.gpus is None:
+            return None
+        seconds = self.seconds * self.gpus if self.gpu_seconds is None else self.gpu_seconds
+        return seconds / 3600

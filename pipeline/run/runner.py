@@ -210,7 +210,8 @@ class Runner:
         stamps = self.stamps(node)
         self._unlink_from(node)
         end_leftovers(str(self.store.work(node.name, key)))
-        work = self.store.begin(node.name, key, afresh=afresh)
+        gpus = self._world(node).used_gpus if node.stage.computes else 0
+        work = self.store.begin(node.name, key, afresh=afresh, gpus=gpus)
         try:
             summary = self._launch(self.order(node, work, stamps), self._world(node))
         except (UserError, RunError) as error:
@@ -224,7 +225,7 @@ class Runner:
             "config": node.section.model_dump(mode="json"),
             "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
             "processes": self._world(node).size,
-            "gpus": self._world(node).used_gpus if node.stage.computes else 0,
+            "gpus": gpus,
             "host": socket.gethostname(),
             "python": platform.python_version(),
             "packages": installed_versions(_PACKAGES),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import shutil
 import time
@@ -87,8 +88,10 @@ class Store:
         folder = self.published(stage, key)
         return damage_of(folder, key, hasher) if os.path.lexists(folder) else None
 
-    def begin(self, stage: str, key: str, *, afresh: bool) -> Path:
+    def begin(self, stage: str, key: str, *, afresh: bool, gpus: int = 0) -> Path:
         """The work directory of an output; `afresh` throws away what an earlier attempt left.
+
+        The attempt that begins runs on so many `gpus`.
 
         Raises RunError for what could not be published in the end, such as a link in it.
         """
@@ -109,7 +112,7 @@ class Store:
         attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
             attempts[-1]["ended"] = max(newest_below(work), attempts[-1]["started"])
-        attempts.append({"started": time.time()})
+        attempts.append({"started": time.time(), "gpus": gpus})
         write_json(self.state_file(stage, key), {"attempts": attempts})
         return work
 
@@ -160,6 +163,9 @@ class Store:
         work = self.work(stage, key)
         attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
         attempts[-1]["ended"] = time.time()
+        # The clock may have been set back in between.
+        seconds = [max(one["ended"] - one["started"], 0) for one in attempts]
+        gpus = [one.get("gpus", facts.get("gpus", 0)) for one in attempts]
         remove_empty_folders(work)
         names = list(files_below(work))
         fault = listing_fault(work, names, ())
@@ -173,8 +179,8 @@ class Store:
             "stage": stage,
             "key": key,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            # The clock may have been set back in between.
-            "seconds": round(sum(max(one["ended"] - one["started"], 0) for one in attempts), 3),
+            "seconds": round(sum(seconds), 3),
+            "gpu_seconds": round(sum(map(operator.mul, seconds, gpus)), 3),
             "attempts": len(attempts),
             **facts,
             "identity": dict(document),
@@ -298,5 +304,7 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
 
 
 def _is_attempt(one: object) -> bool:
-    times = [one.get("started"), one.get("ended", 0.0)] if isinstance(one, dict) else [None]
-    return all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+    if not isinstance(one, dict):
+        return False
+    numbers = [one.get("started"), one.get("ended", 0.0), one.get("gpus", 0)]
+    return all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)

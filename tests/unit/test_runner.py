@@ -34,6 +34,7 @@ from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.context import StageConfig
+from stages.published import Manifest
 from stages.recipe import LoadedRecipe, World
 from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
@@ -408,6 +409,32 @@ def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
     runner(case).run()
     assert case.calls("search") == 2
     assert published(case, "search")["attempts"] == 2
+
+
+def test_every_attempt_counts_the_gpus_that_it_ran_on(case: Case) -> None:
+    """Eight for an hour, then two: not ten hours on two."""
+
+    def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
+        if order["stage"] == "train":
+            raise KeyboardInterrupt
+        return execute(order)
+
+    def on(gpus: int, launcher: Any) -> Runner:
+        loaded = load(case, distributed=True, processes_per_node=gpus, gpus=gpus)
+        return Runner(loaded, Choice(until="train"), launcher)
+
+    with pytest.raises(KeyboardInterrupt):
+        on(8, killed).run()
+    (notes,) = (case.runs / "work" / "train").glob("*.state.json")
+    attempt = json.loads(notes.read_text())["attempts"][0]
+    attempt |= {"started": attempt["started"] - 3600, "ended": attempt["started"]}
+    notes.write_text(json.dumps({"attempts": [attempt]}))
+    on(2, lambda order, world: execute(order)).run()
+    manifest = Manifest.read(case.output("train"))
+    assert (manifest.gpus, manifest.seconds) == (2, pytest.approx(3600, abs=60))
+    assert manifest.gpu_hours == pytest.approx(8, abs=0.1)
+    older = manifest.model_copy(update={"gpu_seconds": None, "seconds": 1800.0})
+    assert older.gpu_hours == 1.0
 
 
 def test_a_stage_that_another_run_makes_is_told(case: Case) -> None:

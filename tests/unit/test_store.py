@@ -482,6 +482,7 @@ def test_what_a_killed_writer_left_is_not_published(store: Store) -> None:
         {"attempts": [{"started": "1"}]},
         {"attempts": [{"started": 1.0, "ended": None}]},
         {"attempts": [{"started": float("inf")}]},
+        {"attempts": [{"started": 1.0, "gpus": "8"}]},
         {"attempts": [], "failure": 5},
         [],
     ],
