@@ -22,6 +22,7 @@ from stages.train.footprint import (
     restart_point_bytes,
     step_traffic,
     trained_parameters,
+    unneeded_flops,
 )
 from stages.train.stage import TrainConfig, batch_faults
 
@@ -43,12 +44,15 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     if not faults:
         budget = training_budget(loaded, shape, processes, devices.memory, on_gpu)
         runtime = budget.runtime
+    unneeded = unneeded_flops(shape, train, tokens)
     of_budgets = {
-        slots: shape.training_flops(tokens, length, window_shares(rows))
+        slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
         for slots, rows in _budget_rows(loaded).items()
     }
     shares = window_shares(search.kv_heads(shape.kinds, recipe.model.dtype))
-    flops = mean_over_budgets(of_budgets) or shape.training_flops(tokens, length, shares)
+    flops = mean_over_budgets(of_budgets)
+    flops = flops or shape.training_flops(tokens, length, shares) - unneeded
+    of_original = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
     number = BYTES[recipe[MaterializeConfig].dtype]
@@ -63,8 +67,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
-        f"{format_flops(flops)} without recomputation: "
-        f"{flops / shape.training_flops(tokens, length):.0%} of the original's",
+        f"{format_flops(flops)} without recomputation: {flops / of_original:.0%} of the original's",
         f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
         "restart points are written",
         f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "
@@ -79,7 +82,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         )
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
-    recomputed = flops / 3
+    recomputed = (flops + unneeded) / 3
     if runtime.checkpointing == "attention":  # all but the kernels, one by one 4 N T D
         recomputed = 2.0 * shape.active_parameters * tokens
     done = flops + recomputed * (runtime.checkpointing != "none") + teacher

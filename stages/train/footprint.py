@@ -350,6 +350,20 @@ def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:
     return shape.parameters if whole else trained_in_layers(shape, train)
 
 
+def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> float:
+    """Operations of `DecoderShape.training_flops` that training over `tokens` leaves out.
+
+    What is frozen has no gradients of its weights, but those of its inputs. Adapters are computed
+    beside all that, forward and backward.
+    """
+    trained = trained_in_layers(shape, train)
+    if train.lora is not None:
+        return 2.0 * tokens * (shape.active_parameters - 3 * trained)
+    if train.freeze == "attention_only":
+        return 2.0 * tokens * (shape.active_parameters - trained)
+    return 0.0
+
+
 def _saved_by_a_layer(
     shape: DecoderShape, number: int, residual: int, mlp: int, train: TrainConfig
 ) -> float:

@@ -26,8 +26,9 @@ from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
+from stages.train.footprint import unneeded_flops
 from stages.train.schedule import Schedule
-from stages.train.stage import METRICS, TrainingStep
+from stages.train.stage import METRICS, TrainConfig, TrainingStep
 
 logger = logging.getLogger(__name__)
 
@@ -191,19 +192,21 @@ def _details(record: dict[str, Any]) -> str:
     return "".join(f", {note}" for note in notes)
 
 
-def step_flops(config: Any, schedule: Schedule, distilled: bool = False) -> dict[int | None, float]:
+def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> dict[int | None, float]:
     """Operations of a step on a hybrid of `config`, forward and backward, nothing recomputed.
 
-    Of several budgets by their KV slots; under None those of the one that is in force. If it is
-    `distilled`, the original's forward pass is part of it. A packed sequence counts as one
-    document; under document masking there are fewer operations.
+    Of several budgets by their KV slots; under None those of the one that is in force. A teacher's
+    forward pass is part of it. A packed sequence counts as one document; under document masking
+    there are fewer operations.
     """
     shape, tokens, length = DecoderShape.of(config), schedule.batch_tokens, schedule.sequence_length
-    teacher = distilled * shape.forward_flops(tokens, length)
+    more = -unneeded_flops(shape, train, tokens)
+    if train.teacher != "none":
+        more += shape.forward_flops(tokens, length)
     rows_of: dict[int | None, Rows] = {None: heads_by_window(config)}
     rows_of |= kv_budgets(config).items()
     return {
-        budget: shape.training_flops(tokens, length, window_shares(rows)) + teacher
+        budget: shape.training_flops(tokens, length, window_shares(rows)) + more
         for budget, rows in rows_of.items()
     }
 

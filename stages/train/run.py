@@ -129,7 +129,7 @@ def build_loop(
     budgets = None
     if train.budgets is not None:
         budgets = BudgetDraw(named_budgets(model_config, train.budgets), config.seed)
-    flops = step_flops(model_config, schedule, distilled=train.teacher != "none")
+    flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
     accelerator = make_accelerator(train, config.runtime, schedule)
     budget = budget_of(

@@ -187,7 +187,7 @@ def test_flops_of_a_step_are_those_of_its_budget(case: Path) -> None:
     config = AutoConfig.from_pretrained(case / "materialize" / "model")
     train = TrainConfig(batch_tokens=128, total_tokens=768)
     schedule = make_schedule(train, Runtime(), 32, 1, on_gpu=False)
-    flops = step_flops(config, schedule)
+    flops = step_flops(config, schedule, train)
     assert flops[SLOTS[0]] < flops[SLOTS[1]] < flops[SLOTS[2]] and flops[None] == flops[SLOTS[1]]
 
 

@@ -70,6 +70,23 @@ def _hours(
     return plan_costs(loaded, devices)[stage].hours(device, count)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_work_of_training_leaves_out_gradients_of_frozen_weights(
+    case: Case, checkpointing: str
+) -> None:
+    """Of the case's four layers: queries and outputs of 64 x 64, keys and values of 64 x 32."""
+    ways = ("freeze=none", "freeze=attention_only", "lora={rank: 2}")
+    every, attention, adapters = (
+        _costs(_load(case, f"train.{way}", f"runtime.checkpointing={checkpointing}"))["train"].flops
+        for way in ways
+    )
+    layer, mlp = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 128
+    weights = 4 * (layer + mlp) + 256 * 64
+    sides = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    assert every - attention == pytest.approx(2048 * 2 * (weights - 4 * layer), rel=1e-3)
+    assert every - adapters == pytest.approx(2048 * (2 * weights - 6 * 2 * sides))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("experts", [0, 4])
 def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None:

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bosch.errors import RunError, UserError
 from bosch.hardware import DEVICES, device_named
+from bosch.model.loading import load_model
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from data_prep.documents.calibration import write_calibration
 from data_prep.text import haystack_words
@@ -35,6 +38,7 @@ from stages.train.metrics import peak_flops, step_flops
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
+from stages.train.trainable import restrict_training
 from stages.train.watch import HeldOutWatch, NeedleWatch, make_needle_watch
 from tests.hybrid_case import EXPERT_CHANGES, small_model
 from tests.training_case import (
@@ -196,9 +200,36 @@ def test_flops_are_those_that_plan_counts(case: Path) -> None:
     shape = stored_shape(ModelInfo(content))
     expected = shape.training_flops(128, 32, {Window(6): 0.75})
     config = AutoConfig.from_pretrained(folder)
-    assert step_flops(config, schedule) == pytest.approx({None: expected})
+    train = TrainConfig(**TRAIN)
+    assert step_flops(config, schedule, train) == pytest.approx({None: expected})
     taught = expected + shape.forward_flops(128, 32)
-    assert step_flops(config, schedule, distilled=True) == pytest.approx({None: taught})
+    train = TrainConfig(**TRAIN, teacher="original")
+    assert step_flops(config, schedule, train) == pytest.approx({None: taught})
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 3}}])
+@pytest.mark.parametrize("freeze", ["none", "attention_only"])
+def test_flops_of_a_step_leave_out_what_is_frozen(case: Path, lora: Any, freeze: str) -> None:
+    """As torch counts those of the linear maps, which are all that it sees of a step here."""
+    folder = case / "materialize" / "model"
+    config, train = AutoConfig.from_pretrained(folder), TrainConfig(**TRAIN, **lora, freeze=freeze)
+    schedule = training.make_schedule(train, Runtime(), 32, 1, False)
+    model = load_model(folder, dtype=torch.float32)
+    restrict_training(model, train)
+    install_loss(model)
+    ids = torch.zeros((4, 32), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids)["loss"].backward()
+    whole = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
+    everything = step_flops(config, whole, TrainConfig(**TRAIN))[None]
+    left_out = everything - step_flops(config, schedule, train)[None]
+    # Nothing below the lowest queries, keys and values has a gradient, and so they pass none on.
+    lowest = 0.0
+    if lora or freeze != "none":
+        lowest = 2 * 128 * (32 * (32 + 16 + 16) + (3 * 3 * 32 if lora else 0))
+    linear = 6 * 128 * DecoderShape.of(config).active_parameters
+    # The few weights of norms count as if they were of linear maps.
+    assert counter.get_total_flops() == pytest.approx(linear - left_out - lowest, rel=1e-3)
 
 
 def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatch) -> None:
