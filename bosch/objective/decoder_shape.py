@@ -128,12 +128,17 @@ class DecoderShape:
         return self.vocabulary * self.hidden
 
     def forward_flops(
-        self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
+        self,
+        tokens: float,
+        length: int,
+        shares: Mapping[Window, float] | None = None,
+        logits: float | None = None,
     ) -> float:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
         A full head's query costs the t keys before it, a sliding head's the W keys it sees;
-        `shares` are those of the heads of each window. A multiplication and an addition are two
+        `shares` are those of the heads of each window. The output head is computed at so many
+        tokens as there are `logits`, by default at all. A multiplication and an addition are two
         operations; recurrences are left out.
         """
         full = keys = (length + 1) / 2
@@ -142,7 +147,9 @@ class DecoderShape:
         attention = self.full_layers * self.query_size * keys
         for own in self.kinds.windows.values():
             attention += self.own_query_size * _visible_keys(own, length)
-        return tokens * (2 * self.active_parameters + 4 * attention)
+        without_logits = 0.0 if logits is None else tokens - logits
+        every = tokens * (2 * self.active_parameters + 4 * attention)
+        return every - 2 * self.table * without_logits
 
     def training_flops(
         self, tokens: float, length: int, shares: Mapping[Window, float] | None = None

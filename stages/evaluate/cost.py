@@ -69,7 +69,7 @@ def _cost(
     shares = window_shares(rows_by_window) if is_hybrid else None
     assert loaded.info is not None
     work, facts = _work(evaluate, loaded.info.max_positions)
-    passes = sum(shape.forward_flops(one.tokens, one.length, shares) for one in work)
+    passes = sum(shape.forward_flops(w.tokens, w.length, shares, w.logits) for w in work)
     samples = sum(one.samples for one in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
     number, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
@@ -124,7 +124,9 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
         documents = min(one.documents, limit or one.documents)
         length = one.prompt + one.answer
         samples, read = documents * one.answers, min(length, positions or length)
-        work.append(Work(samples, samples * read, read, read))
+        # Of answers that are only weighed, not generated, lm-eval takes all logits.
+        generated = samples * one.answer if one.answer else None
+        work.append(Work(samples, samples * read, read, read, logits=generated))
         answers = f", {one.answers} answers each" if one.answers > 1 else ""
         part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(

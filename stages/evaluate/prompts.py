@@ -96,8 +96,9 @@ class PromptEvaluation(SuiteSection):
 
     def work(self) -> tuple[list[Work], list[str]]:
         samples, (_, longest) = self.most_samples, self.most_tokens
+        generated = samples * self.new_tokens
         work = [
-            Work(samples, samples * (length + self.new_tokens), length, longest)
+            Work(samples, samples * length + generated, length, longest, logits=generated)
             for length in self.lengths
         ]
         return work, [f"{self.title}: up to {samples:,} samples at each length"]

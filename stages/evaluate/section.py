@@ -21,7 +21,8 @@ class Work:
     """So many samples, answers counted, of a context of `length` tokens on average.
 
     `tokens` are those of all samples; `longest` is the longest of them, with its answer, and
-    `most_rows` how many are read at once, at most.
+    `most_rows` how many are read at once, at most. Logits are computed at `logits` of the tokens,
+    where answers are generated at these; None: at all.
     """
 
     samples: int
@@ -29,6 +30,7 @@ class Work:
     length: int
     longest: int
     most_rows: int = sys.maxsize
+    logits: int | None = None
 
 
 class SuiteSection(Section):

@@ -22,9 +22,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     flops, runs = 0.0, section.repeats * section.batch_size
     for shares in (None, window_shares(rows)):
         for length in section.lengths:
-            flops += shape.forward_flops(runs * (length + section.decode_tokens), length, shares)
+            decoded = section.decode_tokens
+            flops += shape.forward_flops(runs * (length + decoded), length, shares, runs * decoded)
             warm_up = min(length, 2 * MeasureSettings().chunk)
-            flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares)
+            flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares, runs)
     facts = [
         f"{section.repeats} runs each of original and hybrid at prompts of "
         f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, on one device",

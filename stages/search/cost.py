@@ -127,9 +127,12 @@ def _searched(recipe: Recipe, method: str) -> int:
 
 
 def _evaluation_flops(recipe: Recipe, shape: DecoderShape, method: str) -> float:
-    """Operations of an evaluation with every head full and nothing reused."""
+    """Operations of an evaluation with every head full and nothing reused.
+
+    Logits are computed at the answers alone, which are too few to count.
+    """
     length = recipe[PrepareConfig].calibration.length
-    return shape.forward_flops(_searched(recipe, method) * length, length)
+    return shape.forward_flops(_searched(recipe, method) * length, length, logits=0)
 
 
 def _batches_by_round(recipe: Recipe, method: str) -> tuple[int, ...]:

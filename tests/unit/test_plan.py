@@ -8,6 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bosch.errors import UserError
 from bosch.hardware import cpu_cores
@@ -68,6 +71,28 @@ def _hours(
     loaded = _paper(name, *overrides)
     devices = plan_devices(loaded, f"{device}x{count}", efficiency)
     return plan_costs(loaded, devices)[stage].hours(device, count)
+
+
+def test_logits_are_work_where_they_are_computed(case: Case) -> None:
+    """Of a search at the answers, which are few; of an evaluation at what is generated."""
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3", **SHAPE), attn_implementation="eager"
+    )
+    with FlopCounterMode(display=False) as counter:
+        model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=3, min_new_tokens=3)
+    attention = 4 * 3 * 8 * 16  # of a pair of query and key, of which eager takes all
+    linear = counter.get_total_flops() - attention * (40 * 40 + 41 + 42)
+    planned = _shape().forward_flops(42, 42, logits=3) - attention * 42 * 43 / 2
+    assert linear == planned
+
+    costs, layers = _costs(_load(case)), 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+
+    def work(tokens: int, length: int, logits: int) -> float:
+        return tokens * (2 * layers + 4 * 4 * 64 * (length + 1) / 2) + logits * 2 * 64 * 256
+
+    evaluations = int(costs["search"].facts[0].split()[2].replace(",", ""))
+    assert costs["search"].flops == pytest.approx(evaluations * work(4 * 256, 256, 0))
+    assert costs["original"].flops == pytest.approx(work(12 * 512, 512, 12 * 128))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -157,7 +157,11 @@ class NeedleEvaluation(SuiteSection):
 
     def work(self) -> tuple[list[Work], list[str]]:
         samples = self.samples * len(self.tasks)
-        work = [Work(samples, samples * length, length, length) for length in self.lengths]
+        generated = self.samples * sum(map(self.new_tokens, self.tasks))
+        work = [
+            Work(samples, samples * length, length, length, logits=generated)
+            for length in self.lengths
+        ]
         return work, [f"RULER: {samples:,} samples at each length"]
 
 
