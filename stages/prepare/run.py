@@ -91,7 +91,7 @@ def write_training_data(
     """Tokenise as much of every source as its share needs, then mix and pack."""
     section = config.section
     length = section.sequence_length
-    sequences = math.ceil(section.train_tokens / length)
+    sequences = section.sequences
     tokens = sequences * length
     sources = [_source(source) for source in section.sources]
     weights = [source.weight for source in sources]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +140,11 @@ class PrepareConfig(Section):
     sources: list[SourceConfig] = Field(min_length=1, description="Where documents come from.")
     calibration: CalibrationConfig = CalibrationConfig()
 
+    @property
+    def sequences(self) -> int:
+        """Packed sequences: as many whole ones as `train_tokens` take."""
+        return math.ceil(self.train_tokens / self.sequence_length)
+
 
 PACKED_DATA = "train"
 CALIBRATION = "calibration"
@@ -215,13 +221,14 @@ def _filters(where: str, source: SourceConfig) -> Iterator[str]:
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """Tokens to read, and the data on disk."""
+    """Tokens to read, in whole sequences, and the data on disk."""
     prepare = loaded.recipe[PrepareConfig]
-    tokens, length = prepare.train_tokens, prepare.sequence_length
+    length, sequences = prepare.sequence_length, prepare.sequences
+    tokens = sequences * length
     core_hours = tokens / _TOKENS_PER_CORE_SECOND / 3600
     examples = prepare.calibration.examples
     facts = [
-        f"{tokens:,} tokens in {tokens // length:,} sequences of {length:,}",
+        f"{tokens:,} tokens in {sequences:,} sequences of {length:,}",
         f"{examples} calibration examples of {prepare.calibration.length:,}",
         f"about {format_hours(core_hours)} on one core",
     ]

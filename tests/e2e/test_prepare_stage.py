@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import load_from_disk
@@ -15,6 +16,7 @@ from data_prep.documents.tokenizer import Encoder, TokenizerSpec
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
+from stages.stage import call
 from tests.tiny_data import save_tiny_model, tiny_tokenizer
 
 
@@ -66,6 +68,11 @@ def test_outputs(model, corpus, tmp_path):
     out = run(config(model, sources), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
     assert statistics["sequences"] == 47 and statistics["tokens"] == 47 * 64
+    # As `plan` says beforehand: what fills no whole sequence takes one more.
+    loaded = SimpleNamespace(recipe={PrepareConfig: config(model, sources).section})
+    planned = call("stages.prepare.stage:cost", loaded, None)
+    assert planned.facts[0] == "3,008 tokens in 47 sequences of 64"
+    assert planned.disk == 4 * 47 * 64 + 5 * 420 * 6
     mine, made = (statistics["sources"][name] for name in ("mine", "made"))
     assert (mine["target_share"], made["target_share"]) == (0.75, 0.25)
     assert 0.5 < mine["share"] < 0.85
