@@ -37,10 +37,23 @@ DEVICES = {
     "cpu": Device(0.05, 4),
 }
 
+# What drivers call devices that share a name above and have another peak.
+_VARIANTS: dict[str, Device | None] = {
+    "h100pcie": Device(756, 80),
+    "h100nvl": Device(835, 94),
+    "h200nvl": Device(835, 141),
+    "gb200": Device(2500, 186),
+    "rtx4090d": None,
+    "rtx4090laptop": None,
+}
+
 
 def device_named(name: str) -> Device | None:
     """The device that a driver calls `name`, like "NVIDIA A800-SXM4-80GB"; None for others."""
     plain = name.lower().replace(" ", "")
+    for key, variant in _VARIANTS.items():
+        if key in plain:
+            return variant
     return next((device for key, device in DEVICES.items() if key != "cpu" and key in plain), None)
 
 

@@ -238,7 +238,19 @@ def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatc
         "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40S": "l40s",
     }.items():  # fmt: skip
         assert device_named(name) is DEVICES[key]
-    assert device_named("AMD EPYC cpu") is None
+    # By NVIDIA's data sheets, half of what they say of sparse products.
+    for name, sparse in {
+        "NVIDIA H100 PCIe": 1513, "NVIDIA H100 NVL": 1671, "NVIDIA H200 NVL": 1671,
+        "NVIDIA GB200": 5000,
+    }.items():  # fmt: skip
+        device = device_named(name)
+        assert device is not None and device.tflops == pytest.approx(sparse / 2, abs=1)
+    for other in (
+        "AMD EPYC cpu",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+    ):
+        assert device_named(other) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, peak in (("NVIDIA H100 80GB HBM3", 3 * 989e12), ("another", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
