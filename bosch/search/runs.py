@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 class MethodRun:
     """Result, trace, costs and notes of one run of a method.
 
-    `costs` are those of `Evaluator.costs`, with `solver_seconds`: time outside the model.
+    `costs` are those of `Evaluator.costs`, with `solver_seconds`: time outside the model, and of
+    `model_seconds` those that earlier attempts took, `earlier_seconds`.
     """
 
     result: SearchResult
@@ -71,6 +72,7 @@ def run_method(
     costs = evaluator.costs()
     seconds = time.perf_counter() - started
     costs["solver_seconds"] = max(0.0, seconds - evaluator.fresh_seconds)
+    costs["earlier_seconds"] = max(0.0, costs["model_seconds"] - evaluator.fresh_seconds)
     return MethodRun(result, evaluator.trace, costs, evaluator.notes)
 
 

@@ -19,6 +19,7 @@ from bosch.heads import HeadMask
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import Evaluation
 from bosch.objective.objective import Objective
 from bosch.window import Window
 from data_prep.documents.calibration import forced_records
@@ -28,7 +29,7 @@ from pipeline.cli import main
 from pipeline.commands.study import headbench
 from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log
-from pipeline.commands.study.studied_model import StudiedModel
+from pipeline.commands.study.studied_model import Setting, StudiedModel
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from stages.recipe import World
 from stages.search.stage import STAGE
@@ -342,6 +343,29 @@ def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
         files.append(evaluation_log(model, "calibration", model.calibration(0)).path)
     assert files[0] == files[1] != files[2]
     assert model.objective(model.calibration(0)).memory()["cache_bytes_limit"] == 5_000_000
+
+
+def test_the_seconds_of_a_stopped_search_are_those_of_all_its_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three passes of an hour before the stop: the rest alone takes a moment."""
+    small = [f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"]
+    model = StudiedModel(load_recipe(RECIPE, small, env={}), StudyOptions(), tmp_path)
+    evaluate, left = Objective.evaluate, [3, 2, 1]
+
+    def until_it_is_stopped(self: Objective, *args: Any, **options: Any) -> Evaluation:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return replace(evaluate(self, *args, **options), seconds=3600.0)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Objective, "evaluate", until_it_is_stopped)
+        model.search(Setting("bosch", 0.5, 3), 0)
+    costs = model.search(Setting("bosch", 0.5, 3), 0).costs
+    assert costs["seconds"] == pytest.approx(3 * 3600, abs=600)
+    assert costs["model_seconds"] == pytest.approx(3 * 3600, abs=600)
+    assert model.search(Setting("bosch", 0.5, 3), 1).costs["seconds"] < 600
 
 
 def without_change(folder: Path) -> LoadedRecipe:

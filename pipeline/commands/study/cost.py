@@ -129,6 +129,7 @@ def _text(model: StudiedModel) -> str:
         "calibration set. Costs are medians over the seeds; full passes are full-forward "
         "equivalents over the calibration set, with and without exact reuse. They leave out the "
         "pass of a static ranking, which counts in the seconds alone. Seconds are processor time "
-        "where the model is on a CPU. Brackets: 95 % intervals over seeds and examples; "
-        "differences are paired by example. κ: evaluations per layer."
+        "where the model is on a CPU; passes before a stop count by the clock. Brackets: 95 % "
+        "intervals over seeds and examples; differences are paired by example. κ: evaluations per "
+        "layer."
     )

@@ -430,7 +430,8 @@ class StudiedModel:
             tokens, chosen = self.held_out_set.max_length, self.slots(settings.swa_ratio)
             slots = SlotBudgets(tokens, (chosen,), chosen)
         run = run_method(method, objective, settings, log=log, slot_budgets=slots)
-        seconds = clock() - started
+        # Passes of a search that was stopped were made before this start.
+        seconds = clock() - started + run.costs["earlier_seconds"]
         full = next(point for point in run.trace if point.subproblem == "all full")
         logger.info(
             "%s at %.4g, seed %d: score %.4f, log-likelihood %.3f, %.1f full passes",
