@@ -57,9 +57,12 @@ class ActivationSizes:
         """Hidden states of `tokens`, as far as this process holds them."""
         return self._own(tokens) * self.hidden * self.value_bytes
 
-    def layer_entry(self, tokens: int) -> int:
-        """A layer's input and its attention of both kinds: all that reuse keeps of it."""
-        outputs = 2 * self._per_shard(self.query)
+    def layer_entry(self, tokens: int, windows: int = 1) -> int:
+        """A layer's input and its attention, full and of each of so many windows.
+
+        It is all that reuse keeps of a layer.
+        """
+        outputs = (1 + windows) * self._per_shard(self.query)
         return self._own(tokens) * (self.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, tokens: int) -> int:

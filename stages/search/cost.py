@@ -152,10 +152,12 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
 
 def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
     """Bytes that reuse keeps of one layer for a process's examples, and the share that fits."""
-    entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length)
+    windows = len(recipe[SearchConfig].menu)
+    entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length, windows)
     room = recipe.runtime.reuse_memory
+    kinds = "both kinds" if windows == 1 else f"all {1 + windows} kinds"
     fact = (
-        "reuse: the input of a layer and its attention of both kinds, "
+        f"reuse: the input of a layer and its attention of {kinds}, "
         f"{format_bytes(entry)} for the {examples} examples of a process; runtime.reuse_memory "
     )
     if isinstance(room, int):

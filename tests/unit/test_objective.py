@@ -262,6 +262,21 @@ def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, 
     assert measured.full_forward_equivalents <= objective.gradient_passes(1, 2)
 
 
+@pytest.mark.parametrize("menu", [[WINDOW], [WINDOW, 5], [WINDOW, 5, 3]])
+def test_what_reuse_keeps_of_a_layer_is_what_plan_says(menu):
+    """Of an example at a layer where passes start, which has an input and attention."""
+    model, _ = searchable()
+    calibration = CalibrationSet.from_records(([1, 2] * 12 + [row], 1) for row in range(3))
+    windows = [Window(size) for size in menu]
+    objective = Objective(model, calibration, windows, reuse_bytes=1 << 30)
+    for seed in range(3):
+        choices = FULL.choices.copy()
+        choices[1:] = mask_of(model.config, seed).choices[1:]
+        objective.evaluate(HeadMask.of_choices(choices), shared_layers=1)
+    kept = [entry.nbytes for (layer, *_), entry in objective.cache.entries.items() if layer == 1]
+    assert kept == [memory.activation_sizes(model).layer_entry(25, len(menu))] * 3
+
+
 def searchable_with(family, reuse_bytes=0, **changes):
     model = small_model(family, **changes)
     calibration = answered(model, examples=2)
