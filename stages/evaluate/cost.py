@@ -120,8 +120,8 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
         if not one.documents:
             facts.append(f"{one.name}: samples below, data: {one.data}{left_out}")
             continue
-        limit = getattr(evaluate.suites[one.suite], "samples", None)
-        documents = min(one.documents, limit or one.documents)
+        limit = getattr(evaluate.suites[one.suite], "samples", None)  # of each task
+        documents = min(one.documents, one.parts * (limit or one.documents))
         length = one.prompt + one.answer
         samples, read = documents * one.answers, min(length, positions or length)
         # Of answers that are only weighed, not generated, lm-eval takes all logits.

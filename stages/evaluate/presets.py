@@ -21,8 +21,9 @@ PresetName = Literal["short", "long", "reasoning"]
 class Benchmark:
     """Tasks of a suite of `evaluate`, and what they take; without tasks it is the whole suite.
 
-    `settings` change each of the tasks, as lm-eval writes them in a task's file. `packages` are
-    modules that their scores need. `left_out`: parts that are no tasks here, and why.
+    Of lm-eval's groups `parts` is how many tasks the documents belong to. `settings` change each of
+    the tasks, as lm-eval writes them in a task's file. `packages` are modules that their scores
+    need. `left_out`: parts that are no tasks here, and why.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Benchmark:
     tasks: tuple[str, ...] = ()
     suite: str = "harness"
     documents: int = 0
+    parts: int = 1
     prompt: int = 0
     answer: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -48,9 +50,10 @@ _SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_gen_toks"
 
 PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
     "short": (
-        Benchmark("MMLU", "arXiv:2009.03300", "cais/mmlu", ("mmlu",), documents=14_042, prompt=150),
-        Benchmark("ARC", "arXiv:1803.05457", "allenai/ai2_arc", ("ai2_arc",), documents=3_548,
+        Benchmark("MMLU", "arXiv:2009.03300", "cais/mmlu", ("mmlu",), documents=14_042, parts=57,
                   prompt=150),
+        Benchmark("ARC", "arXiv:1803.05457", "allenai/ai2_arc", ("ai2_arc",), documents=3_548,
+                  parts=2, prompt=150),
         Benchmark("HellaSwag", "arXiv:1905.07830", "Rowan/hellaswag", ("hellaswag",),
                   documents=10_042, prompt=400),
         Benchmark("WinoGrande", "arXiv:1907.10641", "allenai/winogrande", ("winogrande",),
@@ -62,22 +65,22 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
         Benchmark("RULER", "arXiv:2404.06654", "squad.json and hotpotqa.json, as RULER downloads "
                   "them, in evaluate.needle.data_dir", get_args(RulerTask), "needle"),
         Benchmark("LongBench v1", "arXiv:2308.14508", "THUDM/LongBench", ("longbench",),
-                  documents=4_750, prompt=12_000, answer=150,
+                  documents=4_750, parts=21, prompt=12_000, answer=150,
                   packages=("jieba", "fuzzywuzzy", "rouge")),
         Benchmark("LongBench v2", "arXiv:2412.15204", "recursal/longbench-v2", ("longbench2",),
-                  documents=503, prompt=260_000),
+                  documents=503, parts=20, prompt=260_000),
         Benchmark("BABILong", "arXiv:2406.10149", "RMT-team/babilong-1k-samples",
-                  ("babilong_longctx",), documents=5_000, prompt=32_768, answer=16,
+                  ("babilong_longctx",), documents=5_000, parts=5, prompt=32_768, answer=16,
                   settings={"dataset_kwargs": {"max_seq_lengths": "32k"}}),
         Benchmark("LongProc", "arXiv:2501.05414", "PrincetonPli/LongProc",
                   ("longproc_path_traversal", "longproc_tom_tracking", "longproc_html_to_tsv",
                    "longproc_travel_planning"),
-                  documents=1_700, prompt=12_000, answer=3_000, packages=("pandas",),
+                  documents=1_700, parts=11, prompt=12_000, answer=3_000, packages=("pandas",),
                   left_out="countdown and pseudo_to_code, whose scores run what the model writes"),
         Benchmark("GraphWalks", "openai.com/index/gpt-4-1", "openai/graphwalks",
                   ("graphwalks_128k",), documents=1_150, prompt=40_000, answer=1_000),
         Benchmark("InfiniteBench", "arXiv:2402.13718", "xinrongzhang2022/InfiniteBench",
-                  ("infinitebench",), documents=3_900, prompt=180_000, answer=100,
+                  ("infinitebench",), documents=3_900, parts=11, prompt=180_000, answer=100,
                   packages=("rouge_score",)),
         *(Benchmark(suite.title, suite.source, suite.public_data, suite=name)
           for name, suite in SUITES.items() if issubclass(suite, PromptEvaluation)),

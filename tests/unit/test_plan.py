@@ -149,6 +149,15 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
     assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
 
 
+def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
+    """MMLU has 57 tasks, ARC two; a limit above their documents changes nothing."""
+    short = "evaluate={needle: null, presets: [short], harness: {samples: %d}}"
+    for samples, mmlu, arc, hellaswag in ((5, 285, 10, 5), (5000, 14_042, 3_548, 5_000)):
+        facts = " ".join(_costs(_load(case, short % samples))["evaluate"].facts)
+        assert f"MMLU: {mmlu:,} documents" in facts and f"ARC: {arc:,} documents" in facts
+        assert f"HellaSwag: {hellaswag:,} documents" in facts
+
+
 def test_a_model_too_large_for_a_device_is_noted(case: Case) -> None:
     for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
         case.change_config(vocab_size=gib * 2**30 // 128)

@@ -139,6 +139,9 @@ def test_lm_eval_has_all_tasks_of_a_preset(manager: TaskManager, preset: Any) ->
     refuse_unscorable(manager, names)
     members = {name: leaf_configs(manager, name) for name in names}
     assert sum(map(len, members.values())) == {"short": 62, "long": 69, "reasoning": 3}[preset]
+    for one in (one for one in benchmarks([preset]) if one.documents):
+        tasks = [task for name in one.tasks for task in config.harness.expanded(name)]
+        assert one.parts == sum(len(members[task]) for task in tasks), one.name
     assert config.harness.required == []
     assert config.completed("recipe") == config
     covered = {task.rpartition("_")[0] for task in LAYOUTS} | {*LAYOUTS}
