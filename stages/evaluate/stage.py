@@ -13,7 +13,7 @@ from bosch.backends import lacking
 from bosch.search.methods import METHODS, MethodName
 from bosch.window import windows_text
 from stages.evaluate.chat import has_template
-from stages.evaluate.presets import PRESETS, PresetName, benchmarks
+from stages.evaluate.presets import PRESETS, Benchmark, PresetName, benchmarks
 from stages.evaluate.section import SuiteSection
 from stages.evaluate.suites import SUITES
 from stages.exchange import split_faults
@@ -25,8 +25,6 @@ from stages.stage import Stage
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from stages.evaluate.presets import Benchmark
 
 
 def unsearched(names: list[MethodName]) -> list[MethodName]:
