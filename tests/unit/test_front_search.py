@@ -432,8 +432,8 @@ def test_the_result_is_the_best_of_the_masks_that_fit(
         search.points[number] = Point(
             _slots(budget), _full(*units), Evaluation(score, -1.0), 0.0, np.zeros((2, 4))
         )
-    found = search.result(Anchors(0.0, 1.0))
-    assert found.mask == HeadMask.of_choices(_full(*best))
+    result = search.result(Anchors(0.0, 1.0))
+    assert result.mask == HeadMask.of_choices(_full(*best))
 
 
 @pytest.mark.parametrize(("score", "takes"), [(0.485, True), (0.47, False)])

@@ -72,8 +72,8 @@ def test_it_may_read_all_stages_or_the_report_itself(
     loaded = load_recipe(case.file, env={}, stages=stages)
     assert Runner(loaded, Choice(), in_process).run() == 9
     summary = json.loads((case.output("digest") / "manifest.json").read_text())["summary"]
-    others = {one.name for one in loaded.present} - {"digest", "report", "send"}
-    assert set(summary["inputs"]) == others
+    read = {one.name for one in loaded.present} - {"digest", "report", "send"}
+    assert set(summary["inputs"]) == read
     assert main(["run", str(case.file)], stages) == 0
     assert f"report: {case.output('report')}" in capsys.readouterr().out
 

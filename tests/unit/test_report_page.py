@@ -409,8 +409,8 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     assert "another: " in str(verdict(results))
     print_summary(results, "a run", ReportConfig())
     averages = [line.split() for line in capsys.readouterr().out.splitlines() if "average" in line]
-    found = [(row[0], row[-1]) for row in averages if {"hybrid", "untrained"} <= {*row}]
-    assert found == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "50.0")]
+    untrained = [(row[0], row[-1]) for row in averages if {"hybrid", "untrained"} <= {*row}]
+    assert untrained == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "50.0")]
     part = other_suites(results)[1]
     assert part.missing == ["another: three has no score: it is gone"]
     assert [row[0] for table in part.tables for row in table.rows] == ["one"]
