@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from bosch.model.head_table import budget_slots, kv_budgets, original_slots
 from bosch.search.methods import METHODS
 from stages.fields import MOST, different, parse_count
+from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
 
@@ -34,14 +36,28 @@ KvBudget: TypeAlias = Annotated[
 KvBudgets: TypeAlias = Annotated[list[KvBudget], Field(min_length=1), AfterValidator(different)]
 
 
-def front_faults(loaded: LoadedRecipe, field: str, is_set: bool) -> Iterator[str]:
-    """Why a field that names several budgets is set where the search finds one mask."""
-    method = loaded.recipe[SearchConfig].method
-    if is_set and not METHODS[method].finds_front:
+def front_faults(
+    loaded: LoadedRecipe, field: str, names: Literal["all"] | Sequence[int | float]
+) -> Iterator[str]:
+    """Why the search finds no budgets that a field could name, or none that has one of `names`."""
+    search = loaded.recipe[SearchConfig]
+    if not METHODS[search.method].finds_front:
         yield (
-            f"{field}: search.method = {method} finds one head mask; set search.method: front, or "
-            "leave the field out"
+            f"{field}: search.method = {search.method} finds one head mask; set search.method: "
+            "front, or leave the field out"
         )
+    elif names != "all" and loaded.info is not None:
+        context = loaded.recipe[PrepareConfig].calibration.length
+        price = search.front_price(loaded.info.kinds, loaded.recipe.model.dtype, context)
+        least, most = search.slot_range(price)
+        for name in names:
+            slots = name * most if name <= 1 else name
+            if not least <= math.ceil(slots) <= most:
+                yield (
+                    f"{field}: {name:,} names no budget; at {price.tokens:,} tokens all heads at "
+                    f"{search.menu[-1]} hold {least:,} KV slots, the original {most:,} (a share of "
+                    f"{least / most:.3g} to 1)"
+                )
 
 
 def named_budgets(config: Any, names: Literal["all"] | Sequence[int | float]) -> tuple[int, ...]:

@@ -131,7 +131,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"evaluate.windows: a mask with windows of {windows_text(menu)} has no one window "
             "that another could replace; leave the field out"
         )
-    yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets != "chosen")
+    if evaluate.budgets != "chosen":
+        yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets)
     for name, section in evaluate.suites.items():
         yield from section.faults(loaded, f"evaluate.{name}")
         if evaluate.chat_template:

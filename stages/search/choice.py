@@ -16,8 +16,7 @@ _POINTS = 8
 
 def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
     """KV slots at `price.tokens` tokens of the points of a front, ascending."""
-    heads = len(price.kinds.full) * price.kinds.heads
-    most, least = heads * price.tokens, heads * section.menu[-1].held(price.tokens)
+    least, most = section.slot_range(price)
     if section.points is not None:
         return tuple(round(share * most) for share in section.points)
     spaced = np.geomspace(max(least, price.tokens), most, _POINTS + 2)[1:-1]

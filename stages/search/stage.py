@@ -247,6 +247,11 @@ class SearchConfig(Section):
         budget = self.chosen_budget
         return Price(budget, kinds, dtype, budget.context or budget.tokens or context)
 
+    def slot_range(self, price: Price) -> tuple[int, int]:
+        """KV slots with all heads at the smallest window, and of the original, at `price.tokens`."""
+        heads = len(price.kinds.full) * price.kinds.heads
+        return heads * self.menu[-1].held(price.tokens), heads * price.tokens
+
     @property
     def chosen_budget(self) -> Budget:
         """The budget, also of swa_ratio."""
@@ -450,10 +455,10 @@ def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
     yield from _no_cheaper(search, price)
     if search.points is None and len(price.kinds.full) * price.kinds.heads == 1:
         yield "search.method: front has no points where the model has one KV head in all"
-    least = search.menu[-1].held(price.tokens) / price.tokens
+    least, most = search.slot_range(price)
     for share in search.points or ():
-        if not least <= share < 1:
-            first = math.ceil(least * 1e6) / 1e6  # rounded down it would be refused again
+        if not least / most <= share < 1:
+            first = math.ceil(least / most * 1e6) / 1e6  # rounded down it would be refused again
             yield (
                 f"search.points: {share:g} of the KV cache at {price.tokens:,} tokens is no point; "
                 f"choose from {first:g}, all heads at {search.menu[-1]}, to below 1"

@@ -122,10 +122,11 @@ def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:
     context = recipe[PrepareConfig].calibration.length
     price = search.front_price(kinds, recipe.model.dtype, context)
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
-    original, held = heads * price.tokens, window.held(price.tokens)
+    least, original = search.slot_range(price)
     points = [slots for slots in point_slots(search, price) if slots < original]
     named = points if budgets == "all" else [_slots_of(one, points, original) for one in budgets]
-    full = {slots: (slots - heads * held) // max(1, price.tokens - held) for slots in named}
+    saved = max(1, price.tokens - window.held(price.tokens))
+    full = {slots: (slots - least) // saved for slots in named}
     return {
         slots: price.with_sliding(heads - max(0, count), window) for slots, count in full.items()
     }

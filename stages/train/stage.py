@@ -242,7 +242,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _bad_steps(train, recipe.runtime)
     yield from _teacher(train, recipe.runtime)
     yield from _optimizer(train, recipe.runtime)
-    yield from front_faults(loaded, "train.budgets", train.budgets is not None)
+    if train.budgets is not None:
+        yield from front_faults(loaded, "train.budgets", train.budgets)
     yield from _attention(loaded, train)
     yield from _documents(loaded, train)
     yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)

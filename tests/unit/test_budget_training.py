@@ -273,6 +273,6 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     assert "hybrid and checkpoints at up to 2 more budgets" in " ".join(facts)
     # By its slots; a share below the smallest point is that one.
     heads = 16 * load_recipe(case.file, changes, env={}).recipe.prepare.calibration.length
-    for name in (round(0.3 * heads), 0.1):
+    for name in (round(0.3 * heads), 0.2):
         assert flops(f"train.budgets=[{name}]")[0] == each[0]
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[0] + 2 * each[2]) / 5)

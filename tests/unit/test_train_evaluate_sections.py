@@ -133,6 +133,14 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "budgets that are not there": (
         ["evaluate.budgets=all"], "evaluate.budgets: ", [*FRONT, "evaluate.budgets=all"],
     ),
+    "a share that no mask has": (
+        [*FRONT, "evaluate.budgets=[0.5,0.01]"], "evaluate.budgets: 0.01 names no budget; at ",
+        [*FRONT, "evaluate.budgets=[0.5,0.9]"],
+    ),
+    "more slots than the original's": (
+        [*FRONT, "train.budgets=[1M]"], "train.budgets: 1,048,576 names no budget; at ",
+        [*FRONT, "train.budgets=[1.0]"],
+    ),
     "another window of several": (
         [*FRONT, "search.windows=[16,32]", "evaluate.windows=[8]"],
         "evaluate.windows: a mask with windows of 16 and 32 has no one window",
