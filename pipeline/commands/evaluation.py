@@ -31,6 +31,7 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
+from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
 from stages.train.stage import checkpoint_folders
 
@@ -98,6 +99,7 @@ class Evaluation:
         document: dict[str, Any] = {
             "original": self.original.key,
             "code": [self.node.stage.version, VERSIONS],
+            "budgets": self.runner.loaded.recipe[EvaluateConfig].budgets,
             "models": self._identities(folders),
         }
         stamps = self.runner.hasher.seen
@@ -202,7 +204,7 @@ class Evaluation:
             earlier = read_json(file)
             if not isinstance(earlier, dict) or not isinstance(earlier.get("models"), dict):
                 continue  # damaged, and of another evaluation
-            if all(earlier.get(name) == document[name] for name in ("original", "code")):
+            if all(earlier.get(name) == document[name] for name in ("original", "code", "budgets")):
                 yield file.parent, file.parent, earlier["models"]
 
     def _identities(self, folders: Mapping[str, Path]) -> dict[str, str]:

@@ -16,6 +16,6 @@ STAGE = Stage(
     distributed=True,
     card=model_card,
     pool="evaluation",
-    unread=("rivals", "windows"),
+    unread=("rivals", "windows", "budgets"),
     cost="stages.evaluate.cost:original",
 )

@@ -191,6 +191,23 @@ def test_a_choice_has_its_models_at_other_budgets_too(
     assert len(launches.orders) == 2
 
 
+def test_other_budgets_are_other_scores_beside_the_same_original(
+    case: Case, launches: Launches
+) -> None:
+    case.content["search"]["method"] = "front"
+    case.content["prepare"]["calibration"]["examples"] = 8
+    keys = set()
+    for budgets in ([0.5], "all", [0.5]):
+        case.content["evaluate"]["budgets"] = budgets
+        case.save()
+        _publish(case, "materialize", "model")
+        assert run(case) == 0
+        nodes = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice()).nodes
+        keys.add(next(node.key for node in nodes if node.name == "original"))
+    places = [order["work_dir"] for order in launches.orders]
+    assert len(keys) == 1 and len(places) == len(set(places)) == 2
+
+
 def _place(launches: Launches) -> Path:
     return next(Path(launches.orders[0]["work_dir"]).parents[2].glob("*/evaluation"))
 
