@@ -26,7 +26,8 @@ _RESERVED = ("store", "work", "shared", "locks", "logs", "damaged")
 _Kind = TypeVar("_Kind", bound=Section)
 
 
-def _folder_name(value: str) -> str:
+def folder_name(value: str) -> str:
+    """A recipe's name, which names its folder; raises ValueError for what cannot."""
     if not _NAME.fullmatch(value):
         raise ValueError(
             f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-'"
@@ -48,7 +49,7 @@ class Recipe(Section):
     Paths are absolute once it is loaded; a hub model stays a name.
     """
 
-    name: Annotated[str, AfterValidator(_folder_name)] = Field(
+    name: Annotated[str, AfterValidator(folder_name)] = Field(
         description="Name of the folder runs/<name>; default: the file's name."
     )
     seed: Annotated[int, AfterValidator(_seed)] = Field(

@@ -73,6 +73,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     evaluation = Evaluation(Runner(loaded, Choice()))
     if options.watch and options.model:
         raise UserError("--watch follows the recipe's training; leave --model out")
+    if options.checkpoints and options.model:
+        raise UserError("--checkpoints names the recipe's models; leave it or --model out")
     faults: list[str] = []
     if options.watch:
         scores = _watch(evaluation, options.checkpoints)
@@ -111,7 +113,7 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, 
             continue
         own_faults = _directory_faults(loaded, folder)
         faults += [f"--model {folder}: {one.removeprefix('model.path: ')}" for one in own_faults]
-        if not own_faults:
+        if not own_faults and folder not in folders:
             folders.append(folder)
     names = [folder.name for folder in folders]
     unique = {name for name in names if names.count(name) == 1 and name != ORIGINAL}

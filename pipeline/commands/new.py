@@ -21,6 +21,7 @@ from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.formats import format_length
 from stages.inputs import is_hub_name
+from stages.recipe import folder_name
 
 COMMAND = Command("write a recipe for your own model, with a smoke test")
 SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         if len(typed.splitlines()) > 1 or control_character(typed) is not None:
             raise UserError(f"{typed!r}: holds a line break or control character; rename it")
     name = os.path.basename(os.path.normpath(options.model)).lower().replace(".", "p")
-    file = Path(options.output or f"my_{name.replace('-', '_')}.yaml")
+    file = Path(options.output or f"my_{re.sub('[^a-z0-9]+', '_', name)}.yaml")
     if os.path.lexists(file):
         raise UserError(f"--output {file}: is there already; remove it or name another file")
     if not file.absolute().parent.is_dir():
@@ -107,6 +108,10 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             listing(options.model, [fault.removeprefix("model.path: ") for fault in faults])
         )
+    try:
+        folder_name(file.stem)
+    except ValueError as fault:
+        raise UserError(f"--output {file}: {fault}") from None
     most = info.max_positions if info is not None else None
     length = min(_LONGEST, most or _LONGEST)
     if length < _SHORTEST:
@@ -119,6 +124,8 @@ def run(options: argparse.Namespace) -> int:
     for command in ("validate", "plan"):
         print(f"  bosch {command} {shlex.quote(str(file))}")
     print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
+    if options.data is not None and (others := _unread(options.data)):
+        print(f"--data {options.data}: {len(others)} files are not read, like {others[0]}")
     try:
         load_recipe(file, fetch=False)
     except UserError as fault:
@@ -168,7 +175,7 @@ def _kind(data: str) -> str:
         raise UserError(f"--data {data}: there is no such file or folder, and it is no hub name")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"--data {data}: {NOT_REGULAR}")
-    names = [path.name] if path.is_file() else sorted(file.name for file in files_below(path))
+    names = _names(path)
     if not names:
         raise UserError(f"--data {data}: is an empty folder")
     if INDEX in names and any(".mds" in name for name in names):
@@ -177,3 +184,15 @@ def _kind(data: str) -> str:
     if len(kinds) > 1:
         raise UserError(f"--data {data}: holds {' and '.join(kinds)}; name the files of one kind")
     return kinds[0] if kinds else "text"
+
+
+def _names(path: Path) -> list[str]:
+    return [path.name] if path.is_file() else sorted(file.name for file in files_below(path))
+
+
+def _unread(data: str) -> list[str]:
+    """Files below a folder that its kind of source leaves out; shards lie beside what is none."""
+    path, kind = Path(os.path.expanduser(data)), _kind(data)
+    if not path.is_dir() or kind == "mds":
+        return []
+    return [name for name in _names(path) if not name.endswith(KINDS[kind].suffixes)]

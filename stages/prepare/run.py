@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import resource
@@ -9,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch.errors import UserError
 from bosch.files import file_hashes, remove
 from bosch.hardware import cpu_cores
 from bosch.progress import progress
 from data_prep.documents.calibration import write_calibration
 from data_prep.documents.filters import Filters
 from data_prep.documents.packing import DocumentStream, mix, pack, write_dataset
-from data_prep.documents.sources import Source
+from data_prep.documents.sources import KINDS, Source
 from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
 from data_prep.text import essay_identity, haystack_words
@@ -28,6 +30,7 @@ from stages.prepare.stage import (
     SourceConfig,
     Statistics,
 )
+from stages.recipe import LoadedRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,21 @@ def run(
         **written.model_dump(include={"documents", "tokens", "sequences", "bytes_per_token"}),
         "calibration_examples": written.calibration["examples"],
     }
+
+
+def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
+    """Why the first document of a source cannot be read; nothing of those on the hub."""
+    prepare = loaded.recipe[PrepareConfig]
+    for number, section in enumerate(prepare.sources):
+        kind = KINDS[section.kind]
+        if section.path is None or kind.is_remote(section.path):
+            continue
+        source = _source(section)
+        try:
+            for part in itertools.islice(kind.parts(source, 0, prepare.sequence_length), 1):
+                next(iter(kind.read(part, source)), None)
+        except UserError as fault:
+            yield f"prepare.sources.{number}: {fault}"
 
 
 def _calibration(

@@ -243,5 +243,6 @@ STAGE = Stage(
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,
+    slow_checks="stages.prepare.run:first_document_faults",
     cost="stages.prepare.stage:cost",
 )

@@ -248,7 +248,7 @@ class SearchConfig(Section):
         return Price(budget, kinds, dtype, budget.context or budget.tokens or context)
 
     def slot_range(self, price: Price) -> tuple[int, int]:
-        """KV slots with all heads at the smallest window, and of the original, at `price.tokens`."""
+        """KV slots of all heads at the smallest window and of the original, at `price.tokens`."""
         heads = len(price.kinds.full) * price.kinds.heads
         return heads * self.menu[-1].held(price.tokens), heads * price.tokens
 

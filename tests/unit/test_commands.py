@@ -201,6 +201,21 @@ def test_new_quotes_names_that_yaml_reads_otherwise(
     assert loaded.recipe[PrepareConfig].sources[0].path == str(case.folder / name)
 
 
+def test_new_says_which_files_are_not_read(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(case.folder)
+    shutil.copytree("model", "a model \u00e9")
+    Path("mixed").mkdir()
+    for name in ("a.txt", "b.jsonl", "c.txt"):
+        Path("mixed", name).write_text('{"text": "some"}\n')
+    assert main(["new", "a model \u00e9", "--data", "mixed"]) == 0
+    assert Path("my_a_model_.yaml").is_file()
+    assert "--data mixed: 2 files are not read, like a.txt" in capsys.readouterr().out
+    assert main(["new", "model", "--data", "corpus"]) == 0
+    assert "not read" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -208,6 +223,7 @@ def test_new_quotes_names_that_yaml_reads_otherwise(
         (["new", "model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
         (["new", "model", "--data", "empty"], "--data empty: is an empty folder"),
         (["new", "model", "--output", "tiny.yaml"], "--output tiny.yaml: is there already"),
+        (["new", "model", "--output", "my d\u00e4ta.yaml"], "cannot name a folder; use 1 to 100"),
         (["new", "model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
         (["new", "x" * 5000], "File name too long"),
         (["new", "model", "--data", "z" * 5000, "--output", "a.yaml"], "File name too long"),

@@ -191,6 +191,18 @@ def test_a_choice_has_its_models_at_other_budgets_too(
     assert len(launches.orders) == 2
 
 
+def test_models_are_named_in_one_way(case: Case, launches: Launches) -> None:
+    place = str(_model(case, case.folder / "tokens-16"))
+    for options, said in (
+        ({"watch": True}, "--watch follows the recipe's training"),
+        ({"checkpoints": ["hybrid"]}, "--checkpoints names the recipe's models"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run(case, model=[place], **options)
+    assert run(case, model=[place, f"{place}/"]) == 0
+    assert [list(order["inputs"]) for order in launches.orders] == [["tokens-16"]]
+
+
 def test_other_budgets_are_other_scores_beside_the_same_original(
     case: Case, launches: Launches
 ) -> None:

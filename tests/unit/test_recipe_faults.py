@@ -582,6 +582,21 @@ def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
     assert "boolq" not in capsys.readouterr().err
 
 
+def test_validate_reads_the_first_document_of_each_source(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case.folder / "b.jsonl").write_text('{"body": "some text"}\n')
+    source = {"name": "b", "kind": "jsonl", "path": "b.jsonl"}
+    case.content["prepare"]["sources"].append(source)
+    case.save()
+    assert main(["validate", str(case.file)]) == 2
+    said = "prepare.sources.1: {}, line 1: no field `text` (there is body); set text_field"
+    assert said.format(case.folder / "b.jsonl") in capsys.readouterr().err
+    source["text_field"] = "body"
+    case.save()
+    assert main(["validate", str(case.file)]) == 0
+
+
 @pytest.mark.parametrize(
     ("config", "override", "fault"),
     [
