@@ -145,7 +145,7 @@ def _smallest_budget(results: Results) -> Iterator[str]:
     shares = {one.kv_slots: one.share for one in results.served.budgets}
     tested = [(slots, overall(results, names[slots])) for slots in sorted(names, reverse=True)]
     scored = [(slots, outcome[1]) for slots, outcome in tested if outcome is not None]
-    if len(scored) < 2:
+    if len(scored) < 2 or not _original_answers(results):
         return
     near = list(itertools.takewhile(lambda one: one[1].difference_low > -MARGIN, scored))
     count = f"Of the {len(scored)} budgets scored"
@@ -192,17 +192,24 @@ def headline(results: Results, section: ReportConfig) -> str | None:
         outcome = overall(results, choice.model) or outcome
     count, difference = outcome
     tasks = "its task" if count == 1 else f"all {count} tasks and lengths"
-    parts = [
-        f"it scores {_than_original(difference)} over {tasks} "
-        f"({power(difference).removeprefix('; ')})",
-        _cache(results),
-        *_speed(results.measured_points),
-    ]
+    parts = [_cache(results), *_speed(results.measured_points)]
+    cost = f"{', '.join(parts)}, and {_cost(results, section)}."
+    if not _original_answers(results):
+        return (
+            f"No advice: the original scores 0 over {tasks}, which does not show what a hybrid "
+            f"loses. The {label_of(choice.model).lower()} {cost}"
+        )
     advice = "Ship"
     if difference.difference_high < -MARGIN:
         advice = f"Ship none yet: even the best loses more than {MARGIN:g} points. It is"
     what = f"the {label_of(choice.model).lower()} ({choice.reason})"
-    return f"{advice} {what}: {', '.join(parts)}, and {_cost(results, section)}."
+    much = f"it scores {_than_original(difference)} over {tasks}"
+    return f"{advice} {what}: {much} ({power(difference).removeprefix('; ')}), {cost}"
+
+
+def _original_answers(results: Results) -> bool:
+    """Whether the original scores anything: where it does not, no hybrid can lose."""
+    return any(any(scores) for scores in results.samples[ORIGINAL].values())
 
 
 def _cache(results: Results) -> str:

@@ -195,6 +195,11 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     assert str(lost).startswith(
         "Ship none yet: even the best loses more than 5 points. It is the hybrid"
     )
+    none = headline(of(results, {ORIGINAL: 0, HYBRID: 0}, 20), ReportConfig())
+    assert str(none).startswith(
+        "No advice: the original scores 0 over its task, which does not show what a hybrid loses. "
+        "The hybrid, untrained takes 29.7 % of the original's KV cache at 2k, prefills at 1.50"
+    )
     few = headline(of(results, {ORIGINAL: 5, HYBRID: 4}, 5), ReportConfig())
     assert "5 samples are too few to show any loss" in str(few)
 
