@@ -82,10 +82,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         )
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
-    recomputed = (flops + unneeded) / 3
+    again = (flops + unneeded) / 3
     if runtime.checkpointing == "attention":  # all but the kernels, one by one 4 N T D
-        recomputed = 2.0 * shape.active_parameters * tokens
-    done = flops + recomputed * (runtime.checkpointing != "none") + teacher
+        again = 2.0 * shape.active_parameters * tokens
+    again -= 2.0 * shape.table * tokens  # layers are computed again, the output head is not
+    done = flops + again * (runtime.checkpointing != "none") + teacher
     usual = EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY
     efficiency = devices.efficiency or usual
     facts.append(f"an MFU of {efficiency * (flops + teacher) / done:.2g} is assumed")

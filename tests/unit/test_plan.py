@@ -95,6 +95,14 @@ def test_logits_are_work_where_they_are_computed(case: Case) -> None:
     assert costs["original"].flops == pytest.approx(work(12 * 512, 512, 12 * 128))
 
 
+def test_layers_are_computed_again_and_the_output_head_is_not(case: Case) -> None:
+    once, again = (
+        _costs(_load(case, f"runtime.checkpointing={way}"))["train"].flops
+        for way in ("none", "full")
+    )
+    assert again - once == pytest.approx(once / 3 - 2 * 256 * 64 * 2048)
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_work_of_training_leaves_out_gradients_of_frozen_weights(
     case: Case, checkpointing: str
