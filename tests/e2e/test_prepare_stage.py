@@ -92,6 +92,19 @@ def test_outputs(model, corpus, tmp_path):
     assert (out / "tokenizer" / "tokenizer.json").exists()
 
 
+def test_a_source_of_which_nothing_is_read_is_named(model, corpus, tmp_path, caplog):
+    (tmp_path / "long.txt").write_text("One document. " * 3000)
+    sources = [
+        {"name": "long", "kind": "text", "path": str(tmp_path / "long.txt")},
+        {"name": "made", "kind": "retrieval"},
+    ]
+    out = run(config(model, sources), tmp_path / "out")
+    statistics = json.loads((out / "statistics.json").read_text())
+    assert statistics["sources"]["made"]["documents"] == 0
+    assert "source made has a weight, and none of its documents is in the training" in caplog.text
+    assert "source long has a weight" not in caplog.text
+
+
 def test_training_data_is_the_documents(model, corpus, tmp_path):
     """With room for all that the filters leave, each is there once, whole, closed by the end."""
     tokenizer = tiny_tokenizer()
