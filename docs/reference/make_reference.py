@@ -76,8 +76,8 @@ COMMANDS_INTRODUCTION = """\
 
 `bosch COMMAND …` needs the project's environment: `source .venv/bin/activate` first, or call
 `.venv/bin/bosch`. It works from any folder; `python -m pipeline COMMAND …` in the checkout is the
-same program. `bosch --version` prints the version, `bosch completion bash` what completes commands
-and options in a shell.
+same program. `bosch --version` prints the version, `bosch completion bash` a script that completes
+commands, options and files.
 Where `pip install .` has put the library alone, `bosch` has the commands that need no more, such
 as `mask`, `repair` and `show`.
 `launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and

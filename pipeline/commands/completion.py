@@ -1,8 +1,9 @@
-"""`bosch completion SHELL`: what makes a shell complete commands, options and files."""
+"""`bosch completion SHELL`: a script that completes commands, options and files in a shell."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import shtab
 
@@ -10,8 +11,9 @@ import bosch.commands
 import pipeline.commands
 from bosch.commands import PROGRAM, Command, add_arguments, all_commands
 
-COMMAND = Command("print what completes commands and options in a shell")
-_FILES = ("RECIPE", "MODEL_DIR", "DIR", "SOURCE", "TARGET", "RUN")
+COMMAND = Command("print a script that completes commands, options and files in a shell")
+# Values that are files or folders though their type is text: some may be names on the hub.
+_PATHS = ("DIR", "FILE", "MODEL_DIR", "PATH", "RECIPE")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "shell",
         choices=shtab.SUPPORTED_SHELLS,
-        help='your shell, as in eval "$(bosch completion bash)" in ~/.bashrc',
+        help='your shell; bash: "bosch completion bash > ~/.bosch.bash", '
+        'and "source ~/.bosch.bash" in ~/.bashrc',
     )
 
 
@@ -31,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     for name, module in all_commands((bosch.commands, pipeline.commands)):
         command = choices.add_parser(name, help=module.COMMAND.help)
         for action in add_arguments(command, module)._actions:
-            if action.metavar in _FILES:
+            if action.type is Path or action.metavar in _PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(parser, options.shell))
     return 0

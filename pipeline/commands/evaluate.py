@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        metavar="DIRECTORY",
+        metavar="MODEL_DIR",
         action="append",
         default=[],
         help="a model directory, in place of the recipe's checkpoints; may be repeated",

@@ -158,6 +158,8 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert all(name in script for name in commands())
     if shell == "bash":
         assert "--dry-run" in script
+        for takes_files in ("run_pos_0", "repair___from", "evaluate___model", "new___data"):
+            assert f"_shtab_bosch_{takes_files}_COMPGEN=_shtab_compgen_files" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
