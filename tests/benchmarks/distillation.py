@@ -1,10 +1,10 @@
-"""Tokens of training that bring back 90 and 99 % of a lost needle score, with and without teacher.
+"""Training tokens that bring 90 and 99 % of a lost needle score back, with and without teacher.
 
 python -m tests.benchmarks.distillation FOLDER [SEED ...]
 
 The quickstart's model with whole layers made sliding (intr, rho = 0.875, W = 64), which loses most
-of its score. Every variant reads the same tokens in the same order, 128 steps of 2,048; the score
-is that of samples neither search nor training has seen. Finished runs in FOLDER are used.
+of its score. Every variant reads the same tokens in the same order, 128 steps of 2,048; it is
+scored on samples that neither search nor training has seen. Finished runs in FOLDER are reused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stages.train.watch import make_needle_watch
 
 RECIPE = "recipes/quickstart.yaml"
 TOKENS = 128 * 2048
-# The table in docs/notes/benchmarks.md is of these settings, whatever the recipe has.
+# Those of the table in docs/notes/benchmarks.md, whatever the quickstart's recipe has by now.
 SETTINGS = [
     "search.method=intr", "search.swa_ratio=0.875", "search.window_size=64", "search.points=null",
     "prepare.sources=[{name: python, kind: python_docs, weight: 0.15}, "
@@ -48,7 +48,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def run_stages(folder: Path, until: str, *overrides: str, name: str = "quickstart") -> Path:
-    """The outputs of the quickstart's stages with these changes."""
+    """Run the quickstart with these overrides up to a stage; returns the folder of its outputs."""
     subprocess.run(
         [
             sys.executable, "-m", "pipeline", "run", RECIPE, "--until", until, f"name={name}",
@@ -60,12 +60,12 @@ def run_stages(folder: Path, until: str, *overrides: str, name: str = "quickstar
 
 
 def config_of(seed: int, variant: list[str]) -> StageConfig[TrainConfig]:
-    """The training with a variant's options."""
+    """The options of the stage train in one variant."""
     return train_config(RECIPE, [f"seed={seed}", *SETTINGS, *WATCH, *variant])
 
 
 def train_config(recipe_file: str, overrides: list[str]) -> StageConfig[TrainConfig]:
-    """What the stage train gets of a recipe with these overrides."""
+    """The options of the stage train in a recipe with these overrides."""
     recipe = load_recipe(ROOT / recipe_file, overrides, fetch=False).recipe
     return StageConfig(
         section=recipe.train,
@@ -77,30 +77,26 @@ def train_config(recipe_file: str, overrides: list[str]) -> StageConfig[TrainCon
 
 
 def score_of(path: Path, config: StageConfig[TrainConfig], prepared: Path) -> float:
-    """Score of a model as it is."""
+    """Needle score of a model."""
     model = load_model(path, dtype="float32")
     install_loss(model)
-    watch = make_needle_watch(config, prepared)
-    return watch.score(model, torch.device("cpu"))
-
-
-def tokens_to(share: float, lost: float, start: float, scores: Mapping[int, float]) -> int | None:
-    """Tokens after which that share of the lost score is back; None where it never is.
-
-    `scores` holds the score by tokens, in ascending order.
-    """
-    enough = start + share * lost - 1e-9  # a score that is that share to the digit counts
-    return next((tokens for tokens, score in scores.items() if score >= enough), None)
+    return make_needle_watch(config, prepared).score(model, torch.device("cpu"))
 
 
 def tokens_back(original: float, start: float, scores: Mapping[int, float]) -> dict[str, Any]:
-    """Tokens after which 90 and 99 % of what was lost are back."""
-    shares = (0.9, 0.99)
-    return {f"{share:.0%}": tokens_to(share, original - start, start, scores) for share in shares}
+    """Tokens after which 90 and 99 % of the lost score are back; None where they never are.
+
+    `scores` holds the score by tokens, in ascending order.
+    """
+    back = {}
+    for share in (0.9, 0.99):
+        enough = start + share * (original - start) - 1e-9  # equal but for rounding is enough
+        back[f"{share:.0%}"] = next((at for at, score in scores.items() if score >= enough), None)
+    return back
 
 
 def print_medians(reached: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """For each variant the tokens of all seeds, and their median where every seed has them."""
+    """Print the tokens of all seeds for each variant, and their median where no seed lacks them."""
     for name, results in reached.items():
         for share in ("90%", "99%"):
             counts = [result[share] for result in results]
