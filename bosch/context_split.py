@@ -32,6 +32,11 @@ class ContextSplit:
         if self.ranks < 1 or self.length % (2 * self.ranks):
             raise ValueError(f"{self.length} tokens cannot be cut into {2 * self.ranks} chunks")
 
+    @classmethod
+    def padded(cls, length: int, ranks: int) -> ContextSplit:
+        """The split of a sequence of `length` tokens and as many more as fill its last chunk."""
+        return cls(length + -length % (2 * ranks), ranks)
+
     @property
     def chunk(self) -> int:
         """Tokens of a chunk, C."""

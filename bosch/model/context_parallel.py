@@ -107,7 +107,9 @@ class ContextParallel:
 
     def whole_chunks(self, values: Tensor) -> Tensor:
         """Values [B, T] padded with zeros at the end to whole chunks."""
-        return nn.functional.pad(values, (0, -values.shape[1] % (2 * self.ranks)))
+        length = values.shape[1]
+        whole = ContextSplit.padded(length, self.ranks).length
+        return nn.functional.pad(values, (0, whole - length))
 
     @torch.inference_mode()
     def read(self, model: Any, input_ids: Tensor, mask: Tensor) -> HybridCache | None:
@@ -118,9 +120,10 @@ class ContextParallel:
         processes; the model is in search or deploy mode, and is not installed.
         """
         length, before, valid = input_ids.shape[1], 0, mask
+        padded = ContextSplit.padded(length, self.ranks)
         # Padding at the end must not reach beyond the last chunk, whose halo would end too late.
-        if -length % (2 * self.ranks) > length // (2 * self.ranks - 1):
-            before = -length % (2 * self.ranks)
+        if padded.length - length > padded.chunk:
+            before = padded.length - length
             input_ids, mask = (nn.functional.pad(x, (before, 0)) for x in (input_ids, mask))
         padding = input_ids.shape[1] - mask.sum(1, keepdim=True)
         positions = None

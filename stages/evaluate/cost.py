@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bosch.budget import LayerHeads, window_shares
+from bosch.context_split import ContextSplit
 from bosch.model.cache_size import CacheSize, beside_states
 from bosch.objective.memory import ActivationSizes
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import benchmarks
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
-from stages.exchange import pass_values, whole_chunks
+from stages.exchange import pass_values
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
@@ -86,7 +87,7 @@ def _cost(
         beside = beside_states(len(shape.kinds.states))
         if sharing > 1:
             full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
-            split = whole_chunks(longest, sharing)
+            split = ContextSplit.padded(longest, sharing)
             sent = number * pass_values(shape, rows_by_window if is_hybrid else full, split)
             facts.append(
                 f"each prompt split over {sharing} processes, which send each other "

@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 
 from bosch.budget import LayerHeads
+from bosch.context_split import ContextSplit
 from bosch.objective.batches import examples_by_round
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.exchange import pass_values, whole_chunks
+from stages.exchange import pass_values
 from stages.formats import format_bytes, format_flops, format_hours
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe, Recipe
@@ -78,10 +79,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _exchanged(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
     """Bytes that the processes send each other for an example."""
     search, number = recipe[SearchConfig], BYTES[recipe.model.dtype]
-    length = whole_chunks(recipe[PrepareConfig].calibration.length, processes)
+    split = ContextSplit.padded(recipe[PrepareConfig].calibration.length, processes)
 
     def sent(row: LayerHeads) -> float:
-        return float(number * pass_values(shape, [row] * shape.full_layers, length))
+        return float(number * pass_values(shape, [row] * shape.full_layers, split))
 
     heads = shape.key_value_heads
     full: LayerHeads = {None: heads}

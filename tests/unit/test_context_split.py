@@ -13,7 +13,7 @@ from bosch.errors import UserError
 from bosch.model.families import split_fault
 from bosch.window import Window
 from pipeline.recipe.load import load_recipe
-from stages.exchange import pass_values, whole_chunks
+from stages.exchange import pass_values
 from tests.pipeline_case import Case
 
 
@@ -94,7 +94,7 @@ def test_a_recipe_that_splits_such_a_model_is_refused(tmp_path: Path, override: 
     ("length", "ranks", "whole"), [(24, 2, 24), (25, 2, 28), (23, 3, 24), (1, 4, 8), (32, 4, 32)]
 )
 def test_a_sequence_is_padded_to_whole_chunks(length: int, ranks: int, whole: int) -> None:
-    assert whole_chunks(length, ranks) == ContextSplit(whole, ranks)
+    assert ContextSplit.padded(length, ranks) == ContextSplit(whole, ranks)
 
 
 def test_what_a_pass_sends_is_that_of_its_heads_by_hand() -> None:
