@@ -25,7 +25,7 @@ def row_blocks(length: int, first: int = 0) -> Iterator[tuple[int, int]]:
 def grouped_product(query: Tensor, key: Tensor) -> Tensor:
     """query [HQ, R, D] times key [HKV, n, D], each query head with its KV head: [HQ, R, n].
 
-    In float32 at least.
+    Half precision is computed in float32.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     heads, rows, width = query.shape
@@ -56,28 +56,28 @@ def attention_blocks(states: LayerStates) -> Iterator[tuple[int, int, Tensor]]:
         yield begin, end, block_scores(states, begin, end).softmax(dim=-1)
 
 
-def slopes(states: LayerStates, begin: int, end: int) -> Tensor:
-    """dL/dalpha(t, j) = dO_t . V_j of rows begin .. end - 1, dO their gradient: [HQ, R, end]."""
+def alpha_gradients(states: LayerStates, begin: int, end: int) -> Tensor:
+    """dL/dalpha(t, j) = dL/dO_t . V_j of rows begin .. end - 1: [HQ, R, end]."""
     assert states.output_gradient is not None
     return grouped_product(states.output_gradient[:, begin:end], states.value[:, :end])
 
 
-def local_and_all(weights: Tensor, begin: int, end: int, window_size: int) -> Tensor:
+def local_and_total(weights: Tensor, begin: int, end: int, window_size: int) -> Tensor:
     """Sums of weights [HQ, R, end] at lags below W and at all lags: [HQ, 2] in float64."""
     local = lags(begin, end, 0, weights.device) < window_size
     inside = (weights * local).sum(dim=-1).double().sum(dim=-1)
     return torch.stack([inside, weights.sum(dim=-1).double().sum(dim=-1)], dim=-1)
 
 
-def outside(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
-    """Sums of weights [H, R, end] that each window hides, after a 0 for full attention.
+def hidden_sums(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
+    """Sums of weights [HKV, R, end] that each window hides, after a 0 for full attention.
 
-    Returns [H, 1 + windows] in float64.
+    Returns [HKV, 1 + windows] in float64.
     """
-    distance = lags(begin, end, 0, weights.device)
+    lag = lags(begin, end, 0, weights.device)
     keys = torch.arange(end, device=weights.device)
     sums = [torch.zeros(len(weights), dtype=torch.float64, device=weights.device)]
     for window in windows:
-        hidden = (distance >= window.size) & (keys >= window.sinks)
+        hidden = (lag >= window.size) & (keys >= window.sinks)
         sums.append((weights * hidden).sum(dim=-1).double().sum(dim=-1))
     return torch.stack(sums, dim=-1)

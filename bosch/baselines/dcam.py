@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bosch.baselines.blocks import attention_blocks, local_and_all
+from bosch.baselines.blocks import attention_blocks, local_and_total
 from bosch.baselines.capture import LayerStates, summed_terms
 from bosch.baselines.ranking import Scores
 from bosch.objective.calibration import CalibrationSet
@@ -19,7 +19,7 @@ def dcam(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     def terms(states: LayerStates) -> Iterator[Tensor]:
         # Eq. 7; both sums of Eq. 8 at once instead of a histogram over lags.
         for begin, end, alpha in attention_blocks(states):
-            yield local_and_all(alpha, begin, end, window_size)
+            yield local_and_total(alpha, begin, end, window_size)
 
     sums = summed_terms(model, calibration, terms)
     return (sums[..., 0] / sums[..., 1]).numpy()  # Eq. 8

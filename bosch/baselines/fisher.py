@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bosch.baselines.blocks import attention_blocks, local_and_all, slopes
+from bosch.baselines.blocks import alpha_gradients, attention_blocks, local_and_total
 from bosch.baselines.capture import LayerStates, summed_terms
 from bosch.baselines.ranking import Scores
 from bosch.objective.calibration import CalibrationSet
@@ -23,8 +23,9 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
 
     def terms(states: LayerStates) -> Iterator[Tensor]:
         for begin, end, alpha in attention_blocks(states):
-            saliency = slopes(states, begin, end).mul_(alpha).square_()  # Eq. 23, [HQ, R, end]
-            yield local_and_all(saliency, begin, end, window_size)
+            gradients = alpha_gradients(states, begin, end)
+            saliency = gradients.mul_(alpha).square_()  # Eq. 23, [HQ, R, end]
+            yield local_and_total(saliency, begin, end, window_size)
 
     # Eq. 24, both sums of Eq. 25 at once
     sums = summed_terms(model, calibration, terms, by_gradient=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.baselines.blocks import attention_blocks, outside, slopes
+from bosch.baselines.blocks import alpha_gradients, attention_blocks, hidden_sums
 from bosch.baselines.capture import LayerStates, visit_gradients
 from bosch.baselines.ranking import Scores
 from bosch.model.search_mode import mask_shape
@@ -37,17 +37,17 @@ def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> S
 
     def add(layer: int, states: LayerStates) -> None:
         for begin, end, alpha in attention_blocks(states):
-            influences = _influences(slopes(states, begin, end), alpha)
+            influences = _influences(alpha_gradients(states, begin, end), alpha)
             largest = influences.view(shape[1], -1, *influences.shape[1:]).amax(dim=1)
-            sums[layer] += outside(largest, begin, end, windows).cpu()
+            sums[layer] += hidden_sums(largest, begin, end, windows).cpu()
 
     for example in calibration.examples:
         visit_gradients(model, example, add)
     return (sums / len(calibration)).numpy()
 
 
-def _influences(slope: Tensor, alpha: Tensor) -> Tensor:
-    """Absolute influences [HQ, R, end] of attention weights alpha, with slope = dL/dalpha."""
-    mean = (slope * alpha).sum(dim=-1, keepdim=True)
+def _influences(gradient: Tensor, alpha: Tensor) -> Tensor:
+    """Absolute influences [HQ, R, end] of attention weights alpha, from the loss's gradient."""
+    mean = (gradient * alpha).sum(dim=-1, keepdim=True)
     rest = 1 - alpha + torch.finfo(alpha.dtype).eps
-    return (alpha * (slope - mean) / rest).abs_()
+    return (alpha * (gradient - mean) / rest).abs_()
