@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-def unsearched(names: list[MethodName]) -> list[MethodName]:
-    """The methods, which must be layer rules and rankings: they measure no score."""
-    for name in names:
-        if METHODS[name].kind not in ("layer rule", "ranking"):
-            known = ", ".join(n for n in METHODS if METHODS[n].kind in ("layer rule", "ranking"))
-            raise ValueError(f"{name} is neither a rule nor a ranking: choose from {known}")
-    return names
+def _unsearched(name: MethodName) -> MethodName:
+    known = [one for one in METHODS if METHODS[one].kind in ("layer rule", "ranking")]
+    if name not in known:
+        raise ValueError(f"{name} is neither a rule nor a ranking: choose from {', '.join(known)}")
+    return name
+
+
+# A layer rule or a ranking: its mask is made without a search.
+UnsearchedMethod = Annotated[MethodName, AfterValidator(_unsearched)]
 
 
 class _Prompts(Section):
@@ -74,16 +76,13 @@ else:
 class EvaluateConfig(_Suites):
     """Scores of the original, the untrained hybrid and every checkpoint."""
 
-    rivals: Annotated[list[MethodName], AfterValidator(different), AfterValidator(unsearched)] = (
-        Field(
-            default=[],
-            description=(
-                "Layer rules and rankings to compare the search with: their untrained hybrids, at "
-                "its ratio and window, answer the same samples."
-            ),
-        )
+    rivals: Annotated[list[UnsearchedMethod], AfterValidator(different)] = Field(
+        default=[],
+        description=(
+            "Layer rules and rankings to compare the search with: their untrained hybrids, at "
+            "its ratio and window, answer the same samples."
+        ),
     )
-
     budgets: Literal["chosen", "all"] | KvBudgets = Field(
         "chosen",
         description=(

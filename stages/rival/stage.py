@@ -1,14 +1,12 @@
-"""Stage rival: the hybrid of a rule or ranking, to be trained as the search's is."""
+"""Stage rival: the hybrid of a rule or ranking, which `train_rival` trains for comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from bosch.search.methods import MethodName
-from stages.evaluate.stage import unsearched
+from stages.evaluate.stage import UnsearchedMethod
 from stages.fields import Section
 from stages.materialize.stage import STAGE as MATERIALIZE
 from stages.recipe import LoadedRecipe
@@ -17,14 +15,14 @@ from stages.train.stage import TrainConfig
 
 
 class RivalConfig(Section):
-    """A second hybrid, by a rule or ranking, with the same training: what does the search add?"""
+    """A second hybrid, by a rule or ranking and trained alike, to see what the search adds."""
 
-    method: Annotated[MethodName, AfterValidator(lambda name: unsearched([name])[0])] = Field(
+    method: UnsearchedMethod = Field(
         "intr",
         description=(
             "Layer rule or ranking that chooses its full heads, as many as the search's mask has. "
-            "It reads the same tokens as `train` has the search's hybrid read, under the same "
-            "settings: training costs twice as much. More methods: `bosch compare`."
+            "It is trained on the same tokens as the search's hybrid, with the same settings: "
+            "training costs twice as much. More methods: `bosch compare`."
         ),
     )
 

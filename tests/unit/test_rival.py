@@ -60,9 +60,10 @@ def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:
     [
         (["rival={}", "train=null"], "rival: needs a section train; name the"),
         (["rival.method=bosch"], "rival.method: bosch is neither a rule nor a ranking"),
+        (["evaluate.rivals=[intr,front]"], "evaluate.rivals.1: front is neither a rule nor a"),
     ],
 )
-def test_a_rival_that_cannot_be_trained_is_refused(
+def test_a_rival_that_cannot_be_made_is_refused(
     case: Case, overrides: list[str], sentence: str
 ) -> None:
     assert sentence in case.fault(*overrides)
