@@ -1,14 +1,10 @@
-"""The recipes for the paper's models, and the runs that pages make of them, pass every check.
-
-recipes/README.md and docs/guide/two_nodes.md name the runs; each has a plan.
-"""
+"""The recipes for the paper's models, and the runs in recipes/README.md and the two-node guide."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,14 +24,13 @@ RATIOS, BASELINES = (0.25, 0.5, 0.75, 0.875), ("intr", "b_layer", "fisher")
 SOURCES = 10
 
 
-def _load(name: str, *overrides: str, **options: Any) -> LoadedRecipe:
-    file = ROOT / "recipes" / f"{name}_r075.yaml"
-    return load_recipe(file, overrides, fetch=False, env={}, **options)
+def _load(name: str, *overrides: str) -> LoadedRecipe:
+    return load_recipe(ROOT / "recipes" / f"{name}_r075.yaml", overrides, fetch=False, env={})
 
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[str]:
-    """Overrides that put an index of shards in the place of the ProLong data."""
+    """Overrides that replace the ProLong data by an empty index of shards."""
     (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
     return [f"prepare.sources.{index}.path={tmp_path}" for index in range(SOURCES)]
 
@@ -60,7 +55,7 @@ def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -
     assert evaluate.needle.lengths == [4096, 8192, 16384, 32768]
     assert (len(evaluate.needle.tasks), evaluate.needle.samples) == (6, 500)
     assert sum(source.weight for source in recipe.prepare.sources) == pytest.approx(1)
-    for gpus in (1, 4, 8, 16):  # batches divide over common numbers of them
+    for gpus in (1, 4, 8, 16):  # a batch divides evenly over them
         assert 64 % (recipe.runtime.micro_batch_size * gpus) == 0
 
 
@@ -80,7 +75,7 @@ def test_missing_data_is_named_source_by_source(tmp_path: Path) -> None:
 
 
 def _runs(page: str) -> list[LoadedRecipe]:
-    """What every launch/torchrun.sh in a page's bash blocks runs, as bash expands it."""
+    """The recipe of every launch/torchrun.sh in a page's bash blocks, expanded by bash."""
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = [b for b in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "torchrun" in b]
     script = re.sub(r"\\\n\s*", "", "\n".join(blocks)).replace(
@@ -109,9 +104,8 @@ def runs() -> dict[str, LoadedRecipe]:
 def test_the_readme_holds_the_paper_s_runs(runs: dict[str, LoadedRecipe]) -> None:
     recipes = [run.recipe for run in runs.values()]
     settings = {(one.model.path, one.search.method, one.search.swa_ratio) for one in recipes}
-    published = runs["qwen3_14b_bosch_0.75"].recipe.search.method
     paths = MODELS.values()
-    assert {(path, published, ratio) for path in paths for ratio in RATIOS} <= settings
+    assert {(path, "bosch_plus", ratio) for path in paths for ratio in RATIOS} <= settings
     assert {(path, method, 0.75) for path in paths for method in BASELINES} <= settings
     assert any("Llama-3" in path for path, _, _ in settings)
 
