@@ -1,9 +1,9 @@
-"""From answers to a suite's table: values that are worked out by hand."""
+"""From answers on disk to a suite's table: values that are worked out by hand."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +384,34 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
     assert alone["missing"] == {"harness": {"original": "too long"}}
+
+
+def test_answers_lie_by_the_models_identity_and_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names may be paths: those of two models that end alike, and a needle set names its tasks."""
+    run, other = (AnswerFolder(tmp_path / name, tmp_path / "pool", 0) for name in "ab")
+    places = [
+        (Evaluated(name, ModelConfig(path="m"), identity), Subtask(task, 1))
+        for name, identity in (("../x", "1"), ("/x", None), ("x", None), ("x", "2"))
+        for task in ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
+    ]
+    for number, place in enumerate(places):
+        run.journal(*place).append({"index": number, "score": 1.0})
+    for number, (evaluated, subtask) in enumerate(places):
+        assert run.read(evaluated, subtask).keys() == {number}
+        # Another run finds those of an identity, whatever the model is called there.
+        others = other.read(replace(evaluated, name="y"), subtask)
+        assert others.keys() == (set() if evaluated.identity is None else {number})
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
+    monkeypatch.setattr("stages.evaluate.answers.VERSIONS", "generation-0-scoring-0")
+    assert not other.read(*places[0])
+
+
+def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
+    """Of two whole ones to a question the first stays."""
+    folder, place = AnswerFolder(tmp_path, None, 0), (model("original"), Subtask("task", 0))
+    whole = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
+    faulty = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
+    folder.journal(*place).append(*whole, *faulty, {"index": 0, "score": 0.0})
+    assert folder.read(*place) == dict(enumerate(whole))

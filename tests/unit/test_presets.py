@@ -17,7 +17,6 @@ from data_prep.tasks.longbench import TASKS as LONGBENCH
 from data_prep.tasks.tables import RulerTask
 from pipeline.commands import validate
 from pipeline.recipe.load import load_recipe
-from stages.evaluate.chat import ChatTemplate, has_template
 from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.stage import gaps as gaps_of
@@ -29,7 +28,6 @@ from stages.evaluate.suites.harness.tasks import (
     mean_metrics,
     refuse_unscorable,
 )
-from tests.tiny_data import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 # The folders of lm-eval that hold the presets' tasks; its whole index takes seconds.
@@ -259,42 +257,6 @@ def test_gaps_are_named_by_benchmark(
     assert "(arc_challenge)" in gap
     with_hub = configured(presets=["short"])
     assert list(gaps_of(loaded_with(with_hub))) == []
-
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def test_chat_template(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    with pytest.raises(UserError, match="has no chat template"):
-        ChatTemplate(tokenizer)
-    tokenizer.save_pretrained(tmp_path)
-    assert not has_template(tmp_path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path)
-    assert has_template(tmp_path)
-    (tmp_path / "chat_template.jinja").rename(tmp_path / "chat_template.json")
-    assert has_template(tmp_path)
-    (tmp_path / "chat_template.json").unlink()
-    for config, expected in (("[]", False), ('{"chat_template": ""}', False),
-                             ('{"chat_template": "x"}', True)):  # fmt: skip
-        (tmp_path / "tokenizer_config.json").write_text(config)
-        assert has_template(tmp_path) is expected
-    chat = ChatTemplate(tokenizer)
-    prefix = " The answer is"
-    body = tokenizer("What is it?")["input_ids"]
-    ids = chat.ids(body + tokenizer(prefix)["input_ids"], prefix)
-    assert tokenizer.decode(ids) == "<user>What is it?</user><assistant> The answer is"
-    for ids in (chat.ids([0, 0, *body]), chat.ids(body, " a beginning that is not there")):
-        assert tokenizer.decode(ids) == "<user>What is it?</user><assistant>"
-    tokenizer.chat_template = f"{TEMPLATE}!"
-    assert len({chat.digest, ChatTemplate(tokenizer).digest}) == 2
-    tokenizer.chat_template = "no prompt"
-    with pytest.raises(UserError, match="leaves out what the user says"):
-        ChatTemplate(tokenizer)
 
 
 def test_validate_names_gaps_and_returns_1(

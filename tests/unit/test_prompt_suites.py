@@ -22,9 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from pyarrow import parquet
-from tokenizers.normalizers import Prepend
 from tokenizers.processors import TemplateProcessing
 
 from bosch.errors import UserError
@@ -33,10 +31,9 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import encode_prompt
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
-from stages.evaluate import answers
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
+from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.generation import Numbers, Question, check_numbers, generate
+from stages.evaluate.generation import generate
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
 from stages.evaluate.scores import read_samples
 from stages.evaluate.stage import gaps as gaps_of
@@ -49,7 +46,6 @@ from stages.evaluate.suites.nolima import Nolima
 from stages.evaluate.suites.nolima import samples as nolima
 from tests import helmet_case, nolima_case
 from tests.evaluation_case import score_original
-from tests.hybrid_case import small_model
 from tests.pipeline_case import Case
 from tests.tiny_data import save_tiny_model
 
@@ -316,25 +312,6 @@ def mrcr_suite(
     return suite
 
 
-@pytest.mark.parametrize("normalizer", [None, Prepend(" ")])
-def test_the_beginning_of_the_answer_stands_behind_the_users_turn(
-    normalizer: Any,
-) -> None:
-    tokenizer = nolima_case.tokenizer()
-    if normalizer is not None:
-        tokenizer.backend_tokenizer.normalizer = normalizer
-    tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
-    chat, prefix = ChatTemplate(tokenizer), " The answer is"
-    ids = chat.ids(encode_prompt(tokenizer, f"What is it?{prefix}"), prefix)
-    text = tokenizer.decode(ids)
-    # Between the parts that tokenizer may have a space more.
-    places = [text.index(part) for part in ("What is it?", "<end>", "<assistant>", prefix)]
-    assert places == sorted(places) and text.endswith(prefix)
-    assert chat.tokens + len(encode_prompt(tokenizer, f"What is it?{prefix}")) == len(ids)
-    turn = chat.ids(encode_prompt(tokenizer, "What is it?"))
-    assert ids[: len(turn)] == turn
-
-
 def template(tokenizer: Any) -> ChatTemplate:
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     return ChatTemplate(tokenizer)
@@ -507,40 +484,6 @@ def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -
         assert "it is named by its place in this folder" in fault
 
 
-def test_answers_lie_by_the_models_identity_and_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Names may be paths: those of two models that end alike, and a needle set names its tasks."""
-    run, other = (AnswerFolder(tmp_path / name, tmp_path / "pool", 0) for name in "ab")
-    places = [
-        (Evaluated(name, ModelConfig(path="m"), identity), Subtask(task, 1))
-        for name, identity in (("../x", "1"), ("/x", None), ("x", None), ("x", "2"))
-        for task in ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
-    ]
-    for number, place in enumerate(places):
-        run.journal(*place).append({"index": number, "score": 1.0})
-    for number, (model, subtask) in enumerate(places):
-        assert run.read(model, subtask).keys() == {number}
-        # Another run finds those of an identity, whatever the model is called there.
-        found = other.read(replace(model, name="y"), subtask)
-        assert found.keys() == (set() if model.identity is None else {number})
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
-    monkeypatch.setattr(answers, "VERSIONS", "generation-0-scoring-0")
-    assert not other.read(*places[0])
-
-
-def test_a_template_that_refuses_a_role_is_named() -> None:
-    """Gemma's has no system prompts."""
-    tokenizer = nolima_case.tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
-    )
-    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
-    with pytest.raises(UserError, match=r"no conversation of system, user \(no system\)"):
-        ChatTemplate(tokenizer).text(turns)
-
-
 def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     section = Nolima(data_dir=str(folder / "nolima"), lengths=[400], depths=4)
     samples = section.make(nolima_case.tokenizer(), 0)
@@ -552,15 +495,6 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     few = section.model_copy(update={"samples": 5}).make(nolima_case.tokenizer(), 7)
     drawn = sorted(np.random.default_rng([7, 400]).permutation(len(samples))[:5])
     assert [one.turns() for one in few] == [samples[at].turns() for at in drawn]
-
-
-def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
-    """Of two whole ones to a question the first stays."""
-    folder, subtask = AnswerFolder(tmp_path, None, 0), Subtask("task", 0)
-    whole = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
-    strangers = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
-    folder.journal(MODEL, subtask).append(*whole, *strangers, {"index": 0, "score": 0.0})
-    assert folder.read(MODEL, subtask) == dict(enumerate(whole))
 
 
 def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:
@@ -710,59 +644,3 @@ def test_helmets_data_is_checked(tmp_path: Path) -> None:
     (sample,) = helmet_samples(tmp_path, tasks=["json_kv"])
     with pytest.raises(UserError, match=r"the question 'Which\?.* takes more than 8,092 tokens"):
         sample.turns()
-
-
-def test_a_prompt_beyond_the_positions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own answer: the longest of the others is cut where a batch leaves less room."""
-    model, tokenizer = small_model(), nolima_case.tokenizer()
-    most = model.config.max_position_embeddings
-    long = Question(0, np.zeros(most - 2, np.int32), [])
-    for question, others in ((long, 4), (replace(long, new_tokens=4), 2)):
-        with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
-            next(generate(model, None, [question], others, 1))
-    asked, own = [], model.generate
-
-    def spy(*given: Any, generation_config: Any, **more: Any) -> Any:
-        asked.append(generation_config.max_new_tokens)
-        return own(*given, generation_config=generation_config, **more)
-
-    monkeypatch.setattr(model, "generate", spy)
-    just = Question(0, np.zeros(most - 3, np.int32), [], new_tokens=4)  # the last is not read
-    short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
-    assert len(list(generate(model, tokenizer, [short, just], 6, 1))) == 2
-    assert asked == [4, 6]
-    # In one batch the longer answer would be cut.
-    asked.clear()
-    assert len(list(generate(model, tokenizer, [short, just], 6, 2))) == 2
-    assert asked == [4, 6]
-
-
-def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding() -> None:
-    model, tokenizer = small_model(), nolima_case.tokenizer()
-    tokenizer.pad_token = None
-    questions = [Question(index, np.arange(5, 9 + index, dtype=np.int32), []) for index in range(4)]
-
-    def answers(batch_size: int) -> dict[int, str]:
-        batches = generate(model, tokenizer, questions, 12, batch_size)
-        return {question.index: text for batch in batches for question, text in batch}
-
-    ids = [int(one) for one in model.generate(torch.arange(5, 9)[None], max_new_tokens=12)[0, 4:]]
-    model.generation_config.eos_token_id = ids[4]
-    alone, together = answers(1), answers(4)
-    assert alone == together
-    assert len({len(text) for text in alone.values()}) > 1
-
-
-def test_one_logit_that_is_no_number_is_enough() -> None:
-    whole = torch.zeros(2, 5)
-    faulty = whole.clone()
-    faulty[1, 3] = torch.nan
-    check_numbers(whole)
-    with pytest.raises(ModelError, match="no numbers"):
-        check_numbers(faulty)
-    numbers = Numbers()
-    numbers.check()
-    for logits in (whole, faulty, whole):
-        assert numbers(torch.zeros(2, 1), logits) is logits
-    with pytest.raises(ModelError, match="no numbers"):
-        numbers.check()

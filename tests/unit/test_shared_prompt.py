@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from transformers import GenerationConfig
 
 from bosch.model.materialize import materialize
 from bosch.window import Window
-from stages.evaluate.answers import ModelError
-from stages.evaluate.generation import Question, decode, generate
 from stages.evaluate.shared_prompt import SharedPrompt
 from stages.evaluate.suites.harness.suite import language_model
-from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
+from tests.hybrid_case import random_mask, small_model, tokens
 from tests.tiny_data import tiny_tokenizer
 
 BEGINNING, NEW_TOKENS = 100, 5
@@ -181,35 +178,3 @@ def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
         assert shared.cache(*_padded(_prompts([1, size]))) is None
     other = SharedPrompt(small_model("gemma2"))
     assert other.cache(alike, torch.ones_like(alike)) is None
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"no_repeat_ngram_size": 1},
-        {"stop_strings": ["a"]},
-        {"cache_implementation": "offloaded"},
-        {"suppress_tokens": [*range(3, VOCABULARY, 2)]},
-    ],
-)
-def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str, Any]) -> None:
-    model = materialize(small_model(), random_mask(), Window(6))
-    question = Question(0, tokens(1, 20)[0].numpy().astype("int32"), [])
-    [[(_, expected)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
-    ids = tokens(1, 20)
-    for _ in range(12):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    assert decode(tiny_tokenizer(), ids[0, 20:]) == expected
-    model.generation_config.update(**settings)
-    [[(_, answer)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
-    assert answer == expected
-    assert all(getattr(model.generation_config, name) for name in settings)
-    model.generation_config.eos_token_id = ["</s>"]
-    # Special tokens are left out, and blanks stay as they are.
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.clean_up_tokenization_spaces = True
-    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
-    text = [*tokenizer("a , b .")["input_ids"], tokenizer.eos_token_id]
-    assert decode(tokenizer, torch.tensor(text)) == "a , b ."
-    with pytest.raises(ModelError, match=r"eos_token_id .* is \['</s>'\]"):
-        list(generate(model, tiny_tokenizer(), [question], 12, 1))

@@ -1,0 +1,89 @@
+"""Prompts in a tokenizer's chat template, and templates that cannot take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers.normalizers import Prepend
+
+from bosch.errors import UserError
+from data_prep.text import encode_prompt
+from stages.evaluate.chat import ChatTemplate, has_template
+from tests import nolima_case
+from tests.tiny_data import tiny_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PREFIX = " The answer is"
+
+
+def test_a_models_folder_with_a_template_is_known(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert not has_template(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    assert has_template(tmp_path)
+    (tmp_path / "chat_template.jinja").rename(tmp_path / "chat_template.json")
+    assert has_template(tmp_path)
+    (tmp_path / "chat_template.json").unlink()
+    for config, expected in (("[]", False), ('{"chat_template": ""}', False),
+                             ('{"chat_template": "x"}', True)):  # fmt: skip
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert has_template(tmp_path) is expected
+
+
+def test_a_prompt_is_the_users_turn_and_its_end_may_begin_the_answer() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = ChatTemplate(tokenizer)
+    body = tokenizer("What is it?")["input_ids"]
+    prompt = body + tokenizer(PREFIX)["input_ids"]
+    ids = chat.ids(prompt, PREFIX)
+    assert tokenizer.decode(ids) == f"<user>What is it?</user><assistant>{PREFIX}"
+    assert len(ids) == chat.tokens + len(prompt)
+    for ids in (chat.ids([0, 0, *body]), chat.ids(body, " a beginning that is not there")):
+        assert tokenizer.decode(ids) == "<user>What is it?</user><assistant>"
+    tokenizer.chat_template = f"{TEMPLATE}!"
+    assert chat.digest != ChatTemplate(tokenizer).digest
+
+
+def test_the_answers_beginning_is_found_where_texts_begin_with_a_space() -> None:
+    tokenizer = nolima_case.tokenizer()
+    tokenizer.backend_tokenizer.normalizer = Prepend(" ")
+    tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
+    chat = ChatTemplate(tokenizer)
+    ids = chat.ids(encode_prompt(tokenizer, f"What is it?{PREFIX}"), PREFIX)
+    text = tokenizer.decode(ids)
+    places = [text.index(part) for part in ("What is it?", "<end>", "<assistant>", PREFIX)]
+    assert places == sorted(places) and text.endswith(PREFIX)
+    turn = chat.ids(encode_prompt(tokenizer, "What is it?"))
+    assert ids[: len(turn)] == turn
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [(None, "has no chat template"), ("no prompt", "leaves out what the user says")],
+)
+def test_a_template_without_a_place_for_the_prompt_is_refused(
+    template: str | None, fault: str
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=fault):
+        ChatTemplate(tokenizer)
+
+
+def test_a_template_that_refuses_a_role_is_named() -> None:
+    """Gemma's has no system prompts."""
+    tokenizer = nolima_case.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+    with pytest.raises(UserError, match=r"no conversation of system, user \(no system\)"):
+        ChatTemplate(tokenizer).text(turns)

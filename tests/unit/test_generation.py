@@ -1,0 +1,116 @@
+"""Greedy generation in batches: an answer does not depend on its batch or on the model's file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from stages.evaluate.answers import ModelError
+from stages.evaluate.generation import Numbers, Question, check_numbers, decode, generate
+from tests import nolima_case
+from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
+from tests.tiny_data import tiny_tokenizer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"no_repeat_ngram_size": 1},
+        {"stop_strings": ["a"]},
+        {"cache_implementation": "offloaded"},
+        {"suppress_tokens": [*range(3, VOCABULARY, 2)]},
+    ],
+)
+def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str, Any]) -> None:
+    model = materialize(small_model(), random_mask(), Window(6))
+    question = Question(0, tokens(1, 20)[0].numpy().astype("int32"), [])
+    [[(_, expected)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
+    ids = tokens(1, 20)
+    for _ in range(12):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert decode(tiny_tokenizer(), ids[0, 20:]) == expected
+    model.generation_config.update(**settings)
+    [[(_, answer)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
+    assert answer == expected
+    assert all(getattr(model.generation_config, name) for name in settings)
+
+
+def test_end_tokens_are_ids() -> None:
+    model = small_model()
+    model.generation_config.eos_token_id = ["</s>"]
+    question = Question(0, np.arange(5, 9, dtype=np.int32), [])
+    with pytest.raises(ModelError, match=r"eos_token_id .* is \['</s>'\]"):
+        list(generate(model, tiny_tokenizer(), [question], 12, 1))
+
+
+def test_decoding_leaves_special_tokens_out_and_blanks_as_they_are() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    text = [*tokenizer("a , b .")["input_ids"], tokenizer.eos_token_id]
+    assert decode(tokenizer, torch.tensor(text)) == "a , b ."
+
+
+@pytest.mark.parametrize(("max_new_tokens", "own"), [(4, None), (2, 4)])
+def test_a_prompt_beyond_the_positions_is_refused(max_new_tokens: int, own: int | None) -> None:
+    model = small_model()
+    most = model.config.max_position_embeddings
+    question = Question(0, np.zeros(most - 2, np.int32), [], new_tokens=own)
+    with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
+        next(generate(model, None, [question], max_new_tokens, 1))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_longer_prompt_of_its_batch_does_not_cut_an_answer(
+    batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, limits = small_model(), []
+    generate_batch = model.generate
+
+    def spy(*args: Any, generation_config: Any, **options: Any) -> Any:
+        limits.append(generation_config.max_new_tokens)
+        return generate_batch(*args, generation_config=generation_config, **options)
+
+    monkeypatch.setattr(model, "generate", spy)
+    most = model.config.max_position_embeddings
+    # The last token of an answer is not read.
+    long = Question(0, np.zeros(most - 3, np.int32), [], new_tokens=4)
+    short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
+    batches = list(generate(model, nolima_case.tokenizer(), [short, long], 6, batch_size))
+    assert [question for batch in batches for question, _ in batch] == [long, short]
+    assert limits == [4, 6]
+
+
+def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding() -> None:
+    model, tokenizer = small_model(), nolima_case.tokenizer()
+    tokenizer.pad_token = None
+    questions = [Question(index, np.arange(5, 9 + index, dtype=np.int32), []) for index in range(4)]
+
+    def texts(batch_size: int) -> dict[int, str]:
+        batches = generate(model, tokenizer, questions, 12, batch_size)
+        return {question.index: text for batch in batches for question, text in batch}
+
+    ids = [int(one) for one in model.generate(torch.arange(5, 9)[None], max_new_tokens=12)[0, 4:]]
+    model.generation_config.eos_token_id = ids[4]
+    assert texts(4) == texts(1)
+    assert len({len(text) for text in texts(1).values()}) > 1
+
+
+def test_one_logit_that_is_no_number_is_enough() -> None:
+    whole = torch.zeros(2, 5)
+    faulty = whole.clone()
+    faulty[1, 3] = torch.nan
+    check_numbers(whole)
+    with pytest.raises(ModelError, match="no numbers"):
+        check_numbers(faulty)
+    numbers = Numbers()
+    numbers.check()
+    for logits in (whole, faulty, whole):
+        assert numbers(torch.zeros(2, 1), logits) is logits
+    with pytest.raises(ModelError, match="no numbers"):
+        numbers.check()
