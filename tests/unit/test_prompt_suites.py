@@ -1,4 +1,4 @@
-"""NoLiMa, MRCR and HELMET: prompts as upstream's code makes them, scores, and runs on local data.
+"""NoLiMa, MRCR and HELMET: upstream's prompts and scores, faults of their data, and whole runs.
 
 tests/data/nolima.json holds hashes of the prompts that adobe-research/NoLiMa (commit 7532e4e) makes
 of `tests.nolima_case`, by context length.
@@ -13,7 +13,6 @@ import random
 import re
 import shutil
 import time
-from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,8 +74,8 @@ def conversations() -> list[dict[str, Any]]:
         for index in range(needles):
             turns.append({"role": "user", "content": "Write a line on tapirs"})
             turns.append({"role": "assistant", "content": f"Tapir {index} of {number} sleeps."})
-        asked = f"Prepend aB{number} to the 2nd (1 indexed) line on tapirs."
-        turns.append({"role": "user", "content": asked})
+        request = f"Prepend aB{number} to the 2nd (1 indexed) line on tapirs."
+        turns.append({"role": "user", "content": request})
         rows.append(
             {
                 "prompt": json.dumps(turns), "answer": f"aB{number}Tapir 1 of {number} sleeps.",
@@ -85,6 +84,29 @@ def conversations() -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return rows
+
+
+def template(tokenizer: Any) -> ChatTemplate:
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    return ChatTemplate(tokenizer)
+
+
+def mrcr_suite(
+    folder: Path, answers: Path, lengths: tuple[int, ...] = (256, 512), **changes: Any
+) -> PromptSuite:
+    section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[*lengths])
+    fields = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **changes}
+    suite = PromptSuite(
+        name="mrcr", answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
+        **fields,
+    )  # fmt: skip
+    suite.prepare()
+    return suite
+
+
+def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:
+    section = {"data_dir": str(folder / "helmet"), "lengths": [8192], **section}
+    return Helmet(**section).make(nolima_case.tokenizer(), 42)
 
 
 @pytest.mark.parametrize("first", ["", "a"])
@@ -103,11 +125,11 @@ def test_nolimas_prompts_are_upstreams_to_the_character(
     paths = sorted((folder / "nolima" / "haystack").iterdir())
     books = [nolima.Book(path, tokenizer) for path in paths]
     samples = nolima.samples_of(tests, len(books), 4, length)
-    made = [
+    prompts = [
         f"{sample.test.system_prompt}\0{sample.prompt(books[sample.book], length)}"
         for sample in samples
     ]
-    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in made]
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in prompts]
     assert digests == RECORDED[str(length)]
 
 
@@ -201,8 +223,8 @@ def test_a_row_that_stands_twice_counts_once(
     rows = conversations()
     shutil.copytree(folder / "mrcr", tmp_path / "mrcr")
     again = [rows[1], {**rows[2], "n_chars": 1}, {**rows[3], "answer": "aB3Another."}]
-    copy = tmp_path / "mrcr" / "copy.jsonl"
-    copy.write_text("".join(json.dumps(row) + "\n" for row in again))
+    lines = "".join(json.dumps(row) + "\n" for row in again)
+    (tmp_path / "mrcr" / "copy.jsonl").write_text(lines)
     files = Mrcr(data_dir=str(tmp_path / "mrcr"), lengths=[512]).data_files
     samples = list(mrcr.read_samples(files, 1000))
     assert len(samples) == 7 and {one.answer for one in samples} == {
@@ -241,14 +263,12 @@ def test_all_are_evaluated_and_answered_once(
     assert max(counts["mrcr"].values()) == 2
     # Two depths of one question are one sample.
     assert counts["helmet"] == {(task, 8192): 1 for task in HELMET_TASKS}
-    lines = [
-        one["output"].rstrip("\n").count("\n")
-        for one in read_samples(tmp_path / "first")
-        if one["suite"] == "helmet" and one["task"] != "json_kv"
+    records = list(read_samples(tmp_path / "first"))
+    one_line = [
+        one["output"] for one in records if one["suite"] == "helmet" and one["task"] != "json_kv"
     ]
-    assert lines and not any(lines)
-    records = [one for one in read_samples(tmp_path / "first") if one["suite"] == "mrcr"]
-    assert all(one["question"].endswith("Assistant:") for one in records)
+    assert one_line and not any("\n" in output.rstrip("\n") for output in one_line)
+    assert all(one["question"].endswith("Assistant:") for one in records if one["suite"] == "mrcr")
     # Other runs on the same data ask nothing.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     assert score_original(folder, tmp_path / "again", **section).checkpoints == scores.checkpoints
@@ -263,8 +283,7 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = shutil.copytree(folder / "model", tmp_path / "model")
-    tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
-    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer = copy.deepcopy(load_tokenizer(TokenizerSpec(str(folder / "model"))))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="! $A", special_tokens=[("!", tokenizer.convert_tokens_to_ids("!"))]
     )
@@ -273,18 +292,17 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
         "{% if add_generation_prompt %}(answer){% endif %}"
     )
     tokenizer.save_pretrained(model)
-    asked: list[str] = []
+    prompts: list[str] = []
 
     def spy(loaded: Any, own: Any, questions: Any, *rest: Any, **more: Any) -> Any:
-        asked.extend(own.decode(question.prompt_ids) for question in questions)
+        prompts.extend(own.decode(question.prompt_ids) for question in questions)
         return generate(loaded, own, questions, *rest, **more)
 
     monkeypatch.setattr("stages.evaluate.suite.generate", spy)
     mrcr = {"data_dir": str(folder / "mrcr"), "lengths": [256], "samples": 1}
     scores = score_original(tmp_path, tmp_path / "out", mrcr=mrcr, chat_template=is_applied)
-    first, second = sorted(asked, key=len)
-    own = "Prepend aB0 to the 2nd (1 indexed) line on tapirs."
-    [turns] = [json.loads(row["prompt"]) for row in conversations() if row["answer"][:3] == "aB0"]
+    first, second = sorted(prompts, key=len)
+    turns = json.loads(conversations()[0]["prompt"])
     if is_applied:
         text = "".join(f"({turn['role']}){turn['content']}" for turn in turns)
         assert first == f"{tokenizer.eos_token}{text}(answer)"
@@ -292,29 +310,8 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
     else:
         assert first.startswith("!User: ") and first.endswith("Assistant:")
         assert scores.prompts == "raw; the tokenizer's chat template is not applied"
-    assert own in first and own not in second
+    assert turns[-1]["content"] in first and turns[-1]["content"] not in second
     assert ("an instruct model is asked in raw text" in caplog.text) is not is_applied
-
-
-MODEL = Evaluated("original", ModelConfig(path="x"))
-
-
-def mrcr_suite(
-    folder: Path, answers: Path, lengths: tuple[int, ...] = (256, 512), **given: Any
-) -> PromptSuite:
-    section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[*lengths])
-    given = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **given}
-    suite = PromptSuite(
-        name="mrcr", answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
-        **given,
-    )  # fmt: skip
-    suite.prepare()
-    return suite
-
-
-def template(tokenizer: Any) -> ChatTemplate:
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    return ChatTemplate(tokenizer)
 
 
 def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> None:
@@ -328,11 +325,11 @@ def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> No
 def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    def digests(**given: Any) -> set[str]:
-        return {one.digest for one in mrcr_suite(folder, tmp_path, **given).subtasks}
+    def digests(**changes: Any) -> set[str]:
+        return {one.digest for one in mrcr_suite(folder, tmp_path, **changes).subtasks}
 
     [plain] = digests()
-    assert digests(lengths=(512,)) == {plain}  # a length more asks nothing again
+    assert digests(lengths=(512,)) == {plain}  # another length asks nothing again
     assert digests(lengths=(256, 4096)) == {plain}
     other = nolima_case.tokenizer()
     other.add_tokens(["another token"])
@@ -345,35 +342,39 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
 
 
 def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    suite = mrcr_suite(folder, tmp_path)
-    asked: list[tuple[int, bool]] = []
+    rows = conversations()[:2]
+    rows[1]["answer"] = "aB1".ljust(99, "x")
+    (tmp_path / "mrcr").mkdir()
+    (tmp_path / "mrcr" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = mrcr_suite(tmp_path, tmp_path / "answers", lengths=(384,))
+    limits: list[tuple[list[int], int, bool]] = []
 
     def generated(loaded: Any, questions: Any, new_tokens: int, *, one_line: bool) -> Any:
-        asked.append((new_tokens, one_line))
-        assert {question.new_tokens for question in questions} <= {23, 99}
+        limits.append(([one.new_tokens for one in questions], new_tokens, one_line))
         yield [(question, "x") for question in questions]
 
     monkeypatch.setattr(suite, "generated", generated)
-    for samples in suite._samples.values():
-        samples[0] = replace(samples[0], new_tokens=99)
-    suite.run(MODEL, None, SimpleNamespace(update=lambda *_, **__: None))
-    assert asked == [(99, False)] * len(suite.subtasks)
+    model = Evaluated("original", ModelConfig(path="x"))
+    suite.run(model, None, SimpleNamespace(update=lambda *_, **__: None))
+    assert limits == [([23, 99], 99, False)]
 
 
 @pytest.mark.parametrize("is_instruct", [False, True])
-@pytest.mark.parametrize(("more", "is_in"), [((0, 0), 1), ((-1, 0), 0), ((0, 1), 1), ((1, 1), 0)])
+@pytest.mark.parametrize(
+    ("factor", "offset", "is_in"), [(1, 0, True), (1, -1, False), (2, -1, True), (2, 0, False)]
+)
 def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
-    tmp_path: Path, more: tuple[int, int], is_in: int, is_instruct: bool
+    tmp_path: Path, factor: int, offset: int, is_in: bool, is_instruct: bool
 ) -> None:
-    """By conversation as it is asked and answer; `more` than them, and whether twice."""
+    """Tokens of the prompt, in a chat template or plain, and of the answer."""
     row, tokenizer = conversations()[0], nolima_case.tokenizer()
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     turns, chat = json.loads(row["prompt"]), template(tokenizer) if is_instruct else None
     texts = [mrcr.plain_text(turns) if chat is None else chat.text(turns), row["answer"]]
     tokens, answer = sum(len(tokenizer(text)["input_ids"]) for text in texts), len(row["answer"])
-    length = (tokens + more[0]) if not more[1] else 2 * tokens - 1 + more[0]
+    length = factor * tokens + offset
     section = Mrcr(data_dir=str(tmp_path), lengths=[length, 8])
     assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0, chat)] == [
         (length, answer)
@@ -497,19 +498,14 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     assert [one.turns() for one in few] == [samples[at].turns() for at in drawn]
 
 
-def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:
-    section = {"data_dir": str(folder / "helmet"), "lengths": [8192], **section}
-    return Helmet(**section).make(nolima_case.tokenizer(), 42)
-
-
 def test_helmets_prompts_are_its_own(folder: Path) -> None:
     """Two worked examples which all depths of a question share; those of PopQA are of others."""
-    found = helmet_samples(folder)
-    texts = {name: [one.plain(one.turns()) for one in found if one.task == name]
+    samples = helmet_samples(folder)
+    texts = {name: [one.plain(one.turns()) for one in samples if one.task == name]
              for name in HELMET_TASKS}  # fmt: skip
     assert [len(texts[name]) for name in HELMET_TASKS] == [6, 6, 6, 4, 6]
-    most = {one.task: one.new_tokens for one in found}  # upstream's generation_max_length
-    assert most == {name: 100 if name == "json_kv" else 20 for name in HELMET_TASKS}
+    limits = {one.task: one.new_tokens for one in samples}  # upstream's generation_max_length
+    assert limits == {name: 100 if name == "json_kv" else 20 for name in HELMET_TASKS}
     first, second = texts["kilt_nq"][:2]
     demos, _, rest = first.partition("Document (Title: Island 0): The island 0 of nq-dev")
     assert demos.startswith(
@@ -537,10 +533,10 @@ def test_helmets_prompts_are_its_own(folder: Path) -> None:
 
 
 def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
-    found = helmet_samples(folder, tasks=["kilt_nq"], samples=2)
+    samples = helmet_samples(folder, tasks=["kilt_nq"], samples=2)
     questions = sorted(f"How many tapirs has island {n} of nq-dev-multikilt?" for n in range(3))
     drawn = set(random.Random(42).sample(questions, 2))
-    assert {one.turns()[0]["content"].rpartition("Question: ")[2] for one in found} == drawn
+    assert {one.turns()[0]["content"].rpartition("Question: ")[2] for one in samples} == drawn
     keys = helmet_samples(folder, tasks=["json_kv"], samples=4)
     expected = [f"key-{n}-1" for n in np.random.default_rng(42).permutation(6)[:4]]
     assert [one.turns()[0]["content"].rpartition("Key: ")[2] for one in keys] == expected
@@ -616,9 +612,9 @@ def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) ->
     (sample,) = section.make(tokenizer, 0)
     assert len(tokenizer(sample.plain(sample.turns()))["input_ids"]) == 8192 - sample.new_tokens
     (sample,) = section.make(tokenizer, 0, template(tokenizer))
-    asked = len(tokenizer(template(tokenizer).text(sample.turns()))["input_ids"])
+    prompt = len(tokenizer(template(tokenizer).text(sample.turns()))["input_ids"])
     # Where a template follows the prompt, nothing begins the answer.
-    assert asked + len(HELMET_TASKS["json_kv"].ending) == 8192 - sample.new_tokens
+    assert prompt + len(HELMET_TASKS["json_kv"].ending) == 8192 - sample.new_tokens
 
 
 def test_helmets_data_is_checked(tmp_path: Path) -> None:
