@@ -1,4 +1,4 @@
-"""How a stage's processes are started, what is left of them, and which reason a failure gets."""
+"""A stage's processes: how they start, that none is left, and the error that their end becomes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from tests.pipeline_case import gone
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (World(processes_per_node=3), ["--nproc-per-node=3", "--standalone", "--nnodes=1"]),
+        (
+            World(processes_per_node=3),
+            ["--nproc-per-node=3", "--max-restarts=0", "--standalone", "--nnodes=1"],
+        ),
         (
             World(2, 1, 4, "one", 29500),
-            ["--nproc-per-node=4", "--nnodes=2", "--node-rank=1", "--master-addr=one",
-             "--master-port=29500"],
+            ["--nproc-per-node=4", "--max-restarts=0", "--nnodes=2", "--node-rank=1",
+             "--master-addr=one", "--master-port=29500"],
         ),
     ],
 )  # fmt: skip
 def test_options_of_torchrun(world: World, options: list[str]) -> None:
-    found = torchrun_options(world)
-    assert [one for one in found if one != "--max-restarts=0"] == options
-    assert "--max-restarts=0" in found
+    assert torchrun_options(world) == options
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_options_of_torchrun(world: World, options: list[str]) -> None:
         (World(), {}, {
             "BOSCH_WORK_DIR": "/w", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1",
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": None, "TOKENIZERS_PARALLELISM": "false",
-            "DS_ACCELERATOR": "cpu", "TQDM_DISABLE": "1", "WORLD_SIZE": None,
+            "DS_ACCELERATOR": "cpu", "WORLD_SIZE": None,
         }),
         (World(2, 0, 1), {"WORLD_SIZE": "7"}, {"BOSCH_WORK_DIR": "/w", "WORLD_SIZE": None}),
         (World(2, 1, 4, gpus=4), {"PYTHONPATH": "/a::/b"}, {
@@ -54,38 +55,45 @@ def test_options_of_torchrun(world: World, options: list[str]) -> None:
             "PYTHONPATH": f"{ROOT}:/a:/b",
         }),
         (World(processes_per_node=16), {}, {"OMP_NUM_THREADS": "1"}),
-        (World(processes_per_node=2), {"OMP_NUM_THREADS": "5", "TQDM_DISABLE": "0"}, {
-            "OMP_NUM_THREADS": "5", "TQDM_DISABLE": "0",
-        }),
+        (World(processes_per_node=2), {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "5"}),
     ],
 )  # fmt: skip
 def test_variables_of_a_stages_processes(
     world: World, given: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PYTHONPATH", "OMP_NUM_THREADS", "TQDM_DISABLE", "DS_ACCELERATOR", "WORLD_SIZE"):
+    for name in ("PYTHONPATH", *expected):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launcher, "cpu_cores", lambda: 8)
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: False))
     env = launcher.stage_environment(world, "/w")
     assert {name: env.get(name) for name in expected} == expected
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    assert launcher.stage_environment(World(), "/w").get("TQDM_DISABLE") == given.get(
-        "TQDM_DISABLE"
-    )
 
 
-# Leaves a process of its own behind, says what it was told, and ends as it was told.
+@pytest.mark.parametrize(
+    ("is_terminal", "given", "expected"),
+    [(True, {}, None), (False, {}, "1"), (False, {"TQDM_DISABLE": "0"}, "0")],
+)
+def test_progress_bars_are_for_terminals(
+    is_terminal: bool,
+    given: dict[str, str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: is_terminal))
+    assert launcher.stage_environment(World(), "/w").get("TQDM_DISABLE") == expected
+
+
+# Leaves a process of its own behind, writes its inputs down, and ends with the order's status.
 WORKER = """
 import json, os, pathlib, subprocess, sys
 file = pathlib.Path(sys.argv[2])
 order, control = json.loads(file.read_text()), file.parent
 assert not (control / "stale").exists()
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-told = [str(file), order, os.environ["BOSCH_WORK_DIR"], left.pid]
-(control.parent / "told.json").write_text(json.dumps(told))
+inputs = [str(file), order, os.environ["BOSCH_WORK_DIR"], left.pid]
+(control.parent / "inputs.json").write_text(json.dumps(inputs))
 (control / "summary.json").write_text(json.dumps({"done": 1}))
 if order["status"] < 0:
     os.kill(os.getpid(), -order["status"])
@@ -95,7 +103,7 @@ sys.exit(order["status"])
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The work directory of a stage, whose program is another."""
+    """The work directory of a stage that WORKER stands for."""
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setattr(launcher, "PROCESS", (str(tmp_path / "worker.py"),))
     (tmp_path / "work").mkdir()
@@ -109,7 +117,6 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_process_and_no_folder_is_left_of_a_stage(
     worker: Path, status: int, node_rank: int
 ) -> None:
-    """The control folder stands beside the work, whose name marks the processes to end."""
     order = {"stage": "search", "work_dir": str(worker), "status": status}
     if status:
         with pytest.raises(RunError, match=r"^search: its process ended with status 3 without a"):
@@ -117,9 +124,9 @@ def test_no_process_and_no_folder_is_left_of_a_stage(
     else:
         summary = launch(order, World(node_rank=node_rank))
         assert summary == ({} if node_rank else {"done": 1})
-    *told, pid = json.loads((worker.parent / "told.json").read_text())
+    *inputs, pid = json.loads((worker.parent / "inputs.json").read_text())
     mark = f"{worker} node 1" if node_rank else str(worker)
-    assert told == [f"{worker}.control-{node_rank}/order.json", order, mark]
+    assert inputs == [f"{worker}.control-{node_rank}/order.json", order, mark]
     assert gone(pid, 60)
     assert worker.exists() and not (worker.parent / f"work.control-{node_rank}").exists()
 
@@ -136,7 +143,7 @@ def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
 
 
 def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a signal that it may heed, then by one that it cannot."""
+    """With SIGTERM, then with SIGKILL."""
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
     popen = subprocess.Popen
@@ -157,7 +164,7 @@ DAMAGED = {"kind": "damaged", "message": "no end"}
 
 
 @pytest.mark.parametrize(
-    ("files", "status", "processes", "kind", "said"),
+    ("files", "status", "processes", "kind", "message"),
     [
         ({"failure.0": LOST, "failure.1": RUN}, 1, 2, RunError, "search: full"),
         ({"failure.0": RUN, "failure.1": USER}, 1, 2, UserError, "search: a: b"),
@@ -191,8 +198,8 @@ DAMAGED = {"kind": "damaged", "message": "no end"}
          "or NCCL gave up on one that hangs, after runtime.collective_timeout"),
     ],
 )  # fmt: skip
-def test_the_reason_of_a_failure(
-    files: dict[str, Any], status: int, processes: int, kind: type[Exception], said: str,
+def test_the_error_of_a_failed_stage(
+    files: dict[str, Any], status: int, processes: int, kind: type[Exception], message: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     for name, content in files.items():
@@ -200,14 +207,14 @@ def test_the_reason_of_a_failure(
     order = {"stage": "search", "work_dir": str(tmp_path)}
     world = World(processes_per_node=processes)
     error = launcher.failure_of(tmp_path, status, order, world, False)
-    assert type(error) is kind and said in str(error).replace(str(tmp_path), "WORK")
+    assert type(error) is kind and message in str(error).replace(str(tmp_path), "WORK")
 
 
 @pytest.mark.parametrize(("blocks", "is_full"), [(255, True), (256, False)])
 def test_a_disk_with_less_than_a_mebibyte_left_is_full(
     blocks: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 4 KiB that others than root may take."""
+    # The 1 MiB blocks of f_bfree are for root alone.
     left = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_bfree=2**20, f_bsize=2**20)
     monkeypatch.setattr(os, "statvfs", lambda folder: left)
     order = {"stage": "search", "work_dir": str(tmp_path)}
@@ -215,9 +222,12 @@ def test_a_disk_with_less_than_a_mebibyte_left_is_full(
     assert (" is full; free some space" in str(error)) == is_full
 
 
-def test_a_process_that_was_killed_as_memory_ran_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("status", "is_killed"), [(-9, True), (128 + 9, True), (-15, False), (1, False)]
+)
+def test_only_a_killed_process_is_out_of_memory(
+    status: int, is_killed: bool, tmp_path: Path
+) -> None:
     order = {"stage": "search", "work_dir": str(tmp_path)}
-    for status, ran_out in ((-9, True), (128 + 9, True), (-15, False), (1, False)):
-        error = launcher.failure_of(tmp_path, status, order, World(), True)
-        assert ("because memory ran out" in str(error)) == ran_out
-        assert "memory" not in str(launcher.failure_of(tmp_path, status, order, World(), False))
+    error = launcher.failure_of(tmp_path, status, order, World(), memory_ran_out=True)
+    assert ("because memory ran out" in str(error)) == is_killed
