@@ -34,11 +34,10 @@ class Method:
     "module:function"; the function's signature depends on the kind (see `bosch.search.runs`).
     `settings` are the fields of `SearchSettings` that it reads besides `swa_ratio` and
     `head_granularity`: no other field changes its mask. `bound(settings, L, units per layer)` is
-    that of `most_evaluations`. `in_paper`: it is one of the paper's. `most_local` is the end of a
-    ranking's scores that becomes sliding. `seeds`: how many a comparison runs it with, where none
-    are named. `gradients`: it reads gradients of gates where the scorer has them.
-    `several_windows`: recipes may give it several windows. `finds_front`: it finds masks for a row
-    of budgets, one of which is chosen later.
+    that of `most_evaluations`. `most_local` is the end of a ranking's scores that becomes sliding.
+    `seeds`: how many a comparison runs it with, where none are named. `gradients`: it reads
+    gradients of gates where the scorer has them. `several_windows`: recipes may give it several
+    windows. `finds_front`: it finds masks for a row of budgets, one of which is chosen later.
     """
 
     label: str
@@ -47,7 +46,6 @@ class Method:
     about: str
     settings: frozenset[str] = frozenset()
     bound: Callable[[SearchSettings, int, int], int] = no_search
-    in_paper: bool = False
     most_local: Literal["largest", "smallest"] = "largest"
     seeds: int = 1
     gradients: bool = False

@@ -69,20 +69,19 @@ def _whole_mask(settings: SearchSettings, num_layers: int, num_units: int) -> in
 
 register("bosch", Method(
     "BOSCH", "search", "bosch.search.bosch:bosch", "the published search, Algorithms 1 to 3",
-    _GROUPED | {"buckets"}, _bosch, in_paper=True,
+    _GROUPED | {"buckets"}, _bosch,
 ))  # fmt: skip
 register("b_single", Method(
     "B-single", "ablation", "bosch.search.ablations:b_single",
     "Algorithm 1's own mask, layer by layer", _SOLVER, _layer_importance_mask,
-    in_paper=True,
 ))  # fmt: skip
 register("b_multi", Method(
     "B-multi", "ablation", "bosch.search.ablations:b_multi",
-    "Algorithm 1's own mask, by groups of layers", _GROUPED, _b_multi, in_paper=True,
+    "Algorithm 1's own mask, by groups of layers", _GROUPED, _b_multi,
 ))  # fmt: skip
 register("b_layer", Method(
     "B-layer", "ablation", "bosch.search.ablations:b_layer",
-    "Algorithm 1's own mask, by whole layers", _SOLVER, _b_layer, in_paper=True,
+    "Algorithm 1's own mask, by whole layers", _SOLVER, _b_layer,
 ))  # fmt: skip
 register("one_plus_one", Method(
     "(1+1)", "ablation", "bosch.search.rivals:one_plus_one",

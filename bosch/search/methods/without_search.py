@@ -11,7 +11,7 @@ _SEED = frozenset({"seed"})
 
 def _rule(name: str, about: str, **more: Any) -> None:
     runner = f"bosch.baselines.layer_rules:{name}"
-    register(name, Method(name.upper(), "layer rule", runner, about, in_paper=True, **more))
+    register(name, Method(name.upper(), "layer rule", runner, about, **more))
 
 
 # The paper averages random layers over three runs.
@@ -21,28 +21,28 @@ _rule("intr", "full layers at even spacing")
 
 register("dcam", Method(
     "DCAM", "ranking", "bosch.baselines.dcam:dcam",
-    "ranks heads by their attention mass inside the window", in_paper=True,
+    "ranks heads by their attention mass inside the window",
 ))  # fmt: skip
 register("apl", Method(
     "APL", "ranking", "bosch.baselines.apl:apl",
-    "ranks heads by the distance at which their attention peaks", in_paper=True,
+    "ranks heads by the distance at which their attention peaks",
 ))  # fmt: skip
 register("proxy", Method(
     "Proxy", "ranking", "bosch.baselines.proxy:proxy",
-    "ranks heads by the blocks of keys that hold their attention", in_paper=True,
+    "ranks heads by the blocks of keys that hold their attention",
     most_local="smallest",
 ))  # fmt: skip
 register("qada", Method(
     "QAdA", "ranking", "bosch.baselines.qada:qada",
-    "ranks heads by local mass against an estimate of the rest", in_paper=True,
+    "ranks heads by local mass against an estimate of the rest",
 ))  # fmt: skip
 register("razor", Method(
     "Razor", "ranking", "bosch.baselines.razor:razor",
-    "ranks heads by attention to repeated tokens", _SEED, in_paper=True, most_local="smallest",
+    "ranks heads by attention to repeated tokens", _SEED, most_local="smallest",
 ))  # fmt: skip
 register("fisher", Method(
     "Fisher", "ranking", "bosch.baselines.fisher:fisher",
-    "ranks heads by gradient-weighted mass inside the window", in_paper=True,
+    "ranks heads by gradient-weighted mass inside the window",
 ))  # fmt: skip
 register("moa", Method(
     "MoA", "profile", "bosch.baselines.moa:moa",

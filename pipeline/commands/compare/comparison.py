@@ -284,8 +284,8 @@ def _difference(
 
 
 def group_of(method: str) -> str:
-    """The group of rows that a method belongs to."""
-    if not METHODS[method].in_paper:
+    """The group of rows that a method belongs to; one that the paper does not have, to the last."""
+    if not any(method in scores for model in _published().values() for scores in model.values()):
         return _OTHERS
     return next(name for name, kinds in _GROUPS.items() if METHODS[method].kind in kinds)
 
@@ -369,7 +369,6 @@ def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
                 yield ScoreRow(models, suite, task, length, one.score, one.low, one.high)
 
 
-_FILE = Path(__file__).with_name("paper_scores.json")
 _WINDOW = 1024
 
 
@@ -386,6 +385,13 @@ def paper_scores(recipe: Recipe) -> Mapping[float, Mapping[str, float]]:
         return {}
     if set(needle.tasks) != set(usual.tasks) or set(needle.lengths) != set(usual.lengths):
         return {}
-    scores = json.loads(_FILE.read_text(encoding="utf-8"))["scores"]
-    by_ratio = scores.get(Path(recipe.model.path).name, {})
+    by_ratio = _published().get(Path(recipe.model.path).name, {})
     return {float(ratio): methods for ratio, methods in by_ratio.items()}
+
+
+@functools.cache
+def _published() -> dict[str, dict[str, dict[str, float]]]:
+    """NIAH averages of BOSCH's Table 1 by model, ratio and method."""
+    file = Path(__file__).with_name("paper_scores.json")
+    scores: dict[str, dict[str, dict[str, float]]] = json.loads(file.read_text("utf-8"))["scores"]
+    return scores
