@@ -171,6 +171,8 @@ def load_user_json(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         where = f"{field}: {path}" if field else str(path)
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"{where}: there is no such file; {advice}") from None
         raise UserError(f"{where} cannot be read as JSON ({reason}); {advice}") from None
 
 

@@ -13,6 +13,10 @@ from bosch.errors import DamagedWorkError, RunError, UserError
 
 DISK_FULL_STATUS = 28
 OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
+FILE_TOO_LARGE = (
+    "a file grew beyond what the file system or the shell's limit allows; choose another "
+    "runtime.output_root, or raise the limit with ulimit -f, and run the same command again"
+)
 # Of a process that only lost another one of its stage, and of a command that lost a process to no
 # fault of its own: the same command resumes.
 LOST_RANK_STATUS = 76
@@ -36,6 +40,8 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
     if is_disk_full(error):
         message = OUTPUT_FULL if output_is_full() else disk_full_message(work_dir)
         return {"kind": "run", "message": message}
+    if _has_number(error, errno.EFBIG):
+        return {"kind": "run", "message": FILE_TOO_LARGE}
     if isinstance(error, RunError):
         return {"kind": "run", "message": str(error)}
     if isinstance(error, MemoryError) or is_out_of_memory(error):
@@ -62,11 +68,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
-    return any(
-        (isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT))
-        or "No space left on device" in str(one)
-        for one in _chain(error)
-    )
+    said = any("No space left on device" in str(one) for one in _chain(error))
+    return said or _has_number(error, errno.ENOSPC, errno.EDQUOT)
+
+
+def _has_number(error: BaseException, *numbers: int) -> bool:
+    return any(isinstance(one, OSError) and one.errno in numbers for one in _chain(error))
 
 
 def output_is_full() -> bool:

@@ -37,6 +37,7 @@ def test_a_message_shows_the_ends_of_what_is_too_long(text: str, shown: str) -> 
         (RunError("the node is gone"), "run", "the node is gone"),
         (MemoryError(), "run", "out of memory; see runtime for smaller batches"),
         (OSError(errno.EDQUOT, "quota"), "run", "the disk of "),
+        (OSError(errno.EFBIG, "too large"), "run", "a file grew beyond what the file system or"),
         (RuntimeError("[enforce fail] No space left on device"), "run", "the disk of "),
         (KeyError("a\nb"), "unexpected", r"unexpected KeyError: 'a\nb'; the traceback is in "),
     ],

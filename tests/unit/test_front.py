@@ -123,7 +123,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(
 
 
 def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot be read as JSON \(No such file"):
+    with pytest.raises(UserError, match=r"front\.json: there is no such file; search again"):
         Front.load(tmp_path / "front.json")
     (tmp_path / "front.json").write_text('{"format": 1, "points": [')
     with pytest.raises(UserError, match=r"cannot be read as JSON .*; search again"):

@@ -205,7 +205,7 @@ def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
     """Seeds that a method is run with: one where it draws nothing at random."""
     entry = methods.METHODS[method]
     if not entry.seeded:
-        return named[:1] or [own]
+        return [own]
     return named or [own + i for i in range(entry.seeds)]
 
 
