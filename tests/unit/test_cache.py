@@ -327,7 +327,7 @@ def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
     The ring goes round while the same graph runs; in padded rows sinks arrive meanwhile.
     """
     model = _few_layers(1, sinks)
-    compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiling._compile_all_devices = True
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (20, 13):
@@ -353,7 +353,7 @@ def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
 @pytest.mark.parametrize(("beams", "graphs"), [(1, 2), (2, 1)])
 def test_generate_compiles_the_chunks_of_a_prompt(beams: int, graphs: int) -> None:
     model, ids = _few_layers(1, 4), tokens(2, 24)
-    compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiling._compile_all_devices = True
     options = {"max_new_tokens": 3, "do_sample": False, "num_beams": beams}
     result = model.generate(
@@ -368,7 +368,7 @@ def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
     model, ids = _few_layers(1, 4), tokens(2, LENGTH)
     cache = model.new_static_cache(LENGTH)
     cache.early_initialization(2, KV_HEADS, model.config.head_dim, model.dtype, model.device)
-    step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         result = _in_chunks(step, cache, ids, [10, 10, 10])
     torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)

@@ -11,7 +11,7 @@ from typing import Any
 
 import nltk.data
 import pytest
-from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer
+from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer, save_punkt_params
 
 from data_prep.tasks.words import sentences_identity, split_by_rule
 from data_prep.text import pydoc_topics
@@ -22,14 +22,6 @@ TEXT = "It has many uses, approx. Ten of them are known. Others follow."
 CORPUS = " ".join(list(pydoc_topics().values())[:20]) + (
     " Of approx. five uses, approx. two count." * 50
 )
-_SAVE = """
-import sys
-from pathlib import Path
-from nltk.tokenize.punkt import PunktTrainer, save_punkt_params
-trainer = PunktTrainer(sys.stdin.read())
-Path(sys.argv[1]).mkdir(parents=True, mode=0o700)
-save_punkt_params(trainer.get_params(), sys.argv[1])
-"""
 _SPLIT = """
 import json, sys
 from data_prep.tasks.words import nltk_folders, sentences_identity, split_as_ruler
@@ -39,18 +31,14 @@ assert list(map(str, nltk_folders())) == nltk.data.path
 """
 
 
-def _python(code: str, text: str, data: Path, *arguments: str) -> str:
+def _split(data: Path) -> tuple[str, list[str]]:
     # nltk reads NLTK_DATA while it is imported.
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT, input=text, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", _SPLIT],
+        cwd=ROOT, input=TEXT, capture_output=True, text=True, check=True,
         env={**os.environ, "NLTK_DATA": str(data), "HOME": str(data)},
     )  # fmt: skip
-    return done.stdout
-
-
-def _split(data: Path) -> tuple[str, list[str]]:
-    identity, sentences = json.loads(_python(_SPLIT, TEXT, data))
+    identity, sentences = json.loads(done.stdout)
     return identity, sentences
 
 
@@ -61,11 +49,14 @@ def test_its_data_is_looked_for_where_nltk_does(monkeypatch: pytest.MonkeyPatch)
     assert looked == [Path(folder, "tokenizers/punkt_tab/english") for folder in nltk.data.path]
 
 
-def test_punkt_splits_where_its_data_is(tmp_path: Path) -> None:
+def test_punkt_splits_where_its_data_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _split(tmp_path) == ("built in", split_by_rule(TEXT))
-    _python(_SAVE, CORPUS, tmp_path, str(tmp_path / "tokenizers/punkt_tab/english"))
+    folder = tmp_path / "tokenizers/punkt_tab/english"
+    folder.mkdir(parents=True, mode=0o700)
+    parameters: Any = PunktTrainer(CORPUS).get_params()
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])  # it writes nowhere else
+    save_punkt_params(parameters, str(folder))
     identity, sentences = _split(tmp_path)
     assert identity.startswith("punkt of nltk ")
-    parameters: Any = PunktTrainer(CORPUS).get_params()
     assert sentences == PunktSentenceTokenizer(parameters).tokenize(TEXT)
     assert len(sentences) == 2 and len(split_by_rule(TEXT)) == 3
