@@ -6,10 +6,12 @@ tests/ruler_case.py, seed 42 and the rule in data_prep/tasks/words.py in place o
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -294,6 +296,19 @@ def test_damaged_samples_are_made_again(harm, tmp_path, tokenizer, data):
         list(folder.read(range(4)))
     folder.make(4)
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
+
+
+def test_samples_that_another_process_makes_are_waited_for(tmp_path, tokenizer, data):
+    folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
+    folder.path.mkdir(parents=True)
+    maker = threading.Thread(target=folder.make, args=(2,))
+    with (folder.path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        maker.start()
+        maker.join(timeout=0.5)
+        assert maker.is_alive() and not (folder.path / "ids.bin").exists()
+    maker.join()
+    assert len(list(folder.read(range(2)))) == 2
 
 
 def test_pairs_of_words_are_in_the_order_of_the_alphabet():
