@@ -36,7 +36,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         """Whether it can take tokens back, now and later: only where no head has a window.
 
         mlx-lm asks once, before speculative decoding. A window that is full by then, or later,
-        would keep the drafts that were refused, and the tokens would be others.
+        would keep the drafts that were refused, and the text would change.
         """
         return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
 

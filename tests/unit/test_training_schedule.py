@@ -81,7 +81,7 @@ def test_learning_rate_rises_then_falls_towards_its_least(
 
 
 @pytest.mark.parametrize(("sequences", "micro"), [(8, 4), (6, 3), (5, 1), (3, 3)])
-def test_a_pass_on_a_cpu_has_as_many_sequences_as_its_cache(sequences: int, micro: int) -> None:
+def test_a_pass_on_a_cpu_has_at_most_2048_tokens(sequences: int, micro: int) -> None:
     """2,048 tokens, that is four sequences, and a number that divides the batch."""
     tokens = sequences * 512
     options = {"sequence_length": 512, "batch_tokens": tokens, "total_tokens": tokens}
