@@ -232,7 +232,7 @@ def test_a_damaged_file_names_the_field(
 
 def test_missing_field_missing_file_and_no_json(tmp_path: Path) -> None:
     path = tmp_path / "head_mask.json"
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="there is no such file"):
         HeadMaskFile.load(path)
     path.write_text('{"format": 1, "model": ')
     with pytest.raises(UserError, match="JSON"):
