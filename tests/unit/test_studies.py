@@ -14,7 +14,13 @@ import pytest
 import torch
 from pydantic import Field
 
-from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean, crossed_test
+from bosch.analysis.intervals import (
+    Estimate,
+    crossed_difference,
+    crossed_mean,
+    crossed_test,
+    holm,
+)
 from bosch.analysis.optimality import Standing
 from bosch.errors import UserError
 from bosch.heads import HeadMask
@@ -238,6 +244,19 @@ def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
     assert second["p_holm"] == first["trained_p_holm"] == crossed_test(*scores[::-1]).p_value
     table = table_of(0.5, [first, second], ["untrained", "trained"]).markdown()
     assert "after training" in table and table.count("-0.500") == 2
+
+
+def test_headbench_corrects_for_all_pairs_since_the_examples_chose_the_best() -> None:
+    right = [40, 24, 20, 16]
+    scores = [np.array([[1.0] * count + [0.0] * (48 - count)]) for count in right]
+    rows = [
+        Row(str(count), "", "", 0.5, None, own, [], Window(8), 0.3, None, 1.0)
+        for count, own in zip(right, scores, strict=True)
+    ]
+    _, *others = records_of(rows, 0.5, ["untrained"])
+    p_values = [crossed_test(own, scores[0]).p_value for own in scores[1:]]
+    assert [one["p_holm"] for one in others] == holm(p_values, among=6)
+    assert holm(p_values, among=6) != holm(p_values)
 
 
 @pytest.mark.parametrize("first", range(KINDS))

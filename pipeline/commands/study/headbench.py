@@ -212,11 +212,16 @@ def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[
 
 
 def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
-    """Mean and interval of each selector, and its paired test against the best one (Holm)."""
+    """Mean and interval of each selector, and its paired test against the best one (Holm).
+
+    The examples have chosen the best, so each test is corrected as one among all pairs.
+    """
     best = max(range(len(scores)), key=lambda number: scores[number].mean())
     others = [number for number in range(len(scores)) if number != best]
     tests = {number: crossed_test(scores[number], scores[best]) for number in others}
-    corrected = dict(zip(tests, holm([test.p_value for test in tests.values()]), strict=True))
+    pairs = len(scores) * len(others) // 2
+    p_values = holm([test.p_value for test in tests.values()], pairs)
+    corrected = dict(zip(tests, p_values, strict=True))
     columns: list[dict[str, Any]] = []
     for number, one in enumerate(scores):
         estimate, test = crossed_mean(one, is_score=True), tests.get(number)
@@ -294,6 +299,7 @@ def _text(model: StudiedModel, kappa: int) -> str:
         "former have no seeds; the latter choose among "
         f"{windows_text(headbench_menu(model))} tokens. Brackets: 95 % intervals over seeds "
         "and examples. Each selector is tested against the "
-        "best of its ratio on the same examples (paired, Holm): bold is one that is shown to be "
-        "above all others, else those that are not shown to be below the best are underlined."
+        "best of its ratio on the same examples (paired, corrected for all pairs by Holm): bold is "
+        "one that is shown to be above all others, else those that are not shown to be below the "
+        "best are underlined."
     )
