@@ -214,7 +214,7 @@ def speed_table(results: Results) -> Table | None:
         name = [format_length(point.length), point.model]
         if point.out_of_memory:
             name[1] += ", no memory"
-        rows.append([*name, *(_or_dash(v, "{:,.4g}".format) for v in values),
+        rows.append([*name, *(_or_dash(v, format_count) for v in values),
                      *(_or_dash(size, format_bytes) for size in sizes)])  # fmt: skip
     header = ("context (tokens)", "model", "prefill, tokens/s", "decoding, tokens/s",
               "peak memory", "KV cache")  # fmt: skip
@@ -232,10 +232,10 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
         ("Log-likelihood of the final mask", f"{summary.best_log_likelihood:,.4g} nats"),
         ("Masks evaluated", f"{summary.evaluations:,}"),
         *([("Gradients taken", f"{gradients:,}")] if gradients else []),
-        ("Model work", f"{summary.full_forward_equivalents:,.4g} full passes over D"),
+        ("Model work", f"{summary.full_forward_equivalents:,.1f} full passes over D"),
         (
             "Model work without any reuse",
-            f"{summary.naive_full_forward_equivalents:,.4g} full passes over D",
+            f"{summary.naive_full_forward_equivalents:,.1f} full passes over D",
         ),
         ("Time in the model", format_seconds(summary.model_seconds)),
         ("Time in the solver", format_seconds(summary.solver_seconds)),

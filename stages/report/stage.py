@@ -39,7 +39,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=18,
+    version=19,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     needs=None,
     seeded=False,

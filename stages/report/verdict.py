@@ -119,7 +119,7 @@ def _what_shows(against: Against) -> str:
         return f"; {against.samples} samples are too few to tell the two apart"
     return (
         f"; {against.samples} samples do not decide whether it differs: they would show a loss of "
-        f"{against.visible_loss:.0f} points"
+        f"{against.visible_loss:.1f} points"
     )
 
 

@@ -259,7 +259,7 @@ def scores_of(
     [
         ([0] * 5, [1] * 5, [], "; 5 samples are too few to tell the two apart.", "? 0.0"),
         ([1] * 7 + [0] * 5, [1] * 12, [], "; 12 samples do not decide whether it differs: they "
-         "would show a loss of 58 points.", "? 58.3"),
+         "would show a loss of 57.8 points.", "? 58.3"),
         ([1] * 300, [1] * 300, [], "keeps 100.0 % [98.8, 101.2]", "≈ 100.0"),
         ([0] * 9 + [1] * 3, [1] * 12, [], "keeps 25.0 % [", "25.0"),
         ([1] * 12, [0] * 12, [], "scores +100.0 [", "100.0"),
@@ -307,6 +307,24 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
     # They are neither points of the recovery nor rivals in the first picture.
     others = rows_of(charts.recovery(results)) + rows_of(charts.standing(results))
     assert 60.0 not in [row.get("y", row["x"]) for row in others]
+
+
+@pytest.mark.usefixtures("only_text")
+def test_large_numbers_have_no_exponents(tmp_path: Path) -> None:
+    inputs = report_fixture.publish(tmp_path)
+    changes = {
+        "full_forward_equivalents": 12_345.6, "naive_full_forward_equivalents": 1_234_567.8
+    }  # fmt: skip
+    file = inputs["search"] / "summary.json"
+    report_fixture.write_json(file, json.loads(file.read_text()) | changes)
+    file = inputs["measure"] / "efficiency.json"
+    efficiency = json.loads(file.read_text())
+    efficiency["points"][0] |= {"prefill_tokens_per_second": 12_345.6}
+    report_fixture.write_json(file, efficiency)
+    page = make(tmp_path / "report", inputs)
+    assert "12,345.6 full passes" in page and "1,234,567.8 full passes" in page
+    # As `bosch measure` writes it.
+    assert ">12.3k<" in page and "e+0" not in page
 
 
 def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(results: Results) -> None:
