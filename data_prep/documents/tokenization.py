@@ -88,6 +88,10 @@ class TokenisedSource:
     def left_out(self) -> int:
         return sum(block.left_out for block in self.blocks)
 
+    @property
+    def bytes_per_token(self) -> float:
+        return self.text_bytes / self.tokens
+
     def length_histogram(self) -> list[dict[str, int]]:
         """Documents and tokens by document length: more than `up_to` / 2, at most `up_to` tokens.
 

@@ -147,7 +147,11 @@ def write_training_data(
         "tokens": tokens,
         "sequences": sequences,
         "sequence_length": length,
-        "bytes_per_token": _bytes_per_token(tokenised),
+        # Of what is read: a source that is repeated counts as often.
+        "bytes_per_token": sum(
+            stream.tokens / tokens * t.bytes_per_token
+            for t, stream in zip(tokenised, streams, strict=True)
+        ),
         "sources": {
             t.source.name: {
                 "documents": stream.documents,
@@ -156,7 +160,7 @@ def write_training_data(
                 "target_share": t.source.weight / sum(weights),
                 "tokens_available": t.tokens,
                 "epochs": stream.epochs,
-                "bytes_per_token": _bytes_per_token([t]),
+                "bytes_per_token": t.bytes_per_token,
                 "left_out": t.left_out,
                 "lengths": t.length_histogram(),
             }
@@ -174,10 +178,6 @@ def _counted(items: Iterator[Any], bar: Any) -> Iterator[Any]:
     for item in items:
         yield item
         bar.update()
-
-
-def _bytes_per_token(tokenised: list[Any]) -> float:
-    return float(sum(t.text_bytes for t in tokenised) / sum(t.tokens for t in tokenised))
 
 
 def worker_count(configured: int | str, tokens: int) -> int:

@@ -105,6 +105,21 @@ def test_a_source_of_which_nothing_is_read_is_named(model, corpus, tmp_path, cap
     assert "source long has a weight" not in caplog.text
 
 
+def test_bytes_of_a_repeated_source_count_as_often_as_it_is_read(model, tmp_path):
+    (tmp_path / "little.txt").write_text("é" * 150)
+    sources = [
+        {"name": "little", "kind": "text", "path": str(tmp_path / "little.txt")},
+        {"name": "made", "kind": "retrieval"},
+    ]
+    out = run(config(model, sources), tmp_path / "out")
+    statistics = json.loads((out / "statistics.json").read_text())
+    assert statistics["sources"]["little"]["epochs"] > 3
+    tokenizer, train = tiny_tokenizer(), load_from_disk(str(out / "train"))
+    flat = [token for row in train["input_ids"] for token in row]
+    size = len(tokenizer.decode(flat, skip_special_tokens=True).encode())
+    assert statistics["bytes_per_token"] == pytest.approx(size / len(flat), rel=0.02)
+
+
 def test_training_data_is_the_documents(model, corpus, tmp_path):
     """With room for all that the filters leave, each is there once, whole, closed by the end."""
     tokenizer = tiny_tokenizer()
