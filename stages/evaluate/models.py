@@ -41,7 +41,13 @@ from stages.evaluate.scores import (
 from stages.evaluate.shared_reading import SharedAnswers, SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Places, Suite
-from stages.evaluate.tables import SuiteAnswers, not_shares, suite_records, suite_table
+from stages.evaluate.tables import (
+    SubtaskScores,
+    SuiteAnswers,
+    not_shares,
+    suite_records,
+    suite_table,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -312,6 +318,14 @@ def write_tables(
             if name == suite.name:
                 unusable = not_shares(own.scores)
                 suite.missing |= {task: unusable[task] for task in tasks & unusable.keys()}
+    # The original's stage did not know what other models' answers leave out.
+    tables = checkpoints.get(ORIGINAL, {})
+    for suite in suites:
+        if tables.get(suite.name, {}).keys() & suite.missing.keys():
+            del tables[suite.name]
+            own = answers[ORIGINAL, suite.name]
+            if subtasks := _scored(suite, own):
+                tables[suite.name] = suite_table(subtasks, None, suite.groups, own.metrics)
     for model in models:
         checkpoints[model.name] = {}
         for suite in suites:
@@ -322,7 +336,7 @@ def write_tables(
             if (own_table := suite.own_table(own, base)) is not None:
                 own_tables.setdefault(suite.name, {})[model.name] = own_table
                 continue
-            subtasks = {key: one for key, one in own.scores.items() if key[0] not in suite.missing}
+            subtasks = _scored(suite, own)
             if not subtasks:
                 continue
             table = suite_table(
@@ -343,3 +357,8 @@ def write_tables(
         **{name: table for name, table in own_tables.items() if table},
         **({"missing": missing} if missing else {}),
     }
+
+
+def _scored(suite: Suite, answers: SuiteAnswers) -> SubtaskScores:
+    """The scores of tasks that are not left out."""
+    return {key: one for key, one in answers.scores.items() if key[0] not in suite.missing}

@@ -216,7 +216,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=19,
+    version=20,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

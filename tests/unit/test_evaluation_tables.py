@@ -386,6 +386,29 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert alone["missing"] == {"harness": {"original": "too long"}}
 
 
+def test_what_a_hybrid_has_no_score_of_is_no_part_of_the_originals_average(
+    tmp_path: Path,
+) -> None:
+    """Also where the original's table is of an earlier stage."""
+    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    first = answered(folder, {"original": {"a": [1.0, 1.0], "odd": [0.5]}})
+    needle = answered(folder, {"original": {"odd": [0.5]}})
+    needle.name = "needle"
+    tables = write_tables([model("original")], [first, needle], folder, tmp_path, None)
+    assert tables["checkpoints"]["original"]["harness"]["average"] == 75.0
+    Scores.model_validate({**tables, "sha256": file_hashes(tmp_path, [SAMPLES])}).write(tmp_path)
+    (tmp_path / "later").mkdir()
+    later = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [7.0]}})
+    other = answered(folder, {"hybrid": {"odd": [7.0]}})
+    other.name = "needle"
+    both = write_tables([model("hybrid")], [later, other], folder, tmp_path / "later", tmp_path)
+    original, hybrid = both["checkpoints"].values()
+    assert original.keys() == hybrid.keys() == {"harness"}
+    assert "odd" not in original["harness"] and "odd" not in hybrid["harness"]
+    assert (original["harness"]["average"], hybrid["harness"]["average"]) == (100.0, 50.0)
+    assert hybrid["harness"]["against_original"]["difference"] == -50.0
+
+
 def test_answers_lie_by_the_models_identity_and_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
