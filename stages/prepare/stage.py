@@ -240,7 +240,7 @@ STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
     PrepareConfig,
-    version=7,
+    version=6,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,
