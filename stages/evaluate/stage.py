@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, create_model
 
 from bosch.backends import lacking
 from bosch.search.methods import METHODS, MethodName
-from bosch.window import windows_text
+from bosch.window import Window, windows_text
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PRESETS, Benchmark, PresetName, benchmarks
 from stages.evaluate.section import SuiteSection
@@ -130,6 +130,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"evaluate.windows: a mask with windows of {windows_text(menu)} has no one window "
             "that another could replace; leave the field out"
         )
+    yield from _endless(loaded, evaluate)
     if evaluate.budgets != "chosen":
         yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets)
     for name, section in evaluate.suites.items():
@@ -137,6 +138,18 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         if evaluate.chat_template:
             yield from section.chat_faults(loaded, f"evaluate.{name}")
     yield from _split(loaded, evaluate)
+
+
+def _endless(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
+    """Why a window has no mask: known before the training that the evaluation comes after."""
+    longest = loaded.info.max_positions if loaded.info is not None else None
+    sinks = loaded.recipe[SearchConfig].sinks
+    for size in evaluate.windows:
+        if longest is not None and Window(size, sinks).most_keys >= longest:
+            yield (
+                f"evaluate.windows: {size:,} is not shorter than the model's {longest:,} "
+                "positions; sliding heads would see everything"
+            )
 
 
 def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:

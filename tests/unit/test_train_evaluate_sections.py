@@ -146,6 +146,11 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "evaluate.windows: a mask with windows of 16 and 32 has no one window",
         [*FRONT, "search.windows=[32]", "evaluate.windows=[8]"],
     ),
+    "a window of all positions": (
+        ["evaluate.windows=[64,1024]"],
+        "evaluate.windows: 1,024 is not shorter than the model's 1,024 positions; sliding heads",
+        ["evaluate.windows=[64,1023]"],
+    ),
     "no room for a prompt": (
         ["evaluate.needle.max_new_tokens=512"], "max_new_tokens: 512 leaves no room",
         ["evaluate.needle.max_new_tokens=511"],
