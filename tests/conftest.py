@@ -23,11 +23,9 @@ hypothesis.settings.load_profile("no deadline")
 
 @pytest.fixture(autouse=True)
 def _same_log_level() -> Iterator[None]:
-    """A command that a test calls in its own process sets the root logger's level for good."""
-    root = logging.getLogger()
-    level = root.level
+    """A command sets the root logger's level for good, in a module's fixture before any test."""
     yield
-    root.setLevel(level)
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture
