@@ -191,7 +191,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _unread(data: str) -> list[str]:
-    """Files below a folder that its kind of source leaves out; shards lie beside what is none."""
+    """Files below a folder that its kind of source leaves out; of MDS shards nothing is said."""
     path, kind = Path(os.path.expanduser(data)), _kind(data)
     if not path.is_dir() or kind == "mds":
         return []

@@ -41,13 +41,7 @@ from stages.evaluate.scores import (
 from stages.evaluate.shared_reading import SharedAnswers, SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Places, Suite
-from stages.evaluate.tables import (
-    SubtaskScores,
-    SuiteAnswers,
-    not_shares,
-    suite_records,
-    suite_table,
-)
+from stages.evaluate.tables import SuiteAnswers, not_shares, suite_records, suite_table
 
 logger = logging.getLogger(__name__)
 
@@ -323,9 +317,8 @@ def write_tables(
     for suite in suites:
         if tables.get(suite.name, {}).keys() & suite.missing.keys():
             del tables[suite.name]
-            own = answers[ORIGINAL, suite.name]
-            if subtasks := _scored(suite, own):
-                tables[suite.name] = suite_table(subtasks, None, suite.groups, own.metrics)
+            if table := _table(suite, answers[ORIGINAL, suite.name], None):
+                tables[suite.name] = table
     for model in models:
         checkpoints[model.name] = {}
         for suite in suites:
@@ -336,16 +329,9 @@ def write_tables(
             if (own_table := suite.own_table(own, base)) is not None:
                 own_tables.setdefault(suite.name, {})[model.name] = own_table
                 continue
-            subtasks = _scored(suite, own)
-            if not subtasks:
+            table = _table(suite, own, base)
+            if table is None:
                 continue
-            table = suite_table(
-                subtasks,
-                base.scores if base is not None else None,
-                suite.groups,
-                own.metrics,
-                base.metrics if base is not None else None,
-            )
             for name, group in suite.groups.items():
                 if group.is_asked and name not in table.get("groups", {}):
                     suite.missing[name] = "none of its tasks has its metric as a share of 1"
@@ -359,6 +345,15 @@ def write_tables(
     }
 
 
-def _scored(suite: Suite, answers: SuiteAnswers) -> SubtaskScores:
-    """The scores of tasks that are not left out."""
-    return {key: one for key, one in answers.scores.items() if key[0] not in suite.missing}
+def _table(suite: Suite, own: SuiteAnswers, base: SuiteAnswers | None) -> dict[str, Any] | None:
+    """A model's table of the tasks that are not left out; None where that is all of them."""
+    subtasks = {key: one for key, one in own.scores.items() if key[0] not in suite.missing}
+    if not subtasks:
+        return None
+    return suite_table(
+        subtasks,
+        base.scores if base is not None else None,
+        suite.groups,
+        own.metrics,
+        base.metrics if base is not None else None,
+    )

@@ -20,7 +20,7 @@ from stages.exchange import split_faults
 from stages.fields import Count, Flag, Section, different
 from stages.kv_budgets import KvBudgets, front_faults
 from stages.recipe import LoadedRecipe, Recipe
-from stages.search.stage import SearchConfig
+from stages.search.stage import SearchConfig, window_faults
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -130,7 +130,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"evaluate.windows: a mask with windows of {windows_text(menu)} has no one window "
             "that another could replace; leave the field out"
         )
-    yield from _endless(loaded, evaluate)
+    positions = loaded.info.max_positions if loaded.info is not None else None
+    if positions is not None:
+        windows = [Window(size, loaded.recipe[SearchConfig].sinks) for size in evaluate.windows]
+        yield from window_faults(windows, "evaluate.windows", "the model's positions", positions)
     if evaluate.budgets != "chosen":
         yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets)
     for name, section in evaluate.suites.items():
@@ -138,18 +141,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         if evaluate.chat_template:
             yield from section.chat_faults(loaded, f"evaluate.{name}")
     yield from _split(loaded, evaluate)
-
-
-def _endless(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
-    """Why a window has no mask: known before the training that the evaluation comes after."""
-    longest = loaded.info.max_positions if loaded.info is not None else None
-    sinks = loaded.recipe[SearchConfig].sinks
-    for size in evaluate.windows:
-        if longest is not None and Window(size, sinks).most_keys >= longest:
-            yield (
-                f"evaluate.windows: {size:,} is not shorter than the model's {longest:,} "
-                "positions; sliding heads would see everything"
-            )
 
 
 def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:

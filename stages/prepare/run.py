@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import resource
@@ -72,15 +71,19 @@ def run(
 
 
 def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """Why the first document of a source cannot be read; nothing of those on the hub."""
+    """Why the first document of a source cannot be read.
+
+    Nothing of those on the hub, nor of those whose tokenizer may be there.
+    """
     prepare = loaded.recipe[PrepareConfig]
     for number, section in enumerate(prepare.sources):
         kind = KINDS[section.kind]
-        if section.path is None or kind.is_remote(section.path):
+        if section.path is None or kind.needs_tokenizer or kind.is_remote(section.path):
             continue
         source = _source(section)
         try:
-            for part in itertools.islice(kind.parts(source, 0, prepare.sequence_length), 1):
+            part = next(iter(kind.parts(source, 0, prepare.sequence_length)), None)
+            if part is not None:
                 next(iter(kind.read(part, source)), None)
         except UserError as fault:
             yield f"prepare.sources.{number}: {fault}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -380,19 +380,20 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
     # Every window is shorter than what the search measures.
     length = loaded.recipe[PrepareConfig].calibration.length
-    yield from window_faults(search, "prepare.calibration.length", length)
+    where = "prepare.calibration.length"
+    yield from window_faults(search.menu, search.menu_field, where, length)
     yield from _budget(loaded)
     yield from _parallel(loaded, search)
     yield from _attention(loaded)
 
 
-def window_faults(search: SearchConfig, path: str, length: int) -> Iterator[str]:
-    """Windows that hide nothing in sequences of `length` tokens."""
-    for window in search.menu:
+def window_faults(windows: Sequence[Window], field: str, path: str, length: int) -> Iterator[str]:
+    """Windows, of a field, that hide nothing in sequences of `length` tokens."""
+    for window in windows:
         if window.most_keys >= length:
             yield (
-                f"{search.menu_field}: {window} is not shorter than {path} = {length:,}; "
-                "sliding heads would see everything"
+                f"{field}: {window} is not shorter than {path} = {length:,}; sliding heads would "
+                "see everything"
             )
 
 

@@ -234,7 +234,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if train is None:
         return
     length = recipe[PrepareConfig].sequence_length
-    yield from window_faults(recipe[SearchConfig], "prepare.sequence_length", length)
+    search = recipe[SearchConfig]
+    yield from window_faults(search.menu, search.menu_field, "prepare.sequence_length", length)
     yield from position_faults(loaded, "prepare.sequence_length", length)
     yield from _batches(loaded, train)
     yield from _held_out(recipe.runtime, recipe[PrepareConfig], train)

@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "a window of all positions": (
         ["evaluate.windows=[64,1024]"],
-        "evaluate.windows: 1,024 is not shorter than the model's 1,024 positions; sliding heads",
+        "evaluate.windows: 1,024 is not shorter than the model's positions = 1,024; sliding",
         ["evaluate.windows=[64,1023]"],
     ),
     "no room for a prompt": (

@@ -284,7 +284,7 @@ def _difference(
 
 
 def group_of(method: str) -> str:
-    """The group of rows that a method belongs to; one that the paper does not have, to the last."""
+    """The group of rows that a method belongs to: the last, if it is none of the paper's."""
     if not any(method in scores for model in _published().values() for scores in model.values()):
         return _OTHERS
     return next(name for name, kinds in _GROUPS.items() if METHODS[method].kind in kinds)
