@@ -13,6 +13,7 @@ from bosch.search.methods import METHODS
 from stages.fields import MOST, different, parse_count
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
+from stages.search.budget import named_share
 from stages.search.stage import SearchConfig
 
 
@@ -56,7 +57,7 @@ def front_faults(
                 yield (
                     f"{field}: {name:,} names no budget; at {price.tokens:,} tokens all heads at "
                     f"{search.menu[-1]} hold {least:,} KV slots, the original {most:,} (a share of "
-                    f"{least / most:.3g} to 1)"
+                    f"{named_share(least, most)} to 1)"
                 )
 
 

@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"  bosch {command} {shlex.quote(str(file))}")
     print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
     if options.data is not None and (others := _unread(options.data)):
-        print(f"--data {options.data}: {len(others)} files are not read, like {others[0]}")
+        print(f"--data {options.data}: files not read: {len(others)}, like {others[0]}")
     try:
         load_recipe(file, fetch=False)
     except UserError as fault:

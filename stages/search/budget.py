@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -196,7 +197,8 @@ class Price:
     def most(self) -> int:
         """Bytes that the budget allows; with ratio and keep the original's."""
         if self.budget.kv_cache is not None:
-            return int(self.budget.amount * self.original)
+            share = Fraction(str(self.budget.amount))  # the float of 0.57 is less than 0.57
+            return math.floor(share * self.original)
         return int(self.budget.amount) if self.budget.bytes is not None else self.original
 
     def with_sliding(self, sliding: int, window: Window) -> list[LayerHeads]:
@@ -273,12 +275,18 @@ def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
     return sliding / heads
 
 
+def named_share(least: int, original: int) -> str:
+    """A share that allows `least` bytes or slots: rounded down, it would be refused again."""
+    return f"{math.ceil(least / original * 1e6) / 1e6:g}"
+
+
 def too_small(price: Price, window: Window) -> str:
     """The error message for a budget that all heads sliding with the smallest window do not fit."""
     least = price.of(price.with_sliding(len(price.kinds.full) * price.kinds.heads, window))
+    share = named_share(least, price.original)
     return (
         f"search.budget.{price.budget.name}: {format_bytes(price.most)} is less than the "
         f"{format_bytes(least)} that all heads with a window of {window} hold at "
-        f"{price.tokens:,} tokens ({price.budget.engine}, {least / price.original:.2g} of the "
-        "original's); choose more, or a smaller window"
+        f"{price.tokens:,} tokens ({price.budget.engine}, {share} of the original's); "
+        "choose more, or a smaller window"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +23,14 @@ from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
 from stages.recipe import LoadedRecipe, ModelInfo, Recipe
-from stages.search.budget import Budget, Price, engine_faults, keep_fault, sliding_ratio
+from stages.search.budget import (
+    Budget,
+    Price,
+    engine_faults,
+    keep_fault,
+    named_share,
+    sliding_ratio,
+)
 from stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -459,10 +465,10 @@ def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
     least, most = search.slot_range(price)
     for share in search.points or ():
         if not least / most <= share < 1:
-            first = math.ceil(least / most * 1e6) / 1e6  # rounded down it would be refused again
             yield (
                 f"search.points: {share:g} of the KV cache at {price.tokens:,} tokens is no point; "
-                f"choose from {first:g}, all heads at {search.menu[-1]}, to below 1"
+                f"choose from {named_share(least, most)}, all heads at {search.menu[-1]}, "
+                "to below 1"
             )
 
 
@@ -535,7 +541,7 @@ STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=16,
+    version=17,
     field=Field(description="Which KV heads become sliding."),
     needs=("prepare",),
     model="weights",

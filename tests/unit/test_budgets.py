@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import DecoderLayers, decoder_layers
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from stages.search.budget import Budget, Price
+from stages.search.budget import Budget, Price, sliding_ratio
 from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_model, tokens
 from tests.pipeline_case import Case
@@ -93,6 +95,24 @@ def test_no_fewer_sliding_heads_fit_a_budget(
     fitting = [n for n, size in held.items() if size <= share * price.original]
     found = price.fewest_sliding(own, price.most, granularity)
     assert found == (fitting[0] if fitting else None)
+
+
+@pytest.mark.parametrize("hundredths", range(1, 101))
+def test_a_share_that_fits_exactly_is_allowed(hundredths: int) -> None:
+    """Also where floats say less: 0.57 * 100 is 56.99999999999999."""
+    price = Price(Budget(kv_cache=f"{hundredths / 100} @ 100"), _KINDS, "float32", 100)
+    assert price.most == hundredths * price.original // 100
+
+
+@pytest.mark.parametrize("tokens", [7, 97, 997, 99_991])
+def test_the_share_that_a_refusal_names_is_enough(tokens: int) -> None:
+    window = Window(3)
+    with pytest.raises(UserError, match=r"choose more, or a smaller window") as refused:
+        sliding_ratio(_price("1B", tokens), window, 1)
+    share = re.search(r"generate, (\S+) of the original's", str(refused.value))
+    assert share is not None
+    price = Price(Budget(kv_cache=f"{share[1]} @ {tokens}"), _KINDS, "float32", tokens)
+    assert sliding_ratio(price, window, 1) == 1
 
 
 @pytest.mark.parametrize("menu", [[9], [4, 17], [2, 6, 30]], ids=str)

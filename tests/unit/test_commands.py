@@ -213,7 +213,7 @@ def test_new_says_which_files_are_not_read(
         Path("mixed", name).write_text('{"text": "some"}\n')
     assert main(["new", "a model \u00e9", "--data", "mixed"]) == 0
     assert Path("my_a_model_.yaml").is_file()
-    assert "--data mixed: 2 files are not read, like a.txt" in capsys.readouterr().out
+    assert "--data mixed: files not read: 2, like a.txt" in capsys.readouterr().out
     assert main(["new", "model", "--data", "corpus"]) == 0
     assert "not read" not in capsys.readouterr().out
 
