@@ -139,7 +139,7 @@ STAGE = Stage(
     "materialize",
     "stages.materialize.run:run",
     MaterializeConfig,
-    version=7,
+    version=8,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
     model="weights",

@@ -97,8 +97,8 @@ class Budget(Section):
     keep: Annotated[Number, Field(gt=0, le=1)] | None = Field(
         None,
         description=(
-            "Share of the original's score that the smallest cache of a front keeps, by a "
-            "one-sided 95 % limit on samples that the search has not used."
+            "Share of the original's score that the chosen point of a front and all larger ones "
+            "keep, by a one-sided 95 % limit on samples that the search has not used."
         ),
     )
     context: Count | None = Field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from bosch.errors import UserError
@@ -27,8 +29,8 @@ def chosen_point(front: Front, price: Price) -> int:
     """The index of the point that a budget takes.
 
     Of those within the budget the one with the best score, of equals the smallest. With `keep` the
-    smallest point whose held-out score is above that share of the original's by its lower limit.
-    Raises UserError where there is none.
+    smallest point such that its held-out score and those of all larger ones are above that share
+    of the original's by their lower limits. Raises UserError where there is none.
     """
     if price.budget.keep is not None:
         return _kept(front, price.budget.keep)
@@ -53,8 +55,9 @@ def chosen_point(front: Front, price: Price) -> int:
 
 
 def _kept(front: Front, keep: float) -> int:
-    original = front.points[-1].held_out_score
-    if original is None or front.mask(len(front.points) - 1).num_sliding:
+    *points, last = front.points
+    original = last.held_out_score
+    if not points or original is None or front.mask(len(points)).num_sliding:
         raise UserError(
             "search.budget.keep: the front has no held-out scores; take more "
             f"prepare.calibration.examples, of which one in {HELD_OUT_EVERY} is held out"
@@ -65,16 +68,17 @@ def _kept(front: Front, keep: float) -> int:
             f"can be kept of its score; take more prepare.calibration.examples (one in "
             f"{HELD_OUT_EVERY} is held out), or name a size"
         )
-    lows = [point.held_out_low or 0.0 for point in front.points[:-1]]
-    smallest = next((index for index, low in enumerate(lows) if low >= keep * original), None)
-    if smallest is not None:
-        return smallest
-    best = max(range(len(lows)), key=lambda index: (lows[index], -index))
-    point = front.points[best]
-    kept = int(1000 * (lows[best] / original)) / 1000  # rounded up it would be refused again
+    # From the largest down to the first that fails (fixed-sequence testing): the smallest of all
+    # that pass would be wrong more often the more points there are.
+    lows = [point.held_out_low or 0.0 for point in points]
+    passing = [*itertools.takewhile(lambda low: low >= keep * original, reversed(lows))]
+    if passing:
+        return len(lows) - len(passing)
+    largest, low = points[-1], lows[-1]
+    kept = int(1000 * (low / original)) / 1000  # rounded up it would be refused again
     raise UserError(
         f"search.budget.keep: no layout is known to keep {keep:g} of the original's held-out score "
-        f"of {original:.3g}: the best, of {point.kv_slots:,} KV slots, scores "
-        f"{point.held_out_score:.3g}, at least {lows[best]:.3g} by its one-sided limit; choose "
+        f"of {original:.3g}: the largest, of {largest.kv_slots:,} KV slots, scores "
+        f"{largest.held_out_score:.3g}, at least {low:.3g} by its one-sided limit; choose "
         f"{kept:g} or less, or take more prepare.calibration.examples"
     )

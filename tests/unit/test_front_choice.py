@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bosch.analysis.intervals import share
 from bosch.errors import UserError
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
@@ -94,9 +95,26 @@ def test_of_equal_scores_the_likelier_answers_count_and_what_is_kept_is_a_share(
     assert chosen_point(worse, _price(keep=0.71)) == 1
 
 
+def test_of_many_points_no_better_than_not_kept_one_passes_in_twenty_runs() -> None:
+    """Each point keeps just less than `keep`: any choice is wrong, and 5 % of runs may make one."""
+    held_out, draws = 60, np.random.default_rng(3)
+    wrong = 0
+    for _ in range(400):
+        points = []
+        for full in range(4):
+            right = int(draws.binomial(held_out, 0.799))
+            points.append((full, 1.0, *share(right / held_out, held_out, 0.05)[:2]))
+        try:
+            chosen_point(_front([*points, (4, 1.0, 1.0, 0.95)]), _price(keep=0.8))
+            wrong += 1
+        except UserError:
+            pass
+    assert 0 < wrong <= 400 * 0.05
+
+
 def test_what_no_point_meets_is_refused_with_the_best_one() -> None:
     with pytest.raises(
-        UserError, match=r"the best, of 856 KV slots, scores 0\.9, .* choose 0\.85 or less"
+        UserError, match=r"the largest, of 856 KV slots, scores 0\.9, .* choose 0\.85 or less"
     ):
         chosen_point(_front(), _price(keep=0.9))
     with pytest.raises(UserError, match=r"search\.budget\.kv_cache: the smallest point .*7\.0%"):
@@ -215,10 +233,10 @@ def test_one_search_gives_the_models_of_two_budgets(tmp_path: Path) -> None:
         assert point.bytes == slots * 2 * kinds_of.head_dim * 4
         assert point.held_out_score is not None
     sizes = []
-    for share in (0.3, 0.7):
-        made = tmp_path / f"materialize-{share}"
+    for part in (0.3, 0.7):
+        made = tmp_path / f"materialize-{part}"
         made.mkdir()
-        budget = Budget(kv_cache=f"{share} @ {front.context}")
+        budget = Budget(kv_cache=f"{part} @ {front.context}")
         chosen = section.model_copy(update={"swa_ratio": None, "budget": budget})
         config = StageConfig(
             section=MaterializeConfig(dtype="float32"), model=model, seed=5, runtime=runtime,
@@ -228,7 +246,7 @@ def test_one_search_gives_the_models_of_two_budgets(tmp_path: Path) -> None:
         file = HeadMaskFile.load(made / "model" / "head_mask.json")
         assert Front.load(made / "front.json").chosen == summary["point"]
         assert file.mask == front.mask(summary["point"])
-        assert summary["budget"]["bytes"] <= share * summary["budget"]["original"]
+        assert summary["budget"]["bytes"] <= part * summary["budget"]["original"]
         sizes.append(summary["budget"]["bytes"])
     assert sizes[0] < sizes[1]
 
