@@ -154,29 +154,26 @@ def compare(
     if p_value >= LEVEL:
         difference, ratio = _including(difference, 0.0), ratio and _including(ratio, 1.0)
     gains = sum(float(np.maximum(d, 0.0).mean()) for d in differences) / len(differences)
-    return Comparison(
-        difference,
-        ratio,
-        p_value,
-        visible_loss(int(len(counts) * min(counts)), gains),
-    )
+    return Comparison(difference, ratio, p_value, visible_loss(counts, gains))
 
 
-def visible_loss(samples: int, gains: float = 0.0) -> float | None:
-    """The smallest loss of score that `samples` paired samples show at 5 % in four cases of five.
+def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
+    """The smallest loss of score that paired samples show at 5 % in four cases of five.
 
-    `gains` is the share of samples that the model wins nevertheless, which hide losses (Connor
-    1987). None where not even the loss of every sample would be significant: too few samples.
+    `counts` are those of subtasks that weigh the same and lose the same share. `gains` is the share
+    of samples that the model wins nevertheless, which hide losses (Connor 1987). None where not
+    even the loss of every sample would be significant: too few samples.
     """
     fewest = math.ceil(1 - math.log2(LEVEL))  # all of them lost: p = 2 / 2^n
-    if samples < fewest:
+    if sum(counts) < fewest:
         return None
 
     def unseen(loss: float) -> float:
-        return float(_POWER - special.bdtrc(fewest - 1, samples, loss))
+        return float(_POWER - special.bdtrc(fewest - 1, int(sum(counts)), loss))
 
     exact = optimize.brentq(unseen, 0.0, 1.0)
     spread, power = -special.ndtri(_TAIL), special.ndtri(_POWER)
+    samples = len(counts) ** 2 / sum(1 / count for count in counts)  # of a mean as uncertain
 
     def missing(loss: float) -> float:
         discordant = min(1.0, 2 * gains + loss)

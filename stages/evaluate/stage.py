@@ -220,7 +220,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=20,
+    version=21,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

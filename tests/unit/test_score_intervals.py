@@ -135,15 +135,19 @@ def test_models_that_agree_everywhere_are_not_said_to_be_equal() -> None:
             compare(scores, scores)
 
 
-@pytest.mark.parametrize(("count", "gains"), [(12, 0.0), (48, 0.0), (200, 0.0), (200, 0.1)])
-def test_visible_loss_is_seen_in_four_cases_of_five(count: int, gains: float) -> None:
+@pytest.mark.parametrize(
+    ("counts", "gains"),
+    [([12], 0.0), ([48], 0.0), ([200], 0.0), ([200], 0.1), ([100, 2000], 0.0), ([90, 600], 0.1)],
+)
+def test_visible_loss_is_seen_in_four_cases_of_five(counts: list[int], gains: float) -> None:
     """Also where a tenth of the samples is won, which hides the loss of others."""
-    rng, seen, loss = np.random.default_rng(1), [], visible_loss(count, gains)
+    rng, seen, loss = np.random.default_rng(1), [], visible_loss(counts, gains)
     assert loss is not None
     for draw in range(150):
-        sample = rng.random(count)
-        first, second = sample < gains, (sample >= gains) & (sample < 2 * gains + loss)
-        seen.append(compare([first], [second], draw).p_value < 0.05)
+        drawn = [rng.random(count) for count in counts]
+        first = [sample < gains for sample in drawn]
+        second = [(sample >= gains) & (sample < 2 * gains + loss) for sample in drawn]
+        seen.append(compare(first, second, draw).p_value < 0.05)
     assert np.mean(seen) == pytest.approx(0.8, abs=0.09)
 
 
@@ -153,9 +157,9 @@ def test_five_samples_are_too_few() -> None:
     assert result.p_value > 0.05 and result.visible_loss is None
     assert result.difference.high == 0 and result.ratio.high == 1
     result = compare([[0.0] * 6], [[1.0] * 6])
-    assert result.p_value < 0.05 and result.visible_loss == visible_loss(6)
+    assert result.p_value < 0.05 and result.visible_loss == visible_loss([6])
     won = compare([[1.0] * 2 + [0.0] * 18, [1.0] * 40], [[0.0] * 2 + [1.0] * 18, [1.0] * 40])
-    assert won.visible_loss == visible_loss(40, gains=0.05)
+    assert won.visible_loss == visible_loss([20, 40], gains=0.05)
     assert result.difference.high < 0
 
 
