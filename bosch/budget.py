@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from bosch.errors import UserError
 from bosch.window import Window
 
+KEEP_TAIL = 0.05  # of the one-sided limits of held-out scores, by which `keep` chooses
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 

@@ -32,6 +32,7 @@ from dataclasses import replace
 import numpy as np
 
 from bosch.analysis.intervals import share
+from bosch.budget import KEEP_TAIL
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
 from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
@@ -57,7 +58,6 @@ _STEP, _NOISE = 0.5, 0.5
 _MIXED = 0
 # Largest loss of score for a nested mask; one example at least.
 _NESTED_LOSS = 0.02
-_ONE_SIDED = 0.05
 
 
 def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -334,7 +334,7 @@ class FrontSearch(Moves):
         held_out = None
         if count:
             score = self.evaluator.evaluate_held_out(mask).score
-            held_out = share(score, count, _ONE_SIDED)
+            held_out = share(score, count, KEEP_TAIL)
         return FrontPoint.of(
             self.evaluator.units.head_mask(mask),
             self.menu,

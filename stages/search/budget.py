@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from bosch.budget import LayerHeads, even_counts, swa_budget
+from bosch.budget import KEEP_TAIL, LayerHeads, even_counts, swa_budget
 from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import DecoderLayers
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 # One in HELD_OUT_EVERY calibration examples is kept from a search for a front, to score its points.
 HELD_OUT_EVERY = 4
-_ONE_SIDED = 0.05
 
 CacheType = Literal["float32", "bfloat16", "float16", "float8"]
 _CACHE_BYTES = {**BYTES, "float8": 1}
@@ -247,7 +246,7 @@ def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[
 def keep_fault(keep: float, examples: int) -> str | None:
     """Why `examples` cannot show that the share `keep` of a perfect score is kept."""
     held_out = examples // HELD_OUT_EVERY
-    limit = _ONE_SIDED ** (1 / held_out) if held_out else 0.0
+    limit = KEEP_TAIL ** (1 / held_out) if held_out else 0.0
     if limit >= keep:
         return None
     reason = (
@@ -256,7 +255,7 @@ def keep_fault(keep: float, examples: int) -> str | None:
     )
     if keep == 1:
         return f"{reason}, and no number of them shows that all is; choose less than 1"
-    enough = HELD_OUT_EVERY * math.ceil(math.log(_ONE_SIDED) / math.log(keep))
+    enough = HELD_OUT_EVERY * math.ceil(math.log(KEEP_TAIL) / math.log(keep))
     return f"{reason}; choose that or less, or {enough:,} examples"
 
 

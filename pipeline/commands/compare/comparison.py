@@ -135,7 +135,7 @@ class AgainstHighest:
     @property
     def is_lower(self) -> bool:
         """Whether it is shown to be below the highest, at 5 %."""
-        return self.p_holm < 0.05
+        return self.p_holm < intervals.LEVEL
 
 
 @dataclass(frozen=True)
