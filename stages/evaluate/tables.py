@@ -52,20 +52,6 @@ def suite_records(suite: Suite, model: Evaluated, folder: AnswerFolder) -> Itera
             yield record if document is None else {**record, "document": document}
 
 
-def subtask_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SubtaskScores:
-    """Scores of one model in one suite among lines of samples.jsonl.
-
-    Samples with the same `document` are not independent, so their mean counts as one sample. The
-    score stays the mean over all samples.
-    """
-    scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
-    for record in records:
-        if (record["checkpoint"], record["suite"]) == (model, suite):
-            subtask = scores.setdefault((record["task"], record["length"]), [])
-            subtask.append((record.get("document"), record["score"]))
-    return {key: by_document(subtask) for key, subtask in scores.items()}
-
-
 def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
     """The mean score of each document, from documents with a score each; None: one alone."""
     documents: dict[Any, list[float]] = {}
@@ -77,25 +63,12 @@ def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
     return Documents(means, counts) if max(counts) > 1 else means
 
 
-def metric_scores(records: Iterable[Mapping[str, Any]], model: str, suite: str) -> MetricScores:
-    """Values of the tasks' metrics of one model in one suite among lines of samples.jsonl.
-
-    By documents, as in `subtask_scores`.
-    """
-    scores: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
-    for record in records:
-        if (record["checkpoint"], record["suite"]) == (model, suite):
-            metrics = scores.setdefault((record["task"], record["length"]), {})
-            for metric, value in record.get("scores", {}).items():
-                metrics.setdefault(metric, []).append((record.get("document"), value))
-    return {
-        key: {metric: by_document(values) for metric, values in metrics.items()}
-        for key, metrics in scores.items()
-    }
-
-
 class SuiteAnswers(NamedTuple):
-    """What tables need of one model's answers in one suite, without their texts."""
+    """What tables need of one model's answers in one suite, without their texts.
+
+    Samples with the same `document` are not independent, so their mean counts as one sample. The
+    score stays the mean over all samples.
+    """
 
     scores: SubtaskScores
     metrics: MetricScores
@@ -104,12 +77,24 @@ class SuiteAnswers(NamedTuple):
     @classmethod
     def of(cls, records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SuiteAnswers:
         """Those among lines of samples.jsonl."""
-        own = [one for one in records if (one["checkpoint"], one["suite"]) == (model, suite)]
-        scored = [one for one in own if "score" in one]
+        scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
+        metrics: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
+        losses: list[Sequence[float]] = []
+        for record in records:
+            if (record["checkpoint"], record["suite"]) != (model, suite):
+                continue
+            if "score" not in record:
+                losses.append(record["loss"])
+                continue
+            key, document = (record["task"], record["length"]), record.get("document")
+            scores.setdefault(key, []).append((document, record["score"]))
+            own = metrics.setdefault(key, {})
+            for metric, value in record.get("scores", {}).items():
+                own.setdefault(metric, []).append((document, value))
         return cls(
-            subtask_scores(scored, model, suite),
-            metric_scores(scored, model, suite),
-            [one["loss"] for one in own if "loss" in one],
+            {key: by_document(values) for key, values in scores.items()},
+            {key: {m: by_document(v) for m, v in own.items()} for key, own in metrics.items()},
+            losses,
         )
 
 

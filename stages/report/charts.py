@@ -169,7 +169,7 @@ def layers_probed(search: Search) -> list[Picture]:
 def recovery(results: Results) -> Picture:
     """Needle average over training tokens: the hybrid's checkpoints, and the original."""
     rows: list[dict[str, Any]] = []
-    for one in sorted(results.needle or [], key=lambda one: one.tokens or 0):
+    for one in sorted(results.needle, key=lambda one: one.tokens or 0):
         if one.tokens is not None:
             average, low, high = interval_of(one.suite)
             series = "trained" if one.tokens else "untrained"
@@ -250,8 +250,7 @@ def windows(results: Results) -> Picture | None:
 
 def positions(results: Results) -> list[Picture]:
     """Loss by position of the original, the untrained hybrid and the last checkpoint."""
-    tables = results.scores.positions if results.scores is not None else {}
-    last = results.scores.last_trained if results.scores is not None else None
+    tables, last = results.scores.positions, results.scores.last_trained
     names = {ORIGINAL: "original", HYBRID: "untrained", last: "trained"}
     shown = {
         str(label_of(str(n))).lower(): (tables[n], LOOK[k]) for n, k in names.items() if n in tables

@@ -94,7 +94,7 @@ def _last_loss(results: Results, model: str) -> tuple[float, float]:
 
     0 and infinity where there are none; models of one run read the same documents.
     """
-    table = results.scores.positions.get(model) if results.scores is not None else None
+    table = results.scores.positions.get(model)
     if table is None or not table.difference:
         return 0.0, math.inf
     last = table.difference[-1]

@@ -77,7 +77,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
     traces = [
         trace(results.search.summary, mask.mask.key, name) for name in ("score", "log_likelihood")
     ]
-    training = [step for step in results.training or [] if step.loss is not None]
+    training = [step for step in results.training if step.loss is not None]
     return render(
         _TEMPLATE,
         title=provenance.title,
@@ -89,7 +89,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         comparisons=comparisons(results),
         words=words(results),
         speed=speed_table(results),
-        missing=scores.missing_sentences(NEEDLE, FAILED_MODELS) if scores else [],
+        missing=scores.missing_sentences(NEEDLE, FAILED_MODELS),
         tiles=list(_tiles(results)),
         why_no_score=_why_no_score(results, is_trained=False),
         standing=charts.standing(results),
@@ -103,9 +103,9 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         search_facts=_search_facts(results),
         recovery=charts.recovery(results) if results.needle else None,
         loss=charts.training_loss(training) if training else None,
-        score_tables=[score_table(one) for one in [*(results.needle or []), *results.rivals]],
+        score_tables=[score_table(one) for one in [*results.needle, *results.rivals]],
         about_marks=ABOUT_MARKS,
-        filters=filters(scores.checkpoints.values() if scores else []),
+        filters=filters(scores.checkpoints.values()),
         budgets=budget_table(results),
         windows=charts.windows(results),
         window_tables=[score_table(one) for one in results.windows],
@@ -123,10 +123,9 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
 
 
 def _tiles(results: Results) -> Iterable[Tile]:
-    trained = results.scores.last_trained if results.scores is not None else None
     yield _score_tile("Original model", ORIGINAL, results, "original")
     yield _score_tile("Hybrid, untrained", HYBRID, results, "untrained")
-    yield _score_tile("Hybrid, trained", trained, results, "hybrid")
+    yield _score_tile("Hybrid, trained", results.scores.last_trained, results, "hybrid")
     model = final_model(results)
     for row in differences(results, model):
         if row.name != suite_title(NEEDLE):  # its tiles show scores
@@ -160,7 +159,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
 def _score_tile(name: str, model: str | None, results: Results, paint: str) -> Tile:
     scores = results.checkpoint(model) if model is not None else None
     if scores is None:
-        failed = results.scores.failed_models if results.scores is not None else {}
+        failed = results.scores.failed_models
         if model in failed:
             return Tile(name, "", f"Could not be evaluated: {failed[model]}.")
         return Tile(name, "", _why_no_score(results, is_trained=paint == "hybrid"))
@@ -182,7 +181,7 @@ def _why_no_score(results: Results, *, is_trained: bool) -> str:
         return "Training is not part of this recipe."
     if "evaluate" not in results.present:
         return "Evaluation is not part of this recipe."
-    if results.needle is None:
+    if not results.needle:
         return "This recipe's evaluation has no needle tasks."
     return "Not among the evaluated checkpoints."
 
@@ -255,8 +254,6 @@ def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]
 def other_suites(results: Results) -> list[SuitePart]:
     """The suites that have no charts of their own."""
     scores = results.scores
-    if scores is None:
-        return []
     shown = [*(name for suites in scores.checkpoints.values() for name in suites), *scores.missing]
     parts = []
     for name in dict.fromkeys(shown):

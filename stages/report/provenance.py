@@ -75,7 +75,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[str, str]]:
     rows = [("Model", format_path(config.model.path)), ("Seed", str(config.seed))]
     rows.append(("Parameters", f"{results.served.parameters:,}"))
-    if results.scores is not None and results.scores.corpus is not None:
+    if results.scores.corpus is not None:
         for name, value in flatten(results.scores.corpus):
             rows.append((f"Text of the evaluation, {name}", value))
     rows += [(f"Stage {name}", _origin_of(one)) for name, one in results.manifests.items()]

@@ -1,6 +1,6 @@
 """Published results of the stages, as the report shows them.
 
-Where training or evaluation is missing from the inputs, the recipe leaves it out and it stays None;
+Where training or evaluation is missing from the inputs, the recipe leaves it out and there is none;
 a stage that is there but lacks a file it promises is an error, never an empty picture.
 """
 
@@ -149,14 +149,13 @@ Scored = Mapping[tuple[str, str, int], list[float]]
 
 
 def collect_scores(
-    records: Iterable[Mapping[str, Any]], scores: Scores | None
+    records: Iterable[Mapping[str, Any]], scores: Scores
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
     """Scores of the samples of all models, by documents, of the tasks that have a score."""
     by_model: dict[str, dict[tuple[str, str, int], dict[int, tuple[Any, float]]]] = {}
-    tables = scores.checkpoints if scores is not None else {}
     for record in records:
         suite, task, length = place = record["suite"], record["task"], record["length"]
-        table = tables.get(record["checkpoint"], {}).get(suite)
+        table = scores.checkpoints.get(record["checkpoint"], {}).get(suite)
         if table is not None and length in table.tasks.get(task, {}):
             cell = by_model.setdefault(record["checkpoint"], {}).setdefault(place, {})
             cell[record["index"]] = record.get("document"), record["score"]
@@ -168,17 +167,17 @@ def collect_scores(
 
 @dataclass(frozen=True)
 class Results:
-    """Everything in the report; None for training or scores that the recipe leaves out."""
+    """Everything in the report; `scores` and `training` are empty where the recipe has none."""
 
     search: Search
     cache: CacheSize
     positions: int | None
-    training: list[TrainingStep] | None
-    needle: list[NeedleScores] | None
+    training: list[TrainingStep]
+    needle: list[NeedleScores]
     rivals: list[NeedleScores]
     windows: list[NeedleScores]
     served: MaterializeSummary
-    scores: Scores | None
+    scores: Scores
     statistics: dict[str, Any]
     present: frozenset[str]
     absent: tuple[str, ...]
@@ -195,8 +194,7 @@ class Results:
 
     def budget_scores(self, model: str) -> dict[int, SuiteScores | None]:
         """Needle scores of a model by the KV slots of the budgets it serves; None: not scored."""
-        known = self.scores.checkpoints if self.scores is not None else {}
-        names = self.budget_models(model)
+        known, names = self.scores.checkpoints, self.budget_models(model)
         return {slots: known.get(name, {}).get(NEEDLE) for slots, name in names.items()}
 
     def budget_models(self, model: str) -> dict[int, str]:
@@ -210,24 +208,23 @@ class Results:
 
     def checkpoint(self, name: str) -> NeedleScores | None:
         """Scores of the model of that name, if it was evaluated."""
-        return next((scores for scores in self.needle or [] if scores.name == name), None)
+        return next((scores for scores in self.needle if scores.name == name), None)
 
     @property
     def trained(self) -> NeedleScores | None:
         """Scores of the checkpoint with the most training tokens; None where it has none."""
-        name = self.scores.last_trained if self.scores is not None else None
+        name = self.scores.last_trained
         return self.checkpoint(name) if name is not None else None
 
     @property
     def sample_count(self) -> int:
         """Needle samples of each model."""
-        return next((one.suite.samples for one in [*(self.needle or []), *self.rivals]), 0)
+        return next((one.suite.samples for one in [*self.needle, *self.rivals]), 0)
 
     @property
     def document_count(self) -> int:
         """Documents whose loss by position was measured."""
-        tables = self.scores.positions.values() if self.scores is not None else ()
-        return next((table.documents for table in tables), 0)
+        return next((table.documents for table in self.scores.positions.values()), 0)
 
     @property
     def stage_seconds(self) -> list[tuple[str, float]]:
@@ -264,14 +261,16 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
         mask = inputs["materialize"] / MODEL / HEAD_MASK
     search = Search(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
     materialized = MaterializeSummary.read(inputs["materialize"])
-    scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else None
+    scores = Scores(checkpoints={})
+    if "evaluate" in inputs:
+        scores = Scores.read(inputs["evaluate"])
     needle, rivals, windows = _needle_scores(scores)
     return Results(
         search=search,
         cache=cache_size(materialized, search),
         positions=read_model_config(inputs["materialize"]).max_positions,
-        training=read_metrics(inputs["train"]) if "train" in inputs else None,
-        needle=needle or None,
+        training=read_metrics(inputs["train"]) if "train" in inputs else [],
+        needle=needle,
         rivals=rivals,
         windows=windows,
         served=materialized,
@@ -332,14 +331,14 @@ def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 
 
 def _needle_scores(
-    scores: Scores | None,
+    scores: Scores,
 ) -> tuple[list[NeedleScores], list[NeedleScores], list[NeedleScores]]:
     """The search's models, rivals' hybrids, and untrained hybrids at other windows.
 
     The first are the original, the untrained hybrid, and checkpoints in the order of training. Of
     rules and rankings the lowest score comes first, a trained one last.
     """
-    known = scores.checkpoints.items() if scores is not None else ()
+    known = scores.checkpoints.items()
     every = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
     rivals = [one for one in every if one.name in METHODS or named_rival(one.name) is not None]
     windows = [one for one in every if named_window(one.name) is not None]

@@ -100,7 +100,7 @@ def print_summary(results: Results, title: str, section: ReportConfig) -> None:
     for sentence in (headline(results, section), verdict(results), comparisons(results)):
         if sentence is not None:
             Console().print(Text(sentence))
-    for missing in results.scores.missing_sentences() if results.scores is not None else ():
+    for missing in results.scores.missing_sentences():
         Console().print(Text(missing))
 
 
@@ -108,7 +108,7 @@ def _rows(results: Results) -> list[tuple[str, str]]:
     search, cache = results.search, results.cache
     before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
     share = f"{search.sliding / search.total:.3g}"
-    scores = results.scores.checkpoints.values() if results.scores is not None else ()
+    scores = results.scores.checkpoints.values()
     rows = [
         row
         for suite in dict.fromkeys(name for suites in scores for name in suites) or [NEEDLE]
@@ -142,8 +142,7 @@ def _budget(results: Results) -> list[tuple[str, str]]:
 
 def _averages(results: Results, suite: str) -> Iterator[tuple[str, str]]:
     """A suite's averages of all models, in the order of the pipeline."""
-    scores = results.scores
-    name = scores.last_trained if scores is not None else None
+    name = results.scores.last_trained
     tokens = checkpoint_tokens(name) if name is not None else None
     after = f" after {format_count(tokens)} tokens" if tokens else ""
     what = f"{suite_title(suite)} average"
@@ -156,7 +155,7 @@ def _averages(results: Results, suite: str) -> Iterator[tuple[str, str]]:
 
 
 def _score(results: Results, suite: str, name: str | None) -> str:
-    if "evaluate" not in results.present or results.scores is None:
+    if "evaluate" not in results.present:
         return ABSENT
     scores = results.scores.checkpoints.get(name or "", {}).get(suite)
     return format_score(scores.average) if scores else "not evaluated"

@@ -49,13 +49,11 @@ class Difference(NamedTuple):
 
 def final_model(results: Results) -> str:
     """The checkpoint with the most training, or the untrained hybrid."""
-    return (results.scores.last_trained if results.scores is not None else None) or HYBRID
+    return results.scores.last_trained or HYBRID
 
 
 def differences(results: Results, model: str) -> list[Difference]:
     """The model's paired differences: every suite's average, and the loss of the last positions."""
-    if results.scores is None:
-        return []
     rows = [
         Difference.of_scores(suite_title(name), suite.against_original)
         for name, suite in results.scores.checkpoints.get(model, {}).items()
@@ -73,8 +71,8 @@ def differences(results: Results, model: str) -> list[Difference]:
 def verdict(results: Results) -> str | None:
     """What the hybrid keeps and loses of the original, by all suites; None without such scores."""
     model = final_model(results)
-    suites = results.scores.checkpoints.get(model, {}) if results.scores is not None else {}
-    failure = results.scores.failed_models.get(model) if results.scores is not None else None
+    suites = results.scores.checkpoints.get(model, {})
+    failure = results.scores.failed_models.get(model)
     if failure is not None:
         return f"{label_of(model)}: no scores, because it could not be evaluated: {failure}."
     sentences = []

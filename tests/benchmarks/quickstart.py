@@ -84,7 +84,7 @@ def _needle(scores: Scores, name: str) -> SuiteScores:
 
 def row(seed: int, results: Results) -> str:
     """The scores of a seed as a row of the table."""
-    models = [*(results.needle or [])[:1], *results.rivals, *(results.needle or [])[1:]]
+    models = [*results.needle[:1], *results.rivals, *results.needle[1:]]
     cells = [f"{model.name} {model.average:.1f}" for model in models]
     losses = (worst_loss(results, name) for name in (HYBRID, final_model(results)))
     cells.append("{:+.3f} → {:+.3f} nats".format(*losses))

@@ -88,7 +88,6 @@ def test_loss_by_position_speaks_where_scores_do_not(
         name: PositionLoss(edges=[1, 2], documents=6, loss=one, difference=one)
         for name, one in zip(names, bins, strict=bool(losses))
     }
-    assert made.scores is not None
     scores = made.scores.model_copy(update={"positions": positions})
     choice = choose(replace(made, scores=scores))
     assert choice is not None and choice.model == shipped and reason in choice.reason

@@ -19,10 +19,9 @@ from stages.evaluate.models import write_tables
 from stages.evaluate.scores import SAMPLES, Against, Scores, read_samples
 from stages.evaluate.suite import Suite
 from stages.evaluate.tables import (
+    SuiteAnswers,
     against,
-    metric_scores,
     not_shares,
-    subtask_scores,
     suite_records,
     suite_table,
 )
@@ -52,14 +51,16 @@ LINES = [
 
 def test_lines_are_of_one_model_and_one_suite() -> None:
     """Each other line has the same model, suite or task."""
-    assert subtask_scores(LINES, "original", "harness") == {("a", 0): [1.0, 0.0], ("b", 0): [0.5]}
-    assert subtask_scores(LINES, "original", "needle") == {("a", 512): [1.0, 0.5], ("a", 1024): [0]}
-    assert subtask_scores(LINES, "hybrid", "needle") == {}
-    assert metric_scores(LINES, "original", "harness") == {
+    harness = SuiteAnswers.of(LINES, "original", "harness")
+    assert harness.scores == {("a", 0): [1.0, 0.0], ("b", 0): [0.5]}
+    assert harness.metrics == {
         ("a", 0): {ACC: [1.0, 0.0], NORM: [0.0, 1.0]}, ("b", 0): {NORM: [0.5]},
     }  # fmt: skip
-    assert metric_scores(LINES, "hybrid", "harness") == {("a", 0): {ACC: [0.25]}}
-    assert metric_scores(LINES, "original", "needle") == {("a", 512): {}, ("a", 1024): {}}
+    needle = SuiteAnswers.of(LINES, "original", "needle")
+    assert needle.scores == {("a", 512): [1.0, 0.5], ("a", 1024): [0]}
+    assert needle.metrics == {("a", 512): {}, ("a", 1024): {}}
+    assert SuiteAnswers.of(LINES, "hybrid", "needle") == ({}, {}, [])
+    assert SuiteAnswers.of(LINES, "hybrid", "harness").metrics == {("a", 0): {ACC: [0.25]}}
 
 
 @pytest.mark.parametrize(
@@ -79,10 +80,11 @@ def test_a_document_of_several_questions_is_one_sample_that_weighs_as_they_do(
         for number, scores in enumerate(contexts)
         for line in records("a", "s", "t", 0, *scores)
     ]
-    [found] = subtask_scores(lines, "a", "s").values()
+    answers = SuiteAnswers.of(lines, "a", "s")
+    [found] = answers.scores.values()
     assert found == pytest.approx(means) and mean_of(found) == pytest.approx(overall)
     assert effective_count(found) == pytest.approx(count)
-    [of_metric] = metric_scores(lines, "a", "s").values()
+    [of_metric] = answers.metrics.values()
     assert of_metric == {ACC: found}
 
 
@@ -94,8 +96,8 @@ def test_a_group_is_no_surer_than_its_only_task() -> None:
         for number in range(40)
         for line in records(name, "s", "t", 0, *[float(number >= lost)] * 5)
     ]
-    scores = [subtask_scores(lines, name, "s") for name in ("hybrid", "original")]
-    metrics = [metric_scores(lines, name, "s") for name in ("hybrid", "original")]
+    answers = [SuiteAnswers.of(lines, name, "s") for name in ("hybrid", "original")]
+    scores, metrics = [one.scores for one in answers], [one.metrics for one in answers]
     rules = [Rule(metric="acc", weight_by_size=True)]
     table = suite_table(*scores, {"group": TaskGroup(("t",), rules)}, *metrics)
     own, group = table["t"]["0"], table["groups"]["group"]

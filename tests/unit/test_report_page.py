@@ -165,7 +165,6 @@ def test_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
 def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
     page: str, results: Results
 ) -> None:
-    assert results.scores is not None
     places = {cell.anchor for one in samples_by_model(results.predictions) for cell in one.cells}
     shown = outline(page).score_cells
     for name, suites in results.scores.checkpoints.items():
@@ -279,7 +278,7 @@ def test_the_verdict_says_what_the_samples_do_not_decide(
     sentence = verdict(results)
     assert sentence is not None and said in sentence
     assert "Tasks of lm-eval: " in sentence
-    [hybrid] = [scores for scores in results.needle or [] if scores.name == "hybrid"]
+    [hybrid] = [scores for scores in results.needle if scores.name == "hybrid"]
     assert marked in [cell for row in score_table(hybrid).rows for cell in row] or not marked
 
 

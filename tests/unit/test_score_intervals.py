@@ -26,7 +26,7 @@ from bosch.analysis.intervals import (
     student,
     visible_loss,
 )
-from stages.evaluate.tables import subtask_scores
+from stages.evaluate.tables import SuiteAnswers
 from tests.benchmarks import coverage
 
 LEAST = 0.91  # 0.93 less the noise of these few draws
@@ -269,7 +269,7 @@ def test_questions_about_one_context_are_one_sample(contexts: list[list[float]])
         for number, scores in enumerate(contexts)
         for score in scores
     ]
-    [found] = subtask_scores(records, "a", "harness").values()
+    [found] = SuiteAnswers.of(records, "a", "harness").scores.values()
     every = [score for scores in contexts for score in scores]
     assert len(found) == len(contexts) and all(0 <= value <= 1 for value in found)
     assert mean_of(found) == pytest.approx(np.mean(every))  # the benchmark's own score

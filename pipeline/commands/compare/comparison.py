@@ -21,7 +21,7 @@ from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.needle import NeedleEvaluation
-from stages.evaluate.tables import subtask_scores
+from stages.evaluate.tables import SuiteAnswers
 from stages.materialize.stage import MODEL, MaterializeSummary
 from stages.recipe import Recipe
 from stages.report.charts import interval_of
@@ -336,7 +336,7 @@ def read_result(runner: Runner) -> Result:
             (kind, suite): SampleScores.of(subtasks)
             for kind, name in models
             for suite, table in scores.checkpoints.get(name, {}).items()
-            if (subtasks := _kept(subtask_scores(records, name, suite), table))
+            if (subtasks := _kept(SuiteAnswers.of(records, name, suite).scores, table))
         },
     )
 
