@@ -140,7 +140,7 @@ Number = Annotated[float, BeforeValidator(parse_number)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 PathText = Annotated[str, AfterValidator(path_text)]
 Line = Annotated[str, AfterValidator(short_text)]
-Ratio = Annotated[float, BeforeValidator(parse_number), Field(ge=0, le=1)]
+Ratio = Annotated[Number, Field(ge=0, le=1)]
 
 # Lists, which a recipe or a command's option may have.
 Counts = Annotated[

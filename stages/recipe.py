@@ -37,12 +37,6 @@ def folder_name(value: str) -> str:
     return value
 
 
-def _seed(value: int) -> int:
-    if value >= 2**31:
-        raise ValueError(f"expected a whole number from 0 to 2147483647, found {value}")
-    return value
-
-
 class Recipe(Section):
     """What every recipe has beside the sections of its stages, which `recipe_type` adds.
 
@@ -52,9 +46,7 @@ class Recipe(Section):
     name: Annotated[str, AfterValidator(folder_name)] = Field(
         description="Name of the folder runs/<name>; default: the file's name."
     )
-    seed: Annotated[int, AfterValidator(_seed)] = Field(
-        0, ge=0, description="Seed of everything that is drawn at random."
-    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything that is drawn at random.")
     model: ModelConfig = Field(description="The pretrained model.")
     runtime: Runtime = Field(
         default_factory=Runtime, description="What changes no result and is in no key."

@@ -44,10 +44,10 @@ class Stage(Generic[OwnSection]):
     does not read. Stages with the same `pool` leave in one folder what they may take from each
     other.
 
-    `checks` yields what is wrong between the fields of a recipe, `missing` what a run needs beside
-    the inputs that the section names and that is not there: one message each that begins with a
-    dotted path. `slow_checks` names a function of the kind that only `validate` calls, `gaps` one
-    that says what a run will continue without.
+    Where the recipe has the section, `checks` yields what is wrong between the fields of a recipe,
+    `missing` what a run needs beside the inputs that the section names and that is not there: one
+    message each that begins with a dotted path. `slow_checks` names a function of the kind that
+    only `validate` calls, `gaps` one that says what a run will continue without.
 
     `cost` names the function of (recipe, devices) that says what `plan` prints, `refusal` one that
     raises UserError before anything runs where the stage is certain not to fit on this machine.

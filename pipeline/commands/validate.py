@@ -27,11 +27,11 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
     1 where a run would continue without a part of what the recipe asks for.
     """
-    faults = [fault for stage in loaded.stages for fault in call(stage.slow_checks, loaded)]
+    faults = [fault for stage in loaded.present for fault in call(stage.slow_checks, loaded)]
     if faults:
         raise UserError(listing(str(loaded.file), faults))
     names = [stage.name for stage in loaded.present]
-    gaps = [gap for stage in loaded.stages for gap in call(stage.gaps, loaded)]
+    gaps = [gap for stage in loaded.present for gap in call(stage.gaps, loaded)]
     if options.json:
         print_json(
             {

@@ -105,7 +105,7 @@ def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
 
     Without `input_files` nothing is said of data that is not there.
     """
-    faults = [fault for stage in loaded.stages for fault in stage.checks(loaded)]
+    faults = [fault for stage in loaded.present for fault in stage.checks(loaded)]
     faults += _output_root(loaded)
     return [*faults, *missing_inputs(loaded)] if input_files else faults
 
@@ -132,10 +132,9 @@ def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
 
 def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
     """What a run reads and is not there, or is not what it should be."""
-    for stage in loaded.stages:
-        section = getattr(loaded.recipe, stage.key)
-        if stage.field is not None and section is not None:
-            yield from input_faults(stage.key, section)
+    for stage in loaded.present:
+        if stage.field is not None:
+            yield from input_faults(stage.key, getattr(loaded.recipe, stage.key))
         yield from stage.missing(loaded)
 
 

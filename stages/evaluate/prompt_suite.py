@@ -112,26 +112,26 @@ class PromptSuite(Suite):
         new_tokens = max(sample.new_tokens for sample in samples)
         one_line = samples[0].stop_at_newline
         for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
-            yield [_record(samples[q.index], q, text) for q, text in batch]
+            records = []
+            for question, output in batch:
+                sample = samples[question.index]
+                records.append(
+                    answer_record(question, sample.score(output), sample.answers, output)
+                )
+            yield records
 
     def _question(self, subtask: Subtask, index: int) -> Question:
-        if (subtask, index) not in self._questions:
-            self._questions[subtask, index] = self._make_question(
-                self._samples[subtask][index], index
-            )
-        return self._questions[subtask, index]
-
-    def _make_question(self, sample: PromptSample, index: int) -> Question:
-        turns = sample.turns()
-        if self.chat is not None:
-            text = self.chat.text(turns)
-            ids = encode_answer(self.tokenizer, text)  # the template brings its special tokens
-        else:
-            text = sample.plain(turns)
-            ids = encode_prompt(self.tokenizer, text)
-        prompt = np.asarray(ids, np.int32)
-        return Question(index, prompt, [], text[-TAIL_CHARACTERS:], new_tokens=sample.new_tokens)
-
-
-def _record(sample: PromptSample, question: Question, output: str) -> dict[str, Any]:
-    return answer_record(question, sample.score(output), sample.answers, output)
+        key, sample = (subtask, index), self._samples[subtask][index]
+        if key not in self._questions:
+            turns = sample.turns()
+            if self.chat is not None:
+                text = self.chat.text(turns)
+                ids = encode_answer(self.tokenizer, text)  # the template brings its special tokens
+            else:
+                text = sample.plain(turns)
+                ids = encode_prompt(self.tokenizer, text)
+            self._questions[key] = Question(
+                index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:],
+                new_tokens=sample.new_tokens,
+            )  # fmt: skip
+        return self._questions[key]

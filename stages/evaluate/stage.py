@@ -119,9 +119,7 @@ class EvaluateConfig(_Suites):
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    if evaluate is None:
-        return
+    evaluate = loaded.recipe[EvaluateConfig]
     if not evaluate.suites:
         names = ", ".join(SUITES)
         yield f"evaluate: names nothing to evaluate; set one of {names} or leave it out"
@@ -167,9 +165,7 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
 
 def _missing(loaded: LoadedRecipe) -> Iterator[str]:
     """Files and packages that the suites need beside the folders that a recipe names."""
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    if evaluate is None:
-        return
+    evaluate = loaded.recipe[EvaluateConfig]
     for name, section in evaluate.suites.items():
         yield from section.missing(loaded, f"evaluate.{name}")
     folder = loaded.info.directory if loaded.info is not None else None
@@ -182,16 +178,13 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
 
 def slow_faults(loaded: LoadedRecipe) -> Iterator[str]:
     """What `validate` alone looks for in the suites."""
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    for name, section in evaluate.suites.items() if evaluate is not None else ():
+    for name, section in loaded.recipe[EvaluateConfig].suites.items():
         yield from section.slow_faults(f"evaluate.{name}")
 
 
 def gaps(loaded: LoadedRecipe) -> Iterator[str]:
     """What of presets and suites has no score here, as far as it is known before a run."""
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    if evaluate is None:
-        return
+    evaluate = loaded.recipe[EvaluateConfig]
     for preset in evaluate.presets:
         for one in PRESETS[preset]:
             reasons = [
@@ -211,8 +204,7 @@ def gaps(loaded: LoadedRecipe) -> Iterator[str]:
 
 def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
     """The part of the model card that is in the key of an evaluation."""
-    evaluate = loaded.recipe.get(EvaluateConfig)
-    sections = evaluate.suites.values() if evaluate is not None else ()
+    sections = loaded.recipe[EvaluateConfig].suites.values()
     return {name: value for one in sections for name, value in one.card(loaded).items()}
 
 

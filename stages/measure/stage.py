@@ -128,9 +128,7 @@ class Efficiency(Summary):
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
-    section, search = loaded.recipe.get(MeasureConfig), loaded.recipe[SearchConfig]
-    if section is None:
-        return
+    section, search = loaded.recipe[MeasureConfig], loaded.recipe[SearchConfig]
     yield from position_faults(loaded, "measure.lengths", max(section.lengths))
     requests = {"cache": "measure decodes with a KV cache"}
     for message in lacking(loaded.recipe.runtime.attention, requests):

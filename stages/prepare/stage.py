@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
@@ -20,10 +20,10 @@ from stages.cost import Cost, Devices
 from stages.fields import (
     Count,
     Line,
+    Number,
     PathText,
     Section,
     different,
-    parse_number,
     regular_expression,
 )
 from stages.formats import format_hours
@@ -111,8 +111,8 @@ class SourceConfig(Section):
     tokenizer: Annotated[PathText | None, Input(_tokenizer, _check_tokenizer, lambda *_: True)] = (
         Field(None, description="mds: tokenizer the shards were written with, to detokenise them.")
     )
-    weight: Annotated[float, BeforeValidator(parse_number), Field(gt=0)] = Field(
-        1.0, description="Share of the training tokens, relative to the other sources."
+    weight: Number = Field(
+        1.0, gt=0, description="Share of the training tokens, relative to the other sources."
     )
     filters: FilterConfig = FilterConfig()
 

@@ -28,7 +28,7 @@ class RivalConfig(Section):
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
-    if loaded.recipe.get(RivalConfig) is not None and loaded.recipe.get(TrainConfig) is None:
+    if loaded.recipe.get(TrainConfig) is None:
         yield (
             "rival: needs a section train; name the method in evaluate.rivals to score it untrained"
         )

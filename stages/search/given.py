@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from bosch.errors import UserError
 from bosch.heads import HeadMaskFile
 from bosch.search.given import given_mask
-from bosch.window import Window
 from stages.formats import format_bytes
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What a mask is compared with."""
-
-    num_layers: int
-    num_key_value_heads: int
-    windows: tuple[Window, ...]
 
 
 def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
@@ -30,10 +20,11 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
         return
     try:
         kinds, dtype = loaded.info.kinds, loaded.recipe.model.dtype
-        shape = _Shape(len(kinds.full), kinds.heads, search.menu)
-        mask = given_mask(
-            shape, search.settings(loaded.recipe.seed, search.ratio_for(kinds, dtype))
+        shape = SimpleNamespace(
+            num_layers=len(kinds.full), num_key_value_heads=kinds.heads, windows=search.menu
         )
+        settings = search.settings(loaded.recipe.seed, search.ratio_for(kinds, dtype))
+        mask = given_mask(shape, settings)
         price = search.price(kinds, dtype, 1)
         held = price.of(mask.heads_per_layer(search.menu))
         if search.stated_ratio is None and held > price.most:

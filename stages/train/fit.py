@@ -118,8 +118,7 @@ def remedy(
     loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
 ) -> str:
     """The fewest settings with which training would fit, as a sentence's end."""
-    train, length = loaded.recipe.get(TrainConfig), loaded.recipe[PrepareConfig].sequence_length
-    assert train is not None
+    train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     splits = loaded.info is None or split_fault(loaded.info.loaded) is None
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits):
         if any(batch_faults(train, runtime, length, count)):
@@ -175,10 +174,8 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
 
     Nothing is refused where the memory cannot be read, or the model's shape is not known.
     """
-    if loaded.recipe.get(TrainConfig) is None or loaded.info is None:
-        return
     capacity = memory_here(loaded.world)
-    if capacity is None:
+    if loaded.info is None or capacity is None:
         return
     shape, on_gpu, count = shape_of(loaded), loaded.world.gpus > 0, loaded.world.size
     budget = training_budget(loaded, shape, count, capacity, on_gpu)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from bosch.backends import lacking
 from bosch.errors import RunError
 from bosch.journal import Journal
 from bosch.model.families import known_family, split_fault
 from stages.context import Runtime
-from stages.fields import Count, Flag, Number, Ratio, Section, parse_number, rising
+from stages.fields import Count, Flag, Number, Ratio, Section, rising
 from stages.kv_budgets import KvBudgets, front_faults
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
@@ -73,8 +73,10 @@ class TrainConfig(Section):
     teacher_weight: Ratio = Field(
         1.0, description="Share of the divergence in the loss; the rest is cross-entropy."
     )
-    teacher_tokens: Annotated[float, BeforeValidator(parse_number), Field(gt=0, le=1)] = Field(
+    teacher_tokens: Number = Field(
         1.0,
+        gt=0,
+        le=1,
         description=(
             "Share of a sequence's tokens, those where the two models differ most, on which the "
             "divergence is taken."
@@ -98,7 +100,7 @@ class TrainConfig(Section):
             "error, or leave the step out and say so, at most 4 in a row and 9 of 100."
         ),
     )
-    spike_factor: Annotated[float, BeforeValidator(parse_number), Field(gt=1)] | None = Field(
+    spike_factor: Annotated[Number, Field(gt=1)] | None = Field(
         None,
         description=(
             "How many times the median gradient norm of the last 100 steps makes a spike; default: "
@@ -230,9 +232,7 @@ def read_metrics(train: Path) -> list[TrainingStep]:
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
-    recipe, train = loaded.recipe, loaded.recipe.get(TrainConfig)
-    if train is None:
-        return
+    recipe, train = loaded.recipe, loaded.recipe[TrainConfig]
     length = recipe[PrepareConfig].sequence_length
     search = recipe[SearchConfig]
     yield from window_faults(search.menu, search.menu_field, "prepare.sequence_length", length)
@@ -240,9 +240,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _batches(loaded, train)
     yield from _held_out(recipe.runtime, recipe[PrepareConfig], train)
     yield from _checkpoints(train)
-    yield from _bad_steps(train, recipe.runtime)
-    yield from _teacher(train, recipe.runtime)
-    yield from _optimizer(train, recipe.runtime)
+    yield from _deepspeed(train, recipe.runtime)
+    if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
+        yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
+    if train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield "train.optimizer: adamw_8bit needs torchao; install it, or set adamw"
     if train.budgets is not None:
         yield from front_faults(loaded, "train.budgets", train.budgets)
     yield from _attention(loaded, train)
@@ -328,15 +330,7 @@ def _checkpoints(train: TrainConfig) -> Iterator[str]:
                 f"train.checkpoint_tokens: {before:,} and {tokens:,} are reached by the "
                 f"same step (of {train.batch_tokens:,} tokens)"
             )
-
-
-def _bad_steps(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
-    if train.bad_steps == "skip" and runtime.sharding == "deepspeed":
-        yield (
-            "train.bad_steps: skip cannot leave a step out under runtime.sharding = deepspeed, "
-            "which clips and steps at once; set stop, or runtime.sharding = fsdp"
-        )
-    count = len(train.checkpoint_steps)
+    count = len(steps)
     if train.averaged_checkpoints is not None and train.averaged_checkpoints > count:
         yield (
             f"train.averaged_checkpoints: {train.averaged_checkpoints} are to be averaged, and "
@@ -344,26 +338,23 @@ def _bad_steps(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
         )
 
 
-def _teacher(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
-    if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
-        yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
-    for setting, on in (("teacher = original", train.teacher != "none"), ("lora", train.lora)):
-        if on and runtime.sharding == "deepspeed":
-            yield (
-                f"train.{setting.partition(' ')[0]}: train.{setting} does not run under "
-                "runtime.sharding = deepspeed; set fsdp or none"
-            )
-
-
-def _optimizer(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
-    if train.optimizer == "adamw":
+def _deepspeed(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
+    """What does not run under DeepSpeed, which holds the weights and takes the steps itself."""
+    if runtime.sharding != "deepspeed":
         return
-    if importlib.util.find_spec("torchao") is None:
-        yield "train.optimizer: adamw_8bit needs torchao; install it, or set adamw"
-    if runtime.sharding == "deepspeed":
+    asked = {
+        "train.teacher": train.teacher != "none",
+        "train.lora": train.lora is not None,
+        "train.optimizer": train.optimizer != "adamw",
+        "runtime.context_parallel": runtime.context_parallel > 1,
+    }
+    for field, is_asked in asked.items():
+        if is_asked:
+            yield f"{field}: it does not run under runtime.sharding = deepspeed; set fsdp or none"
+    if train.bad_steps == "skip":
         yield (
-            "train.optimizer: adamw_8bit does not run under runtime.sharding = deepspeed; set fsdp "
-            "or none"
+            "train.bad_steps: skip cannot leave a step out under runtime.sharding = deepspeed, "
+            "which clips and steps at once; set stop, or runtime.sharding = fsdp"
         )
 
 
@@ -371,11 +362,6 @@ def _split(loaded: LoadedRecipe) -> Iterator[str]:
     runtime = loaded.recipe.runtime
     if runtime.context_parallel == 1:
         return
-    if runtime.sharding == "deepspeed":
-        yield (
-            "runtime.context_parallel: it does not run under runtime.sharding = deepspeed; set "
-            "fsdp or none"
-        )
     if runtime.compile:
         yield (
             "runtime.context_parallel: layers that exchange keys and values are not compiled; set "

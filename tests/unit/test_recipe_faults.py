@@ -202,7 +202,7 @@ def test_relative_paths_start_where_they_were_written(
         ("name=a/b", "name: 'a/b' cannot name a folder"),
         ("seed=x", "seed: expected a whole number"),
         ("seed=true", "seed: expected a whole number"),
-        ("seed=2147483648", "seed: expected a whole number from 0 to 2147483647, found 2147483648"),
+        ("seed=2147483648", "seed: expected a value less than 2,147,483,648, found 2147483648"),
         ("model.path=no/such/dir", "model.path: there is no directory"),
         ("model.path=recipes/nothing", "model.path: there is no directory"),
         ("model.path=nobody/nothing", "model.path: nobody/nothing is neither a directory nor"),

@@ -83,15 +83,15 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "a teacher in DeepSpeed": (
         ["train.teacher=original", "runtime.sharding=deepspeed"],
-        "train.teacher = original does not run under", ["runtime.sharding=deepspeed"],
+        "train.teacher: it does not run under", ["runtime.sharding=deepspeed"],
     ),
     "adapters in DeepSpeed": (
-        ["train.lora={}", "runtime.sharding=deepspeed"], "train.lora does not run under",
+        ["train.lora={}", "runtime.sharding=deepspeed"], "train.lora: it does not run under",
         ["train.lora={}", "runtime.sharding=fsdp"],
     ),
     "8 bits in DeepSpeed": (
         ["train.optimizer=adamw_8bit", "runtime.sharding=deepspeed"],
-        "train.optimizer: adamw_8bit does not run under runtime.sharding = deepspeed",
+        "train.optimizer: it does not run under runtime.sharding = deepspeed",
         ["train.optimizer=adamw_8bit", "runtime.sharding=fsdp"],
     ),
     "budgets of one mask": (

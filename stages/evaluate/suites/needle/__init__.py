@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from bosch.model.yarn import original_positions, yarn_fault
 from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.section import SuiteSection, Work
-from stages.fields import Count, PathText, different, parse_number
+from stages.fields import Count, Number, PathText, different
 from stages.inputs import Hasher, Input, prose
 from stages.recipe import LoadedRecipe
 
@@ -48,14 +48,12 @@ class NeedleEvaluation(SuiteSection):
         None,
         description="Tokens generated, counted inside the length; default: RULER's for each task.",
     )
-    yarn: dict[Count, Annotated[float, BeforeValidator(parse_number), Field(gt=1, le=1024)]] = (
-        Field(
-            default={},
-            description=(
-                "Lengths at which RoPE is stretched by YaRN, each with its factor, like "
-                "{64k: 2, 128k: 4}; for all models, in evaluation alone."
-            ),
-        )
+    yarn: dict[Count, Annotated[Number, Field(gt=1, le=1024)]] = Field(
+        default={},
+        description=(
+            "Lengths at which RoPE is stretched by YaRN, each with its factor, like "
+            "{64k: 2, 128k: 4}; for all models, in evaluation alone."
+        ),
     )
     yarn_original_length: Count | None = Field(
         None,
