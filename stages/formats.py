@@ -25,6 +25,11 @@ def signed(value: float, digits: int) -> str:
     return text[1:] if not float(text) else text.replace("-", "−")
 
 
+def interval(low: float, high: float, digits: int) -> str:
+    """The ends of a difference's interval: `[−1.2, +0.3]`."""
+    return f"[{signed(low, digits)}, {signed(high, digits)}]"
+
+
 def format_share(value: float) -> str:
     """A share as a percentage, without a decimal where it is whole."""
     percent = round(100 * value, 9)  # 100 * 0.29 is 28.999999999999996

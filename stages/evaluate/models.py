@@ -153,13 +153,14 @@ def _suites(
     common = {
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
+        "places": Places(
+            (config.shared or own) / "samples", Path(config.model.path, "README.md"), calibration
+        ),
     }  # fmt: skip
-    card = Path(config.model.path, "README.md")
-    places = Places((config.shared or own) / "samples", card, calibration)
     for name, one in section.suites.items():
         module, _, kind = one.runner.partition(":")
         suite: type[Suite] = getattr(importlib.import_module(module), kind)
-        suites.append(suite.open(places, name=name, section=one, **common))
+        suites.append(suite(name=name, section=one, **common))
     if texts := {key: text for suite in suites for key, text in suite.texts.items()}:
         tables["corpus"] = texts
     return suites

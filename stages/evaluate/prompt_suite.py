@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from data_prep.text import encode_answer, encode_prompt
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
 from stages.evaluate.prompts import PromptEvaluation
-from stages.evaluate.suite import Places, Records, Suite, answer_record
+from stages.evaluate.suite import Records, Suite, answer_record
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
@@ -49,23 +49,15 @@ class PromptSample:
 
 @dataclass(kw_only=True)
 class PromptSuite(Suite):
-    """Samples and answers; `files` are names and hashes of the data.
+    """Samples and answers.
 
-    They tell its answers from those to other data. Every model is asked the same questions, so they
-    are made once: 4 bytes a token, 1 GB for 7,540 prompts of 32k tokens on one rank.
+    Every model is asked the same questions, so they are made once: 4 bytes a token, 1 GB for 7,540
+    prompts of 32k tokens on one rank.
     """
 
     section: PromptEvaluation
-    files: Any
     _samples: dict[Subtask, list[PromptSample]] = field(default_factory=dict)
     _questions: dict[tuple[Subtask, int], Question] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, places: Places, **given: Any) -> Self:
-        section: PromptEvaluation = given["section"]
-        folder = Path(section.data_dir)
-        files = {name: file_digest(folder / name) for name in section.files(folder)}
-        return cls(files=files, **given)
 
     @property
     def subtasks(self) -> list[Subtask]:
@@ -84,9 +76,10 @@ class PromptSuite(Suite):
 
         Raises UserError when it cannot be read, or has no sample of any length.
         """
+        folder = Path(self.section.data_dir)
         identity = {
             "version": _VERSION,
-            "files": self.files,
+            "files": {name: file_digest(folder / name) for name in self.section.files(folder)},
             "section": self.section.model_dump(mode="json", exclude={"data_dir", "lengths"}),
             "seed": self.seed,
             "tokenizer": tokenizer_digest(self.tokenizer),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bosch.progress import Progress
 from data_prep.documents.calibration import CalibrationNeedles
@@ -44,16 +44,12 @@ class Suite(ABC):
     rank: int
     world: int
     batch_size: int
+    places: Any = None  # `Places`, of those who read there
     seed: int = 0
     chat: ChatTemplate | None = None
     shared: SharedReading | None = None
     missing: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, places: Places, **given: Any) -> Self:
-        """The suite of `given` fields, with what it takes of `places`."""
-        return cls(**given)
 
     @property
     def texts(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from stages.formats import (
     format_money,
     format_seconds,
     format_share,
+    interval,
     signed,
 )
 from stages.measure.stage import Point
@@ -67,11 +68,11 @@ def choose(results: Results) -> Choice | None:
             if losses[name][0] > losses[best][1]:
                 near_but_for_loss = True
                 continue
-            ends = f"{signed(100 * difference.low, 1)}, {signed(100 * difference.high, 1)}"
+            mean, low, high = (100 * value for value in difference)
             return Choice(
                 name,
                 f"the earliest shown to be within {MARGIN:g} points of the best, the {second}: "
-                f"{signed(100 * difference.mean, 1)} [{ends}]",
+                f"{signed(mean, 1)} {interval(low, high, 1)}",
                 best,
             )
     earlier = models.index(best) > 0
@@ -160,13 +161,13 @@ def _smallest_budget(results: Results) -> Iterator[str]:
 
 
 def _points(result: Against) -> str:
-    ends = f"{signed(result.difference_low, 1)}, {signed(result.difference_high, 1)}"
-    return f"{signed(result.difference, 1)} points [{ends}]"
+    ends = interval(result.difference_low, result.difference_high, 1)
+    return f"{signed(result.difference, 1)} points {ends}"
 
 
 def _than_original(result: Against) -> str:
     """A difference in words, with its interval."""
-    ends = f"[{signed(result.difference_low, 1)}, {signed(result.difference_high, 1)}]"
+    ends = interval(result.difference_low, result.difference_high, 1)
     if round(result.difference, 1) == 0:
         return f"as the original does, within {ends} points,"
     much = "less" if result.difference < 0 else "more"

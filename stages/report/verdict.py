@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from stages.evaluate.scores import HYBRID, Against, SuiteScores
 from stages.evaluate.suites import suite_title
-from stages.formats import format_length, signed
+from stages.formats import format_length, interval, signed
 from stages.report.results import NEEDLE, Results, label_of
 
 # A ratio whose interval is wider says less than the difference does.
@@ -39,7 +39,7 @@ class Difference(NamedTuple):
         mean = signed(self.mean, digits)
         if self.low is None or self.high is None:
             return f"{mean} [too few]"
-        return f"{mean} [{signed(self.low, digits)}, {signed(self.high, digits)}]"
+        return f"{mean} {interval(self.low, self.high, digits)}"
 
     @property
     def is_shown(self) -> bool:

@@ -42,7 +42,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     runtime, budget = recipe.runtime, None
     faults = list(batch_faults(train, runtime, length, processes))
     if not faults:
-        budget = training_budget(loaded, shape, processes, devices.memory, on_gpu)
+        budget = training_budget(loaded, processes, devices.memory, on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
     of_budgets = {
@@ -166,7 +166,7 @@ def _memory_facts(loaded: LoadedRecipe, budget: Budget, devices: Devices) -> Ite
         yield f"runtime.checkpointing = auto is {chosen} with this memory"
     yield f"per process {budget.verdict}"
     if not budget.fits:
-        yield remedy(loaded, shape_of(loaded), devices.processes, devices.memory, devices.on_gpu)
+        yield remedy(loaded, devices.processes, devices.memory, devices.on_gpu)
     offloaded = budget.memory.offloaded * devices.local_processes
     if offloaded:
         yield f"host memory a node for the inputs of layers: {format_bytes(offloaded)}"

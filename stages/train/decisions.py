@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -97,14 +96,6 @@ def step_patience(seconds: Sequence[float], most: float) -> float:
     return min(most, max(LEAST_PATIENCE, TIMES_SLOWER * statistics.median(seconds) / 60))
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What all processes do at the end of a step."""
-
-    restart_point: bool
-    stop: bool
-
-
 class RestartTimer:
     """Decides about restart points by steps and by minutes, and about stopping by signals."""
 
@@ -131,15 +122,18 @@ class RestartTimer:
     def _note(self, number: int, frame: Any) -> None:
         self._signalled = True
 
-    def decide(self, step: int) -> Decision:
-        """Called on every process at the end of step `step`; a signal to one of them is enough."""
+    def decide(self, step: int) -> tuple[bool, bool]:
+        """Whether a restart point is due at the end of step `step`, and whether training stops.
+
+        The same on every process, which all call it; a signal to one of them is enough.
+        """
         late = time.monotonic() - self._last >= self._seconds
         flags = torch.tensor([late, self._signalled], dtype=torch.int32)
         if dist.is_initialized() and dist.get_world_size() > 1:
             flags = flags.to(self._device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         late, stop = (bool(flag) for flag in flags.tolist())
-        decision = Decision(late or stop or step % self._every == 0, stop)
-        if decision.restart_point:
+        is_due = late or stop or step % self._every == 0
+        if is_due:
             self._last = time.monotonic()
-        return decision
+        return is_due, stop

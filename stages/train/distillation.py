@@ -21,7 +21,7 @@ from bosch.model.tensor_parallel import whole_weight
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
 from stages.train.footprint import chunk_tokens
-from stages.train.loss import IGNORED, HeadLoss, head_loss, noted
+from stages.train.loss import IGNORED, HeadLoss, Measure, head_loss, noted
 from stages.train.stage import TrainConfig
 
 
@@ -94,17 +94,29 @@ class TeacherLoss:
         head = self.teacher.get_output_embeddings()
 
         def loss(student_head: Any, student_states: Tensor) -> Tensor:
-            weights = [
-                None if weight is None else whole_weight(weight).detach()
-                for weight in (head.weight, getattr(head, "bias", None))
-            ]
-            divergence = _Divergence(states, weights, self.teacher.config)
+            weight, bias = (
+                None if one is None else whole_weight(one).detach()
+                for one in (head.weight, getattr(head, "bias", None))
+            )
+            assert weight is not None
+
+            def divergence(logits: Tensor, tokens: Tensor) -> Tensor:
+                """[n] in nats, from the student's `logits` [n, V] at `tokens` [n] of [0, N)."""
+                with torch.no_grad():
+                    own = nn.functional.linear(states[tokens], weight, bias)
+                    scaled = scaled_logits(self.teacher.config, own.float())
+                    expected = torch.log_softmax(scaled, dim=-1)
+                    del own, scaled
+                    probabilities = expected.exp()
+                # Not as a difference of two sums: where the models agree, those would cancel.
+                return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
+
             return self._loss(student_head, student_states, config, targets, divergence)
 
         return loss
 
     def _loss(
-        self, head: Any, states: Tensor, config: Any, targets: Tensor, divergence: _Divergence
+        self, head: Any, states: Tensor, config: Any, targets: Tensor, divergence: Measure
     ) -> Tensor:
         labels = targets.flatten()
         chunk = chunk_tokens(head.weight.shape[0], distilled=True)
@@ -113,7 +125,7 @@ class TeacherLoss:
             values = torch.empty(len(labels), device=labels.device)
 
             with torch.no_grad():
-                head_loss(head, states, config, noted(divergence.of, every, values), chunk)
+                head_loss(head, states, config, noted(divergence, every, values), chunk)
             every_one = values.view_as(targets), targets != IGNORED
             if self._split is None:
                 chosen = largest(*every_one, self._tokens).flatten()
@@ -127,33 +139,13 @@ class TeacherLoss:
 
         def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
             own = rows[chunk]
-            differs = (divergence.of(logits, own) * chosen[own]).sum() / self._tokens
+            differs = (divergence(logits, own) * chosen[own]).sum() / self._tokens
             if self._weight == 1:
                 return differs
             entropy = nn.functional.cross_entropy(logits, labels[own], reduction="sum")
             return self._weight * differs + (1 - self._weight) * entropy
 
         return head_loss(head, states[rows], config, chunk_loss, chunk)
-
-
-class _Divergence:
-    """KL divergence of the teacher's next-token distribution from another one, token by token."""
-
-    def __init__(self, states: Tensor, weights: list[Tensor | None], config: Any) -> None:
-        self._states = states
-        self._weight, self._bias = weights
-        self._config = config
-
-    def of(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """[n] in nats, from the other's `logits` [n, V] in float32 at `tokens` [n] of [0, N)."""
-        with torch.no_grad():
-            assert self._weight is not None
-            own = nn.functional.linear(self._states[tokens], self._weight, self._bias)
-            expected = torch.log_softmax(scaled_logits(self._config, own.float()), dim=-1)
-            del own
-            probabilities = expected.exp()
-        # Not as a difference of two sums: where the models agree, those would cancel.
-        return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
 
 
 def largest(values: Tensor, valid: Tensor, share: float) -> Tensor:

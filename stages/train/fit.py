@@ -70,17 +70,14 @@ class Budget:
         return f"{total}: fits"
 
 
-def training_budget(
-    loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
-) -> Budget:
+def training_budget(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> Budget:
     """The memory of a recipe's training on `processes`.
 
     Raises UserError where the batch does not split over them.
     """
     recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
-    return budget_of(
-        recipe[TrainConfig], recipe.runtime, length, shape, processes, capacity, on_gpu
-    )
+    train, shape = recipe[TrainConfig], shape_of(loaded)
+    return budget_of(train, recipe.runtime, length, shape, processes, capacity, on_gpu)
 
 
 def budget_of(
@@ -114,16 +111,14 @@ def budget_of(
     return next((one for one in ways if one.is_safe), ways[-1])
 
 
-def remedy(
-    loaded: LoadedRecipe, shape: DecoderShape, processes: int, capacity: float, on_gpu: bool
-) -> str:
+def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:
     """The fewest settings with which training would fit, as a sentence's end."""
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     splits = loaded.info is None or split_fault(loaded.info.loaded) is None
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits):
         if any(batch_faults(train, runtime, length, count)):
             continue
-        if budget_of(train, runtime, length, shape, count, capacity, on_gpu).fits:
+        if budget_of(train, runtime, length, shape_of(loaded), count, capacity, on_gpu).fits:
             return f"it fits with {' and '.join(names)}"
     return (
         "no sharding, checkpointing, context parallelism or number of processes makes it fit; "
@@ -177,8 +172,8 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
     capacity = memory_here(loaded.world)
     if loaded.info is None or capacity is None:
         return
-    shape, on_gpu, count = shape_of(loaded), loaded.world.gpus > 0, loaded.world.size
-    budget = training_budget(loaded, shape, count, capacity, on_gpu)
+    on_gpu, count = loaded.world.gpus > 0, loaded.world.size
+    budget = training_budget(loaded, count, capacity, on_gpu)
     offloaded = budget.memory.offloaded * loaded.world.processes_per_node
     host = host_memory() if offloaded else 0.0
     if offloaded > host:
@@ -191,5 +186,5 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
         raise UserError(
             f"{loaded.file}: training needs {format_bytes(budget.need)} on each of {count} "
             f"process(es), of {format_bytes(capacity)} there; "
-            f"{remedy(loaded, shape, count, capacity, on_gpu)} (plan shows what takes it)"
+            f"{remedy(loaded, count, capacity, on_gpu)} (plan shows what takes it)"
         )

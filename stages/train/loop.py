@@ -33,7 +33,7 @@ from stages.formats import format_bytes
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
-from stages.train.decisions import Decision, RestartTimer, SpikeRule, step_patience
+from stages.train.decisions import RestartTimer, SpikeRule, step_patience
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.optimizer import set_learning_rate
@@ -95,15 +95,14 @@ class Loop:
             skipped = self.update(loss, norm)
             limit_collectives(self.patience)  # no process loads or compiles any longer
             scores = self.score()
-            decision = self.timer.decide(self.step)
+            is_due, stop = self.timer.decide(self.step)
             self.log(loss, norm, skipped, scores)
-            self.save(decision)
+            self.save(is_due)
             if self.step == first + 1 and self.metrics_log is not None:
                 logger.info(
                     "peak of two steps: %s (on a CPU, of all it holds), by plan %s of tensors",
                     format_bytes(peak_memory()), format_bytes(self.planned_memory),
                 )  # fmt: skip
-            stop = decision.stop
         self.restarts.wait()
 
     def start_step(self) -> None:
@@ -255,8 +254,8 @@ class Loop:
                 checkpoint_seconds=round(checkpoints, 3),
             )
 
-    def save(self, decision: Decision) -> None:
-        """Write the checkpoints of this step, then, if one is due, begin a restart point.
+    def save(self, is_due: bool) -> None:
+        """Write the checkpoints of this step, then, if it `is_due`, begin a restart point.
 
         In this order a run killed in between takes the step again and rewrites both.
         """
@@ -267,7 +266,7 @@ class Loop:
                 if at_step == self.step:
                     self.write_checkpoint(tokens, self._averaged_with(tokens) if last else [])
             self.restarts.check()
-            if decision.restart_point and not last:
+            if is_due and not last:
                 # Without sharding all processes hold the same, and the first one writes it.
                 idle = runtime.sharding == "none" and not self.accelerator.is_main_process
                 state = {} if idle else self.state()

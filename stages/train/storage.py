@@ -140,8 +140,8 @@ class RestartPoints:
             if at_step <= step:
                 records[self._checkpoint(name)] = self._checkpoint_record(name)
         for folder, record in records.items():
-            content = read_json(record)
-            hashes = content.get("sha256") if isinstance(content, dict) else None
+            content = _record(record)
+            hashes = content.get("sha256")
             if not isinstance(hashes, dict):
                 return folder, f"{record.name} is missing or damaged"
             if content.get("step", step) != step:  # its folder has another one's name
@@ -270,8 +270,7 @@ class RestartPoints:
         hashes = {}
         for name in self._checkpoints:
             record = self._checkpoint_record(name)
-            content = read_json(record)
-            saved = content.get("sha256") if isinstance(content, dict) else None
+            saved = _record(record).get("sha256")
             if not isinstance(saved, dict):
                 raise RunError(f"{record} is missing or damaged; run the same command again")
             for file, digest in saved.items():
@@ -351,10 +350,15 @@ def _from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def _record(path: Path) -> dict[str, Any]:
+    """The content of a record; empty where it is missing or damaged."""
+    content = read_json(path)
+    return content if isinstance(content, dict) else {}
+
+
 def _layout(point: Path) -> dict[str, object] | None:
     """The layout in a point's record; None where it cannot be read."""
-    content = read_json(point / _RECORD)
-    saved = content.get("layout") if isinstance(content, dict) else None
+    saved = _record(point / _RECORD).get("layout")
     return saved if isinstance(saved, dict) and {"sharding", "processes"} <= saved.keys() else None
 
 

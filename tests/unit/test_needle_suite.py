@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from bosch.errors import RunError
-from data_prep.tasks.ruler import Corpus
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.suite import Places
 from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.suites.needle import suite as needle_suite
 from stages.evaluate.suites.needle.suite import NeedleSuite
-from tests.ruler_case import essay_text
 
 TASKS = ["niah_single_2", "niah_multikey_1"]
 MODEL = Evaluated("original", ModelConfig(path="model"))
@@ -28,8 +27,8 @@ def suite(tokenizer: Any, tmp_path: Path) -> Any:
     def of(rank: int = 0, chat: Any = None, calibration: Any = None, **section: Any) -> NeedleSuite:
         given = {"tasks": TASKS, "lengths": [600, 900], "samples": 3, **section}
         return NeedleSuite(
-            name="needle", section=NeedleEvaluation(**given), corpus=Corpus(essay_text().split()),
-            calibration=calibration, folder=tmp_path / "samples", card=tmp_path / "README.md",
+            name="needle", section=NeedleEvaluation(**given),
+            places=Places(tmp_path / "samples", tmp_path / "README.md", calibration),
             tokenizer=tokenizer, answers=AnswerFolder(tmp_path / "answers", None, rank), rank=rank,
             world=2, batch_size=2, chat=chat,
         )  # fmt: skip

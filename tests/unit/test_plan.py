@@ -319,7 +319,7 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
         loaded = _paper(
             "qwen3_14b", f"runtime.checkpointing={way}", f"prepare.sequence_length={length}k"
         )
-        ways[way] = training_budget(loaded, shape_of(loaded), 16, memory * GIB, True)
+        ways[way] = training_budget(loaded, 16, memory * GIB, True)
     assert ways["auto"].runtime.checkpointing == chosen and ways["auto"].is_safe
     peaks = [ways[way].memory.peak for way in ("none", "attention", "full")]
     assert peaks == sorted(peaks, reverse=True) and ways["auto"].memory == ways[chosen].memory
@@ -329,14 +329,14 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
 
 def test_a_remedy_fits() -> None:
     loaded = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none")
-    shape, capacity = shape_of(loaded), 80 * GIB
-    sentence = remedy(loaded, shape, 16, capacity, True)
+    capacity = 80 * GIB
+    sentence = remedy(loaded, 16, capacity, True)
     settings = [word for word in sentence.split() if word.startswith("runtime.")]
     assert settings
     better = _paper("qwen3_14b", "runtime.sharding=none", "runtime.checkpointing=none", *settings)
-    assert not training_budget(loaded, shape, 16, capacity, True).fits
-    assert training_budget(better, shape, 16, capacity, True).fits
-    assert "no sharding" in remedy(loaded, shape, 16, 2.0**20, True)
+    assert not training_budget(loaded, 16, capacity, True).fits
+    assert training_budget(better, 16, capacity, True).fits
+    assert "no sharding" in remedy(loaded, 16, 2.0**20, True)
 
 
 def test_the_remedy_is_the_one_change_that_suffices() -> None:
@@ -344,11 +344,8 @@ def test_the_remedy_is_the_one_change_that_suffices() -> None:
     settled = ["runtime.checkpointing=full", "runtime.micro_batch_size=1"]
     loaded = _paper("qwen3_1p7b", "runtime.sharding=none", *settled)
     sharded = _paper("qwen3_1p7b", "runtime.sharding=fsdp", *settled)
-    shape = shape_of(loaded)
-    alone, shared = (
-        training_budget(recipe, shape, 2, 1.0, True).need for recipe in (loaded, sharded)
-    )
-    found = remedy(loaded, shape, 2, (alone + shared) / 2, True)
+    alone, shared = (training_budget(recipe, 2, 1.0, True).need for recipe in (loaded, sharded))
+    found = remedy(loaded, 2, (alone + shared) / 2, True)
     assert found == "it fits with runtime.sharding=fsdp"
 
 
@@ -368,7 +365,7 @@ def test_inputs_of_layers_that_the_host_cannot_hold_are_refused(
     """Of all processes of the node together; where memory is not known nothing is refused."""
     overrides = ["runtime.checkpointing=full", "runtime.offload_activations=true"]
     loaded = _load(case, *overrides, NPROC_PER_NODE="2")
-    offloaded = training_budget(loaded, shape_of(loaded), 2, 1e15, False).memory.offloaded
+    offloaded = training_budget(loaded, 2, 1e15, False).memory.offloaded
     monkeypatch.setattr(fit, "memory_here", lambda world: 1e15)
     monkeypatch.setattr(fit, "host_memory", lambda: 2 * offloaded)
     refuse_what_cannot_fit(loaded)

@@ -36,9 +36,8 @@ from stages.evaluate.generation import generate
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
 from stages.evaluate.scores import read_samples
 from stages.evaluate.stage import gaps as gaps_of
-from stages.evaluate.suites.helmet import Helmet
+from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet
 from stages.evaluate.suites.helmet import samples as helmet
-from stages.evaluate.suites.helmet.tasks import HELMET_TASKS
 from stages.evaluate.suites.mrcr import Mrcr
 from stages.evaluate.suites.mrcr import samples as mrcr
 from stages.evaluate.suites.nolima import Nolima
@@ -95,7 +94,7 @@ def mrcr_suite(
     folder: Path, answers: Path, lengths: tuple[int, ...] = (256, 512), **changes: Any
 ) -> PromptSuite:
     section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[*lengths])
-    fields = {"section": section, "files": {}, "tokenizer": nolima_case.tokenizer(), **changes}
+    fields = {"section": section, "tokenizer": nolima_case.tokenizer(), **changes}
     suite = PromptSuite(
         name="mrcr", answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
         **fields,
@@ -325,9 +324,12 @@ def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> No
 def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    def digests(**changes: Any) -> set[str]:
-        return {one.digest for one in mrcr_suite(folder, tmp_path, **changes).subtasks}
+    def digests(data: Path = folder, **changes: Any) -> set[str]:
+        return {one.digest for one in mrcr_suite(data, tmp_path, **changes).subtasks}
 
+    shutil.copytree(folder / "mrcr", tmp_path / "mrcr")
+    with (tmp_path / "mrcr" / "4needle.jsonl").open("a") as file:
+        file.write("\n")
     [plain] = digests()
     assert digests(lengths=(512,)) == {plain}  # another length asks nothing again
     assert digests(lengths=(256, 4096)) == {plain}
@@ -335,7 +337,7 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
     other.add_tokens(["another token"])
     section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[256, 512], samples=9)
     changed = [
-        digests(files={"a": "0"}), digests(seed=1), digests(tokenizer=other),
+        digests(tmp_path), digests(seed=1), digests(tokenizer=other),
         digests(section=section), digests(chat=template(nolima_case.tokenizer())),
     ]  # fmt: skip
     assert len({plain}.union(*changed)) == 6

@@ -35,7 +35,6 @@ from stages.materialize.model_card import UNTRAINED
 from stages.train import model, parallel, storage
 from stages.train.checkpoint import CheckpointWriter, average_into
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
-from stages.train.decisions import Decision
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, Stopwatch, numbers
 from stages.train.model import (
@@ -805,14 +804,14 @@ def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
         accelerator=SimpleNamespace(is_main_process=is_first),
     )  # fmt: skip
     point = (state, 3, parallel.layout(loop.runtime, loop.train), 9)
-    Loop.save(loop, Decision(restart_point=True, stop=False))
+    Loop.save(loop, True)
     assert calls == [(20, []), (25, []), "check", point]
     calls.clear()
-    Loop.save(loop, Decision(restart_point=False, stop=False))
+    Loop.save(loop, False)
     assert calls == [(20, []), (25, []), "check"]
     calls.clear()
     loop.step = 4
-    Loop.save(loop, Decision(restart_point=True, stop=True))
+    Loop.save(loop, True)
     assert calls == [(40, [39]), "check"]
 
 

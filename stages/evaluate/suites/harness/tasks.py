@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import importlib.util
@@ -11,7 +10,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -226,10 +225,32 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     loaded = LoadedTasks()
-    settings = section.settings.get(name, {})
-    build = functools.partial(_build, manager, section, settings, loaded.missing)
-    with _built_by(manager, build):
+    factory, settings = manager._factory, section.settings.get(name, {})
+    original = factory._build_task
+
+    def build(entry: Any, overrides: Mapping[str, Any] | None) -> Any:
+        """A task with its data; without them its place, with the reason in `missing`."""
+        try:
+            own = {**settings, **section.settings.get(entry.name, {})}
+            changes = _changes(manager.task_index, entry, overrides or {}, own, section)
+            task = original(entry, changes)
+            if task.config.repeats > 1:
+                score_all_answers(task)
+            _check_task(task)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a task's own data and code raise
+            loaded.missing[entry.name] = reason = no_data(error)
+            logger.warning("%s has no score: %s", entry.name, reason)
+            return _Absent(entry.name)
+        return task
+
+    # lm-eval has no setting for one task of a group: what is set for a group all its tasks inherit.
+    factory._build_task = build
+    try:
         whole = manager.load([name])
+    finally:
+        del factory._build_task
     loaded.tasks = {
         one: task for one, task in whole["tasks"].items() if not isinstance(task, _Absent)
     }
@@ -240,57 +261,27 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     return loaded
 
 
-@contextlib.contextmanager
-def _built_by(manager: Any, build: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts lm-eval builds every task of an index by `build(original, entry, overrides)`.
-
-    lm-eval has no setting for one task of a group: what is set for a group all its tasks inherit.
-    """
-
-    factory = manager._factory
-    original = factory._build_task
-    factory._build_task = lambda entry, overrides: build(original, entry, overrides)
-    try:
-        yield
-    finally:
-        del factory._build_task
-
-
-def _build(
-    manager: Any,
-    section: HarnessEvaluation,
-    settings: Mapping[str, Any],
-    missing: dict[str, str],
-    original: Callable[..., Any],
+def _changes(
+    index: Mapping[str, Any],
     entry: Any,
-    overrides: Mapping[str, Any] | None,
-) -> Any:
-    """A task with its data; without them its place, with the reason in `missing`."""
-    changes = dict(overrides or {})
-    try:
-        whole = {**entry.cfg, **changes}
-        for key, value in {**settings, **section.settings.get(entry.name, {})}.items():
-            is_mapping = isinstance(value, Mapping)
-            changes[key] = {**(whole.get(key) or {}), **value} if is_mapping else value
-        files = local_files(manager.task_index, entry.name, section.data_dir)
-        if not files and not section.hub:
-            raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
-        if files:
-            splits = _splits({**entry.cfg, **changes})
-            changes["custom_dataset"] = lambda **_: _datasets(files, splits)
-        if section.num_fewshot is not None:
-            changes["num_fewshot"] = section.num_fewshot
-        task = original(entry, changes)
-        if task.config.repeats > 1:
-            score_all_answers(task)
-        _check_task(task)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a task's own data and code raise
-        missing[entry.name] = reason = no_data(error)
-        logger.warning("%s has no score: %s", entry.name, reason)
-        return _Absent(entry.name)
-    return task
+    overrides: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    section: HarnessEvaluation,
+) -> dict[str, Any]:
+    """What is set in a task beside its file: by its groups, the recipe's settings and its data."""
+    changes, whole = dict(overrides), {**entry.cfg, **overrides}
+    for key, value in settings.items():
+        is_mapping = isinstance(value, Mapping)
+        changes[key] = {**(whole.get(key) or {}), **value} if is_mapping else value
+    files = local_files(index, entry.name, section.data_dir)
+    if not files and not section.hub:
+        raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
+    if files:
+        splits = _splits({**entry.cfg, **changes})
+        changes["custom_dataset"] = lambda **_: _datasets(files, splits)
+    if section.num_fewshot is not None:
+        changes["num_fewshot"] = section.num_fewshot
+    return changes
 
 
 def score_all_answers(task: Any) -> None:

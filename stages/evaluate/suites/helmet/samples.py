@@ -23,8 +23,7 @@ from data_prep.documents.records import read_rows
 from data_prep.text import encode_prompt
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.prompt_suite import PromptSample, Turns
-from stages.evaluate.suites.helmet import Helmet
-from stages.evaluate.suites.helmet.tasks import HELMET_TASKS, HelmetTask
+from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet, HelmetTask
 
 Row = Mapping[str, Any]
 

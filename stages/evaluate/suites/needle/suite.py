@@ -6,13 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from bosch.model.yarn import original_positions, yarn
 from bosch.progress import progress
-from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.tasks.needles import string_match
 from data_prep.tasks.ruler import Corpus
 from data_prep.tasks.samples import SampleFolder
@@ -32,23 +31,12 @@ class NeedleSuite(Suite):
     """RULER's samples, and their answers."""
 
     section: NeedleEvaluation
-    corpus: Corpus
-    calibration: CalibrationNeedles | None
-    folder: Path
-    card: Path  # of the original model
+    places: Places
     _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
 
-    @classmethod
-    def open(cls, places: Places, **given: Any) -> Self:
-        needle: NeedleEvaluation = given["section"]
-        data_dir = Path(needle.data_dir) if needle.data_dir is not None else None
-        corpus = Corpus(haystack_words(needle.essay_dir), data_dir)
-        return cls(
-            corpus=corpus, calibration=places.calibration, folder=places.samples, card=places.card,
-            **given,
-        )  # fmt: skip
-
     def __post_init__(self) -> None:
+        data_dir = Path(self.section.data_dir) if self.section.data_dir is not None else None
+        self._corpus = Corpus(haystack_words(self.section.essay_dir), data_dir)
         self._folders = {}
         for task in self.section.optional:
             if fault := missing_ruler_file(task, self.section.data_dir):
@@ -58,14 +46,14 @@ class NeedleSuite(Suite):
                 if task in self.missing:
                     continue
                 folder = SampleFolder(
-                    self.folder, task, length, self.section.new_tokens(task), self.seed,
-                    self.corpus, self.tokenizer,
+                    self.places.samples, task, length, self.section.new_tokens(task), self.seed,
+                    self._corpus, self.tokenizer,
                 )  # fmt: skip
                 factor = self.section.yarn.get(length)
                 identity = {**folder.identity, "yarn": factor}
                 if factor is not None:
                     stated = self.section.yarn_original_length
-                    if original := stated or original_positions({}, self.card):
+                    if original := stated or original_positions({}, self.places.card):
                         identity["yarn_original_length"] = original
                 if self.chat is not None:
                     identity["chat"] = self.chat.digest
@@ -75,7 +63,7 @@ class NeedleSuite(Suite):
     @property
     def texts(self) -> dict[str, Any]:
         return {
-            **essay_identity(self.section.essay_dir, self.corpus.essay),
+            **essay_identity(self.section.essay_dir, self._corpus.essay),
             "keys": words_identity(),
             "sentences": sentences_identity(),
         }
@@ -101,7 +89,7 @@ class NeedleSuite(Suite):
         asked, new_tokens = set(indices), self.section.new_tokens(subtask.task)
         questions = [q for q in self._subtask_questions(subtask) if q.index in asked]
         factor = self.section.yarn.get(subtask.length)
-        with yarn(loaded, factor, self.section.yarn_original_length, self.card):
+        with yarn(loaded, factor, self.section.yarn_original_length, self.places.card):
             for batch in self.generated(loaded, questions, new_tokens):
                 records = []
                 for question, output in batch:
@@ -115,8 +103,8 @@ class NeedleSuite(Suite):
             self._questions[subtask] = questions = []
             mine = range(self.rank, self.section.samples, self.world)
             for sample in self._folders[subtask].read(mine):
-                if self.calibration is not None:
-                    self.calibration.check(sample)
+                if self.places.calibration is not None:
+                    self.places.calibration.check(sample)
                 any_answer, ids = subtask.task in ANY_ANSWER, sample.ids
                 if self.chat is not None:
                     chat_ids = self.chat.ids(ids.tolist(), sample.prefix)
