@@ -101,10 +101,6 @@ class AnswerFolder:
                 answers.setdefault(index, record)
         return answers
 
-    def answered(self, model: Evaluated, subtask: Subtask) -> set[int]:
-        """The samples that have an answer."""
-        return set(self.read(model, subtask))
-
     def _folder(self, model: Evaluated) -> Path:
         if self.shared is not None and model.identity is not None:
             return answers_of(self.shared) / model.identity

@@ -38,7 +38,7 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
-from stages.evaluate.shared_reading import SharedAnswers, SharedReading
+from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Places, Suite
 from stages.evaluate.tables import SuiteAnswers, not_shares, suite_records, suite_table
@@ -88,8 +88,7 @@ def evaluate_models(
     rank_options: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
         shared = SharedReading()
-        folder = SharedAnswers(own, config.shared, rank, shared)
-        rank_options = {"answers": folder, "rank": 0, "world": 1, "shared": shared}
+        rank_options |= {"rank": 0, "world": 1, "shared": shared}
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites = _suites(config, load_tokenizer(tokenizer), calibration, own, rank_options, tables)

@@ -7,7 +7,6 @@ the first one's cache, as it would be of one process; the others wait for the an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bosch.errors import UserError
-from bosch.journal import Journal
 from bosch.model.cache import HybridCache
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.answers import answer_logits, states_and_check
 from stages.context import Runtime
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError, Subtask
+from stages.evaluate.answers import ModelError
 
 T = TypeVar("T")
 # Tokens whose logits over the vocabulary are held at once.
@@ -99,24 +97,3 @@ def _check_output_head(model: Any) -> None:
             "it changes its logits after the output head in a way that shared reading does not "
             "know; set runtime.evaluate_parallel: data"
         )
-
-
-@dataclass(frozen=True)
-class SharedAnswers(AnswerFolder):
-    """Answers that the first process writes; all go by what it has read."""
-
-    reading: SharedReading
-
-    def journal(self, model: Evaluated, subtask: Subtask) -> Journal:
-        journal = super().journal(model, subtask)
-        return journal if self.reading.is_first else _Unwritten(journal.path)
-
-    def answered(self, model: Evaluated, subtask: Subtask) -> set[int]:
-        return self.reading.of_first(lambda: set(self.read(model, subtask)))
-
-
-class _Unwritten(Journal):
-    """One that another process writes."""
-
-    def append(self, *entries: Any) -> None:
-        """Nothing."""

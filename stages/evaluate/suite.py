@@ -34,6 +34,8 @@ class Places(NamedTuple):
 class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
+    Where processes read prompts together (`shared`) the first one writes the answers, and all go by
+    what it has read.
     `missing` says why tasks have no score, `groups` are tasks that have one together.
     """
 
@@ -83,7 +85,8 @@ class Suite(ABC):
             if indices := self.unanswered(model, subtask):
                 journal = self.answers.journal(model, subtask)
                 for records in self.answer(subtask, indices, loaded):
-                    journal.append(*records)
+                    if self.shared is None or self.shared.is_first:
+                        journal.append(*records)
                     bar.update(len(records), note=self.note(subtask))
 
     def own_table(self, answers: SuiteAnswers, original: SuiteAnswers | None) -> Any:
@@ -100,9 +103,13 @@ class Suite(ABC):
 
     def unanswered(self, model: Evaluated, subtask: Subtask) -> list[int]:
         """This rank's samples of a subtask that have no answer, in ascending order."""
-        answered = self.answers.answered(model, subtask)
+
+        def answered() -> set[int]:
+            return set(self.answers.read(model, subtask))
+
+        known = answered() if self.shared is None else self.shared.of_first(answered)
         mine = range(self.rank, self.samples(subtask), self.world)
-        return [index for index in mine if index not in answered]
+        return [index for index in mine if index not in known]
 
     def generated(
         self, loaded: Any, questions: Sequence[Question], new_tokens: int, *, one_line: bool = False

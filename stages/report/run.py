@@ -35,6 +35,6 @@ def run(
     write_text(file, page(results, provenance, config.section))
     summary = summarize(results, provenance.title, config.section)
     write_json(work_dir / Summary.FILE, summary)
-    print_summary(results, provenance.title, config.section)
+    print_summary(results, summary)
     logger.info("report written: %s bytes of HTML", f"{file.stat().st_size:,}")
     return summary

@@ -88,20 +88,17 @@ def _budgets(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def print_summary(results: Results, title: str, section: ReportConfig) -> None:
-    """Print the headline table."""
+def print_summary(results: Results, summary: dict[str, Any]) -> None:
+    """Print the headline table and the sentences of a `summary` of the results."""
     rows = _rows(results)
     if results.total_gpu_hours:
-        price, hours = section.gpu_hour_price, results.total_gpu_hours
-        cost = "" if price is None else f", {format_money(price * hours, section.currency)}"
-        note = f", {results.cached_note}" if results.cached_note else ""
-        rows.append(("GPU hours", f"{hours:,.2f}{cost}{note}"))
-    Table(title, ("", "value"), [Group(rows)], text_columns=1).print()
-    for sentence in (headline(results, section), verdict(results), comparisons(results)):
-        if sentence is not None:
-            Console().print(Text(sentence))
-    for missing in results.scores.missing_sentences():
-        Console().print(Text(missing))
+        costs = (format_money(amount, name) for name, amount in (summary["cost"] or {}).items())
+        facts = [f"{results.total_gpu_hours:,.2f}", *costs, results.cached_note]
+        rows.append(("GPU hours", ", ".join(filter(None, facts))))
+    Table(summary["title"], ("", "value"), [Group(rows)], text_columns=1).print()
+    sentences = [summary[name] for name in ("headline", "verdict", "comparisons")]
+    for sentence in [*filter(None, sentences), *results.scores.missing_sentences()]:
+        Console().print(Text(sentence))
 
 
 def _rows(results: Results) -> list[tuple[str, str]]:

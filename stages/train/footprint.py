@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
@@ -268,32 +268,23 @@ def training_memory(
             teacher += number * shape.tables
     head = tokens, shape.hidden, shape.vocabulary, number, tables_trained
     fused = train.liger and not distilled
-    activations = _activations(shape, train, runtime, tokens, exchanged)
+    layer_inputs, layer, keys, offloaded = _activations(shape, train, runtime, tokens, exchanged)
     return TrainingMemory(
         parameters=float32_bytes(count, shards),
         gradients=gradients,
         optimizer=optimizer,
-        layer_inputs=activations.layer_inputs,
+        layer_inputs=layer_inputs,
         gathered=gathered,
-        layer=max(activations.layer, own_gradients) + layer_gradients,
+        layer=max(layer, own_gradients) + layer_gradients,
         attention=tokens * number * 2.0 * (shape.query_size + 2 * shape.key_value_size),
         loss=liger_loss_bytes(*head) if fused else loss_bytes(*head, distilled),
         tables=tables,
         teacher=teacher,
-        exchanged=activations.exchanged,
+        exchanged=keys,
         accumulates=accumulation > 1,
-        offloaded=activations.offloaded,
+        offloaded=offloaded,
         ahead=number * shape.layer_parameters if runtime.sharding == "fsdp" else 0.0,
     )
-
-
-class _Activations(NamedTuple):
-    """Fields of `TrainingMemory`; `layer` without its gradients."""
-
-    layer_inputs: float
-    layer: float
-    exchanged: float
-    offloaded: float = 0.0
 
 
 def _activations(
@@ -302,8 +293,12 @@ def _activations(
     runtime: Runtime,
     tokens: int,
     exchanged: tuple[float, float],
-) -> _Activations:
-    """What autograd keeps of a micro-batch of `tokens`; `exchanged` is of `exchanged_bytes`."""
+) -> tuple[float, float, float, float]:
+    """What autograd keeps of a micro-batch of `tokens`: fields of `TrainingMemory`.
+
+    Layer inputs, a layer without its gradients, exchanged keys, of `exchanged_bytes`, and inputs
+    that are offloaded.
+    """
     number = _element_bytes(train)
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = number if runtime.sharding != "none" else 4
@@ -313,7 +308,7 @@ def _activations(
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.checkpointing == "none":
-        return _Activations(shape.layers * (saved + exchanged[0]), backward, exchanged[1])
+        return shape.layers * (saved + exchanged[0]), backward, exchanged[1], 0.0
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # of all but the layer that is recomputed
@@ -324,7 +319,7 @@ def _activations(
         widths += len(shape.kinds.windows) * shape.own_query_size
         # Attention's outputs, and log-sum-exps in float32.
         layer_inputs += tokens * (number * widths + _FLOAT32 * shape.layers * heads)
-    return _Activations(layer_inputs, saved + backward, sum(exchanged), offloaded)
+    return layer_inputs, saved + backward, sum(exchanged), offloaded
 
 
 def _element_bytes(train: TrainConfig) -> int:

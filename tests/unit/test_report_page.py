@@ -424,7 +424,7 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     report_fixture.write_json(file, scores)
     results = load_results(inputs)
     assert "another: " in str(verdict(results))
-    print_summary(results, "a run", ReportConfig())
+    print_summary(results, summarize(results, "a run", ReportConfig()))
     averages = [line.split() for line in capsys.readouterr().out.splitlines() if "average" in line]
     untrained = [(row[0], row[-1]) for row in averages if {"hybrid", "untrained"} <= {*row}]
     assert untrained == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "50.0")]

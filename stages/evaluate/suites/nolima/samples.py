@@ -190,15 +190,17 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
                 raise ValueError(
                     f"input_args of {name} must be a list of texts, system_prompt a text"
                 )
+            # Upstream fills one placeholder of a question or a distractor: the last that it has.
+            of_needle, of_question, of_distractor = (
+                _placeholders(text, arguments)
+                for text in (experiment["needle"], question, distractor or "")
+            )
             yield NeedleTest(
                 name=f"{experiment['id']}_{name}_{kind}",
                 kind=kind,
-                needle=_filled(experiment["needle"], test["input_args"]),
-                # Upstream fills one placeholder of a question: the last that it has.
-                question=_last_filled(question, test["input_args"]),
-                distractor=None
-                if distractor is None or not _placeholders(distractor, test["input_args"])
-                else _last_filled(distractor, test["input_args"]),
+                needle=_filled(experiment["needle"], of_needle),
+                question=_filled(question, of_question[-1:]),
+                distractor=_filled(distractor, of_distractor[-1:]) if of_distractor else None,
                 template=template,
                 system_prompt=system,
                 answers=answers,
@@ -221,14 +223,8 @@ def _placeholders(text: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
     return [(mark, one) for mark, one in marks if mark in text]
 
 
-def _filled(text: str, arguments: Sequence[str]) -> str:
-    for mark, one in _placeholders(text, arguments):
-        text = text.replace(mark, one)
-    return text
-
-
-def _last_filled(text: str, arguments: Sequence[str]) -> str:
-    for mark, one in _placeholders(text, arguments)[-1:]:
+def _filled(text: str, placeholders: Sequence[tuple[str, str]]) -> str:
+    for mark, one in placeholders:
         text = text.replace(mark, one)
     return text
 
