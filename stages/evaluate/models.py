@@ -19,7 +19,6 @@ from accelerate.utils import gather_object
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes, load_json, make_folder, remove, write_json
-from bosch.heads import HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
@@ -27,7 +26,7 @@ from bosch.progress import progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from stages.context import ModelConfig, Runtime, StageConfig
+from stages.context import Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.scores import (
@@ -84,8 +83,10 @@ def evaluate_models(
     state = process_state(config.runtime)
     own = work_dir / "answers"
     rank, shared = state.process_index, None
-    folder = AnswerFolder(own, config.shared, rank)
-    rank_options: dict[str, Any] = {"answers": folder, "rank": rank, "world": state.num_processes}
+    rank_options: dict[str, Any] = {
+        "answers": AnswerFolder(own, config.shared, rank), "rank": rank,
+        "world": state.num_processes,
+    }  # fmt: skip
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
         shared = SharedReading()
         rank_options |= {"rank": 0, "world": 1, "shared": shared}
@@ -95,14 +96,14 @@ def evaluate_models(
         for suite in suites:
             suite.prepare()
         if state.is_main_process:
-            _count_cached(own / _CACHED, models, suites, folder)
+            _count_cached(own / _CACHED, models, suites)
         state.wait_for_everyone()
         faults = _answer(config, models, suites, state, shared)
         state.wait_for_everyone()
         failed = _failed_models(gather_object(faults), models, suites)
         if state.is_main_process:
             scored = [model for model in models if model.name not in failed]
-            tables |= write_tables(scored, suites, folder, work_dir, original)
+            tables |= write_tables(scored, suites, work_dir, original)
             if failed:
                 tables["checkpoints"] |= {name: {} for name in failed}
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
@@ -115,9 +116,7 @@ def evaluate_models(
     return kind.read(work_dir)
 
 
-def _count_cached(
-    path: Path, models: Sequence[Evaluated], suites: Sequence[Suite], folder: AnswerFolder
-) -> None:
+def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suite]) -> None:
     """Note once how many samples of this run earlier runs have answered."""
     if not path.exists():
         answers = sum(
@@ -125,7 +124,7 @@ def _count_cached(
             for suite in suites
             for subtask in suite.subtasks
             for model in models
-            for index in folder.read(model, subtask)
+            for index in suite.answers.read(model, subtask)
         )
         make_folder(path.parent)
         write_json(path, {"answers": answers})
@@ -198,10 +197,7 @@ def _answer(
                 continue
             logger.info("evaluating %s (%s)", model.name, model.model.path)
             with _noting(faults, model.name):
-                load = partial(
-                    load_evaluated,
-                    config, model.model, state.device, model.mask, model.kv_budget,
-                )  # fmt: skip
+                load = partial(load_evaluated, config, model, state.device)
                 loaded = load() if shared is None else shared.load(load, config.runtime)
                 for suite in suites:
                     with _noting(faults, model.name, suite.name):
@@ -246,19 +242,13 @@ def _failed_models(
 
 
 def load_evaluated(
-    config: StageConfig[EvaluateConfig],
-    model: ModelConfig,
-    device: torch.device,
-    mask: HeadMaskFile | None = None,
-    kv_budget: int | None = None,
+    config: StageConfig[EvaluateConfig], evaluated: Evaluated, device: torch.device
 ) -> Any:
-    """The model in evaluation's precision and attention backend, a hybrid under `mask`.
-
-    One that serves several budgets is under that of `kv_budget` KV slots.
-    """
+    """A model in evaluation's precision and attention backend, a hybrid where it has a mask."""
+    model, mask = evaluated.model, evaluated.mask
     loaded = load_model(
-        model.path, backend=config.runtime.attention, device=device, kv_budget=kv_budget,
-        **model.loading,
+        model.path, backend=config.runtime.attention, device=device,
+        kv_budget=evaluated.kv_budget, **model.loading,
     )  # fmt: skip
     config.check_inputs()
     if mask is None:
@@ -272,7 +262,6 @@ def load_evaluated(
 def write_tables(
     models: Sequence[Evaluated],
     suites: Sequence[Suite],
-    folder: AnswerFolder,
     work_dir: Path,
     original: Path | None,
 ) -> dict[str, Any]:
@@ -286,7 +275,7 @@ def write_tables(
         for model in models:
             for suite in suites:
                 if model.name not in suite.missing:
-                    records = list(suite_records(suite, model, folder))
+                    records = list(suite_records(suite, model))
                     key = (model.name, suite.name)
                     answers[key] = SuiteAnswers.of(records, *key)
                     yield from records

@@ -18,7 +18,7 @@ from bosch.analysis.intervals import (
     weights_of,
 )
 from bosch.errors import RunError
-from stages.evaluate.answers import AnswerFolder, Evaluated, TaskGroup
+from stages.evaluate.answers import Evaluated, TaskGroup
 from stages.evaluate.suite import Suite
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ MetricScores = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
 _Part = tuple[Sequence[float], Sequence[float] | None]
 
 
-def suite_records(suite: Suite, model: Evaluated, folder: AnswerFolder) -> Iterator[dict[str, Any]]:
+def suite_records(suite: Suite, model: Evaluated) -> Iterator[dict[str, Any]]:
     """The model's answers in the order of subtask and index, as lines of samples.jsonl.
 
     Raises RunError when answers are missing.
     """
     for subtask in suite.subtasks:
-        answers, count = folder.read(model, subtask), suite.samples(subtask)
+        answers, count = suite.answers.read(model, subtask), suite.samples(subtask)
         absent = count - len(answers.keys() & set(range(count)))
         if absent:
             raise RunError(

@@ -256,8 +256,9 @@ def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monke
 def test_a_hybrid_is_loaded_in_memory_for_one_model(stages) -> None:
     file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
     config = _config(SECTION, stages / "model")
+    one = Evaluated("hybrid", config.model, mask=file)
     with TensorBytes() as held:
-        hybrid = models.load_evaluated(config, config.model, torch.device("cpu"), file)
+        hybrid = models.load_evaluated(config, one, torch.device("cpu"))
     weights = [weight.nbytes for weight in hybrid.state_dict().values()]
     assert held.peak - held.before < sum(weights) + 2 * max(weights)
 
@@ -298,7 +299,7 @@ def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_
     ]  # fmt: skip
     config = _config(section, stages / "model")
     for one in every:
-        loaded = models.load_evaluated(config, model, torch.device("cpu"), None, one.kv_budget)
+        loaded = models.load_evaluated(config, one, torch.device("cpu"))
         assert loaded.kv_budget == one.kv_budget
     # The command evaluate asks the budgets of a directory, too.
     hybrid = tmp_path / "materialize" / "model"

@@ -295,7 +295,7 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
     assert [
         (line["checkpoint"], line["suite"], line["task"], line["length"], line["index"],
          line["score"], line.get("document"))
-        for line in suite_records(suite, model("original"), folder)
+        for line in suite_records(suite, model("original"))
     ] == [
         ("original", "harness", "a", 0, 0, 1.0, None),
         ("original", "harness", "a", 0, 1, 0.0, None),
@@ -303,7 +303,7 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
         ("original", "harness", "read", 0, 0, 1.0, "text"),
     ]  # fmt: skip
     with pytest.raises(RunError, match=r"^hybrid: a at 0 lacks 3 of 3 answers"):
-        list(suite_records(suite, model("hybrid"), folder))
+        list(suite_records(suite, model("hybrid")))
 
 
 def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     empty = answered(folder, {name: {"odd": own["odd"]} for name, own in scores.items()})
     empty.name = "needle"
     models = [model(name) for name in scores]
-    tables = write_tables(models, [suite, empty], folder, tmp_path, None)
+    tables = write_tables(models, [suite, empty], tmp_path, None)
     lines = list(read_samples(tmp_path))
     assert [line["checkpoint"] for line in lines] == ["original"] * 6 + ["hybrid"] * 6
     original, hybrid = (tables["checkpoints"][name] for name in scores)
@@ -356,20 +356,20 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     ).write(tmp_path)
     (tmp_path / "later").mkdir()
     fresh = answered(folder, {"hybrid": {"a": [1.0, 0.0], "read": [1.0, 1.0]}})
-    again = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
+    again = write_tables([model("hybrid")], [fresh], tmp_path / "later", tmp_path)
     assert list(again["checkpoints"]) == ["original", "hybrid"] and "missing" not in again
     found = again["checkpoints"]["hybrid"]["harness"]
     assert found["a"] == hybrid["harness"]["a"] and "against_original" in found
-    alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", None)
+    alone = write_tables([model("hybrid")], [fresh], tmp_path / "later", None)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
     # Only the original's score is no share.
     one_odd = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [0.5]}})
-    odd = write_tables([model("hybrid")], [one_odd], folder, tmp_path / "later", tmp_path)
+    odd = write_tables([model("hybrid")], [one_odd], tmp_path / "later", tmp_path)
     assert "odd" not in odd["checkpoints"]["hybrid"]["harness"]
     assert odd["missing"]["harness"].keys() == {"odd"}
 
     suite.missing["hybrid"] = "too long"
-    half = write_tables(models, [suite], folder, tmp_path, None)
+    half = write_tables(models, [suite], tmp_path, None)
     assert (
         half["checkpoints"]["hybrid"] == {} and half["missing"]["harness"]["hybrid"] == "too long"
     )
@@ -378,12 +378,12 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     suite.missing = {"original": "too long"}
     Scores.model_validate(
         {
-            **write_tables(models[:1], [suite], folder, tmp_path, None),
+            **write_tables(models[:1], [suite], tmp_path, None),
             "sha256": file_hashes(tmp_path, [SAMPLES]),
         }
     ).write(tmp_path)
     fresh.missing = {}
-    alone = write_tables([model("hybrid")], [fresh], folder, tmp_path / "later", tmp_path)
+    alone = write_tables([model("hybrid")], [fresh], tmp_path / "later", tmp_path)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
     assert alone["missing"] == {"harness": {"original": "too long"}}
 
@@ -396,14 +396,14 @@ def test_what_a_hybrid_has_no_score_of_is_no_part_of_the_originals_average(
     first = answered(folder, {"original": {"a": [1.0, 1.0], "odd": [0.5]}})
     needle = answered(folder, {"original": {"odd": [0.5]}})
     needle.name = "needle"
-    tables = write_tables([model("original")], [first, needle], folder, tmp_path, None)
+    tables = write_tables([model("original")], [first, needle], tmp_path, None)
     assert tables["checkpoints"]["original"]["harness"]["average"] == 75.0
     Scores.model_validate({**tables, "sha256": file_hashes(tmp_path, [SAMPLES])}).write(tmp_path)
     (tmp_path / "later").mkdir()
     later = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [7.0]}})
     other = answered(folder, {"hybrid": {"odd": [7.0]}})
     other.name = "needle"
-    both = write_tables([model("hybrid")], [later, other], folder, tmp_path / "later", tmp_path)
+    both = write_tables([model("hybrid")], [later, other], tmp_path / "later", tmp_path)
     original, hybrid = both["checkpoints"].values()
     assert original.keys() == hybrid.keys() == {"harness"}
     assert "odd" not in original["harness"] and "odd" not in hybrid["harness"]
