@@ -121,6 +121,11 @@ class LoadedRecipe:
     stages: tuple[Stage[Any], ...]
 
     @property
+    def positions(self) -> int | None:
+        """The model's positions; None where it has no limit, or is not known."""
+        return self.info.max_positions if self.info is not None else None
+
+    @property
     def present(self) -> list[Stage[Any]]:
         """The stages that the recipe has a section for."""
         return [one for one in self.stages if getattr(self.recipe, one.key) is not None]
@@ -140,6 +145,5 @@ class LoadedRecipe:
 
 def position_faults(loaded: LoadedRecipe, path: str, length: int) -> Iterator[str]:
     """Why sequences of the length that stands under `path` are too long for the model."""
-    limit = loaded.info.max_positions if loaded.info is not None else None
-    if limit is not None and length > limit:
-        yield f"{path}: {length:,} is more than the model's {limit:,} positions"
+    if loaded.positions is not None and length > loaded.positions:
+        yield f"{path}: {length:,} is more than the model's {loaded.positions:,} positions"

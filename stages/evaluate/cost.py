@@ -68,8 +68,7 @@ def _cost(
     evaluate, search = recipe[EvaluateConfig], recipe[SearchConfig]
     rows_by_window = search.kv_heads(shape.kinds, recipe.model.dtype)
     shares = window_shares(rows_by_window) if is_hybrid else None
-    assert loaded.info is not None
-    work, facts = _work(evaluate, loaded.info.max_positions)
+    work, facts = _work(evaluate, loaded.positions)
     passes = sum(shape.forward_flops(w.tokens, w.length, shares, w.logits) for w in work)
     samples = sum(one.samples for one in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1

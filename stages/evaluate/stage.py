@@ -128,10 +128,9 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"evaluate.windows: a mask with windows of {windows_text(menu)} has no one window "
             "that another could replace; leave the field out"
         )
-    positions = loaded.info.max_positions if loaded.info is not None else None
-    if positions is not None:
+    if (limit := loaded.positions) is not None:
         windows = [Window(size, loaded.recipe[SearchConfig].sinks) for size in evaluate.windows]
-        yield from window_faults(windows, "evaluate.windows", "the model's positions", positions)
+        yield from window_faults(windows, "evaluate.windows", "the model's positions", limit)
     if evaluate.budgets != "chosen":
         yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets)
     for name, section in evaluate.suites.items():

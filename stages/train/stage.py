@@ -169,12 +169,6 @@ def checkpoint_folders(train: Path) -> dict[str, Path]:
     return {path.name: path for path in folders}
 
 
-def _named_by_tokens(name: str) -> str:
-    if checkpoint_tokens(name) is None:
-        raise ValueError(f"'{name}' is no tokens-<n>")
-    return name
-
-
 class TrainingSummary(WorkSummary):
     """train/summary.json: totals of a training run; `final_loss` in nats per token."""
 
@@ -184,7 +178,7 @@ class TrainingSummary(WorkSummary):
     seconds: float
     processes: int
     sharding: str
-    checkpoints: dict[Annotated[str, AfterValidator(_named_by_tokens)], int]
+    checkpoints: dict[Annotated[str, Field(pattern=rf"^{_CHECKPOINT.pattern}$")], int]
 
 
 class TrainingStep(Record):

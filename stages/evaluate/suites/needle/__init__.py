@@ -98,7 +98,7 @@ class NeedleEvaluation(SuiteSection):
 
     def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         """Its lengths are those of the sample alone; a chat template has two tokens at least."""
-        limit = loaded.info.max_positions if loaded.info is not None else None
+        limit = loaded.positions
         if limit is None:
             return
         for length in self.lengths:
@@ -115,7 +115,7 @@ class NeedleEvaluation(SuiteSection):
         fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
         if fault is not None:
             yield f"{where}.yarn: RoPE cannot be stretched: {fault}"
-        limit = loaded.info.max_positions if loaded.info is not None else None
+        limit = loaded.positions
         trained = self._trained_length(loaded) or limit
         for length in self.lengths:
             factor = self.yarn.get(length)
