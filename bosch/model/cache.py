@@ -450,6 +450,16 @@ def held_bytes(cache: Cache) -> int:
     return _storage_bytes(tensor for layer in cache.layers for tensor in _tensors(layer))
 
 
+def shown_bytes(cache: Cache) -> int:
+    """Bytes of the keys, values and other states that later passes read.
+
+    After a prompt, transformers' layers that slide keep slices of all its tokens; with the next
+    token they let go of what the slices do not show.
+    """
+    tensors = (tensor for layer in cache.layers for tensor in _tensors(layer))
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
 def _tensors(layer: Any) -> Iterator[Tensor | None]:
     """What one layer of a cache holds, of a hybrid model or of an ordinary one."""
     if isinstance(layer, SplitCacheLayer):

@@ -202,9 +202,10 @@ def _load(path: str, config: Any, settings: MeasureSettings) -> Any:
 def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
     """The original under transformers' own attention, or under ours with every head full."""
     name, backend = settings.original_attention, resolve_backend(settings.attention)
-    if name == "auto":
-        aliases = BACKENDS[backend].aliases
-        name = "flash_attention_2" if "flash_attention_2" in aliases else "sdpa"
+    if name == "auto" and "flash_attention_2" in BACKENDS[backend].aliases:
+        name = "flash_attention_2"
+    elif name == "auto":  # transformers' eager attention would make any hybrid look fast
+        name = "sdpa" if model._supports_sdpa else "hybrid"
     if name == "hybrid":
         prepare_for_search(model, settings.attention)
         return MeasuredModel(model, partial(HybridCache.of, model), NAME, backend)

@@ -25,9 +25,9 @@ from transformers.utils import logging as transformers_logging
 from bosch.backends import BACKENDS
 from bosch.errors import RunError, UserError
 from bosch.hardware import cpu_cores
-from bosch.model.cache import held_bytes, state_bytes
+from bosch.model.cache import held_bytes, shown_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import decoder_layers, text_config
+from bosch.model.families import decoder_layers, logit_needs, text_config
 from bosch.model.interface import NAME
 from bosch.this_process import die_with_parent
 from stages.measure.measured_model import MeasuredModel, Variant, build_model, chosen_device
@@ -54,7 +54,8 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
     ids = torch.randint(vocabulary, (rows, length), generator=generator).to(device)  # [B, T]
     with torch.inference_mode():
         kernels = attention_kernels(lambda: _warm_up(measured, ids, settings.chunk), device)
-        check_kernels(measured.backend, kernels)
+        own_logits = measured.implementation == NAME and bool(logit_needs(measured.model.config))
+        check_kernels(measured.backend, kernels, own_logits)
         figures = _figures(measured, ids, settings, meter)
     layers = decoder_layers(measured.model.config)
     size = CacheSize.of(
@@ -62,9 +63,7 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
         getattr(torch, settings.dtype).itemsize, state_bytes(measured.model),
     )  # fmt: skip
     expected = rows * size.dynamic(length)
-    # transformers' own cache keeps slices of larger tensors in layers that slide in the base model.
-    exact = measured.implementation == NAME or not layers.windows
-    if exact and figures["kv_cache_bytes"] != expected:
+    if figures["kv_cache_bytes"] != expected:
         raise RunError(
             f"the KV cache of {variant.name} holds {figures['kv_cache_bytes']:,} bytes after "
             f"{length:,} tokens, the formula says {expected:,}"
@@ -117,7 +116,7 @@ def _figures(
     for start in range(0, ids.shape[1], settings.chunk):
         token, seconds = timed(ids[:, start : start + settings.chunk])
         prefill.append(seconds)
-    cache_bytes = held_bytes(cache)
+    cache_bytes = held_bytes(cache) if measured.implementation == NAME else shown_bytes(cache)
     for _ in range(settings.decode_tokens):
         token, seconds = timed(token)
         tokens.append(seconds)
@@ -256,10 +255,16 @@ def attention_kernels(work: Callable[[], None], device: torch.device) -> list[st
     return sorted(name for name in names if any(sign in name.lower() for sign in _SIGNS))
 
 
-def check_kernels(backend: str, kernels: list[str]) -> None:
-    """Raise RunError unless `kernels` are those of the attention `backend`."""
+def check_kernels(backend: str, kernels: list[str], own_logits: bool = False) -> None:
+    """Raise RunError unless `kernels` are those of the attention `backend`.
+
+    Logits that a family caps or adds to (`own_logits`) no fused kernel of sdpa computes.
+    """
     fused = any(_NEEDED["sdpa"] in name for name in kernels)
-    ran = any(_NEEDED[backend] in name for name in kernels)
+    needed = {_NEEDED[backend]}
+    if own_logits and backend == "sdpa":
+        needed.add(_NEEDED["eager"])
+    ran = any(one in name for name in kernels for one in needed)
     if not ran or (backend == "eager" and fused):
         raise RunError(
             f"attention '{backend}' was requested, but what ran was "

@@ -14,6 +14,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from bosch.window import Window, windows_text
 from stages.formats import format_bytes, format_count, format_length
 from stages.measure.measured_model import Variant
 from stages.pages.charts import Axis, Picture, Style, curves, save_panels, styles, values
@@ -99,7 +100,7 @@ def results_table(points: Sequence[dict[str, Any]]) -> Table:
 def _row(point: dict[str, Any]) -> list[str]:
     row = [format_length(point["length"]), "original", ""]
     if point["model"] == "hybrid":
-        row[1:] = [f"{point['swa_ratio']:.3g}", f"{point['window_size']:,}"]
+        row[1:] = [f"{point['swa_ratio']:.3g}", _windows(point)]
     if point["out_of_memory"]:
         return [*row, "no memory"]
     return [
@@ -115,15 +116,21 @@ def _row(point: dict[str, Any]) -> list[str]:
 
 Point = dict[str, Any]
 
+
+def _windows(point: Point) -> str:
+    """The windows of a hybrid's heads, of which `window_size` is the widest."""
+    return windows_text([Window(n) for n in point.get("window_sizes") or [point["window_size"]]])
+
+
 # Field of a point, title of its panel, and what a unit of the axis is.
 _PANELS = (
     ("prefill_tokens_per_second", "prefill, tokens/s", 1.0),
     ("decode_tokens_per_second", "decoding, tokens/s", 1.0),
     ("memory_p90_bytes", "memory, 90th percentile, GB", 1e9),
 )
-_LABELS: dict[str, Callable[[Any], str]] = {
-    "swa_ratio": lambda value: f"ρ = {value:.3g}",
-    "window_size": lambda value: f"W = {value:,}",
+_LABELS: dict[str, Callable[[Point], str]] = {
+    "swa_ratio": lambda point: f"ρ = {point['swa_ratio']:.3g}",
+    "window_size": lambda point: f"W = {_windows(point)}",
 }
 _FIGURES = {
     "figure_5_ratios": ("window_size", "swa_ratio"),
@@ -149,10 +156,10 @@ def _panels(points: Sequence[Point], name: str, panel: str, line: str) -> Iterat
     for value in sorted({p[panel] for p in points if p["model"] == "hybrid"}):
         members = [p for p in points if p["model"] == "original" or p[panel] == value]
         labels = {"original": Style("original", dashed=True)}
-        ordered = sorted({p[line] for p in members if p["model"] == "hybrid"})
-        labels |= styles(map(_LABELS[line], ordered))
+        hybrids = sorted((p for p in members if p["model"] == "hybrid"), key=lambda p: p[line])
+        labels |= styles(map(_LABELS[line], hybrids))
         for field, title, unit in _PANELS:
-            heading = f"{title}, {_LABELS[panel](value)}"
+            heading = f"{title}, {_LABELS[panel](hybrids[0])}"
             yield _panel(members, line, labels, field, unit, f"{name}-{field}-{value:g}", heading)
 
 
@@ -168,7 +175,7 @@ def _panel(
     """One quantity over the length; a length that ran out of memory has a cross at the foot."""
     rows, missing = [], []
     for point in points:
-        label = "original" if point["model"] == "original" else _LABELS[line](point[line])
+        label = "original" if point["model"] == "original" else _LABELS[line](point)
         row = {"series": label, "x": point["length"]}
         at = f"{label}, {format_length(point['length'])}"
         if point["out_of_memory"]:

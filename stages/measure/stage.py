@@ -62,7 +62,7 @@ class MeasureSettings(Section):
         description=(
             "attention of the original: a name of transformers such as sdpa or flash_attention_2, "
             "or hybrid for the hybrid attention with every head full; auto: flash_attention_2 "
-            "beside the flash backend, else sdpa"
+            "beside the flash backend, else sdpa, or hybrid for a family without it"
         ),
     )
     memory_limit: Bytes | None = Field(
@@ -144,7 +144,7 @@ STAGE = Stage(
     "measure",
     "stages.measure.run:run",
     MeasureConfig,
-    version=2,
+    version=3,
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
     needs=("materialize",),
     model="weights",

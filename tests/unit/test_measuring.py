@@ -119,6 +119,29 @@ def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> Non
     assert figures["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
 
 
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("gemma2", "bosch"), ("gpt_oss", "bosch"), ("gemma3_text", "sdpa")],
+)
+def test_an_original_with_windows_of_its_own_is_measured_without_options(
+    family: str, implementation: str, tmp_path: Path
+) -> None:
+    """transformers has no sdpa for two of them; 20 tokens after a prompt are not all cached."""
+    model = small_model(family)
+    model.save_pretrained(tmp_path / family)
+    full = (KV_HEADS, KV_HEADS)
+    original = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=full)
+    order = request(tmp_path, family, original, 20, original_attention="auto")
+    figures = process.measure_run(order)
+    assert figures["attention"]["implementation"] == implementation
+    own = KV_HEADS * (model.config.sliding_window - 1)
+    assert figures["kv_cache_bytes"] == (2 * KV_HEADS * 20 + own) * HEAD_BYTES
+    counts = {"swa_ratio": 0.5, "window_size": 8, "full_kv_heads_per_layer": (2, 2)}
+    hybrid = original.model_copy(update={"kind": "hybrid", **counts})
+    figures = process.measure_run(order | {"variant": hybrid.model_dump(mode="json")})
+    assert figures["kv_cache_bytes"] == (4 * (20 + 7) + own) * HEAD_BYTES
+
+
 def test_processor_time_is_taken_where_it_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +183,8 @@ def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> N
     _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
     assert (own.name, own.window_size) == ("ρ = 0.75, W = 4 and 8", 8)
     again = Variant.model_validate_json(own.model_dump_json())
+    (row,) = results_table([point_of(again, 1024, 1, [{"out_of_memory": "no room"}])]).rows
+    assert row[:3] == ["1k", "0.75", "4 and 8"]
     assert again.kv_heads(KV_HEADS) == [{None: 1, Window(8): 1, Window(4): 2}] * LAYERS
     measured = build_model(str(tmp_path), None, again, SETTINGS)
     assert type(measured.new_cache()).__name__ == "HybridCache"
