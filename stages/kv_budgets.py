@@ -47,7 +47,7 @@ def front_faults(
             f"{field}: search.method = {search.method} finds one head mask; set search.method: "
             "front, or leave the field out"
         )
-    elif names != "all" and loaded.info is not None:
+    elif names != "all" and loaded.info is not None and loaded.info.kinds.full:
         context = loaded.recipe[PrepareConfig].calibration.length
         price = search.front_price(loaded.info.kinds, loaded.recipe.model.dtype, context)
         least, most = search.slot_range(price)

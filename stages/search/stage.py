@@ -81,8 +81,8 @@ class SearchConfig(Section):
         min_length=1,
         max_length=64,
         description=(
-            "Method front: sizes of its points as shares of the original's KV cache; default: "
-            "eight, evenly spaced on a logarithmic scale."
+            "Method front: sizes of its points as shares of the original's KV cache in layers with "
+            "full attention; default: eight, evenly spaced on a logarithmic scale."
         ),
     )
     sinks: int = Field(
@@ -423,6 +423,8 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         return
     try:
         kinds = loaded.info.kinds
+        if not kinds.full:  # the model's own checks say it
+            return
         length = loaded.recipe[PrepareConfig].calibration.length
         price = search.price(kinds, loaded.recipe.model.dtype, length)
         faults = [*engine_faults(price.budget, price.kinds, search.sinks)]

@@ -306,3 +306,22 @@ def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:
             search.kv_heads(kinds, "float32")
     even = SearchConfig(swa_ratio=0.5, window_size=11).kv_heads(KINDS, "float32")
     assert even == [{None: 2, Window(11): 2}] * 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["search.budget.bytes=1MiB @ 1k"],
+        [FRONT, "search.windows=[8,16]", "search.budget.kv_cache=0.6 @ 1k"],
+        [FRONT, "search.windows=[8,16]", "search.points=[0.25,0.5]"],
+        [FRONT, "search.windows=[8,16]", "train.budgets=[3k]"],
+    ],
+)
+def test_of_a_model_without_full_attention_no_budget_is_discussed(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    case = Case(tmp_path)
+    case.change_config(model_type="mistral", sliding_window=9, layer_types=None)
+    fault = case.fault(*overrides)
+    assert fault.startswith("model.path: the model has a sliding window of its own (9 tokens)")
+    assert "\n" not in fault
