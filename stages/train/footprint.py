@@ -1,14 +1,14 @@
 """What training holds, in bytes: the formulas that `plan` prints and tests measure. No torch.
 
-N tokens of a micro-batch, C hidden size, V vocabulary, L layers, P parameters. Each function is
-about one process; `shards` is the number of processes under FSDP or DeepSpeed, else 1.
+V vocabulary, C hidden size. Bytes are those of one process, where a docstring names nothing else;
+`shards` is the number of processes under FSDP or DeepSpeed, else 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it loads torch
 _CHUNK_ELEMENTS = 2**26
 _FLOAT32 = 4
 # Bytes of one of AdamW's two moments; of 8 bits with a float32 scale for each block of 256.
-_MOMENT = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
+_MOMENT_BYTES = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
 
 
 def chunk_tokens(vocabulary: int, distilled: bool = False) -> int:
@@ -32,13 +32,13 @@ def chunk_tokens(vocabulary: int, distilled: bool = False) -> int:
 
 
 def float32_bytes(numbers: int, shards: int) -> float:
-    """Master weights, or gradients, which are sharded after every micro-batch."""
+    """Float32 weights, or gradients, which are sharded after every micro-batch."""
     return _FLOAT32 * numbers / shards
 
 
 def optimizer_bytes(trained: int, shards: int, optimizer: str) -> float:
     """AdamW's mean and variance, as `train.optimizer` holds them."""
-    return 2 * _MOMENT[optimizer] * trained / shards
+    return 2 * _MOMENT_BYTES[optimizer] * trained / shards
 
 
 def loss_bytes(
@@ -53,9 +53,9 @@ def loss_bytes(
 
     The copies are what the scaled logits and the gradient of the logits take. With a teacher there
     are the logits and log-probabilities of the model, the teacher's probabilities, their product,
-    and gradients of two of them; beside the gradients of states the model's chosen ones and the
-    teacher's. The head's gradient [V, C], where it is trained, is summed in float32, beside that of
-    the chunk.
+    and gradients of two of them; beside the gradients of states the model's states at the tokens of
+    the loss and the teacher's. The head's gradient [V, C], where it is trained, is summed in
+    float32, beside that of the chunk.
     """
     chunk = min(tokens, chunk_tokens(vocabulary, distilled)) * vocabulary * _FLOAT32
     states = tokens * hidden * element_bytes
@@ -142,19 +142,24 @@ def exchanged_bytes(
     """
     per_token = element_bytes * 2 * shape.kinds.head_dim * sequences
 
-    def tokens(row: LayerHeads) -> Iterator[tuple[int, int]]:
-        for window, count in row.items():
+    def tokens_held(row: LayerHeads) -> tuple[int, int]:
+        """Tokens, summed over the heads of a layer, of what is kept and of what is added."""
+        kept = added = 0
+        for window, heads in row.items():
             if window is None:
-                yield count * split.length, 3 * count * split.length
+                kept += heads * split.length
+                added += 3 * heads * split.length
             else:
                 seen = max(
                     sum((c + 1) * split.chunk - split.halo_start(c, window)
                         for c in split.chunks_of(rank))
                     for rank in range(split.ranks)
                 )  # fmt: skip
-                yield count * seen, count * seen
+                kept += heads * seen
+                added += heads * seen
+        return kept, added
 
-    kept, added = zip(*(map(sum, zip(*tokens(row), strict=True)) for row in layers), strict=True)
+    kept, added = zip(*map(tokens_held, layers), strict=True)
     return float(per_token * max(kept)), float(per_token * max(added))
 
 
@@ -171,13 +176,13 @@ class TrainingMemory:
     gradients: float
     optimizer: float
     layer_inputs: float
-    gathered: float
-    layer: float
+    gathered: float  # whole weights, copies in the precision of training, and DDP's buckets
+    layer: float  # a layer's activations in its backward pass, or gradients, beside whole ones
     attention: float
     loss: float
-    tables: float
+    tables: float  # whole gradients of embedding and head
     teacher: float
-    exchanged: float
+    exchanged: float  # keys and values of other processes' tokens, where not in layer_inputs
     accumulates: bool
     offloaded: float = 0.0  # in host memory
     ahead: float = 0.0  # of the whole weights, a layer that is not gathered during the loss
@@ -223,68 +228,79 @@ def training_memory(
     """What each of `processes` holds in steps of `accumulation` micro-batches of `tokens`.
 
     Where sequences are split, they have `length` tokens and `layers` are the KV heads of each layer
-    by window; without them all heads of some layer count as full.
+    by window; without them all heads of some layer parameters as full.
     """
     sharded, exchanged = runtime.sharding != "none", (0.0, 0.0)
     shards = processes if sharded else 1
     trained = trained_parameters(shape, train)
     tables_trained = trained == shape.parameters
-    count = shape.parameters + (trained if train.lora is not None else 0)
-    number = _element_bytes(train)
+    parameters = shape.parameters + (trained if train.lora is not None else 0)
+    element_bytes = _element_bytes(train)
     if runtime.context_parallel > 1:
         rows = layers or [{None: shape.key_value_heads}]
         split = ContextSplit(length, runtime.context_parallel)
-        exchanged = exchanged_bytes(shape, rows, split, tokens // length, number)
+        exchanged = exchanged_bytes(shape, rows, split, tokens // length, element_bytes)
         tokens //= runtime.context_parallel
     optimizer = optimizer_bytes(trained, shards, train.optimizer)
     gradients = float32_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
-        optimizer += number * count / shards  # weights to compute with, beside the master copy
+        optimizer += (
+            element_bytes * parameters / shards
+        )  # weights to compute with, beside the master copy
     layer_gradients = own_gradients = tables = 0.0
     if sharded:
         # The head for all of a step, with an input table of its own, and two layers, one ahead.
         whole_tables = (1 if shape.tied else 2) * shape.table
-        gathered: float = number * (whole_tables + 2 * shape.layer_parameters)
+        gathered: float = element_bytes * (whole_tables + 2 * shape.layer_parameters)
         # Of a layer, as a share: what is frozen has no gradient.
         layer_share = trained_in_layers(shape, train) / (shape.parameters - shape.tables)
         # Whole gradients in float32, to be summed over the processes: those of a layer stay until
         # those of the next are ready. Its own come when its activations are gone.
         trained_layer = layer_share * shape.layer_parameters
-        layer_gradients = 4.0 * trained_layer + tables_trained * number * shape.table
-        own_gradients = number * trained_layer
+        layer_gradients = _FLOAT32 * trained_layer + tables_trained * element_bytes * shape.table
+        own_gradients = element_bytes * trained_layer
         if accumulation == 1:  # two layers and the input table have none yet at the peak
             late = 2 * trained_layer + tables_trained * (not shape.tied) * shape.table
             gradients -= min(gradients, float32_bytes(round(late), shards))
-        tables = tables_trained * (number + 4.0) * shape.tables
+        tables = tables_trained * (element_bytes + _FLOAT32) * shape.tables
     else:
         casts = train.mixed_precision == "bf16"  # autocast copies what it casts
-        gathered = number * (count - shape.expert_parameters) if casts else 0.0
+        gathered = element_bytes * (parameters - shape.expert_parameters) if casts else 0.0
         if processes > 1:  # DistributedDataParallel's buckets, as large as all gradients
             gathered += float32_bytes(trained, 1)
     teacher, distilled = 0.0, train.teacher != "none"
     if distilled:
-        teacher = number * shape.parameters / shards
+        teacher = element_bytes * shape.parameters / shards
         if sharded:  # its tables stay gathered; its layers are while the student's are not
-            teacher += number * shape.tables
-    head = tokens, shape.hidden, shape.vocabulary, number, tables_trained
+            teacher += element_bytes * shape.tables
+    of_loss = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
-    layer_inputs, layer, keys, offloaded = _activations(shape, train, runtime, tokens, exchanged)
+    activations = _activations(shape, train, runtime, tokens, exchanged)
     return TrainingMemory(
-        parameters=float32_bytes(count, shards),
+        parameters=float32_bytes(parameters, shards),
         gradients=gradients,
         optimizer=optimizer,
-        layer_inputs=layer_inputs,
+        layer_inputs=activations.layer_inputs,
         gathered=gathered,
-        layer=max(layer, own_gradients) + layer_gradients,
-        attention=tokens * number * 2.0 * (shape.query_size + 2 * shape.key_value_size),
-        loss=liger_loss_bytes(*head) if fused else loss_bytes(*head, distilled),
+        layer=max(activations.layer, own_gradients) + layer_gradients,
+        attention=tokens * element_bytes * 2.0 * (shape.query_size + 2 * shape.key_value_size),
+        loss=liger_loss_bytes(*of_loss) if fused else loss_bytes(*of_loss, distilled),
         tables=tables,
         teacher=teacher,
-        exchanged=keys,
+        exchanged=activations.exchanged,
         accumulates=accumulation > 1,
-        offloaded=offloaded,
-        ahead=number * shape.layer_parameters if runtime.sharding == "fsdp" else 0.0,
+        offloaded=activations.offloaded,
+        ahead=element_bytes * shape.layer_parameters if runtime.sharding == "fsdp" else 0.0,
     )
+
+
+class _Activations(NamedTuple):
+    """What `TrainingMemory` takes of a micro-batch's activations; `layer` without gradients."""
+
+    layer_inputs: float
+    layer: float
+    exchanged: float
+    offloaded: float = 0.0
 
 
 def _activations(
@@ -293,18 +309,14 @@ def _activations(
     runtime: Runtime,
     tokens: int,
     exchanged: tuple[float, float],
-) -> tuple[float, float, float, float]:
-    """What autograd keeps of a micro-batch of `tokens`: fields of `TrainingMemory`.
-
-    Layer inputs, a layer without its gradients, exchanged keys, of `exchanged_bytes`, and inputs
-    that are offloaded.
-    """
-    number = _element_bytes(train)
+) -> _Activations:
+    """What autograd keeps of a micro-batch of `tokens`; `exchanged` is of `exchanged_bytes`."""
+    element_bytes = _element_bytes(train)
     # Autocast leaves the embedding in float32, and with it all sums between layers.
-    residual = number if runtime.sharding != "none" else 4
+    residual = element_bytes if runtime.sharding != "none" else _FLOAT32
     # Autocast casts no experts, which compute in their weights' own type.
-    mlp = residual if shape.experts else number
-    saved = tokens * _saved_by_a_layer(shape, number, residual, mlp, train)
+    mlp = residual if shape.experts else element_bytes
+    saved = tokens * _saved_by_a_layer(shape, element_bytes, residual, mlp, train)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.checkpointing == "none":
@@ -318,8 +330,8 @@ def _activations(
         widths = shape.full_layers * shape.query_size
         widths += len(shape.kinds.windows) * shape.own_query_size
         # Attention's outputs, and log-sum-exps in float32.
-        layer_inputs += tokens * (number * widths + _FLOAT32 * shape.layers * heads)
-    return layer_inputs, saved + backward, sum(exchanged), offloaded
+        layer_inputs += tokens * (element_bytes * widths + _FLOAT32 * shape.layers * heads)
+    return _Activations(layer_inputs, saved + backward, sum(exchanged), offloaded)
 
 
 def _element_bytes(train: TrainConfig) -> int:
@@ -360,7 +372,7 @@ def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> fl
 
 
 def _saved_by_a_layer(
-    shape: DecoderShape, number: int, residual: int, mlp: int, train: TrainConfig
+    shape: DecoderShape, element_bytes: int, residual: int, mlp: int, train: TrainConfig
 ) -> float:
     """Bytes per token that autograd keeps of one decoder layer, as for Qwen3.
 
@@ -373,14 +385,15 @@ def _saved_by_a_layer(
     frozen = train.freeze == "attention_only"
     frozen_mlp = frozen or (train.lora is not None and shape.experts > 0)
     if train.liger:
-        norms = 2 * (residual + number)
-        heads = 4 * number * shape.query_size + 3 * number * shape.key_value_size
+        norms = 2 * (residual + element_bytes)
+        heads = 4 * element_bytes * shape.query_size + 3 * element_bytes * shape.key_value_size
         width = 3 * mlp
     else:
-        norms = 2 * 4 + (1 if frozen else 4) * number
-        if residual > number:  # the results in float32 too, and a copy for each map
-            norms = 2 * 4 + (3 if frozen else 5) * number + (0 if frozen else 2) * residual
-        heads = (4 + 4 * number) * shape.query_size + (4 + 3 * number) * shape.key_value_size
+        norms = 2 * 4 + (1 if frozen else 4) * element_bytes
+        if residual > element_bytes:  # the results in float32 too, and a copy for each map
+            norms = 2 * 4 + (3 if frozen else 5) * element_bytes + (0 if frozen else 2) * residual
+        heads = (4 + 4 * element_bytes) * shape.query_size
+        heads += (4 + 3 * element_bytes) * shape.key_value_size
         width = (3 if frozen_mlp else 4) * mlp
     # Copies for each expert: what goes in, what comes out, and by its router's weight.
     dispatched = (1 if frozen_mlp else 3) * mlp * shape.hidden * shape.experts_per_token
