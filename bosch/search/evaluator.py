@@ -33,11 +33,13 @@ SHARES = 8
 class Scorer(Protocol):
     """Measures a mask: a model on a calibration set, or a function in a test.
 
-    One with `gate_gradient(mask, share, shares)`, over one of equal shares of the examples, and
-    `gradient_passes(share, shares)`, what that costs at most in full-forward equivalents, serves
-    searches by gradients. Its `evaluate` takes `can_win` too and gives bounds as soon as
-    `can_win(score, log_likelihood)` is False. It may have `observe(evaluation)`, which takes in
-    what was evaluated before a search was stopped.
+    It may have more, as `Objective` does. Searches by gradients need `gate_gradient(mask, share,
+    shares)`, over one of equal shares of the examples, and `gradient_passes(share, shares)`, what
+    that costs at most in full-forward equivalents; of several `windows` also `window_gradient`.
+    Where `evaluate` takes `can_win`, it gives bounds as soon as `can_win(score, log_likelihood)` is
+    False. `observe(evaluation)` takes in what was evaluated before a search was stopped,
+    `mask_passes(mask)` is what an evaluation costs, and searches for a front use
+    `evaluate_held_out(mask)`, `held_out_examples` and `held_out_passes`.
     """
 
     @property
@@ -95,7 +97,7 @@ def search_of(phase: str, subproblem: str) -> tuple[str, str]:
 
 
 class Evaluator:
-    """Evaluates masks, each once: the log holds the results of this search and of earlier ones.
+    """Evaluates masks; the log holds all results, so no whole evaluation is made twice.
 
     Methods give masks of `units`, by default single heads; log, trace and `best_on_budget` hold
     masks of heads. It counts what the search costs and collects its trace and notes. `budget` is
@@ -145,7 +147,8 @@ class Evaluator:
     ) -> Evaluation:
         """S(z) of a mask of units; runs the model only where the log does not hold the result.
 
-        With `can_win` it may end early with bounds, where the scorer can.
+        With `can_win` it may end early with bounds, where the scorer can. Raises RunError where the
+        score or the log-likelihood is not finite.
         """
         mask = self.units.head_mask(mask)
         repeated = mask.key in self._latest and not self._latest[mask.key].is_bound
@@ -165,7 +168,7 @@ class Evaluator:
             self._read[mask.key] = len(self.log.history(mask, phase))
             self._latest[mask.key] = evaluation
             self._paid.append(evaluation)
-        if not (repeated and phase == "final"):
+        if not (repeated and phase == "final"):  # a result that was measured is in the trace
             self._record(mask, evaluation, phase, subproblem, free)
         return evaluation
 
@@ -202,7 +205,7 @@ class Evaluator:
         return hasattr(self.scorer, "gate_gradient")
 
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
-        """Gradient by unit at a mask of units; runs the model only where the log lacks it.
+        """Gradient [L, U] by unit at a mask of units; runs the model only where the log lacks it.
 
         Searches pay `cost_of_gradient` for it, the most that it may cost: what it did cost depends
         on the machine's memory, and their masks must not.
@@ -288,18 +291,18 @@ class Evaluator:
         return float(scorer.mask_passes(self.units.head_mask(mask)))
 
     @property
-    def gradient_passes(self) -> float:
+    def passes_of_gradients(self) -> float:
         """Full passes that all gradients of this search cost."""
         return sum(g.full_forward_equivalents for g in self._gradients.values())
 
-    def anchors(self, swa_ratio: float, window: int = 1) -> Anchors:
-        """S(all sliding) and S(all full), the anchors of Eq. 2; `swa_ratio` sets the budget.
+    def anchors(self, swa_ratio: float, choice: int = 1) -> Anchors:
+        """S(all sliding) and S(all full), the anchors of Eq. 2; `swa_ratio` sets `budget`.
 
-        `window` is the choice of all that slide, by default the widest.
+        `choice` is the window of all sliding, as in `HeadMask.choices`; by default the widest.
         """
         layers, units = self.shape
         self.budget = swa_budget(layers * units, swa_ratio)
-        all_sliding = HeadMask.of_choices(np.full(self.shape, window))
+        all_sliding = HeadMask.of_choices(np.full(self.shape, choice))
         sliding = self.evaluate(all_sliding, "anchors", "all sliding")
         full = self.evaluate(HeadMask.all_full(*self.shape), "anchors", "all full")
         logger.info("anchors: all sliding %.4f, all full %.4f", sliding.score, full.score)
@@ -313,10 +316,12 @@ class Evaluator:
     def costs(self) -> dict[str, float]:
         """Evaluations of this search and what they cost, in the terms of `search/summary.json`.
 
-        Seconds and full-forward equivalents are those of all passes of this search, in all its
-        attempts, those included that ended early. Results reused from other searches are counted
-        apart, at what they cost there. `naive_full_forward_equivalents` counts one full pass for
-        every evaluation in the trace, repeated masks of different sub-problems included.
+        `evaluations` counts masks, reused ones too. Seconds and full-forward equivalents are those
+        of all passes of this search, in all its attempts, those included that ended early. Results
+        reused from other searches are counted apart, at what they cost there.
+        `naive_full_forward_equivalents` counts a pass of its mask without savings for every
+        evaluation in the trace, repeated masks of different sub-problems included, and for each on
+        held-out examples; gradients at what they cost.
         """
         reused = self._reused.values()
         work: list[Evaluation | GateGradient] = [
@@ -330,7 +335,7 @@ class Evaluator:
             "full_forward_equivalents": sum(e.full_forward_equivalents for e in work),
             "reused_full_forward_equivalents": sum(e.full_forward_equivalents for e in reused),
             "naive_full_forward_equivalents": self._naive
-            + self.gradient_passes
+            + self.passes_of_gradients
             + sum(e.whole_pass_equivalents for e in self._held_out.values()),
         }
 

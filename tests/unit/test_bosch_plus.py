@@ -150,7 +150,7 @@ def test_no_search_by_gradients_spends_more_than_its_budget(method, shares):
         options = SearchSettings(0.9, budget_per_layer=budget)
         find_mask(method, evaluator, options)
         masks = evaluator.costs()["evaluations"] - 2  # but for the anchors
-        assert masks + evaluator.gradient_passes <= plus_budget(options, layers) + 1e-9
+        assert masks + evaluator.passes_of_gradients <= plus_budget(options, layers) + 1e-9
 
 
 def test_a_search_by_swaps_has_one_best_score():

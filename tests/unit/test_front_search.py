@@ -497,7 +497,7 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
         assert point.held_out_low is not None and point.held_out_high is not None
         assert point.held_out_low <= expected <= point.held_out_high
     masks = [HeadMask.from_key(point.mask) for point in evaluator.trace]
-    whole = sum(map(objective.mask_passes, masks)) + evaluator.gradient_passes
+    whole = sum(map(objective.mask_passes, masks)) + evaluator.passes_of_gradients
     for index in range(len(fronts[0].points)):
         held = objective.evaluate_held_out(fronts[0].mask(index))
         assert 0 < held.full_forward_equivalents <= held.whole_pass_equivalents

@@ -138,9 +138,11 @@ def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
     most = METHODS[name].most_evaluations(options, *objective.shape)
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
     if METHODS[name].gradients:
-        passes = sum(not point.is_bound for point in evaluator.trace) + evaluator.gradient_passes
+        passes = (
+            sum(not point.is_bound for point in evaluator.trace) + evaluator.passes_of_gradients
+        )
         # The gradient that forms the units counts too; the last one may exceed what is left.
-        assert passes <= most + evaluator.gradient_passes / evaluator.costs()["gradients"]
+        assert passes <= most + evaluator.passes_of_gradients / evaluator.costs()["gradients"]
 
 
 @pytest.mark.parametrize(
