@@ -37,7 +37,7 @@ _TOKENS_PER_CORE_SECOND = 250_000
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def _documents(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any]:
+def _files_identity(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any]:
     """A source's files by content, or the Python its documents come from."""
     kind = KINDS[source.kind]
     if path is None:
@@ -56,7 +56,9 @@ def _is_dataset(source: SourceConfig, text: str, root: Path) -> bool:
     return KINDS[source.kind].is_dataset and is_hub_name(text, root)
 
 
-def _tokenizer(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any] | None:
+def _tokenizer_identity(
+    source: SourceConfig, path: str | None, hasher: Hasher
+) -> dict[str, Any] | None:
     """The tokenizer that shards were written with, by content; one of the hub by its name."""
     if path is None:
         return None
@@ -67,9 +69,9 @@ def _tokenizer(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[s
 
 
 def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:
-    if Path(path).is_dir():
-        for name in irregular_entries(Path(path)):
-            raise UserError(f"{where}: {Path(path, name)} {NOT_REGULAR}; remove it")
+    irregular = irregular_entries(Path(path)) if Path(path).is_dir() else []
+    if irregular:
+        raise UserError(f"{where}: {Path(path, irregular[0])} {NOT_REGULAR}; remove it")
 
 
 class FilterConfig(Section):
@@ -95,7 +97,7 @@ class SourceConfig(Section):
     kind: SourceKind = Field(
         description="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()) + "."
     )
-    path: Annotated[PathText | None, Input(_documents, _check_documents, _is_dataset)] = Field(
+    path: Annotated[PathText | None, Input(_files_identity, _check_documents, _is_dataset)] = Field(
         None,
         description=(
             "File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a "
@@ -106,11 +108,12 @@ class SourceConfig(Section):
     subset: Line | None = Field(None, description="huggingface: the dataset's configuration.")
     split: Line = Field("train", description="huggingface: split to read.")
     revision: Line | None = Field(
-        None, description="huggingface: commit of the dataset on the hub, all 40 digits."
+        None,
+        description="huggingface: commit of the dataset on the hub, all 40 hexadecimal digits.",
     )
-    tokenizer: Annotated[PathText | None, Input(_tokenizer, _check_tokenizer, lambda *_: True)] = (
-        Field(None, description="mds: tokenizer the shards were written with, to detokenise them.")
-    )
+    tokenizer: Annotated[
+        PathText | None, Input(_tokenizer_identity, _check_tokenizer, lambda *_: True)
+    ] = Field(None, description="mds: tokenizer the shards were written with, to detokenise them.")
     weight: Number = Field(
         1.0, gt=0, description="Share of the training tokens, relative to the other sources."
     )
@@ -188,11 +191,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         if kind.needs_tokenizer != (source.tokenizer is not None):
             needing = [name for name, one in KINDS.items() if one.needs_tokenizer]
             yield f"{where}: tokenizer is needed by kind {', '.join(needing)} and by no other kind"
-        yield from _dataset(where, source)
-        yield from _filters(where, source)
+        yield from _dataset_faults(where, source)
+        yield from _filter_faults(where, source)
 
 
-def _dataset(where: str, source: SourceConfig) -> Iterator[str]:
+def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
     if not KINDS[source.kind].is_dataset:
         if source.subset or source.revision or source.split != "train":
             names = [name for name, kind in KINDS.items() if kind.is_dataset]
@@ -202,13 +205,13 @@ def _dataset(where: str, source: SourceConfig) -> Iterator[str]:
             yield f"{where}.path: {source.path} is neither a directory nor a name like org/dataset"
         elif not _COMMIT.fullmatch(source.revision or ""):
             yield (
-                f"{where}.revision: expected the dataset's commit, 40 digits (on the hub under "
-                f"Files and versions, History), since a branch may change; there is "
+                f"{where}.revision: expected the dataset's commit, 40 hexadecimal digits (on the "
+                f"hub under Files and versions, History), since a branch may change; there is "
                 f"{source.revision or 'none'}"
             )
 
 
-def _filters(where: str, source: SourceConfig) -> Iterator[str]:
+def _filter_faults(where: str, source: SourceConfig) -> Iterator[str]:
     filters, kind = source.filters, KINDS[source.kind]
     if kind.is_endless and filters != FilterConfig():
         yield f"{where}.filters: {source.kind} writes documents without end and takes no filters"
@@ -221,7 +224,7 @@ def _filters(where: str, source: SourceConfig) -> Iterator[str]:
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """Tokens to read, in whole sequences, and the data on disk."""
+    """Tokens to prepare, in whole sequences, and the bytes of the data on disk."""
     prepare = loaded.recipe[PrepareConfig]
     length, sequences = prepare.sequence_length, prepare.sequences
     tokens = sequences * length

@@ -189,7 +189,7 @@ def test_relative_paths_start_where_they_were_written(
         ),
         (
             "prepare.sources.0={name: a, kind: huggingface, path: org/name, revision: main}",
-            "prepare.sources.0.revision: expected the dataset's commit, 40 digits",
+            "prepare.sources.0.revision: expected the dataset's commit, 40 hexadecimal digits",
         ),
         (
             "prepare.sources.0={name: a, kind: huggingface, path: a b/c/d}",
