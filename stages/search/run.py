@@ -50,30 +50,36 @@ _SINK_BIAS = "sink_bias.jsonl"  # of an unfinished search, which resumes with th
 def run(
     config: StageConfig[SearchConfig], inputs: Mapping[str, Path], work_dir: Path
 ) -> dict[str, Any]:
-    """Write head mask, evaluations, summary and plots of the trace below `work_dir`.
+    """Write head mask or front, evaluations, summary and plots of the trace below `work_dir`.
 
     A search that was stopped resumes from its evaluation log: it evaluates the same masks in the
     same order, and the log answers for those it holds. The calibration set is inputs["prepare"].
+    Returns the best score and log-likelihood and what they cost.
     Called on every rank: each computes its share of the set, the first one writes the files.
 
     Raises UserError when the model or the calibration set is damaged, or leaves nothing to search
     for; and RunError when the model's logits are not finite, the log cannot be written, or a rank
     has ended.
     """
-    finds_front = METHODS[config.section.method].finds_front
+    method = METHODS[config.section.method]
     if config.section.method == "given" and config.section.mask is not None:
         HeadMaskFile.load(config.section.mask)  # a damaged one is refused before a model is loaded
     with join_process_group(
         config.runtime.search_parallel, config.runtime.timeout_minutes
     ) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
-        sink_bias = _sink_bias(config.section, objective, work_dir)
+        sink_bias = _set_sink_bias(config.section, objective, work_dir)
         backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
-        sharing = "parts" if config.runtime.search_parallel == "context" else "shards"
+        splits_sequences = config.runtime.search_parallel == "context"
         context = replace(
             objective.context,
             numerics=numerics(
-                ranks.device, backend, batch, STAGE.version, **{sharing: ranks.shards}
+                ranks.device,
+                backend,
+                batch,
+                STAGE.version,
+                shards=1 if splits_sequences else ranks.shards,
+                parts=ranks.shards if splits_sequences else 1,
             ),
         )
         log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
@@ -91,12 +97,11 @@ def run(
             logger.info("resuming from %d evaluations of a stopped search", len(log))
         started = time.perf_counter()
         kinds = decoder_layers(objective.model.config)
-        # A recipe's front has a context of its own.
+        # Where the recipe names no context for its bytes, they count at the longest example.
         longest = objective.calibration.max_length
         price = config.section.front_price(kinds, config.model.dtype, longest)
-        ratio = 1.0 if finds_front else config.section.ratio_for(kinds, config.model.dtype)
+        ratio = 1.0 if method.finds_front else config.section.ratio_for(kinds, config.model.dtype)
         settings = config.section.settings(config.seed, ratio)
-        method = METHODS[config.section.method]
         bars: contextlib.AbstractContextManager[Progress | None] = contextlib.nullcontext()
         views: contextlib.AbstractContextManager[LiveView | None] = contextlib.nullcontext()
         if ranks.is_first:
@@ -119,7 +124,7 @@ def run(
         summary = summary_of(evaluator, result, time.perf_counter() - started)
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
-            _write(work_dir, config, summary, result, price, sink_bias)
+            _write_results(work_dir, config, summary, result, price, sink_bias)
     return {
         name: summary[name]
         for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
@@ -160,8 +165,11 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
     )
 
 
-def _sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
-    """The sink bias of the given mask, of a stopped search, or estimated; set on the model."""
+def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
+    """Set the sink bias on the model and return it; None where the recipe asks for none.
+
+    It is that of the given mask, else of the stopped search that resumes, else estimated.
+    """
     if section.sink is None:
         return None
     given = HeadMaskFile.load(str(section.mask)).sink_bias if section.method == "given" else None
@@ -193,7 +201,7 @@ def summary_of(evaluator: Evaluator, result: SearchResult, seconds: float) -> di
     }
 
 
-def _write(
+def _write_results(
     work_dir: Path,
     config: StageConfig[SearchConfig],
     summary: dict[str, Any],
@@ -207,7 +215,7 @@ def _write(
         file = mask_file(config, result.mask, result.evaluation.score, sink_bias)
         file.save(work_dir / HEAD_MASK)
         if config.section.stated_ratio is None:
-            _check_bytes(price, file)
+            _log_bytes(price, file)
     else:
         _write_front(work_dir, config, result.front, price)
     write_traces(published, result.mask.key, work_dir)
@@ -234,11 +242,11 @@ def _write_front(
     logger.info("a front of %d points at %d tokens", len(front.points), front.context)
 
 
-def _check_bytes(price: Price, file: HeadMaskFile) -> None:
-    """Say what a mask holds: in vLLM one that is not even over the layers may hold more."""
+def _log_bytes(price: Price, file: HeadMaskFile) -> None:
+    """Log the bytes of a mask: in vLLM one that is uneven over the layers may exceed the budget."""
     held = price.of(file.mask.heads_per_layer(file.windows))
-    say = logger.warning if held > price.most else logger.info
-    say(
+    log = logger.warning if held > price.most else logger.info
+    log(
         "the mask holds %s, search.budget allows %s",
         price.text(held), format_bytes(price.most),
     )  # fmt: skip
