@@ -8,7 +8,10 @@ from typing import Any
 
 
 def write_case(folder: Path, questions: int = 3) -> Path:
-    """Questions of two passages with the right one first and second, and objects of four pairs."""
+    """Write `questions` questions a task and twice as many JSON objects of four pairs to `folder`.
+
+    Each question has two passages and stands twice: with the right passage first, then second.
+    """
     for task, dep in (("nq-dev-multikilt", 6), ("triviaqa-dev-multikilt", 6), ("popqa_test", 6),
                       ("hotpotqa-dev-multikilt", 3)):  # fmt: skip
         rows = [_row(task, number, depth) for number in range(questions) for depth in range(2)]
@@ -21,6 +24,7 @@ def write_case(folder: Path, questions: int = 3) -> Path:
 
 
 def _row(task: str, number: int, depth: int) -> dict[str, Any]:
+    """Question `number` with its right passage at place `depth`, 0 or 1."""
     passages = [
         {
             "title": f"Island {number}",
@@ -31,7 +35,7 @@ def _row(task: str, number: int, depth: int) -> dict[str, Any]:
     row = {
         "question": f"How many tapirs has island {number} of {task}?",
         "answers": [f"The {number} tapirs", f"{number} of them"],
-        "ctxs": passages[:: -1 if depth else 1],
+        "ctxs": passages if depth == 0 else passages[::-1],
     }
     if task.startswith("popqa"):
         row |= {"id": 7 * number, "s_pop": 10**5 if number == 1 else 10}

@@ -1,4 +1,4 @@
-"""Evaluation on two processes: the answers of one."""
+"""Evaluation on two processes gives the answers of one process."""
 
 from __future__ import annotations
 

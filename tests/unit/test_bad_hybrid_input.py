@@ -1,4 +1,4 @@
-"""Bad input about hybrid models ends in one clear sentence, and nothing falls back."""
+"""Bad input about hybrid models ends in one sentence that names it; no default takes its place."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ WINDOW = 7
 ABSENT = [name for name, entry in BACKENDS.items() if not entry.usable()]
 
 
-def _said(call: Callable[[], Any]) -> str:
-    """The one sentence of the UserError that `call` ends with."""
+def _message_of(call: Callable[[], Any]) -> str:
+    """The message of the UserError that `call` raises; it must be one sentence."""
     with pytest.raises(UserError) as caught:
         call()
     text = str(caught.value)
@@ -58,17 +58,17 @@ def folder(base: Any, tmp_path: Path) -> Path:
 def test_a_mask_of_another_model(base: Any, layers: int, heads: int) -> None:
     mask = HeadMask.all_sliding(layers, heads)
     for use in (apply_head_mask, materialize):
-        said = _said(lambda use=use: use(base, mask, Window(WINDOW)))
-        assert f"{layers} layers of {heads} KV heads" in said
-        assert f"has {LAYERS} of {KV_HEADS}" in said
+        message = _message_of(lambda use=use: use(base, mask, Window(WINDOW)))
+        assert f"{layers} layers of {heads} KV heads" in message
+        assert f"has {LAYERS} of {KV_HEADS}" in message
 
 
 def test_a_window_larger_than_any_sequence(base: Any) -> None:
     for use in (apply_head_mask, materialize):
-        said = _said(lambda use=use: use(base, random_mask(), Window(512)))
-        assert "window_size is 512" in said and "no more than 512 tokens" in said
-        said = _said(lambda use=use: use(base, random_mask(), Window(400, 112)))
-        assert "is 400 with 112 sinks" in said
+        message = _message_of(lambda use=use: use(base, random_mask(), Window(512)))
+        assert "window_size is 512" in message and "no more than 512 tokens" in message
+        message = _message_of(lambda use=use: use(base, random_mask(), Window(400, 112)))
+        assert "is 400 with 112 sinks" in message
         use(base, random_mask(), Window(400, 111))
 
 
@@ -113,16 +113,16 @@ def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> N
         del content["hybrid_attention"]
     path.write_text(json.dumps(content))
     for load in (load_model, AutoModelForCausalLM.from_pretrained):
-        said = _said(lambda load=load: load(folder))
-        assert named in said and str(folder) in said
+        message = _message_of(lambda load=load: load(folder))
+        assert named in message and str(folder) in message
 
 
 @pytest.mark.parametrize(
     ("family", "types"),
     [*((name, "gone") for name in PARTLY_SLIDING), ("olmo3", ["full_attention"]), ("olmo3", ["x"])],
 )
-def test_damaged_types_of_the_base_models_layers(family: str, types: Any, tmp_path: Path) -> None:
-    """The family's default pattern of sliding layers would be another model."""
+def test_damaged_layer_types_of_the_base_model(family: str, types: Any, tmp_path: Path) -> None:
+    """With the family's default pattern of sliding layers it would be another model."""
     model = small_model(family)
     config = materialize(model, mask_of(model.config), Window(WINDOW)).config
     config.save_pretrained(tmp_path)
@@ -131,16 +131,16 @@ def test_damaged_types_of_the_base_models_layers(family: str, types: Any, tmp_pa
     if types == "gone":
         del content["layer_types"]
     path.write_text(json.dumps(content))
-    said = _said(lambda: load_model(tmp_path))
-    assert "layer_types" in said and str(tmp_path) in said
+    message = _message_of(lambda: load_model(tmp_path))
+    assert "layer_types" in message and str(tmp_path) in message
 
 
-def test_a_lost_activation_is_not_the_family_s_default(folder: Path) -> None:
+def test_a_missing_activation_is_not_taken_from_the_family(folder: Path) -> None:
     path = folder / "config.json"
     content = json.loads(path.read_text())
     del content["base_hidden_act"]
     path.write_text(json.dumps(content))
-    assert "hidden_act" in _said(lambda: load_model(folder))
+    assert "hidden_act" in _message_of(lambda: load_model(folder))
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
@@ -155,14 +155,12 @@ def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
         lambda: prepare_for_search(model),
         lambda: materialize(model, HeadMask.all_full(1, 1), Window(WINDOW)),
     ):
-        assert f"'{model_type}' are not supported" in _said(use)
+        assert f"'{model_type}' are not supported" in _message_of(use)
 
 
 def test_packed_documents_that_a_family_would_mix() -> None:
-    hybrid, ids = (
-        materialize(small_model("gpt_oss"), random_mask(layers=2), Window(WINDOW)),
-        tokens(2, 12),
-    )
+    hybrid = materialize(small_model("gpt_oss"), random_mask(layers=2), Window(WINDOW))
+    ids = tokens(2, 12)
     packed = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with pytest.raises(ValueError, match="do not keep packed documents apart"):
         hybrid(ids, position_ids=packed)
@@ -176,9 +174,9 @@ def test_packed_documents_that_a_family_would_mix() -> None:
 def test_a_mask_that_is_not_one_of_padding(base: Any, shape: tuple[int, ...]) -> None:
     hybrid, searched = materialize(base, random_mask(), Window(WINDOW)), small_model()
     prepare_for_search(searched)
-    said = f"takes a 2-D attention mask .* not a {len(shape)}-D one"
+    expected = f"takes a 2-D attention mask .* not a {len(shape)}-D one"
     for model in (hybrid, searched):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             model(tokens(2, 12), attention_mask=torch.ones(shape))
 
 
@@ -189,7 +187,7 @@ def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
         lambda: load_model(folder, backend=name),
         lambda: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name),
     ):
-        assert f"'{name}" in _said(use)
+        assert f"'{name}" in _message_of(use)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +206,9 @@ def test_heads_or_layers_that_transformers_would_split(
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = AutoConfig.from_pretrained(folder)
     for more in ({}, {"config": config}):
-        for made_by in (AutoModelForCausalLM, type(AutoModelForCausalLM.from_config(config))):
-            load = functools.partial(made_by.from_pretrained, folder, **options, **more)
-            assert "cannot be split over processes" in _said(load)
+        for loader in (AutoModelForCausalLM, type(AutoModelForCausalLM.from_config(config))):
+            load = functools.partial(loader.from_pretrained, folder, **options, **more)
+            assert "cannot be split over processes" in _message_of(load)
 
 
 def test_a_loaded_model_does_not_change_with_its_file(tmp_path: Path) -> None:
