@@ -23,9 +23,9 @@ from stages.stage import Stage
 
 @dataclass(frozen=True)
 class Node:
-    """A stage of one recipe. `document` is what its key is the hash of.
+    """A stage of one recipe. `key` is the hash of `document`.
 
-    Both are None while an input file is not hashed that would take long to hash.
+    Both are None while an input file, its own or of a stage it needs, would take long to hash.
     """
 
     stage: Stage[Any]
@@ -48,10 +48,13 @@ def document_key(document: Mapping[str, Any]) -> str:
 
 
 def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
-    """The stages a recipe has, in order, with their keys."""
+    """The stages a recipe has, in order, with their keys.
+
+    Raises UserError where an input file cannot be read.
+    """
     nodes: dict[str, Node] = {}
     for stage in loaded.present:
-        # A stage that needs all needs those before it.
+        # `needs` is None for a stage that needs all before it.
         needs = tuple(n for n in nodes if stage.needs is None or n in stage.needs)
         keys = {name: nodes[name].key for name in needs}
         section = getattr(loaded.recipe, stage.key)
@@ -83,7 +86,7 @@ def upstream_of(name: str, nodes: Sequence[Node]) -> list[str]:
 
 
 def find_stage(option: str, name: str, nodes: Sequence[Node]) -> str:
-    """Check that a stage named on the command line is one of the recipe's."""
+    """The stage `name`, given with `option`; raises UserError if the recipe has no such stage."""
     names = [node.name for node in nodes]
     if name in names:
         return name
@@ -133,15 +136,16 @@ def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> 
 
 
 def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
-    """The base model: the hashes of what is read of it, or its hub name and commit; and how."""
+    """The base model's files by hash, or its hub name and commit, and how they are loaded."""
     model, directory = loaded.recipe.model, _directory(loaded)
-    how = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
+    loading = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
     if directory is None:
-        return {**_hub_identity(loaded), **how}
+        return {**_hub_identity(loaded), **loading}
     names = {"config.json", *weight_files(directory), *tokenizer_files(directory)}
-    names |= {name for name in ("generation_config.json",) if (directory / name).is_file()}
     names |= set(code_files(directory))
-    return {**_hashes(directory, names, hasher), **how}
+    if (directory / "generation_config.json").is_file():
+        names.add("generation_config.json")
+    return {**_hashes(directory, names, hasher), **loading}
 
 
 def tokenizer_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:

@@ -17,13 +17,11 @@ COMMAND = Command(
 )
 # Options that would have no effect, by direction and format.
 _UNUSED_OPTIONS = {
-    ("export", "duoattention"): (
-        "attention_heads", "key_value_heads", "swa_ratio", "model"
-    ),
+    ("export", "duoattention"): ("attention_heads", "key_value_heads", "swa_ratio", "model"),
     ("export", "rtp_llm"): ("key_value_heads", "swa_ratio", "model"),
     ("import", "duoattention"): ("attention_heads", "key_value_heads"),
     ("import", "rtp_llm"): ("swa_ratio",),
-}  # fmt: skip
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

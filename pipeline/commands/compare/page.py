@@ -54,9 +54,12 @@ _COSTS = (
 
 
 def write_comparison(comparison: Comparison) -> None:
-    """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
+    """Write compare.json, .html, .csv and .md, and with the last combination compare.png.
+
+    Writes nothing where compare.json, the last one written, holds the same results.
+    """
     json_file, content = comparison.folder / REPORT, _content(comparison)
-    if read_json(json_file) == json.loads(json.dumps(content)):
+    if read_json(json_file) == json.loads(json.dumps(content)):  # JSON has lists for tuples
         return
     write_text(comparison.folder / "compare.md", markdown(comparison))
     write_text(comparison.folder / "compare.html", page(comparison))
@@ -80,7 +83,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
                 "method": one.method,
                 "ratio": one.ratio,
                 "seed": one.seed,
-                **(_published(comparison.results[one]) if one in comparison.results else {}),
+                **(_without_samples(comparison.results[one]) if one in comparison.results else {}),
                 **({"failure": comparison.failures[one]} if one in comparison.failures else {}),
             }
             for one in comparison.combinations
@@ -94,7 +97,7 @@ def _content(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _published(result: Result) -> dict[str, Any]:
+def _without_samples(result: Result) -> dict[str, Any]:
     """A result without the scores of its samples, which stand in the stage's samples.jsonl."""
     content = asdict(replace(result, samples={}))
     del content["samples"]
@@ -102,7 +105,10 @@ def _published(result: Result) -> dict[str, Any]:
 
 
 def write_predictions(comparison: Comparison, combination: Combination) -> None:
-    """The page with the predictions of a finished combination, once for each evaluation."""
+    """Write the page with a finished combination's predictions, unless it shows this evaluation.
+
+    Pages of its earlier evaluations are removed.
+    """
     path = comparison.folder / _predictions_file(comparison, combination)
     if path.exists():
         return
@@ -128,7 +134,7 @@ def _predictions_file(comparison: Comparison, combination: Combination) -> str:
 
 
 def page(comparison: Comparison) -> str:
-    """The self-contained HTML page: a picture for each ratio, the tables, and costs."""
+    """The self-contained HTML page: a picture for each suite and ratio, the tables, and costs."""
     rows = [row for result in comparison.results.values() for row in result.rows]
     lengths = sorted({row.length for row in rows if row.length})
     return render(
@@ -188,7 +194,7 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
 
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
-    """Table 1, untrained hybrids, and with training Table 2, the last checkpoints."""
+    """For each suite a table of untrained hybrids and, with training, one of last checkpoints."""
     number = 0
     tokens = next((r.trained_tokens for r in comparison.results.values()), None)
     words = {
@@ -244,9 +250,10 @@ def _table_name(ratio: float, models: Models) -> str:
 
 
 def _marks(tests: Sequence[AgainstHighest]) -> dict[str, int]:
-    """1 for a method that is shown to be above all others of its column.
+    """Marks of a column's cells by method, as `Cell` has them: 1 is bold, 2 is underlined.
 
-    Else 2 for each that is not shown to be below the highest, the highest among them.
+    1 for the method that is shown to be above all others; where there is none, 2 for each that is
+    not shown to be below the highest, and for the highest.
     """
     if not tests:
         return {}
@@ -338,12 +345,16 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
-    """A mean over seeds; it, or where there are several the score of each, leads to predictions."""
-    scores = [row.score for _, row in rows]
+    """The mean over seeds; a dash where there is no score.
+
+    With one seed the mean leads to the predictions, with several each of their scores.
+    """
     if not rows:
         return Cell(format_score(None), share=0.0)
+    scores = [row.score for _, row in rows]
     targets = [_target(comparison, *one) for one in rows]
-    text, share = format_score(statistics.fmean(scores)), statistics.fmean(scores) / 100
+    mean = statistics.fmean(scores)
+    text, share = format_score(mean), mean / 100
     if len(rows) == 1:
         [(_, row)] = rows
         interval = f"{format_score(row.low)}–{format_score(row.high)}"
@@ -386,7 +397,7 @@ def csv_table(comparison: Comparison) -> Table:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The tables and what each combination cost, as Markdown."""
+    """The tables by suite and what each combination cost, as Markdown; no table by task."""
     about = _ABOUT + (_PAPER if comparison.paper else "")
     blocks = [
         f"# Methods compared: {comparison.recipe}\n",
