@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 def rivals(
     config: StageConfig[EvaluateConfig], searched: HeadMaskFile, prepared: Path, work_dir: Path
 ) -> list[Evaluated]:
-    """The untrained hybrids of `evaluate.rivals`, by method; called on every rank.
+    """The untrained hybrids of `evaluate.rivals`, in its order; called on every rank.
 
-    The first rank ranks the heads, on the calibration set in `prepared`, and writes each mask to
-    rivals/<method>.json below `work_dir`.
+    The first rank makes the masks, with the calibration set in `prepared`, and writes each to
+    rivals/<method>.json below `work_dir`; where all are there already, it reads them.
     """
     if not config.section.rivals:
         return []
@@ -86,7 +86,7 @@ def rival_masks(
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
 
     Where that mask has several windows, they have the one that most of its sliding heads have, and
-    the fewest of them that hold no more KV cache; its sink bias, where it has one.
+    the fewest sliding heads that hold no more KV cache. They have its sink bias, where it has one.
     """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(prepared / CALIBRATION)
@@ -117,7 +117,10 @@ def rival_masks(
 
 
 def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[Window, float]:
-    """The most common window of a mask, and the ratio at which it alone holds no more cache."""
+    """The most common window of a mask, and the least ratio at which it alone holds no more cache.
+
+    1.0 where no ratio does.
+    """
     rows = searched.mask.heads_per_layer(searched.windows)
     counts = {window: sum(row[window] for row in rows) for window in searched.windows}
     window = max(searched.windows, key=lambda one: counts[one])
@@ -127,6 +130,7 @@ def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[
 
 
 def _identity(model: str | None, file: HeadMaskFile) -> str | None:
+    """Identity of the model under a mask; None where the model has none."""
     if model is None:
         return None
     mask: dict[str, Any] = {

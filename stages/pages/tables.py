@@ -24,7 +24,7 @@ _TERMINAL = {_BEST: "bold", _SECOND: "underline"}
 class Cell(str):
     """A cell's text, which it is itself, with what only some forms of a table show.
 
-    `rank`: 1 for the best of its column, 2 for the second best, 0 for all others. `target`: the
+    `rank`: 1 is bold, 2 underlined, 0 neither; who gives it says what it means. `target`: the
     link of the text on a page. `more`: small texts below it, each with its link. `share`: strength
     of its tint, 0 to 1; None: no tint. `task`, `length`: what the page's filter knows the first
     cell's row, or the header's column by.

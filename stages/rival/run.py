@@ -23,9 +23,10 @@ def run(
 ) -> dict[str, Any]:
     """Write mask/head_mask.json, and model/ and summary.json as the stage materialize does.
 
-    The mask is that of `evaluate.rivals`: as many sliding heads as the search's, and its windows.
+    The mask is as in `evaluate.rivals`: as many sliding heads as the search's with its window, or
+    where that has several windows, what `rival_masks` makes of them.
 
-    Raises UserError when the base model is missing or damaged.
+    Raises UserError when the base model or the calibration set is missing or damaged.
     """
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -51,7 +51,7 @@ class Loop:
     """Trains over a `Schedule`, writing restart points and checkpoints; every process runs one.
 
     `model` and `optimizer` are as the accelerator prepared them. Only the first process has a
-    `metrics_log`. `step` counts the steps that are done, while one is under way that one too.
+    `metrics_log`. `step` is the number of the step under way, from 1; between steps of the last.
     """
 
     accelerator: Accelerator
@@ -106,7 +106,10 @@ class Loop:
         self.restarts.wait()
 
     def start_step(self) -> None:
-        """Set rate and budget by step, the generators by process too: restart points hold none."""
+        """Set learning rate, budget and random seed, which restart points do not hold.
+
+        All follow from the step's number, the seed from the process, too.
+        """
         set_learning_rate(self.optimizer, self.learning_rate)
         entropy = [self.seed, self.step, self.accelerator.process_index]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
@@ -115,12 +118,12 @@ class Loop:
 
     @property
     def learning_rate(self) -> float:
-        """That of the step."""
+        """The learning rate of the step."""
         return self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
 
     @property
     def budget(self) -> int | None:
-        """KV slots of the step's budget; None where there is one alone."""
+        """KV slots of the step's budget; None where all steps train the loaded one."""
         return None if self.budgets is None else self.budgets.of_step(self.step)
 
     def read(self) -> tuple[list[Batch], int]:
@@ -145,18 +148,21 @@ class Loop:
             return batches, int(self.accelerator.gather(predicted).sum()) // sharing
 
     def forward_backward(self, batches: list[Batch], predicted: int) -> float:
-        """Add up gradients; the loss in nats per predicted token. DeepSpeed steps in here, too."""
+        """Add up gradients and return the loss in nats per predicted token.
+
+        DeepSpeed clips and updates the weights in here, too.
+        """
         total = torch.zeros((), device=self.accelerator.device)
         layouts = layouts_of(self.unwrapped)
-        # Gradients become means over the processes and, by the accelerator, over micro-batches.
-        terms = self.accelerator.num_processes * self.schedule.accumulation
+        # The backward pass divides by the processes and, in the accelerator, by the micro-batches.
+        means_over = self.accelerator.num_processes * self.schedule.accumulation
         for batch in batches:
             with self.accelerator.accumulate(self.model):
                 with self.saved_on_host():
                     loss = self.loss_of(batch, predicted)
-                self.accelerator.backward(loss * terms)
+                self.accelerator.backward(loss * means_over)
             total += loss.detach()
-        # What checkpointing recomputes is attention by the layout of that moment.
+        # Checkpointing recomputes attention by the layout at that moment, which has to be the same.
         assert layouts_of(self.unwrapped) == layouts, "the layout changed within a step"
         return float(self.accelerator.gather(total).sum())
 
@@ -175,16 +181,17 @@ class Loop:
         return self.model(**batch, num_items_in_batch=predicted)["loss"]
 
     def clip(self) -> float:
-        """Clip the gradients; their norm before, over all processes."""
+        """Clip the gradients and return their norm over all processes before it."""
         limit = self.train.max_grad_norm
         norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def update(self, loss: float, norm: float) -> bool:
-        """Change the weights, unless the step is a bad one that is left out: then True.
+        """Change the weights, and return whether the step was left out as a bad one instead.
 
-        Raises RunError when the step is a bad one, by train.spike_factor or since its loss or
-        gradient norm is no longer a finite number, and is not left out; or too many are.
+        A step is bad where its gradient norm is a spike (train.spike_factor) or not finite. Raises
+        RunError at a bad step without train.bad_steps = skip, when too many were left out, and
+        where the loss is not finite though the gradient norm is.
         """
         fault = self.spikes.fault(norm)
         skipped = fault is not None and self.train.bad_steps == "skip"
@@ -216,7 +223,7 @@ class Loop:
         return step_patience(self._seconds, self.runtime.collective_timeout_minutes)
 
     def score(self) -> dict[str, Any]:
-        """The scores that are due, of several budgets those of the chosen one."""
+        """The scores that are due, by their name in the metrics, at the chosen budget."""
         scores: dict[str, Any] = {}
         step, device = (self.step, self.schedule.steps), self.accelerator.device
         with self.stopwatch.timed("scores"):
@@ -229,7 +236,7 @@ class Loop:
         return scores
 
     def log(self, loss: float, norm: float, skipped: bool, scores: dict[str, Any]) -> None:
-        """Record the step."""
+        """Time the step, for `patience`, and write its line of the metrics."""
         seconds, spent = self.stopwatch.read()
         checkpoints = spent.get("checkpoint", 0.0)
         seconds = max(seconds - checkpoints - spent.get("scores", 0.0), 1e-9)
@@ -318,7 +325,7 @@ class Loop:
         moments = self.optimizer.optimizer.state
         untouched = not moments
         model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
-        if untouched:  # it took a step without gradients, which must not count
+        if untouched:  # get_state_dict took a step without gradients, which must not count
             for of_parameter in moments.values():
                 of_parameter["step"].zero_()
         return {"model": model, "optimizer": optimizer, "spikes": spikes}
