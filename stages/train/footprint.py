@@ -320,7 +320,7 @@ def _activations(
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.checkpointing == "none":
-        return shape.layers * (saved + exchanged[0]), backward, exchanged[1], 0.0
+        return _Activations(shape.layers * (saved + exchanged[0]), backward, exchanged[1])
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # of all but the layer that is recomputed
