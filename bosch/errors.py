@@ -25,6 +25,10 @@ class RunError(_Message):
     """A run failed for a reason outside the user's input, such as a full disk; exit status 1."""
 
 
+class DiskFullError(RunError):
+    """No space was left where a run writes: until some is made, every other run fails as well."""
+
+
 class LostRankError(RunError):
     """Another process of the same run has ended or hangs; the reason is to be found there."""
 

@@ -88,7 +88,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # writes and syncs name no file
+            error.filename = str(temporary)
         with contextlib.suppress(OSError):
             remove(temporary)
         raise

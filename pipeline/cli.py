@@ -41,12 +41,9 @@ from pipeline.recipe.stage_list import STAGES
 from pipeline.run import log
 from pipeline.run.failures import (
     LOST_RANK_STATUS,
-    OUTPUT_FULL,
     REQUEUE_STATUS,
     Terminated,
-    disk_full_message,
-    is_disk_full,
-    output_is_full,
+    no_space,
     unexpected,
 )
 from stages.stage import Stage
@@ -101,10 +98,8 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if is_disk_full(error) and output_is_full():
-            return _say(f"error: {OUTPUT_FULL}", 1)
-        if isinstance(error, OSError) and root is not None and is_disk_full(error):
-            return _say(f"error: {disk_full_message(root)}", 1)
+        if (full := no_space(error, root)) is not None:
+            return _say(f"error: {full}", 1)
         if isinstance(error, OSError) and root is not None and _refused(error, root):
             return _say(f"error: runtime.output_root: {root} cannot be written to", 2)
         if isinstance(error, OSError) and root is not None and (place := _obstacle(error, root)):

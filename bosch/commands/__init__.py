@@ -98,7 +98,8 @@ def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
     names = (error.filename, error.filename2)  # a number where a descriptor was refused
     refused = {Path(os.fsdecode(one)) for one in names if isinstance(one, str | bytes | Path)}
     # What is written has another name in the same folder until it is whole.
-    refused |= {path.parent for path in refused if path.name.startswith(TEMPORARY)}
+    while inner := {path for path in refused if TEMPORARY in str(path)}:
+        refused = refused - inner | {path.parent for path in inner}
     if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also of what lies in a folder
         refused |= {parent for path in refused for parent in path.parents if parent.name}
     for argument in arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -9,13 +10,16 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from bosch.errors import DamagedWorkError, RunError, UserError
+from bosch.errors import DamagedWorkError, DiskFullError, RunError, UserError
+from bosch.files import TEMPORARY
 
 DISK_FULL_STATUS = 28
 OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
+NO_SPACE = "no space is left on the disk that is written to; free some and run the command again"
 FILE_TOO_LARGE = (
     "a file grew beyond what the file system or the shell's limit allows; choose another "
-    "runtime.output_root, or raise the limit with ulimit -f, and run the same command again"
+    "runtime.output_root or --output, or raise the limit with ulimit -f, and run the same command "
+    "again"
 )
 # Of a process that only lost another one of its stage, and of a command that lost a process to no
 # fault of its own: the same command resumes.
@@ -25,6 +29,7 @@ FROZEN_RANK = "frozen-rank"  # the same, where the other one still exists but se
 ENDED = "ended.json"  # in which the launcher of several processes says which of them ended first
 # sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
 REQUEUE_STATUS = 75
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Terminated(Exception):
@@ -32,16 +37,13 @@ class Terminated(Exception):
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
-    """Kind (user, damaged, run, unexpected) and message of a stage's failure."""
+    """Kind (user, damaged, disk, run, unexpected) and message of a stage's failure."""
     if isinstance(error, UserError):
         return {"kind": "user", "message": str(error)}
     if isinstance(error, DamagedWorkError):
         return {"kind": "damaged", "message": str(error)}
-    if is_disk_full(error):
-        message = OUTPUT_FULL if output_is_full() else disk_full_message(work_dir)
-        return {"kind": "run", "message": message}
-    if _has_number(error, errno.EFBIG):
-        return {"kind": "run", "message": FILE_TOO_LARGE}
+    if (message := no_space(error, work_dir)) is not None:
+        return {"kind": "disk" if is_disk_full(error) else "run", "message": message}
     if isinstance(error, RunError):
         return {"kind": "run", "message": str(error)}
     if isinstance(error, MemoryError) or is_out_of_memory(error):
@@ -61,6 +63,21 @@ def unexpected(error: BaseException, log_file: Path) -> str:
     return f"{line}; the traceback is in {log_file}"
 
 
+def no_space(error: BaseException, folder: Path | None) -> str | None:
+    """Message where a disk or quota is full, or a file may not grow; None for other errors.
+
+    `folder`: where the run writes, unless the error names another place.
+    """
+    if not is_disk_full(error):
+        return FILE_TOO_LARGE if _has_number(error, errno.EFBIG) else None
+    if output_is_full():
+        return OUTPUT_FULL
+    full = _full_folder(error)
+    inside = full is None or (folder is not None and folder in full.parents)
+    place = folder if inside else full
+    return NO_SPACE if place is None else disk_full_message(place)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU's memory ran out; by its name, since torch may not be loaded."""
     return type(error).__name__ == "OutOfMemoryError"
@@ -68,8 +85,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
+    if any(isinstance(one, DiskFullError) for one in _chain(error)):
+        return True
     said = any("No space left on device" in str(one) for one in _chain(error))
-    return said or _has_number(error, errno.ENOSPC, errno.EDQUOT)
+    return said or _has_number(error, *_FULL)
+
+
+def _full_folder(error: BaseException) -> Path | None:
+    """The folder of the file for which no space was left, where the error names one."""
+    for one in _chain(error):
+        if isinstance(one, OSError) and one.errno in _FULL:
+            name = one.filename2 or one.filename  # a copy's second one is what was written
+            if isinstance(name, str | bytes):
+                above = Path(os.path.abspath(os.fsdecode(name))).parents
+                return next(path for path in above if TEMPORARY not in str(path) and path.is_dir())
+    return None
 
 
 def _has_number(error: BaseException, *numbers: int) -> bool:
@@ -91,11 +121,13 @@ def output_is_full() -> bool:
 
 
 def disk_full_message(folder: Path) -> str:
-    """Message for a full disk, with what to do."""
-    return (
-        f"the disk of {folder} is full; free some space and run the same command again: "
-        "the work done so far is kept"
-    )
+    """Message for a full disk, or one that takes no more files, with what to do."""
+    again = "and run the same command again: the work done so far is kept"
+    with contextlib.suppress(OSError):
+        space = os.statvfs(folder)
+        if space.f_files and not space.f_favail:
+            return f"the disk of {folder} has no inode left; remove some files {again}"
+    return f"the disk of {folder} is full; free some space {again}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
+from bosch.errors import (
+    DamagedWorkError,
+    DiskFullError,
+    LostRankError,
+    RunError,
+    StoppedError,
+    UserError,
+)
 from bosch.files import read_json, write_json
 from bosch.hardware import cpu_cores
 from bosch.this_process import killed_by_kernel
@@ -44,6 +51,7 @@ GRACE_SECONDS = 10.0
 _KINDS: dict[str, type[UserError | RunError]] = {
     "user": UserError,
     "damaged": DamagedWorkError,
+    "disk": DiskFullError,
     "run": RunError,
 }
 _ALMOST_FULL_BYTES = 1024**2
@@ -192,7 +200,7 @@ def failure_of(
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)
         if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
-            return RunError(f"{name}: {disk_full_message(work_dir)}")
+            return DiskFullError(f"{name}: {disk_full_message(work_dir)}")
     # The status may be that of a frozen process, which torchrun has killed.
     kinds = [FROZEN_RANK, *([LOST_RANK] if status == LOST_RANK_STATUS else [])]
     for path in (path for kind in kinds for path in sorted(control.glob(f"{kind}.*.json"))):

@@ -122,11 +122,13 @@ def _run_order() -> int:
         return LOST_RANK_STATUS
     except Exception as error:
         failure = describe(error, work_dir, log_file)
+        says_full = is_disk_full(error) and failure["message"] != OUTPUT_FULL
         try:
             write_json(control / f"failure.{rank}.json", failure)
         except OSError:
-            print(failure["message"], file=sys.stderr)
-        if is_disk_full(error) and failure["message"] != OUTPUT_FULL:
+            if not says_full:  # of which the status tells
+                print(failure["message"], file=sys.stderr)
+        if says_full:
             return DISK_FULL_STATUS
         return 2 if failure["kind"] == "user" else 1
 

@@ -30,6 +30,8 @@ from pipeline.commands.options import METHODS, read_options
 from pipeline.commands.paths import model_label
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
+from pipeline.run.failures import DISK_FULL_STATUS
+from pipeline.run.launch import failure_of
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
@@ -201,6 +203,21 @@ def test_a_stage_of_all_combinations_that_fails_ends_the_comparison(
 ) -> None:
     with pytest.raises(RunError, match=r"BME at 0\.25: stopped"):
         comparison(case, "--methods", "bosch,bme", "--ratios", "0.25", launches=Launches(stop_at))
+
+
+def test_a_full_disk_ends_the_comparison(case: Case) -> None:
+    """No other combination would find more space."""
+
+    class Full(Launches):
+        def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
+            if order["section"]["values"].get("method") == "bme":
+                raise failure_of(Path(order["work_dir"]), DISK_FULL_STATUS, order, world, False)
+            return super().__call__(order, world)
+
+    launches = Full()
+    with pytest.raises(RunError, match=r"^BME at 0\.25: search: the disk of .* is full"):
+        comparison(case, "--methods", "bme,bosch", "--ratios", "0.25,0.5", launches=launches)
+    assert [order["stage"] for order in launches.orders] == ["prepare"]
 
 
 def test_a_model_without_scores_is_said(

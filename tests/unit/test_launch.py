@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bosch.errors import DamagedWorkError, LostRankError, RunError, UserError
+from bosch.errors import DamagedWorkError, DiskFullError, LostRankError, RunError, UserError
 from bosch.files import write_json
 from pipeline.recipe.load import ROOT
 from pipeline.run import launch as launcher
@@ -160,6 +160,7 @@ def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LOST = {"kind": "unexpected", "message": "unexpected DistBackendError: gone"}
 USER, RUN = {"kind": "user", "message": "a: b"}, {"kind": "run", "message": "search: full"}
+DISK = {"kind": "disk", "message": "no space"}
 DAMAGED = {"kind": "damaged", "message": "no end"}
 
 
@@ -173,7 +174,8 @@ DAMAGED = {"kind": "damaged", "message": "no end"}
          "search: unexpected DistBackendError: gone"),
         ({"failure.0": LOST}, -9, 2, LostRankError, "process 0 was ended (signal 9, SIGKILL)"),
         ({"failure.0": USER}, -9, 2, UserError, "search: a: b"),
-        ({}, DISK_FULL_STATUS, 1, RunError, "search: the disk of WORK is full"),
+        ({}, DISK_FULL_STATUS, 1, DiskFullError, "search: the disk of WORK is full"),
+        ({"failure.0": RUN, "failure.1": DISK}, 1, 2, DiskFullError, "search: no space"),
         ({"lost-rank.1": {"message": "rank 0 hangs"}}, LOST_RANK_STATUS, 2, LostRankError,
          "search: rank 0 hangs; the same command resumes"),
         ({"lost-rank.1": {"message": "rank 0 hangs"}}, 1, 2, RunError, "ended with status 1"),
@@ -215,7 +217,7 @@ def test_a_disk_with_less_than_a_mebibyte_left_is_full(
     blocks: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The 1 MiB blocks of f_bfree are for root alone.
-    left = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_bfree=2**20, f_bsize=2**20)
+    left = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_bfree=2**20, f_bsize=2**20, f_files=0)
     monkeypatch.setattr(os, "statvfs", lambda folder: left)
     order = {"stage": "search", "work_dir": str(tmp_path)}
     error = launcher.failure_of(tmp_path, 1, order, World(), False)

@@ -31,8 +31,11 @@ from bosch.files import (
     replacing,
     write_json,
 )
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.this_process import process_place
+from bosch.window import Window
 from pipeline import cli
+from pipeline.run.failures import disk_full_message
 from tests.pipeline_case import Case
 
 
@@ -53,6 +56,47 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="no space"), replacing(folder) as temporary:
         temporary.mkdir()
     assert os.listdir(folder) == ["notes"] and sorted(os.listdir(tmp_path)) == ["folder", "link"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "the disk of FOLDER is full; free some space and run the same command"),
+        (errno.EFBIG, "a file grew beyond what the file system or the shell's limit allows"),
+    ],
+)
+@pytest.mark.parametrize("name", ["new", "mask"])
+def test_a_command_that_has_no_space_says_where(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str,
+    number: int, said: str,
+) -> None:  # fmt: skip
+    """The system names no file when a write fails."""
+    mask, folder = case.folder / "mask.json", case.folder / "output"
+    folder.mkdir()
+    HeadMaskFile.of(
+        HeadMask.all_sliding(4, 4), Window(8), model="m", method="given", swa_ratio=1.0
+    ).save(mask)  # fmt: skip
+    arguments = {
+        "new": ["new", str(case.model), "--output", str(folder / "recipe.yaml")],
+        "mask": ["mask", "export", str(mask), str(folder / "m"), "--format", "duoattention"],
+    }[name]
+
+    def full(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(arguments) == 1
+    assert capfd.readouterr().err.replace(str(folder), "FOLDER").startswith(f"error: {said}")
+    assert os.listdir(folder) == []
+
+
+def test_a_disk_without_inodes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its free space would tell a person that it is not full."""
+    left = SimpleNamespace(f_files=9, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda folder: left)
+    assert f"{tmp_path} has no inode left; remove some files" in disk_full_message(tmp_path)
+    left.f_files = 0  # of a file system that counts none
+    assert f"{tmp_path} is full; free some space" in disk_full_message(tmp_path)
 
 
 @pytest.fixture

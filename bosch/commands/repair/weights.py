@@ -11,12 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.files import NOT_REGULAR, irregular_entries, replacing
 from bosch.model.families import known_family, text_config
 from bosch.model.loading import load_config
@@ -60,7 +60,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
             shutil.copytree(model_dir, writing)
         except shutil.Error as error:
             file, _, reason = error.args[0][0]
-            raise UserError(f"{file} cannot be copied ({reason:.80})") from None
+            reason = reason.partition(": ")[0]  # behind which it names files
+            raise UserError(f"{file} cannot be copied to {output} ({reason})") from None
         for file in _files(writing):
             with safe_open(file, framework="pt") as opened:
                 weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -88,7 +89,10 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 mean = share * older[:rows].float() + (1 - share) * weight[:rows].float()
                 weight[:rows] = older[:rows] if share == 1 else mean
                 count += 1
-            save_file(weights, file, metadata=metadata)
+            try:
+                save_file(weights, file, metadata=metadata)
+            except SafetensorError as error:
+                raise RunError(f"{output}: cannot write the model ({error})") from error
         if not count:
             raise UserError(f"{model_dir}: has no query and key weights of their own to restore")
     return count
