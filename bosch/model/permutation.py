@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bosch.model.families import SINK_BIAS, Family
+from bosch.model.families import SINK_BIAS, Family, decoder_layers
 
 
 def reorder_weight(
@@ -34,6 +36,27 @@ def reorder_weight(
         flat = weight.flatten() if norm else weight
         return flat.index_select(0, _entries(order, len(flat), weight)).view_as(weight)
     return weight
+
+
+def reorder_heads(
+    weights: Iterable[tuple[str, Tensor]],
+    family: Family,
+    orders: Sequence[Sequence[int]],
+    config: Any,
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights` of a checkpoint with each layer's heads in order; names are transformers' own.
+
+    `orders[layer]` lists the layer's KV heads in their new order.
+    """
+    q_per_kv = config.num_attention_heads // decoder_layers(config).heads
+    attention = re.compile(rf"(?:^|\.)layers\.(\d+)\.{family.attention}\.(.+)$")
+    for name, weight in weights:
+        match = attention.search(name)
+        if match is not None:
+            order = orders[int(match[1])]
+            if list(order) != sorted(order):
+                weight = reorder_weight(family, match[2], weight, order, q_per_kv)
+        yield name, weight
 
 
 def _entries(order: Sequence[int], count: int, weight: Tensor) -> Tensor:

@@ -28,11 +28,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES, SINK_BIAS, Family, has_sink_bias
 from bosch.model.loading import full_attention_config
+from bosch.model.permutation import reorder_heads
 from bosch.model.published import published_names
 from bosch.vllm.checks import check_engine, grouping_of, plan_of, served_layouts
 from bosch.vllm.groups import groups_of_modules, module_name
 from bosch.vllm.plan import rank_order
-from bosch.vllm.weights import reorder_heads
 
 _TRANSFORMERS = "TransformersForCausalLM"
 _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"

@@ -102,14 +102,6 @@ class Request:
         return -(-cached_tokens // self.block_size) + 1
 
 
-@dataclass(frozen=True)
-class CacheGroups:
-    """Modules that share a block table: `count` groups of one kind; `window` None is full."""
-
-    window: int | None
-    count: int
-
-
 # For which unequal modules are cut: the engine's requests are not known where a model is built.
 _LONG_REQUEST = Request(32 * 1024, 16, 2048)
 
@@ -220,15 +212,16 @@ class ModulePlan:
         """The windows of all caches that have one."""
         return {window for window in self._modules() if window is not None}
 
-    def groups(self, request: Request) -> tuple[CacheGroups, ...]:
-        """Cache groups by kind; the blocks of some may have room that no module uses."""
+    def groups(self, request: Request) -> dict[int | None, int]:
+        """How many groups of modules share a block table, by window; None is full.
+
+        The blocks of some may have room that no module uses.
+        """
         return self._packing(request)[1]
 
     def blocks_per_request(self, request: Request) -> int:
         """Blocks vLLM sets aside for a request."""
-        return sum(
-            group.count * request.blocks(group.window) for group in self._packing(request)[1]
-        )
+        return sum(count * request.blocks(kind) for kind, count in self.groups(request).items())
 
     def block_bytes(self, request: Request, bytes_per_head: int) -> int:
         """Bytes of one block of the cache on one rank, of an engine for such requests at most.
@@ -245,18 +238,16 @@ class ModulePlan:
         """Tokens vLLM reports for a cache of `blocks`: of as many such requests as fit."""
         return int(blocks / self.blocks_per_request(request) * request.tokens)
 
-    def _packing(self, request: Request) -> tuple[int, tuple[CacheGroups, ...]]:
-        """KV heads that a block of the cache has room for, and the groups by kind."""
+    def _packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
+        """KV heads that a block of the cache has room for, and the number of groups by kind."""
         modules = self._modules()
         if self.grouping != "engine":
             room, bins = packed_groups(modules, {kind: request.blocks(kind) for kind in modules})
-            return room, tuple(CacheGroups(kind, len(groups)) for kind, groups in bins.items())
+            return room, {kind: len(groups) for kind, groups in bins.items()}
         counts = [len(heads) for heads in modules.values()]
         smallest, largest = min(counts), max(counts)
         size = largest if largest < _PADDED_UP_TO * smallest else smallest
-        return size * self.unit, tuple(
-            CacheGroups(kind, -(-len(heads) // size)) for kind, heads in modules.items()
-        )
+        return size * self.unit, {kind: -(-len(heads) // size) for kind, heads in modules.items()}
 
     def _modules(self) -> dict[int | None, list[int]]:
         """KV heads of the modules of each kind."""

@@ -106,7 +106,7 @@ def by_plan(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, An
     request = Request(case["tokens"], case["block_size"], case["tokens_in_flight"])
     block_bytes = plan.block_bytes(request, bytes_per_head)
     return {
-        "groups": sorted([group.window or 0, group.count] for group in plan.groups(request)),
+        "groups": sorted([kind or 0, count] for kind, count in plan.groups(request).items()),
         "block_bytes": block_bytes,
         "request_bytes": plan.request_bytes(request, bytes_per_head),
         "cache_tokens": plan.cache_tokens(CACHE_BYTES // block_bytes, request),

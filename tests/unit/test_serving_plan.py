@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bosch.errors import UserError
 from bosch.model.families import FAMILIES
+from bosch.model.permutation import reorder_heads
 from bosch.vllm import cache_settings, plugin
 from bosch.vllm.checks import (
     check_complete,
@@ -44,7 +45,6 @@ from bosch.vllm.plan import (
     worst_shared_mask,
 )
 from bosch.vllm.plugin import show_refusals_as_sentences
-from bosch.vllm.weights import reorder_heads
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model
@@ -97,8 +97,8 @@ def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
         for grouping in ("engine", "equal")
     )
     request = Request(32 * 1024, 16, 2048)
-    assert sum(group.count for group in by_engine.groups(request)) == 3
-    assert sum(group.count for group in own.groups(request)) == 2
+    assert sum(by_engine.groups(request).values()) == 3
+    assert sum(own.groups(request).values()) == 2
     assert own.request_bytes(request, 1) < 0.78 * by_engine.request_bytes(request, 1)
 
 
@@ -179,7 +179,7 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
         # No rank could hold less: each has at least its share of the full heads, in whole heads.
         assert plan.padded_kv_heads == sum(-layer[None] % shards for layer in layers)
     request = Request(4096, 16, 256)
-    held = sum(group.count for group in plan.groups(request))
+    held = sum(plan.groups(request).values())
     assert plan.blocks_per_request(request) >= held and plan.sliding_windows <= {64, 10}
 
 
