@@ -111,18 +111,6 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Raise as `crop` does, and change nothing."""
         raise NotImplementedError
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the storages held, counted once."""
-        return _storage_bytes(self.tensors)
-
-
-def _storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the tensors' storages, counted once."""
-    held = [tensor for tensor in tensors if tensor is not None]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    return sum(storages.values())
-
 
 class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     """Cache of one layer. Attention calls `settle` after each pass, which evicts."""
@@ -283,7 +271,7 @@ def _last(states: Tensor, window: Window | None) -> Tensor:
 
 
 @functools.cache
-def with_states(kind: type[SplitCacheLayer]) -> Any:
+def _with_states(kind: type[SplitCacheLayer]) -> Any:
     """A kind of cache layer that holds states of fixed size beside those of its attention."""
 
     def __init__(self: Any, states: int, *args: Any) -> None:
@@ -313,7 +301,7 @@ def with_states(kind: type[SplitCacheLayer]) -> Any:
     return type(f"{kind.__name__}WithStates", (LinearAttentionLayer, kind), body)
 
 
-def cache_layer(
+def _cache_layer(
     kind: type[SplitCacheLayer], states: int, layout: HeadLayout | None, *args: Any
 ) -> Any:
     """Cache of a layer with or without attention, and with `states` of fixed size."""
@@ -321,11 +309,29 @@ def cache_layer(
         # transformers has had layers without anything since 5.23; vLLM's builds pin an older one.
         empty: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
         return (LinearAttentionLayer if states else empty)(number_of_states=states)
-    return with_states(kind)(states, layout, *args) if states else kind(layout, *args)
+    return _with_states(kind)(states, layout, *args) if states else kind(layout, *args)
 
 
 class SplitCache(Cache):
-    """Cache whose layers are those of a hybrid model."""
+    """Cache whose layers are those of a hybrid model.
+
+    `states` are the numbers of states of fixed size by layer; layout None is no attention.
+    """
+
+    def __init__(
+        self,
+        kind: type[SplitCacheLayer],
+        layouts: Sequence[HeadLayout | None],
+        states: Mapping[int, int] | None,
+        *args: Any,
+    ) -> None:
+        of_layer = states or {}
+        super().__init__(
+            layers=[
+                _cache_layer(kind, of_layer.get(number, 0), layout, *args)
+                for number, layout in enumerate(layouts)
+            ]
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, in all layers or, where one raises, none.
@@ -380,18 +386,12 @@ class HybridCache(SplitCache):
 
     A sliding KV head holds at most W - 1 + S entries after a pass, a full one all. Works with
     batches, left padding, beam search and chunked prefill; `crop` where past recording is active.
-    `states` are the numbers of states of fixed size by layer; layout None is no attention.
     """
 
     def __init__(
         self, layouts: Sequence[HeadLayout | None], states: Mapping[int, int] | None = None
     ) -> None:
-        super().__init__(
-            layers=[
-                cache_layer(HybridCacheLayer, (states or {}).get(number, 0), layout)
-                for number, layout in enumerate(layouts)
-            ]
-        )
+        super().__init__(HybridCacheLayer, layouts, states)
 
     @classmethod
     def of(cls, model: Any) -> HybridCache:
@@ -473,6 +473,13 @@ def _states(layer: Any) -> Iterator[Tensor | None]:
     """The states of fixed size that one layer of a cache holds."""
     for name in ("conv_states", "recurrent_states"):
         yield from getattr(layer, name, {}).values()
+
+
+def _storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the tensors' storages, counted once."""
+    held = [tensor for tensor in tensors if tensor is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return sum(storages.values())
 
 
 def state_bytes(model: Any) -> int:

@@ -65,21 +65,17 @@ def own_row(model: Any, row: Any) -> Any:
 def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
     """Raise UserError unless mask and windows fit the model."""
     check_mask(config, mask)
-    _check_reach(config, window_menu(windows)[0])
-    if mask.num_windows > len(window_menu(windows)):
-        raise UserError(
-            f"the head mask has heads of {mask.num_windows} windows, and there is only "
-            f"{windows_text(windows)}: name all of its windows"
-        )
-
-
-def _check_reach(config: Any, window: Window) -> None:
-    """Raise UserError for a window as long as the longest sequence of the model."""
+    window = window_menu(windows)[0]
     longest = getattr(text_config(config), "max_position_embeddings", None)
     if longest is not None and window.most_keys >= longest:
         raise UserError(
             f"window_size is {window}, and the model takes no more than {longest} tokens, so that "
             "no head would ever slide: choose a smaller window_size"
+        )
+    if mask.num_windows > len(window_menu(windows)):
+        raise UserError(
+            f"the head mask has heads of {mask.num_windows} windows, and there is only "
+            f"{windows_text(windows)}: name all of its windows"
         )
 
 

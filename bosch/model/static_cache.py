@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import CachedGroup, CachedStates, HeadLayout, gather_sinks
-from bosch.model.cache import GroupCache, SplitCache, SplitCacheLayer, cache_layer, check_removed
+from bosch.model.cache import GroupCache, SplitCache, SplitCacheLayer, check_removed
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 
@@ -211,14 +211,7 @@ class StaticHybridCache(SplitCache):
         max_cache_len: int,
         states: Mapping[int, int] | None = None,
     ) -> None:
-        super().__init__(
-            layers=[
-                cache_layer(
-                    StaticHybridCacheLayer, (states or {}).get(number, 0), layout, max_cache_len
-                )
-                for number, layout in enumerate(layouts)
-            ]
-        )
+        super().__init__(StaticHybridCacheLayer, layouts, states, max_cache_len)
 
     @classmethod
     def of(cls, model: Any, max_cache_len: int) -> StaticHybridCache:

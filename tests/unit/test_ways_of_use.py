@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from bosch.errors import UserError
-from bosch.model.cache import HybridCache, HybridCacheLayer
+from bosch.model.cache import HybridCache, HybridCacheLayer, held_bytes
 from bosch.model.loading import auto_class, load_model
 from bosch.model.materialize import materialize
 from bosch.model.static_cache import StaticHybridCacheLayer
@@ -425,7 +425,7 @@ def test_an_empty_cache_of_transformers_saves_what_a_hybrid_one_does(
     assert all(type(layer) is kind for layer in cache.layers)
     own = hybrid.new_static_cache(LENGTH) if number == 2 else hybrid.new_cache()
     hybrid(ids, past_key_values=own)
-    assert sum(layer.num_bytes for layer in cache.layers) == own.num_bytes
+    assert held_bytes(cache) == own.num_bytes
 
 
 @pytest.mark.parametrize("assisted", [False, True])
