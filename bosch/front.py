@@ -211,7 +211,8 @@ class Front:
         count = len(self.points)
         agree = np.ones((count, count), dtype=np.bool_)
         for one, other in combinations(range(count), 2):
-            agree[one, other] = agree[other, one] = self._agree(one, other)
+            both = list(self._choices[[one, other]].astype(np.int64))
+            agree[one, other] = agree[other, one] = share_order(both)
         chains = []
         for start in range(count) if self.chosen is None else [self.chosen]:
             chain = [start]
@@ -221,12 +222,6 @@ class Front:
             chains.append(chain)
         longest = max(chains, key=len)
         return tuple(index in longest for index in range(count))
-
-    def _agree(self, one: int, other: int) -> bool:
-        """Whether one order of each layer's heads suits both points."""
-        first, second = self._choices[one].astype(int), self._choices[other].astype(int)
-        order = np.argsort(first * (MOST_WINDOWS + 1) + second, axis=1)
-        return bool((np.diff(np.take_along_axis(second, order, axis=1), axis=1) >= 0).all())
 
     def head_order(self) -> list[list[int]]:
         """KV heads of each layer from the widest window to the narrowest in every nested point.
@@ -269,6 +264,12 @@ class Front:
             return _of_content(content)
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
+
+
+def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
+    """Whether one order of each layer's heads or units suits all layouts of choices [L, H]."""
+    order = np.sum(layouts, axis=0).argsort(axis=1, kind="stable")
+    return all((np.diff(np.take_along_axis(one, order, 1), axis=1) >= 0).all() for one in layouts)
 
 
 _NUMBER = (int, float)

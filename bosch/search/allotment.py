@@ -122,9 +122,3 @@ def order_of(layouts: list[Choices], values: Values) -> Order:
     """Units of each layer by the layouts that share an order, the rest by what full is worth."""
     given = np.sum(layouts, axis=0) if layouts else np.zeros(values.shape[:2])
     return np.lexsort((-values[..., 0] + values[..., -1], given), axis=1)
-
-
-def share_order(layouts: list[Choices]) -> bool:
-    """Whether one order of each layer's units suits all layouts."""
-    order = np.sum(layouts, axis=0).argsort(axis=1, kind="stable")
-    return all((np.diff(np.take_along_axis(one, order, 1), axis=1) >= 0).all() for one in layouts)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,8 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
         )
         evaluator.note(f"{reason}: bosch_plus made swaps at random instead")
         search.swap_at_random()
-    return final_result(evaluator, settings, search.best.mask, anchors)
+    mask = HeadMask(search.best.bits.reshape(evaluator.shape))
+    return final_result(evaluator, settings, mask, anchors)
 
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
@@ -112,27 +113,14 @@ def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Incumbent:
-    """The best mask so far."""
-
-    mask: HeadMask
-    evaluation: Evaluation
-
-
 class _Track:
     """The search from one start: its best mask, its moves, and how they fare."""
 
-    def __init__(self, start: _Incumbent, units: int, moves: list[Move]) -> None:
-        self.best, self.moves = start, moves
-        self.failed_swaps = np.zeros(units)
+    def __init__(self, start: Bits, best: Evaluation, moves: list[Move]) -> None:
+        self.bits, self.best, self.moves = start, best, moves
+        self.failed_swaps = np.zeros(len(start))
         # Failed swaps since one won, masks since any move won, proposals in a row of nothing new.
         self.failures = self.without_win = self.fruitless = 0
-
-    @property
-    def bits(self) -> Bits:
-        """The best mask so far, by unit."""
-        return self.best.mask.is_full.reshape(-1)
 
 
 class _Search:
@@ -151,9 +139,9 @@ class _Search:
         self._total_worth = np.zeros(self.num_units)
 
     @property
-    def best(self) -> _Incumbent:
-        """The best mask of all tracks."""
-        return max((track.best for track in self.tracks), key=lambda best: best.evaluation.rank)
+    def best(self) -> _Track:
+        """The track with the best mask."""
+        return max(self.tracks, key=lambda track: track.best.rank)
 
     def start(self) -> None:
         """Measure the masks of learned gates, of the elimination, and others that cost little."""
@@ -224,10 +212,8 @@ class _Search:
         if bits.tobytes() in self._tried:
             return None
         self._tried.add(bits.tobytes())
-        mask = self._mask(bits)
         self.left -= 1
-        start = _Incumbent(mask, self.evaluator.evaluate(mask, "start", name))
-        track = _Track(start, self.num_units, moves)
+        track = _Track(bits, self.evaluator.evaluate(self._mask(bits), "start", name), moves)
         self.tracks.append(track)
         self._tell(name, track)
         return track
@@ -243,13 +229,13 @@ class _Search:
 
     def improve(self) -> None:
         """Exchanges in each track, then moves until nothing is left to spend or to propose."""
-        for track in sorted(self.tracks, key=lambda t: t.best.evaluation.rank, reverse=True):
+        for track in sorted(self.tracks, key=lambda t: t.best.rank, reverse=True):
             if self.left > 1 + 2 * self.worth.cost:
                 bits = self._exchanged(track.bits, max(1, self.full_units // 4))
                 self._measure(track, bits, "swaps")
 
         def turn(track: _Track) -> tuple[int, float, float]:
-            score, log_likelihood = track.best.evaluation.rank
+            score, log_likelihood = track.best.rank
             return track.without_win // _STALLED, -score, -log_likelihood
 
         while True:
@@ -348,23 +334,25 @@ class _Search:
         if bits.tobytes() in self._tried:
             return False
         self._tried.add(bits.tobytes())
-        mask, best = self._mask(bits), track.best.evaluation
+        best = track.best
         self.left -= 1
-        evaluation = self.evaluator.evaluate(mask, phase, subproblem, can_win=best.beaten_by)
+        evaluation = self.evaluator.evaluate(
+            self._mask(bits), phase, subproblem, can_win=best.beaten_by
+        )
         won = best.beaten_by(*evaluation.rank)  # never by a bound: its evaluation had lost
         if won:
-            track.best = _Incumbent(mask, evaluation)
+            track.bits, track.best = bits, evaluation
             track.failed_swaps[:] = 0
             self._tell(subproblem, track)
         return won
 
     def _tell(self, name: str, track: _Track) -> None:
         """Log the new best mask of a track where it is the best of all."""
-        if self.best is track.best:
+        if self.best is track:
             logger.info(
                 "bosch_plus: %s: best mask so far, score %.4f, log-likelihood %.4f, "
                 "%.1f passes left",
-                name, *track.best.evaluation.rank, max(0.0, self.left),
+                name, *track.best.rank, max(0.0, self.left),
             )  # fmt: skip
 
     def _eliminated(self, bits: Bits, passes: float) -> Bits:

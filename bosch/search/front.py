@@ -33,14 +33,14 @@ import numpy as np
 
 from bosch.analysis.intervals import share
 from bosch.budget import KEEP_TAIL
-from bosch.front import Front, FrontPoint
+from bosch.front import Front, FrontPoint, share_order
 from bosch.heads import HeadMask
-from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
+from bosch.search.allotment import Choices, Order, Values, allotted, order_of, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.front_moves import Moves
 from bosch.search.front_state import Point
-from bosch.search.gates import RunningWorth, largest, scaled
+from bosch.search.gates import NOISE, STEP, RunningWorth, largest, scaled
 from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
 
@@ -52,8 +52,6 @@ _LEVELS = 20
 _FEWEST_GATES, _MOST_GATES = 4, 64
 # Scarcest budgets whose numbers of full units gates are learned at, and fewest of these units.
 _GATE_BUDGETS, _FEWEST_FULL = 4, 4
-# Step of the gates' ascent, and the noise of their draws.
-_STEP, _NOISE = 0.5, 0.5
 # The kind of a layout that mixes all windows; others are the number of their window.
 _MIXED = 0
 # Largest loss of score for a nested mask; one example at least.
@@ -233,11 +231,9 @@ class FrontSearch(Moves):
         for step in range(gradients):
             turn, number = divmod(step, len(counts))
             kind = self.kinds - 1 - turn % (self.kinds - 1)
-            advantage = (
-                gates[..., 0] - gates[..., kind] + _NOISE * self._rng.gumbel(size=self.shape)
-            )
+            advantage = gates[..., 0] - gates[..., kind] + NOISE * self._rng.gumbel(size=self.shape)
             choices = np.where(largest(advantage.reshape(-1), counts[number]), 0, kind)
-            gates = gates + _STEP * scaled(self.worth.with_another(choices.reshape(self.shape)))
+            gates = gates + STEP * scaled(self.worth.with_another(choices.reshape(self.shape)))
         return gates
 
     def _add(self, number: int, choices: Choices, name: str) -> None:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 Bits = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]
 
-_STEP, _NOISE = 0.5, 0.5
+# Step of the ascent, and the noise of the draws.
+STEP, NOISE = 0.5, 0.5
 # Largest relative difference at which two gradients are taken to say the same of a unit.
 _AGREEMENT = 0.5
 
@@ -29,11 +30,11 @@ class Gates:
     def drawn(self) -> Bits:
         """A mask on budget, drawn from the logits."""
         noise = self._rng.gumbel(size=len(self._logits))
-        return largest(self._logits + _NOISE * noise, self._full_units)
+        return largest(self._logits + NOISE * noise, self._full_units)
 
     def learn(self, gradient: Values) -> None:
         """One step of ascent by the gradient at a drawn mask; its largest entry sets the scale."""
-        self._logits = self._logits + _STEP * scaled(gradient)
+        self._logits = self._logits + STEP * scaled(gradient)
         # At an exact ratio their mean decides nothing: 0 keeps them small.
         self._logits = self._logits - self._logits.mean()
 

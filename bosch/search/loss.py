@@ -50,7 +50,3 @@ class Loss:
         """Eq. 5 for `sliding` of `size` units sliding on a budget of `quota`."""
         normalised = (score - self.anchors.all_sliding) / self.score_range  # Eq. 2
         return -normalised + self.alpha * ((sliding - quota) / size) ** 2
-
-    def lower_bound(self, sliding: int, quota: int, size: int) -> float:
-        """Lower bound of Eq. 5 for any model, from S(z) <= 1."""
-        return self.value(1.0, sliding, quota, size)

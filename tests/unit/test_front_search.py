@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from bosch.errors import UserError
+from bosch.front import share_order
 from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import (
@@ -24,7 +25,7 @@ from bosch.objective.evaluation_log import (
     GateGradient,
 )
 from bosch.objective.objective import Objective
-from bosch.search.allotment import allotted, order_of, share_order, slots_of
+from bosch.search.allotment import allotted, order_of, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
 from bosch.search.front import FrontSearch

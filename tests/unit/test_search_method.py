@@ -275,7 +275,7 @@ def test_loss_by_hand():
     loss = Loss(Anchors(0.1, 0.8), alpha=100.0, gamma=0.25)
     assert loss.score_range == pytest.approx(0.9)
     assert loss.value(0.55, 5, 4, 8) == pytest.approx(-0.5 + 100 / 64)
-    assert loss.lower_bound(4, 4, 8) == pytest.approx(-1.0)
+    assert loss.value(1.0, 4, 4, 8) == pytest.approx(-1.0)
 
 
 def test_b_multi_searches_groups_of_layers_jointly_top_first():

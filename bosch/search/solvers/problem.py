@@ -65,7 +65,7 @@ class Problem:
         self.size, self.quota, self.budget = size, quota, budget
         self.loss, self.break_ties, self.quantum = loss, break_ties, quantum
         self.race = race
-        self.spent = self.bounded = 0
+        self.spent = 0
         self.best: Candidate | None = None
         self._measure = measure
         self._values: dict[bytes, Value] = {}
@@ -93,9 +93,8 @@ class Problem:
             return self._values[key]
         sliding = int(bits.sum())
         if sliding != self.quota and self.best is not None:
-            bound = self.loss.lower_bound(sliding, self.quota, self.size)
+            bound = self.loss.value(1.0, sliding, self.quota, self.size)  # for S(z) <= 1
             if bound >= self.best.value.loss:
-                self.bounded += 1
                 return Value(bound, float("inf"))
         if self.left <= 0:
             raise BudgetSpent
