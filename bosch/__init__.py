@@ -15,14 +15,18 @@ from bosch.version import VERSION
 from bosch.window import Window
 
 if TYPE_CHECKING:
-    from bosch.attention import hybrid_attention
-    from bosch.budget import swa_budget
-    from bosch.front import Front
-    from bosch.heads import HeadMask, HeadMaskFile
-    from bosch.model.cache import HybridCache
-    from bosch.model.loading import load_model
-    from bosch.model.materialize import materialize, materialize_front
-    from bosch.model.search_mode import apply_head_mask, head_mask, prepare_for_search
+    from bosch.attention import hybrid_attention as hybrid_attention
+    from bosch.budget import swa_budget as swa_budget
+    from bosch.front import Front as Front
+    from bosch.heads import HeadMask as HeadMask
+    from bosch.heads import HeadMaskFile as HeadMaskFile
+    from bosch.model.cache import HybridCache as HybridCache
+    from bosch.model.loading import load_model as load_model
+    from bosch.model.materialize import materialize as materialize
+    from bosch.model.materialize import materialize_front as materialize_front
+    from bosch.model.search_mode import apply_head_mask as apply_head_mask
+    from bosch.model.search_mode import head_mask as head_mask
+    from bosch.model.search_mode import prepare_for_search as prepare_for_search
 
 __version__ = VERSION
 
@@ -41,23 +45,7 @@ _LAZY = {
     "prepare_for_search": "bosch.model.search_mode",
 }
 
-__all__ = [
-    "Front",
-    "HeadMask",
-    "HeadMaskFile",
-    "HybridCache",
-    "RunError",
-    "UserError",
-    "Window",
-    "apply_head_mask",
-    "head_mask",
-    "hybrid_attention",
-    "load_model",
-    "materialize",
-    "materialize_front",
-    "prepare_for_search",
-    "swa_budget",
-]
+__all__ = ["RunError", "UserError", "Window", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -123,7 +123,7 @@ def mean_score(means: Sequence[float], counts: Sequence[float]) -> Interval:
     """
     if _is_pooled(counts):
         return share(sum(means) / len(means), len(counts) * min(counts))
-    return _mover([share(mean, count) for mean, count in zip(means, counts, strict=True)], 0.0, 1.0)
+    return _mover([share(mean, count) for mean, count in zip(means, counts, strict=True)], 0.0)
 
 
 def compare(
@@ -346,12 +346,12 @@ def _is_pooled(counts: Sequence[float]) -> bool:
     return max(counts) <= 2 * min(counts) or min(counts) < _LARGE
 
 
-def _mover(parts: Sequence[Interval], lowest: float, highest: float) -> Interval:
+def _mover(parts: Sequence[Interval], lowest: float) -> Interval:
     """The mean of independent estimates; their distances to the limits add as errors do."""
     mean = sum(part.mean for part in parts) / len(parts)
     below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
     above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)
-    return Interval(mean, max(lowest, mean - below), min(highest, mean + above))
+    return Interval(mean, max(lowest, mean - below), min(1.0, mean + above))
 
 
 def _mean_difference(subtasks: Sequence[Values], counts: Sequence[float]) -> Interval:
@@ -360,7 +360,7 @@ def _mean_difference(subtasks: Sequence[Values], counts: Sequence[float]) -> Int
     if _is_pooled(counts):
         total = len(counts) * min(counts)
         return _signed(sum(gains) / len(gains), sum(losses) / len(losses), total)
-    return _mover(list(map(_signed, gains, losses, counts)), -1.0, 1.0)
+    return _mover(list(map(_signed, gains, losses, counts)), -1.0)
 
 
 def _signed(gains: float, losses: float, count: float) -> Interval:

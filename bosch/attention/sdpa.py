@@ -88,9 +88,9 @@ def _trim(call: GroupCall, window: Window) -> GroupCall:
     if window.sinks:
         sink_key = gather_sinks(key, call.sink_key, context, window.sinks)
         sink_value = gather_sinks(value, call.sink_value, context, window.sinks)
-    return GroupCall(
-        call.query, key[:, :, -needed:], value[:, :, -needed:], window, context, call.transform,
-        call.dropout, sink_key, sink_value,
+    return call._replace(
+        key=key[:, :, -needed:], value=value[:, :, -needed:],
+        sink_key=sink_key, sink_value=sink_value,
     )  # fmt: skip
 
 

@@ -37,10 +37,8 @@ def rank_units(
 
     `scores` [L, HQ] are of query heads; `most_local` says whether a large or a small score means
     local. With `head_granularity` g, units of g KV heads of similar score are ranked by their mean.
-    Raises ValueError when a score is not finite or g does not divide the KV heads of a layer.
+    Raises ValueError when g does not divide the KV heads of a layer.
     """
-    if not np.isfinite(scores).all():
-        raise ValueError("a head's score is not finite")
     head_scores = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)  # [L, HKV]
     head_scores = -head_scores if most_local == "largest" else head_scores
     units = Units.by_value(head_scores, head_granularity)
