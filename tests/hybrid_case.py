@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,8 @@ LIKE_ANOTHER = frozenset((
     "kolibri1", "lfm2_moe", "mellum", "nanochat", "persimmon", "qwen2_vl", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_vl_moe", "vaultgemma",
 ))  # fmt: skip
+ALL_FAMILIES = "BOSCH_ALL_FAMILIES" in os.environ
+SAMPLE = tuple(name for name in FAMILY_NAMES if ALL_FAMILIES or name not in LIKE_ANOTHER)
 
 
 def small_config(family: str = "qwen3", **changes: Any) -> Any:

@@ -26,10 +26,9 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
 from bosch.window import Window
 from tests.elsewhere import ROOT, run_elsewhere, run_python
-from tests.hybrid_case import FAMILY_NAMES, LIKE_ANOTHER, mask_of, small_config, small_model, tokens
+from tests.hybrid_case import SAMPLE, mask_of, small_config, small_model, tokens
 
 WINDOW, SINKS = 7, 2
-SAMPLE = tuple(name for name in FAMILY_NAMES if name not in LIKE_ANOTHER)
 LENGTH, NEW = 40, 10
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,11 @@ from bosch.objective.flops import Flops
 from bosch.objective.objective import Objective
 from bosch.window import Window
 from tests.hybrid_case import (
+    ALL_FAMILIES,
     FAMILY_NAMES,
     LAYERS,
-    LIKE_ANOTHER,
     OTHER_LAYERS,
+    SAMPLE,
     logits_of,
     mask_of,
     random_mask,
@@ -61,11 +61,7 @@ def test_every_family_is_tested() -> None:
     assert set(FAMILY_NAMES) == whole & CONFIG_MAPPING_NAMES.keys()
 
 
-# Those like another one differ in names only: `BOSCH_ALL_FAMILIES=1 pytest` this file for all.
-ALL = "BOSCH_ALL_FAMILIES" in os.environ
-SAMPLE = FAMILY_NAMES if ALL else tuple(n for n in FAMILY_NAMES if n not in LIKE_ANOTHER)
-
-
+# `BOSCH_ALL_FAMILIES=1 pytest` this file takes those too that differ from another in names only.
 @pytest.mark.parametrize("family", SAMPLE)
 def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: Path) -> None:
     """Every other family with sinks, every other two with three windows."""
@@ -199,7 +195,7 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", SAMPLE)
 def test_a_search_scores_a_mask_as_plain_passes_do(family: str) -> None:
     """Of the last layer, whatever it takes, the objective computes the answers' positions alone."""
     model = small_model(family)
@@ -237,7 +233,7 @@ def test_packed_documents_are_kept_apart_or_refused(family: str) -> None:
             hybrid(input_ids=ids, position_ids=positions, use_cache=False)
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES if ALL else OTHER_LAYERS)
+@pytest.mark.parametrize("family", FAMILY_NAMES if ALL_FAMILIES else OTHER_LAYERS)
 def test_caches_hold_what_the_formula_says(family: str) -> None:
     """Windows of the layers' own and states of fixed size included, dynamic and static."""
     model, ids = small_model(family), tokens(2, 20)
