@@ -151,39 +151,26 @@ def test_two_processes_train_the_same_budgets_as_one(
     assert len({record["kv_budget"] for record in metrics(tmp_path / "two")}) == 3
 
 
-def test_fsdp_goes_on_from_a_whole_point_with_more_processes(
-    case: Path, alone: Path, tmp_path: Path
-) -> None:
-    changes: dict[str, Any] = {
-        "train": {"document_masking": True},
-        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
-    }
-    assert train_in_processes(case, tmp_path, 2, kill_at_step=7, **changes).returncode != 0
-    shard = next((tmp_path / "restart" / "step-6").glob("__1_0.distcp"))
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
-    done = train_in_processes(case, tmp_path, 4, **changes)
-    assert done.returncode == 0, done.stderr
-    assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
-    assert "resuming from step-4" in done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
-
-
-def test_a_lost_node_is_named_and_both_go_on_to_the_same_losses(
+def test_after_a_lost_node_more_processes_go_on_from_a_whole_point(
     case: Path, alone: Path, tmp_path: Path
 ) -> None:
     """Two nodes of one host; what torchrun does with them is in test_runner_processes.py."""
     changes: dict[str, Any] = {
         "train": {"document_masking": True},
-        "runtime": {"sharding": "fsdp", "save_every_steps": 2},
+        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
     }
     killed = train_in_processes(
-        case, tmp_path, 2, kill_at_step=5, kill_rank=1, per_node=1, **changes
+        case, tmp_path, 2, kill_at_step=7, kill_rank=1, per_node=1, **changes
     )
     assert killed.returncode != 0
     said = "LostRankError: node 1 (process 1) of this run does not answer"
     assert said in killed.stderr, killed.stderr
-    done = train_in_processes(case, tmp_path, 2, per_node=1, **changes)
-    assert done.returncode == 0 and "resuming from step-4" in done.stderr, done.stderr
+    shard = next((tmp_path / "restart" / "step-6").glob("__1_0.distcp"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
+    done = train_in_processes(case, tmp_path, 4, per_node=2, **changes)
+    assert done.returncode == 0, done.stderr
+    assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
+    assert "resuming from step-4" in done.stderr
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
 
 
