@@ -17,7 +17,14 @@ from bosch.files import file_digest
 from bosch.window import Window
 from tests.front_case import nested_front
 from tests.rank_processes import run_module
-from tests.training_case import DEEPSPEED, make_case, metrics, train_here, train_in_processes
+from tests.training_case import (
+    DEEPSPEED,
+    SHARDINGS,
+    make_case,
+    metrics,
+    train_here,
+    train_in_processes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +43,25 @@ def losses(work_dir: Path) -> list[float]:
     return [record["loss"] for record in metrics(work_dir)]
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
-def test_a_sink_bias_trains_in_two_processes_as_in_one(tmp_path: Path, sharding: str) -> None:
+def test_a_sink_bias_trains_in_two_processes_as_in_one(tmp_path: Path) -> None:
     case = make_case(tmp_path / "case", sink_bias=True)
     train = {"total_tokens": 3 * 4 * 32, "checkpoint_tokens": [3 * 4 * 32]}
     train_here(case, tmp_path / "one", train=train)
-    changes: dict[str, Any] = {"train": train, "runtime": {"sharding": sharding}}
-    result = train_in_processes(case, tmp_path / "two", 2, **changes)
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     start = load_file(case / "materialize/model/model.safetensors")
-    one, two = (
-        load_file(next((tmp_path / name).rglob("model.safetensors"))) for name in ("one", "two")
-    )
     names = [name for name in start if name.endswith("sink_bias")]
     assert len(names) == 2
-    for name in names:
-        assert (one[name] != start[name]).any()
-        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
+    for sharding in SHARDINGS:
+        changes: dict[str, Any] = {"train": train, "runtime": {"sharding": sharding}}
+        result = train_in_processes(case, tmp_path / sharding, 2, **changes)
+        assert result.returncode == 0, result.stderr
+        assert losses(tmp_path / sharding) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+        one, two = (
+            load_file(next((tmp_path / name).rglob("model.safetensors")))
+            for name in ("one", sharding)
+        )
+        for name in names:
+            assert (one[name] != start[name]).any()
+            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
 
 
 def test_two_processes_lose_no_bit_to_recomputing_and_the_host(case: Path, tmp_path: Path) -> None:
@@ -133,22 +141,22 @@ def test_two_processes_train_like_one_and_resume(
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sharding": "fsdp"}, {"context_parallel": 2}])
-def test_two_processes_train_the_same_budgets_as_one(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_two_processes_train_the_same_budgets_as_one(tmp_path: Path) -> None:
     """Every process has the step's budget, with the activations recomputed under it."""
     front = nested_front(2, 2, [Window(12), Window(4)], points=3, context=32)
     case = make_case(tmp_path / "case", front=front)
     train = {"total_tokens": 6 * 128, "checkpoint_tokens": [], "budgets": "all"}
-    runtime = {"micro_batch_size": 1, "checkpointing": "full", **changes}
-    done = train_in_processes(case, tmp_path / "two", 2, train=train, runtime=runtime)
-    assert done.returncode == 0, done.stderr
     train_here(case, tmp_path / "one", train=train)
-    for two, one in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
-        assert two["kv_budget"] == one["kv_budget"]
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert len({record["kv_budget"] for record in metrics(tmp_path / "two")}) == 3
+    ways: tuple[dict[str, Any], ...] = ({}, {"sharding": "fsdp"}, {"context_parallel": 2})
+    for number, way in enumerate(ways):
+        runtime = {"micro_batch_size": 1, "checkpointing": "full", **way}
+        folder = tmp_path / f"two {number}"
+        done = train_in_processes(case, folder, 2, train=train, runtime=runtime)
+        assert done.returncode == 0, done.stderr
+        for two, one in zip(metrics(folder), metrics(tmp_path / "one"), strict=True):
+            assert two["kv_budget"] == one["kv_budget"]
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert len({record["kv_budget"] for record in metrics(tmp_path / "one")}) == 3
 
 
 def test_after_a_lost_node_more_processes_go_on_from_a_whole_point(
@@ -191,22 +199,21 @@ def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path
     assert "mean of the last 2 checkpoints" in (final / "README.md").read_text()
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
-def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path, sharding: str) -> None:
+def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:
     """bf16 keeps 8 bits: a loss or a token count that passed through it would show.
 
     DeepSpeed's sums of gradients are looked at where training begins.
     """
-    changes: dict[str, Any] = {
-        "train": {"mixed_precision": "bf16", "total_tokens": 256, "checkpoint_tokens": []},
-        "runtime": {"sharding": sharding},
-    }
-    done = train_in_processes(case, tmp_path / "two", 2, **changes)
-    assert done.returncode == 0, done.stderr
-    train_here(case, tmp_path / "one", train=changes["train"])
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
-    sharded = torch.tensor(losses(tmp_path / "two"), dtype=torch.float64)
-    assert (sharded != sharded.bfloat16().double()).all()
+    train = {"mixed_precision": "bf16", "total_tokens": 256, "checkpoint_tokens": []}
+    train_here(case, tmp_path / "one", train=train)
+    for sharding in SHARDINGS:
+        done = train_in_processes(
+            case, tmp_path / sharding, 2, train=train, runtime={"sharding": sharding}
+        )
+        assert done.returncode == 0, done.stderr
+        assert losses(tmp_path / sharding) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+        sharded = torch.tensor(losses(tmp_path / sharding), dtype=torch.float64)
+        assert (sharded != sharded.bfloat16().double()).all()
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])

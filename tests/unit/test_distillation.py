@@ -191,11 +191,9 @@ def test_training_with_a_teacher_goes_on_after_a_kill(case: Path, tmp_path: Path
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 6}])
-def test_two_processes_with_shards_train_like_one(
-    case: Path, tmp_path: Path, lora: dict[str, int] | None
-) -> None:
-    train = {**SHORT, "lora": lora}
+def test_two_processes_with_shards_train_adapters_like_one(case: Path, tmp_path: Path) -> None:
+    """Whole weights with a teacher are in tests/distributed/test_context_parallel.py."""
+    train = {**SHORT, "lora": {"rank": 3, "alpha": 6}}
     train_here(case, tmp_path / "one", train=train)
     done = train_in_processes(case, tmp_path / "two", 2, train=train, runtime={"sharding": "fsdp"})
     assert done.returncode == 0, done.stderr
