@@ -236,23 +236,6 @@ def test_a_budget_in_quotes_is_what_it_is_without() -> None:
     assert repr(budgets) == "[12288, 2560, 4992, 0.25, 1.0, 0.1, 0.5]"
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("train.budgets=all", "train.budgets: search.method = bosch finds one head mask"),
-        ("evaluate.budgets=[0.25]", "evaluate.budgets: search.method = bosch finds one head mask"),
-        ("train.budgets=[]", "train.budgets"),
-        ("train.budgets=[1.5]", "train.budgets"),
-        ("train.budgets=[0.5,0.5]", "names 0.5 twice"),
-        ("evaluate.budgets=some", "evaluate.budgets"),
-    ],
-)
-def test_recipes_name_budgets_of_a_front_alone(
-    tmp_path: Path, override: str, expected: str
-) -> None:
-    assert expected in Case(tmp_path).fault(override)
-
-
 def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     case = Case(tmp_path)
 

@@ -300,17 +300,6 @@ def test_several_nodes_are_refused(case: Case, launches: Launches) -> None:
     assert launches.orders == []
 
 
-def test_a_failed_evaluation_is_told_and_not_finished(case: Case, launches: Launches) -> None:
-    _publish(case, "materialize", "model")
-
-    def fail() -> None:
-        raise RunError("evaluate: the GPU is gone")
-
-    launches.during = fail
-    with pytest.raises(RunError, match=r"^evaluate: the GPU is gone"):
-        run(case)
-
-
 def test_a_task_without_a_score_shows_in_the_exit_status(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,6 @@ from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from pipeline.cli import main
-from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.store import Store
@@ -104,21 +103,6 @@ def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
     case.content["search"]["mask"] = str((tmp_path / "mask.json").rename(tmp_path / "other.json"))
     case.save()
     assert _keys(case) == second
-
-
-def test_the_plan_says_what_vllm_holds_for_the_mask(tmp_path: Path) -> None:
-    case = Case(tmp_path)
-    case.content["search"] |= {"method": "given", "mask": str(tmp_path / "mask.json")}
-    case.save()
-    mask = HeadMask(np.array([[1, 1, 0, 0]] * 4, dtype=bool))
-    _saved(tmp_path / "mask.json", mask)
-    lines = [line for line in plan_lines(load_recipe(case.file, env={})) if "vLLM" in line]
-    assert len(lines) == 4
-    assert "a request on 1 rank (CPU): 1k: " in lines[0] and " instead of " in lines[0]
-    assert ["cannot share" in line for line in lines] == [False, False, True, True]
-    (tmp_path / "mask.json").write_text("{}")
-    with pytest.raises(UserError, match=r"search\.mask: .*mask\.json: format is None"):
-        list(plan_lines(load_recipe(case.file, env={})))
 
 
 def test_a_mask_with_a_sink_bias_is_for_a_search_with_one(
