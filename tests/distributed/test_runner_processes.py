@@ -39,7 +39,7 @@ def test_two_processes_of_one_stage(case: Case) -> None:
     assert not (case.output("search") / "calls.1.txt").exists()
 
 
-@pytest.mark.parametrize(("kind", "status"), [("user", 2), ("bug", 1), ("kill", 76)])
+@pytest.mark.parametrize(("kind", "status"), [("bug", 1), ("kill", 76)])
 def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status: int) -> None:
     case.make("original")
     done = case.fork(

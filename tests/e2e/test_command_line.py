@@ -120,9 +120,7 @@ def test_kill_and_the_same_command_again(case: Case) -> None:
     assert case.calls("prepare") == 1
 
 
-@pytest.mark.parametrize(
-    ("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)]
-)
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status: int) -> None:
     run = case.start("run", FAKE_SLEEP="search=60")
     worker = int(wait_for(case.folder / "search.0"))
