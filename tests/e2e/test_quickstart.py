@@ -32,7 +32,7 @@ from tests.rank_processes import Forked
 RECIPE = "recipes/quickstart.yaml"
 SMALL = [
     "prepare.sequence_length=256",
-    "prepare.train_tokens=6144",
+    "prepare.train_tokens=3072",
     "prepare.calibration.examples=4",
     "prepare.calibration.length=256",
     "search.method=bosch",
@@ -42,9 +42,9 @@ SMALL = [
     "search.budget_per_layer=3",
     "train.teacher=none",
     "train.learning_rate=3e-4",
-    "train.total_tokens=6144",
-    "train.batch_tokens=1024",
-    "train.checkpoint_tokens=[3072,6144]",
+    "train.total_tokens=3072",
+    "train.batch_tokens=512",
+    "train.checkpoint_tokens=[1536,3072]",
     "runtime.save_every_steps=2",
     "evaluate.rivals=[intr]",
     "evaluate.needle.tasks=[niah_single_2]",
@@ -77,7 +77,7 @@ def results(root: Path) -> dict[str, Any]:
     """What has to be the same however often a run was killed; it decides the scores."""
     output = root / "quickstart"
     metrics = [json.loads(line) for line in (output / "train/metrics.jsonl").open()]
-    weights = output / "train/checkpoints/tokens-6144/model.safetensors"
+    weights = output / "train/checkpoints/tokens-3072/model.safetensors"
     return {
         "mask": json.loads((output / "search/head_mask.json").read_text())["swa_kv_heads"],
         "losses": [line["loss"] for line in metrics],
@@ -104,7 +104,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     assert len(results(undisturbed)["losses"]) == 6
     scores = json.loads((output / "evaluate/scores.json").read_text())["checkpoints"]
     assert list(scores) == [
-        "original", "intr", "hybrid", "tokens-3072", "tokens-6144", "intr-tokens-6144"
+        "original", "intr", "hybrid", "tokens-1536", "tokens-3072", "intr-tokens-3072"
     ]  # fmt: skip
     rival = json.loads((output / "rival/mask/head_mask.json").read_text())
     assert rival["method"] == "intr" and rival["swa_kv_heads"] != mask["swa_kv_heads"]
@@ -115,7 +115,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     assert [[s[n] for n in same] for s in trained] == [[s[n] for n in same] for s in own]
     assert trained[0]["loss"] != own[0]["loss"]
     page = (output / "report/index.html").read_text()
-    assert "after 6,144 tokens of both" in page
+    assert "after 3,072 tokens of both" in page
     assert "<svg" in page
     assert "http-equiv" in page
     assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
@@ -146,7 +146,7 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 @pytest.mark.slow
 def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) -> None:
     """From the run's evaluation without a process; a copy of it has the same answers."""
-    name = "tokens-6144"
+    name = "tokens-3072"
     chosen, output = _evaluate(undisturbed, "--checkpoints", name)
     assert list(chosen["checkpoints"]) == ["original", name]
     scores = json.loads((undisturbed / "quickstart/evaluate/scores.json").read_text())
@@ -175,7 +175,7 @@ def test_the_notebook_runs_on_a_finished_run(
     monkeypatch.setenv("BOSCH_RUN", str(undisturbed / "quickstart"))
     run_notebook(NOTEBOOK)
     shown = capsys.readouterr().out
-    assert "heads see 128 tokens" in shown and "tokens-6144" in shown and "def main(" in shown
+    assert "heads see 128 tokens" in shown and "tokens-3072" in shown and "def main(" in shown
 
 
 def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
