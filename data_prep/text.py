@@ -19,19 +19,6 @@ WINDOW = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
 
-def read_utf8(path: Path) -> str:
-    """The file's text, without a byte order mark.
-
-    Raises UserError when the file cannot be read or is not UTF-8; names the file and the byte
-    offset.
-    """
-    try:
-        with open_regular(path) as file:
-            return decode_utf8(file.read(), f"{path}")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-
-
 def decode_utf8(data: bytes, where: str, offset: int = 0) -> str:
     """`data` as text; `where` and `offset` (of the first byte) are for the error message."""
     try:
@@ -53,7 +40,8 @@ class TextFile:
     def pieces(self) -> Iterator[str]:
         """The file's text, without a byte order mark, in pieces of bounded size.
 
-        Raises UserError as `read_utf8` does.
+        Raises UserError when the file cannot be read or is not UTF-8; names the file and the byte
+        offset.
         """
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         done, is_end = 0, False
@@ -70,6 +58,11 @@ class TextFile:
                     yield text
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
+
+
+def read_utf8(path: Path) -> str:
+    """The file's text in one, as `TextFile` reads it."""
+    return "".join(TextFile(path).pieces())
 
 
 # One text: a string, or a file that is read in pieces.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -17,8 +18,8 @@ INDEX = "index.json"
 _XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 _HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
 
-# Of one shard: some for each of its columns.
-_MOST_VALUES = 10_000
+# Of one shard's entry: some values for each of its columns.
+_MOST_CHARACTERS = 2**18
 
 # Offsets in a shard are 32-bit.
 _Size = Annotated[int, Field(ge=0, lt=2**32)]
@@ -98,8 +99,8 @@ def read_index(path: Path) -> list[Shard]:
 
 def _shard(path: Path, number: int, entry: Any) -> Shard:
     # Wrong values are reported one by one, each in a kilobyte: a shard may not have many.
-    if _is_larger(entry, _MOST_VALUES):
-        raise _no_index(path, f"shards.{number}: more than {_MOST_VALUES:,} values")
+    if len(json.dumps(entry)) > _MOST_CHARACTERS:
+        raise _no_index(path, f"shards.{number}: more than {_MOST_CHARACTERS:,} characters")
     try:
         shard = Shard.model_validate(entry)
     except ValidationError as error:
@@ -115,20 +116,6 @@ def _shard(path: Path, number: int, entry: Any) -> Shard:
 
 def _no_index(path: Path, reason: str) -> UserError:
     return UserError(f"{path}: not an index of MDS shards, version 2 ({reason})")
-
-
-def _is_larger(value: Any, most: int) -> bool:
-    """Whether a JSON value holds more than `most` values and keys."""
-    waiting, count = [value], 0
-    while waiting and count <= most:
-        value = waiting.pop()
-        count += 1
-        if isinstance(value, dict):
-            count += len(value)
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-    return count > most
 
 
 def _fault(shard: Shard) -> str | None:

@@ -61,7 +61,7 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     Raises UserError when the file or a record is damaged or too large, or is no JSON object.
     """
     if path.suffix == ".parquet":
-        yield from _parquet_rows(path, fields)
+        yield from _whole_file(path, fields)
         return
     for at, line in _jsonl_lines(path, 0, sys.maxsize):
         record, _ = _record(line, at, path)
@@ -76,14 +76,9 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
         size = path.stat().st_size
         most_bytes = MOST_DECOMPRESSED + MOST_RATIO * size if is_compressed(path) else math.inf
         with _open_binary(path) as file:
-            at, empty_lines = start, 0
+            at, empty_lines = max(start - 1, 0), 0
             if at:
-                file.seek(at - 1)
-                at -= 1
-                line = file.readline(MOST_RECORD_BYTES + 1)  # the end of the part before's last
-                if len(line) > MOST_RECORD_BYTES:
-                    raise _record_fault(path, at, _TOO_LARGE)
-                at += len(line)
+                file.seek(at)
             while at < stop or is_compressed(path):
                 line = file.readline(MOST_RECORD_BYTES + 1)
                 if not line:
@@ -91,7 +86,8 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                 if len(line) > MOST_RECORD_BYTES:
                     raise _record_fault(path, at, _TOO_LARGE)
                 if line.strip():
-                    yield at, line
+                    if at >= start:  # else it is the end of the last line of the part before
+                        yield at, line
                     empty_lines = 0
                 else:
                     empty_lines += 1
@@ -240,65 +236,63 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
 
     Raises UserError when the row group is damaged, or a row's `field` is not text.
     """
-    where, row = f"{path}, row group {group}", 0
+    where = f"{path}, row group {group}"
+    columns = list(dict.fromkeys([field, *filters.matches]))
+    for row, record in enumerate(_parquet_rows(path, where, [group], columns)):
+        value = record.get(field)
+        if not isinstance(value, str):
+            kind = _type_name(value)
+            raise UserError(f"{where}, row {row}: column `{field}` is {kind}, not text")
+        yield value if filters.allow_record(record) else None
+
+
+def _whole_file(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, of whose columns `fields` have to be there."""
+    schema = _open_parquet(path).schema_arrow
+    for name in fields:
+        if name not in schema.names:
+            there = printable(", ".join(schema.names))
+            raise UserError(f"{path}: no column `{name}` (there is {there})")
+        if pa.types.is_nested(kind := schema.field(name).type):
+            raise UserError(f"{path}: column `{name}` is of type {printable(str(kind))}")
+    yield from _parquet_rows(path, str(path), None, fields)
+
+
+def _parquet_rows(
+    path: Path, where: str, groups: Sequence[int] | None, fields: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of some row groups, or of all; of `fields` those columns that there are."""
+    row = 0
     try:
-        file = _open_parquet(path, [field])
-        rows = _rows_per_batch(file, group, field)
-        columns = list(dict.fromkeys([field, *filters.matches]))
-        for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
-            filter_columns = [name for name in filters.matches if name in batch.schema.names]
-            for index, scalar in enumerate(batch.column(field)):
-                if isinstance(scalar, pa.DictionaryScalar):
-                    scalar = scalar.value
-                buffer = scalar.as_buffer() if hasattr(scalar, "as_buffer") else None
-                if buffer is not None and len(buffer) > MOST_RECORD_BYTES:
-                    raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
-                value = scalar.as_py()
-                if not isinstance(value, str):
-                    kind = _type_name(value)
-                    raise UserError(f"{where}, row {row}: column `{field}` is {kind}, not text")
-                record = {name: batch.column(name)[index].as_py() for name in filter_columns}
-                yield value if filters.allow_record(record) else None
-                row += 1
+        file = _open_parquet(path, fields)
+        for group in range(file.num_row_groups) if groups is None else groups:
+            rows = min(_rows_per_batch(file, group, name) for name in fields)
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=fields):
+                names = batch.schema.names
+                columns = [_values(column, where, row) for column in batch.columns]
+                for values in zip(*columns, strict=True):
+                    yield dict(zip(names, values, strict=True))
+                    row += 1
     except _PARQUET_FAULTS as error:
         raise UserError(
             f"{where}, after row {row}: damaged ({_reason(error)}); get the file again"
         ) from None
 
 
-def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    row = 0
-    try:
-        schema = _open_parquet(path).schema_arrow
-        for name in fields:
-            if name not in schema.names:
-                there = printable(", ".join(schema.names))
-                raise UserError(f"{path}: no column `{name}` (there is {there})")
-            if pa.types.is_nested(kind := schema.field(name).type):
-                raise UserError(f"{path}: column `{name}` is of type {printable(str(kind))}")
-        file = _open_parquet(path, fields)
-        for group in range(file.num_row_groups):
-            rows = min(_rows_per_batch(file, group, name) for name in fields)
-            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=fields):
-                columns = [_values(batch.column(name)) for name in fields]
-                for values in zip(*columns, strict=True):
-                    yield dict(zip(fields, values, strict=True))
-                    row += 1
-    except _PARQUET_FAULTS as error:
-        raise UserError(
-            f"{path}, after row {row}: damaged ({_reason(error)}); get the file again"
-        ) from None
+def _values(column: Any, where: str, first: int) -> list[Any]:
+    """A column's values from row `first` on; one that is repeated is made once.
 
-
-def _values(column: Any) -> list[Any]:
-    """A column's values; one that is repeated is made once. Raises ValueError for a huge one."""
+    Raises UserError for a huge one.
+    """
     if not isinstance(column, pa.DictionaryArray):
         return list(column.to_pylist())
-    words = column.dictionary
-    if any(len(word.as_buffer() or b"") > MOST_RECORD_BYTES for word in words):
-        raise ValueError(_TOO_LARGE)
+    words, places = column.dictionary, column.indices.to_pylist()
+    huge = {at for at, w in enumerate(words) if len(w.as_buffer() or b"") > MOST_RECORD_BYTES}
+    if huge:
+        row = first + min((n for n, at in enumerate(places) if at in huge), default=0)
+        raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
     values = words.to_pylist()
-    return [None if at is None else values[at] for at in column.indices.to_pylist()]
+    return [None if at is None else values[at] for at in places]
 
 
 def _rows_per_batch(file: Any, group: int, field: str) -> int:

@@ -313,10 +313,10 @@ def test_sample_with_no_span_has_no_document(tmp_path):
     [
         (b'{"shards": [' + b"{}," * 100_000 + b"{}]}", r"shards\.0\.version: Field required"),
         (b'{"shards": [{"hashes": {' + b'"a":1,' * 20_000, "not an index"),
-        (b'{"shards": [{"x": [' + b"0," * 10_000 + b"0]}]}", r"shards\.0: more than 10,000 values"),
+        (b'{"shards": [{"x": [' + b"0," * 90_000 + b"0]}]}", r"shards\.0: more than 262,144 char"),
         (
-            b'{"shards": [{' + b",".join(b'"%d": 0' % n for n in range(6_000)) + b"}]}",
-            r"shards\.0: more than 10,000 values",
+            b'{"shards": [{' + b",".join(b'"%d": 0' % n for n in range(30_000)) + b"}]}",
+            r"shards\.0: more than 262,144 characters",
         ),
         (b'{"shards": [' + b"{}," * 4_000_000 + b"{}]}", "more than 6,000,000 values"),
     ],
