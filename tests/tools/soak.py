@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from pipeline.run.failures import LOST_RANK_STATUS, REQUEUE_STATUS
@@ -174,15 +175,12 @@ class Soak:
 
 def processes_of(runs: Path) -> list[int]:
     """Processes of a run that are not dead yet, in whatever session they are."""
-    mark, found = f"{_MARK}={runs.name}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
+    return [
+        process.pid
+        for process in psutil.process_iter(["environ", "status"])
+        if (process.info["environ"] or {}).get(_MARK) == runs.name
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def soak(folder: Path, kills: int, minutes: float, seed: int) -> Soak:
