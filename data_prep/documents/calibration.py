@@ -64,14 +64,18 @@ def forced_records(
     seed: int,
     tokenizer: Any,
     essay_words: Sequence[str],
+    max_new_tokens: int | None = None,
 ) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
     """Teacher-forced examples: the sample, and its token ids and answer length.
 
-    Tasks take turns. Prompt and answer together have at most `length` tokens.
+    Tasks take turns. Prompt and answer together have at most `length` tokens; with `max_new_tokens`
+    the prompt and so many.
     """
     for number in range(examples):
         task = tasks[number % len(tasks)]
-        sample = make_sample(task, length, tokenizer, seed_space, seed, number, None, essay_words)
+        sample = make_sample(
+            task, length, tokenizer, seed_space, seed, number, max_new_tokens, essay_words
+        )
         prompt, answer = forced_ids(sample, tokenizer)
         yield sample, (prompt + answer, len(answer))
 

@@ -26,7 +26,7 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.progress import progress
 from bosch.window import Window
-from data_prep.tasks.needles import forced_ids, make_sample
+from data_prep.documents.calibration import forced_records
 from data_prep.text import haystack_words
 from recipes.quickstart.training_rows import python_text
 
@@ -39,22 +39,10 @@ TEXT_LENGTH = 1024
 
 def questions(tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> CalibrationSet:
     """Teacher-forced needle questions of at most `length` tokens, tasks in turn."""
-    words = haystack_words(None)
-    records = []
-    for index in range(count):
-        sample = make_sample(
-            tasks[index % len(tasks)],
-            length,
-            tokenizer,
-            "evaluation",
-            SEED,
-            index,
-            max_new_tokens=16,
-            essay_words=words,
-        )
-        prompt, answer = forced_ids(sample, tokenizer)
-        records.append((prompt + answer, len(answer)))
-    return CalibrationSet.from_records(records)
+    records = forced_records(
+        tasks, count, length, "evaluation", SEED, tokenizer, haystack_words(None), max_new_tokens=16
+    )
+    return CalibrationSet.from_records(record for _, record in records)
 
 
 def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:

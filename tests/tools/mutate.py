@@ -16,13 +16,11 @@ import argparse
 import ast
 import copy
 import functools
-import importlib
 import json
 import math
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -34,15 +32,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("bosch", "data_prep", "pipeline", "stages")
 SUITES = ("tests/unit", "tests/e2e", "tests/distributed")
-_PRELOADED = (
-    "torch", "torch.distributed.checkpoint", "transformers", "transformers.models.qwen3",
-    "transformers.generation.utils", "datasets", "accelerate", "pydantic", "altair", "hypothesis",
-)  # fmt: skip
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -247,10 +239,7 @@ def _test_files() -> Iterator[str]:
 def _import_graph() -> dict[str, set[str]]:
     """The project's modules that each module imports, tests and their helpers included."""
     files = [path for top in (*PRODUCT, "tests") for path in (ROOT / top).rglob("*.py")]
-    names = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in files
-    }
+    names = {_module(path.relative_to(ROOT).as_posix()): path for path in files}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         used: set[str] = set()
@@ -273,9 +262,6 @@ class Checkout:
         # stage_code's test fails for any change of code, which is no test of behaviour.
         self.left_out = ["tests/unit/test_stage_code.py"]
         copy_checkout(folder)
-        runpy.run_path(str(ROOT / "conftest.py"))  # variables that must be set before these:
-        for name in _PRELOADED:
-            importlib.import_module(name)
 
     def outcome(self, change: Change, most: int, ran: frozenset[str] = frozenset()) -> str:
         """killed, with the first test that noticed, survived, or undecided.
@@ -306,40 +292,26 @@ class Checkout:
             self.left_out.append(failed)
 
     def _pytest(self, tests: list[str]) -> tuple[int, str] | None:
-        """Status and output of the tests in the copy, until one fails; None if they are too slow.
-
-        They run in a fork of this process, which has imported what takes seconds to import.
-        """
+        """Status and output of the tests in the copy until one fails; None if they are too slow."""
         log = self.folder / "output.log"
-        pid = os.fork()
-        if not pid:
-            try:
-                self._run_tests(tests, log)
-            finally:
-                os._exit(70)
-        end = time.monotonic() + self.minutes * 60
-        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-            if time.monotonic() > end:
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return None
-            time.sleep(0.2)
-        return os.waitstatus_to_exitcode(ended[1]), log.read_text(errors="replace")
-
-    def _run_tests(self, tests: list[str], log: Path) -> None:
-        os.setsid()
-        for number in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.chdir(self.folder)
-        # The copy's modules, in this process and in those that tests start.
-        sys.path.insert(0, str(self.folder))
-        for name in [name for name in sys.modules if name.split(".")[0] in (*PRODUCT, "tests")]:
-            del sys.modules[name]
-        os.environ |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        sys.dont_write_bytecode = True
         options = ["-x", "-q", "-p", "no:cacheprovider"]
-        os._exit(pytest.main([*options, *tests, *(f"--deselect={one}" for one in self.left_out)]))
+        left_out = [f"--deselect={one}" for one in self.left_out]
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *tests, *left_out],
+                cwd=self.folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env={
+                    **os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1",
+                    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                },
+            )  # fmt: skip
+        try:
+            status = process.wait(self.minutes * 60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+        return status, log.read_text(errors="replace")
 
 
 def first_failure(output: str) -> str | None:
