@@ -209,17 +209,13 @@ class _Draws:
         index: int,
         words: Sequence[str],
     ) -> None:
-        if task not in NEEDLES:
-            raise UserError(f"{task} is no needle task: choose from {', '.join(NEEDLES)}")
-        if NEEDLES[task].haystack == "essay" and not words:
-            raise UserError(f"{task} needs an essay, but essay_words is empty")
         self._spec, self._space, self._words = NEEDLES[task], space, words
         entropy = [get_args(SeedSpace).index(space), list(NEEDLES).index(task)]
         state = np.random.SeedSequence([*entropy, length, seed, index]).generate_state(16)
         needles, self._place_seed, rest, start = (
             int.from_bytes(stream.tobytes(), "big") for stream in state.reshape(4, 4)
         )
-        self._start = start % len(words) if space != "evaluation" and words else 0
+        self._start = start % len(words) if space != "evaluation" else 0
         self._rest = random.Random(rest)
         rng = random.Random(needles)
         self._pairs: dict[str, str] = {}

@@ -128,11 +128,6 @@ def test_too_short_a_length_is_refused(tokenizer, words):
         sample_of("niah_single_1", tokenizer, words, length=60)
 
 
-def test_unknown_task_is_refused(tokenizer, words):
-    with pytest.raises(UserError, match="niah_single_9 is no needle task"):
-        sample_of("niah_single_9", tokenizer, words)
-
-
 @pytest.mark.parametrize("rate", [0.3, 1.0, 7.7])
 @pytest.mark.parametrize("guess", [1.0, 3.0, 40.0])
 def test_fit_is_found_in_few_steps(rate, guess):
