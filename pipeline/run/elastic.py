@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from bosch.files import write_json
-from pipeline.run.failures import ENDED, LOST_RANK, LOST_RANK_STATUS, REQUEUE_STATUS
+from pipeline.run.failures import ENDED, LOST_RANK_STATUS, REQUEUE_STATUS
 from pipeline.run.worker import PARENT, die_with_runner
 
 
@@ -48,18 +48,18 @@ def main() -> int:
     except SignalException as stop:
         return 128 + stop.sigval
     except (DistError, RendezvousError) as error:
-        control, reason = Path(sys.argv[-1]).parent, " ".join(str(error).split())
+        reason = " ".join(str(error).split())
+        kind, status = "lost", LOST_RANK_STATUS
+        message = f"the launchers of the nodes do not meet ({reason[:200]})"
+        if "EADDRINUSE" in reason:
+            kind, status = "user", 1
+            message = (
+                f"this node's MASTER_PORT is in use ({reason[:200]}); name a free one on all nodes"
+            )
         with contextlib.suppress(OSError):
-            if "EADDRINUSE" in reason:
-                message = (
-                    f"this node's MASTER_PORT is in use ({reason[:200]}); name a free one on all "
-                    "nodes"
-                )
-                write_json(control / "failure.node.json", {"kind": "user", "message": message})
-                return 1
-            message = f"the launchers of the nodes do not meet ({reason[:200]})"
-            write_json(control / f"{LOST_RANK}.node.json", {"message": message})
-        return LOST_RANK_STATUS
+            failure = {"kind": kind, "message": message}
+            write_json(Path(sys.argv[-1]).parent / "failure.node.json", failure)
+        return status
     return 0
 
 

@@ -10,7 +10,13 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from bosch.errors import DamagedWorkError, DiskFullError, RunError, UserError
+from bosch.errors import (
+    DamagedWorkError,
+    DiskFullError,
+    LostRankError,
+    RunError,
+    UserError,
+)
 from bosch.files import TEMPORARY
 
 DISK_FULL_STATUS = 28
@@ -24,8 +30,6 @@ FILE_TOO_LARGE = (
 # Of a process that only lost another one of its stage, and of a command that lost a process to no
 # fault of its own: the same command resumes.
 LOST_RANK_STATUS = 76
-LOST_RANK = "lost-rank"  # begins the name of the file in which it says which
-FROZEN_RANK = "frozen-rank"  # the same, where the other one still exists but sends no heartbeat
 ENDED = "ended.json"  # in which the launcher of several processes says which of them ended first
 # sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
 REQUEUE_STATUS = 75
@@ -37,11 +41,13 @@ class Terminated(Exception):
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
-    """Kind (user, damaged, disk, run, unexpected) and message of a stage's failure."""
-    if isinstance(error, UserError):
-        return {"kind": "user", "message": str(error)}
-    if isinstance(error, DamagedWorkError):
-        return {"kind": "damaged", "message": str(error)}
+    """Kind and message of a stage's failure, as a process leaves them for the runner.
+
+    Kinds: user, damaged, disk, run, unexpected, and lost where another process ended or hangs.
+    """
+    for own, kind in ((UserError, "user"), (DamagedWorkError, "damaged"), (LostRankError, "lost")):
+        if isinstance(error, own):
+            return {"kind": kind, "message": str(error)}
     if (message := no_space(error, work_dir)) is not None:
         return {"kind": "disk" if is_disk_full(error) else "run", "message": message}
     if isinstance(error, RunError):

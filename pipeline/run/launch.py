@@ -29,8 +29,6 @@ from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
     ENDED,
-    FROZEN_RANK,
-    LOST_RANK,
     LOST_RANK_STATUS,
     REQUEUE_STATUS,
     Terminated,
@@ -47,12 +45,13 @@ PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Names the work directory in the environment of a stage's processes and of all their children.
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
-# Of failures that a rank foresaw; where several failed, the first of these is reported.
+# Of failures with a reason of their own; where several ranks failed, the first is reported.
 _KINDS: dict[str, type[UserError | RunError]] = {
     "user": UserError,
     "damaged": DamagedWorkError,
     "disk": DiskFullError,
     "run": RunError,
+    "unexpected": RunError,
 }
 _ALMOST_FULL_BYTES = 1024**2
 _RESUMES = "the same command resumes from here"
@@ -186,27 +185,23 @@ def failure_of(
     control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
     """The reason a stage failed: a rank's own words, else what its exit status tells."""
-    failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))]
-    failures = [one for one in failures if isinstance(one, dict)]
-    # A rank that only lost its partner fails too; the one with a reason of its own is reported.
-    failures.sort(key=lambda one: (*_KINDS, "unexpected").index(one["kind"]))
+    failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))[::-1]]
+    said = {one["kind"]: str(one["message"]) for one in failures if isinstance(one, dict)}
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()
-    # Libraries have errors of their own for a partner that was killed.
-    if failures and not (signalled and failures[0]["kind"] == "unexpected"):
-        kind = _KINDS.get(failures[0]["kind"], RunError)
-        return kind(f"{name}: {str(failures[0]['message']).removeprefix(f'{name}: ')}")
+    for kind, error in _KINDS.items():
+        # Libraries have errors of their own for a partner that was killed.
+        if kind in said and not (signalled and kind == "unexpected"):
+            return error(f"{name}: {said[kind].removeprefix(f'{name}: ')}")
     with contextlib.suppress(OSError):
         space = os.statvfs(work_dir)
         if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
             return DiskFullError(f"{name}: {disk_full_message(work_dir)}")
     # The status may be that of a frozen process, which torchrun has killed.
-    kinds = [FROZEN_RANK, *([LOST_RANK] if status == LOST_RANK_STATUS else [])]
-    for path in (path for kind in kinds for path in sorted(control.glob(f"{kind}.*.json"))):
-        lost = read_json(path)
-        if isinstance(lost, dict):
-            return LostRankError(f"{name}: {lost['message']}; {_RESUMES}")
+    for kind in ("frozen", *(["lost"] if status == LOST_RANK_STATUS else [])):
+        if kind in said:
+            return LostRankError(f"{name}: {said[kind]}; {_RESUMES}")
     ended = read_json(control / ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0
     who = f"process {rank}" if world.size > 1 else "its process"

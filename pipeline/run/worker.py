@@ -19,19 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bosch.errors import LostRankError, StoppedError
+from bosch.errors import StoppedError
 from bosch.files import write_json
 from bosch.this_process import die_with_parent
 from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
-    FROZEN_RANK,
-    LOST_RANK,
     LOST_RANK_STATUS,
     OUTPUT_FULL,
     REQUEUE_STATUS,
     describe,
-    is_disk_full,
 )
 from pipeline.run.heartbeat import heartbeats
 from stages.context import StageConfig
@@ -117,31 +114,32 @@ def _run_order() -> int:
     except StoppedError as stop:
         logger.info("%s", stop)
         return REQUEUE_STATUS
-    except LostRankError as error:
-        _leave_message(LOST_RANK, control, rank, str(error))
-        return LOST_RANK_STATUS
     except Exception as error:
         failure = describe(error, work_dir, log_file)
-        says_full = is_disk_full(error) and failure["message"] != OUTPUT_FULL
-        try:
-            write_json(control / f"failure.{rank}.json", failure)
-        except OSError:
-            if not says_full:  # of which the status tells
-                print(failure["message"], file=sys.stderr)
-        if says_full:
+        status_tells = failure["kind"] == "disk" and failure["message"] != OUTPUT_FULL
+        _leave(control / f"failure.{rank}.json", failure, status_tells)
+        if status_tells:
             return DISK_FULL_STATUS
-        return 2 if failure["kind"] == "user" else 1
+        return {"user": 2, "lost": LOST_RANK_STATUS}.get(failure["kind"], 1)
 
 
-def _leave_message(kind: str, control: Path, rank: int, message: str) -> None:
-    logger.error("%s", message)
-    with contextlib.suppress(OSError):
-        write_json(control / f"{kind}.{rank}.json", {"message": message})
+def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -> None:
+    """Tell the runner why the stage failed, or the terminal where its file cannot be written.
+
+    Unless the status that the process ends with tells the runner as much.
+    """
+    if failure["kind"] in ("lost", "frozen"):
+        logger.error("%s", failure["message"])
+    try:
+        write_json(file, failure)
+    except OSError:
+        if not status_tells:
+            print(failure["message"], file=sys.stderr)
 
 
 def _end_without_partner(control: Path, rank: int, message: str) -> None:
     """End the process from a thread: its main one waits for the process that is frozen."""
-    _leave_message(FROZEN_RANK, control, rank, message)
+    _leave(control / f"failure.{rank}.frozen.json", {"kind": "frozen", "message": message})
     os._exit(LOST_RANK_STATUS)
 
 

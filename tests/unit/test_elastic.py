@@ -37,8 +37,8 @@ def failed(*ends: tuple[int, int, int]) -> ChildFailedError:
         (failed((0, 1, 76), (1, 2, 76)), 76, {"ended.json": {"rank": 0}}),
         (failed((0, 1, 1), (1, 2, 75)), 75, {"ended.json": {"rank": 1}}),
         (SignalException("", signal.SIGINT), 130, {}),
-        (DistError("no\nanswer"), 76, {"lost-rank.node.json": {
-            "message": "the launchers of the nodes do not meet (no answer)"
+        (DistError("no\nanswer"), 76, {"failure.node.json": {
+            "kind": "lost", "message": "the launchers of the nodes do not meet (no answer)"
         }}),
         (DistError("port: 29500, code: -98, name: EADDRINUSE"), 1, {"failure.node.json": {
             "kind": "user",

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bosch.errors import DamagedWorkError, RunError, UserError, control_character, printable
+from bosch.errors import (
+    DamagedWorkError,
+    LostRankError,
+    RunError,
+    UserError,
+    control_character,
+    printable,
+)
 from pipeline.run.failures import describe
 
 WORD, LINE = "w" * 500, "a line of " * 500
@@ -35,6 +42,7 @@ def test_a_message_shows_the_ends_of_what_is_too_long(text: str, shown: str) -> 
         (UserError("typed wrong"), "user", "typed wrong"),
         (DamagedWorkError("torn"), "damaged", "torn"),
         (RunError("the node is gone"), "run", "the node is gone"),
+        (LostRankError("rank 1 is gone"), "lost", "rank 1 is gone"),
         (MemoryError(), "run", "out of memory; see runtime for smaller batches"),
         (OSError(errno.EDQUOT, "quota"), "disk", "the disk of "),
         (OSError(errno.EFBIG, "too large"), "run", "a file grew beyond what the file system or"),

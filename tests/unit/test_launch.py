@@ -162,6 +162,8 @@ LOST = {"kind": "unexpected", "message": "unexpected DistBackendError: gone"}
 USER, RUN = {"kind": "user", "message": "a: b"}, {"kind": "run", "message": "search: full"}
 DISK = {"kind": "disk", "message": "no space"}
 DAMAGED = {"kind": "damaged", "message": "no end"}
+HANGS = {"kind": "lost", "message": "rank 0 hangs"}
+FROZE = {"kind": "frozen", "message": "rank 0 froze"}
 
 
 @pytest.mark.parametrize(
@@ -176,10 +178,10 @@ DAMAGED = {"kind": "damaged", "message": "no end"}
         ({"failure.0": USER}, -9, 2, UserError, "search: a: b"),
         ({}, DISK_FULL_STATUS, 1, DiskFullError, "search: the disk of WORK is full"),
         ({"failure.0": RUN, "failure.1": DISK}, 1, 2, DiskFullError, "search: no space"),
-        ({"lost-rank.1": {"message": "rank 0 hangs"}}, LOST_RANK_STATUS, 2, LostRankError,
+        ({"failure.1": HANGS}, LOST_RANK_STATUS, 2, LostRankError,
          "search: rank 0 hangs; the same command resumes"),
-        ({"lost-rank.1": {"message": "rank 0 hangs"}}, 1, 2, RunError, "ended with status 1"),
-        ({"frozen-rank.1": {"message": "rank 0 froze"}}, -9, 2, LostRankError, "rank 0 froze"),
+        ({"failure.1": HANGS}, 1, 2, RunError, "ended with status 1"),
+        ({"failure.1.frozen": FROZE}, -9, 2, LostRankError, "rank 0 froze"),
         ({"ended": {"rank": 3}}, 1, 4, RunError,
          "search: process 3 ended with status 1 without a reason in WORK/stage.rank3.log"),
         ({"ended": {"rank": 3}}, 134, 4, LostRankError,
