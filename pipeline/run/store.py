@@ -280,8 +280,6 @@ def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
                 return f"{entry['path']} has another size"
             if hasher.sha256(path) != entry["sha256"]:
                 return f"{entry['path']} has other content"
-        except FileNotFoundError:
-            return f"{entry['path']} is missing"
         except OSError as error:
             return f"{entry['path']} cannot be read ({error.strerror})"
     return None

@@ -32,6 +32,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.tools.stage_code import imported
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("bosch", "data_prep", "pipeline", "stages")
 SUITES = ("tests/unit", "tests/e2e", "tests/distributed")
@@ -242,13 +244,10 @@ def _import_graph() -> dict[str, set[str]]:
     names = {_module(path.relative_to(ROOT).as_posix()): path for path in files}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
-        used: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                used |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used = set(imported(tree))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 used.add(node.value.partition(":")[0])  # imported by name, as stages are
         graph[name] = (used & names.keys()) - {name}
     return graph

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,16 +83,18 @@ def closure(module: str) -> set[str]:
 @cache
 def imports(module: str) -> Sequence[str]:
     """The project modules that a module's code names in imports."""
-    named = []
-    for node in ast.walk(ast.parse(source(module))):
+    names = imported(ast.parse(source(module)))
+    return [name for name in names if name.split(".")[0] in _PACKAGES and path(name)]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules that the imports of a source text name; of what may be one, its dotted name."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        named += [name for name in names if name.split(".")[0] in _PACKAGES and path(name)]
-    return named
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def path(module: str) -> Path | None:

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -195,17 +196,15 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
     """For each suite a table of untrained hybrids and, with training, one of last checkpoints."""
-    number = 0
     tokens = next((r.trained_tokens for r in comparison.results.values()), None)
     words = {
         "untrained": "without training",
         "trained": f"after training on {tokens or 0:,} tokens",
     }
-    for suite in comparison.suites:
-        for models in _KINDS[: 1 + comparison.with_training]:
-            number += 1
-            title = f"Table {number}: {suite} average, {words[models]}"
-            yield _score_table(comparison, models, suite, title)
+    kinds = _KINDS[: 1 + comparison.with_training]
+    for number, (suite, models) in enumerate(product(comparison.suites, kinds), start=1):
+        title = f"Table {number}: {suite} average, {words[models]}"
+        yield _score_table(comparison, models, suite, title)
 
 
 def _score_table(comparison: Comparison, models: Models, suite: str, title: str) -> Table:

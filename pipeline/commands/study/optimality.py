@@ -50,14 +50,13 @@ def study(model: StudiedModel) -> StudyResult:
             ]
             for method, budget in variants(options.methods, options.budgets)
         }
-        standings = {
-            method: [standing(run.mask, landscape) for run in runs]
-            for method, runs in searches.items()
-        }
-        held_out_standings = {
-            method: [standing(run.mask, held_out_landscape) for run in runs]
-            for method, runs in searches.items()
-        }
+        standings, held_out_standings = (
+            {
+                method: [standing(run.mask, masks) for run in runs]
+                for method, runs in searches.items()
+            }
+            for masks in (landscape, held_out_landscape)
+        )
         evaluations = {
             method: median(run.costs["evaluations"] for run in runs)
             for method, runs in searches.items()
