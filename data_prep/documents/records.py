@@ -237,8 +237,8 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
     Raises UserError when the row group is damaged, or a row's `field` is not text.
     """
     where = f"{path}, row group {group}"
-    columns = list(dict.fromkeys([field, *filters.matches]))
-    for row, record in enumerate(_parquet_rows(path, where, [group], columns)):
+    rows = _parquet_rows(path, where, [group], [field], list(filters.matches))
+    for row, record in enumerate(rows):
         value = record.get(field)
         if not isinstance(value, str):
             kind = _type_name(value)
@@ -259,19 +259,25 @@ def _whole_file(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(
-    path: Path, where: str, groups: Sequence[int] | None, fields: Sequence[str]
+    path: Path,
+    where: str,
+    groups: Sequence[int] | None,
+    fields: Sequence[str],
+    others: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The rows of some row groups, or of all; of `fields` those columns that there are."""
-    row = 0
+    """The rows of some row groups, or of all: the columns `fields`, and `others` if they are there.
+
+    `others` may hold values of any type.
+    """
+    row, names = 0, list(dict.fromkeys([*fields, *others]))
     try:
         file = _open_parquet(path, fields)
         for group in range(file.num_row_groups) if groups is None else groups:
             rows = min(_rows_per_batch(file, group, name) for name in fields)
-            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=fields):
-                names = batch.schema.names
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=names):
                 columns = [_values(column, where, row) for column in batch.columns]
                 for values in zip(*columns, strict=True):
-                    yield dict(zip(names, values, strict=True))
+                    yield dict(zip(batch.schema.names, values, strict=True))
                     row += 1
     except _PARQUET_FAULTS as error:
         raise UserError(

@@ -427,10 +427,11 @@ def test_filters_choose_records(tmp_path, kind, filters, expected):
     assert tokenised.left_out == 4 - len(expected)
 
 
-def test_missing_field_matches_nothing(tmp_path):
-    write_records(tmp_path / "corpus", "jsonl")
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_missing_field_matches_nothing(tmp_path, kind):
+    write_records(tmp_path / "corpus", kind)
     with pytest.raises(UserError, match="source s: its filters leave out all 4 documents"):
-        tokenise(tmp_path, "shards", kind="jsonl", filters=Filters(matches={"lang": ""}))
+        tokenise(tmp_path, "shards", kind=kind, filters=Filters(matches={"lang": ""}))
 
 
 @pytest.mark.parametrize("window", [2**17, 64])
