@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_name(repository: str) -> None:
     """Raise UserError for what is no name of a repository."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     reason = ""
     try:
