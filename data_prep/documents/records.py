@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -310,6 +311,7 @@ def _rows_per_batch(file: Any, group: int, field: str) -> int:
     return int(min(1000, max(1, _BATCH_BYTES // mean)))
 
 
+@lru_cache(maxsize=4)
 def open_dataset(
     where: str, path: str, subset: str | None, split: str, revision: str | None
 ) -> Any:

@@ -117,7 +117,7 @@ def outcome(family: str, save: Callable[[Path, str], None]) -> Outcome:
         route, answers = served
         if any(math.isnan(number) for answer in answers for number in stated_logprobs(answer)):
             return Outcome(False, route, reason="vLLM's log-probabilities are NaN")
-        distance = in_process(partial(_distance, folder, answers))
+        distance = in_process(lambda: largest_distance(load_reference(folder), answers))
     if isinstance(distance, str):
         return Outcome(False, route, reason=distance)
     if not math.isfinite(distance):
@@ -140,10 +140,6 @@ def outputs(folder: Path) -> tuple[str, list[Any]]:
         bases = [base.__name__ for base in type(worker.get_model()).__mro__]
     backend = any(base.startswith("Transformers") for base in bases)
     return "transformers backend" if backend else "own class", answers
-
-
-def _distance(folder: Path, answers: Sequence[Any]) -> float:
-    return largest_distance(load_reference(folder), answers)
 
 
 def largest_distance(reference: Any, answers: Sequence[Any]) -> float:
@@ -233,8 +229,9 @@ def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) ->
     for family in FAMILY_NAMES:
         hybrid, original = (outcomes.get((family, form)) for form in ("hybrid", "original"))
         if hybrid is not None:
-            cells = _state(hybrid), _distance_text(hybrid), _state(original) if original else ""
-            lines.append((f"`{family}`", hybrid.route, *cells))
+            distance = "" if hybrid.distance is None else f"{hybrid.distance:.1e}"
+            before = _state(original) if original else ""
+            lines.append((f"`{family}`", hybrid.route, _state(hybrid), distance, before))
     rest = [f"`{family}`" for family in FAMILY_NAMES if (family, "hybrid") not in outcomes]
     return (
         "# Families that vLLM serves\n\n"
@@ -255,10 +252,6 @@ def _page(outcomes: dict[tuple[str, str], Outcome], versions: dict[str, str]) ->
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _distance_text(outcome: Outcome) -> str:
-    return "" if outcome.distance is None else f"{outcome.distance:.1e}"
 
 
 def _state(outcome: Outcome) -> str:

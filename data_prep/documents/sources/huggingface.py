@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 from data_prep.documents.source_files import is_local
@@ -31,12 +30,7 @@ class _HuggingFace(Kind):
 def _dataset(source: Source) -> Any:
     assert source.path is not None
     where = f"source {source.name}"
-    return _open(where, source.path, source.subset, source.split, source.revision)
-
-
-@lru_cache(maxsize=4)
-def _open(*arguments: Any) -> Any:
-    return records().open_dataset(*arguments)
+    return records().open_dataset(where, source.path, source.subset, source.split, source.revision)
 
 
 KIND = _HuggingFace()
