@@ -44,24 +44,21 @@ def inspect(
             state = StageState(node, "to run", "--force", afresh=True)
         elif above:
             state = StageState(node, "to run", f"input {above[0]} is made again", afresh=True)
+        elif node.key is not None and (holder := read_holder(store.lock(node.name, node.key))):
+            state = StageState(node, "running", str(holder))
         else:
-            state = inspect_one(node, store, hasher, last.get(node.name))
+            state = inspect_output(node, store, hasher, last.get(node.name))
         if state.afresh:
             rebuilt.add(node.name)
         states.append(state)
     return states
 
 
-def inspect_one(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
-    """The state of one stage; `last` is the key of its output in the recipe's last run."""
-    holder = read_holder(store.lock(node.name, node.key)) if node.key is not None else None
-    if holder is not None:
-        return StageState(node, "running", str(holder))
-    return inspect_output(node, store, hasher, last)
-
-
 def inspect_output(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
-    """The state of one stage's output, whoever may be making it."""
+    """The state of one stage's output, whoever may be making it.
+
+    `last` is the key of its output in the recipe's last run.
+    """
     if node.key is None or node.document is None:
         return StageState(node, "to run", "input files are new or changed, and not yet hashed")
     reason = ""
