@@ -44,7 +44,9 @@ _CONFIG = {
 _FORMATS = {
     "number": "format(datum.value, '~g')",
     "whole": "datum.value % 1 ? '' : format(datum.value, ',')",
-    "count": "replace(format(datum.value, '~s'), 'G', 'B')",
+    # As `format_count`: half a thing is 0.5, not 500m.
+    "count": "abs(datum.value) < 1000 ? format(datum.value, '~g') : "
+    "replace(format(datum.value, '~s'), 'G', 'B')",
     "share": "format(datum.value, '~%')",
     "length": "datum.value && datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : "
     "format(datum.value, ',')",

@@ -23,7 +23,7 @@ from stages.formats import (
     format_share,
     signed,
 )
-from stages.pages.charts import Axis, Picture, curves, save_panels, styles
+from stages.pages.charts import Axis, Picture, curves, save, save_panels, styles
 from stages.pages.tables import Cell, Group, Table
 from stages.report.charts import extent
 
@@ -60,6 +60,25 @@ def test_intervals_are_drawn_of_the_points_that_have_one(
     ]
     text = json.dumps(curves(rows, Axis("x"), Axis("y"), styles(["one"])).to_dict())
     assert text.count('"type": "rule"') == drawn
+
+
+@pytest.mark.parametrize(
+    ("highest", "labels"),
+    [
+        (0.5, ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]),
+        (5000.0, ["0", "1k", "2k", "3k", "4k", "5k"]),
+        (5e9, ["0", "1B", "2B", "3B", "4B", "5B"]),
+    ],
+)
+def test_an_axis_of_counts_says_the_numbers_that_are_drawn(
+    tmp_path: Path, highest: float, labels: list[str]
+) -> None:
+    rows = [{"series": "one", "x": 7.0, "y": y, "tip": ""} for y in (0.0, highest)]
+    chart = curves(rows, Axis("", values=[7.0]), Axis("", "count", zero=True), styles(["one"]))
+    save(chart, tmp_path / "plot.svg")
+    root = ElementTree.fromstring((tmp_path / "plot.svg").read_text(encoding="utf-8"))
+    texts = [one.text for one in root.iter() if one.tag.endswith("text") and one.text]
+    assert texts == ["7", *labels]
 
 
 def test_series_keep_their_own_look_and_others_differ() -> None:
