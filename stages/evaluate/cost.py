@@ -20,8 +20,8 @@ from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.stage import TrainConfig
 
-# A sample's question, answer and score on disk.
-_SAMPLE_BYTES = 300.0
+# A sample on disk: names, the 300 characters of its question that are kept, answers and output.
+_SAMPLE_BYTES = 500.0
 
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:

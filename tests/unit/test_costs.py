@@ -6,12 +6,19 @@ stages.evaluate.cost, stages.materialize.cost, stages.prepare.stage, pipeline.co
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data_prep.tasks.samples import TAIL_CHARACTERS
 from pipeline.commands.plan import plan_costs, plan_devices
 from pipeline.recipe.load import load_recipe
+from stages.evaluate.generation import Question
+from stages.evaluate.stage import EvaluateConfig
+from stages.evaluate.suite import answer_record
+from stages.evaluate.suites.needle import NeedleEvaluation
 from tests.golden_plans import GOLDEN, plans
 from tests.pipeline_case import Case
 
@@ -33,3 +40,19 @@ def test_processes_speed_one_sample_up_where_they_share_it(
     loaded = load_recipe(case.file, overrides, env={"NPROC_PER_NODE": "2"})
     cost = plan_costs(loaded, plan_devices(loaded))["original"]
     assert cost.speedup(2) == speedup
+
+
+def test_a_sample_takes_no_more_of_the_disk_than_planned(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+
+    def disk(samples: int) -> float:
+        overrides = [f"evaluate.needle.samples={samples}", "evaluate.needle.tasks=[niah_single_2]"]
+        loaded = load_recipe(case.file, overrides)
+        needle = loaded.recipe[EvaluateConfig].suites["needle"]
+        assert isinstance(needle, NeedleEvaluation)
+        return plan_costs(loaded, plan_devices(loaded))["original"].disk / len(needle.lengths)
+
+    question = Question(99, np.zeros(1, np.int32), ["1234567"], "x" * TAIL_CHARACTERS)
+    head = {"checkpoint": "original", "suite": "needle", "task": "niah_single_2", "length": 32768}
+    line = json.dumps({**head, **answer_record(question, 1.0, ["1234567"], " 1234567")})
+    assert disk(2) - disk(1) >= len(line) + 1
