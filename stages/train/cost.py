@@ -21,7 +21,6 @@ from stages.train.footprint import (
     load_host_bytes,
     restart_point_bytes,
     step_traffic,
-    trained_parameters,
     unneeded_flops,
 )
 from stages.train.stage import TrainConfig, batch_faults
@@ -59,8 +58,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     saved = float(checkpoints * shape.parameters * number)
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
-    trained = trained_parameters(shape, train)
-    point = restart_point_bytes(shape.parameters, trained, train.optimizer)
+    point = restart_point_bytes(shape, train, runtime.sharding)
     restart = 2 * point  # the older one stays until the newer one is complete
     # A copy of what a node's processes hold; without sharding of the first process's alone.
     writing = point * (1.0 if runtime.sharding == "none" else local / processes)

@@ -79,9 +79,18 @@ def liger_loss_bytes(
     return chunk * vocabulary * element_bytes + states + head
 
 
-def restart_point_bytes(parameters: int, trained: int, optimizer: str) -> float:
-    """A restart point on disk: all weights in float32, and the moments of the trained ones."""
-    return float32_bytes(parameters, 1) + optimizer_bytes(trained, 1, optimizer)
+def restart_point_bytes(shape: DecoderShape, train: TrainConfig, sharding: str) -> float:
+    """A restart point on disk: weights in float32, and the moments of the trained ones.
+
+    Adapters are among the weights, and a tied table is under both of its names. DeepSpeed's point
+    has what is trained alone, each weight once.
+    """
+    trained = trained_parameters(shape, train)
+    weights = trained
+    if sharding != "deepspeed":
+        weights = shape.parameters + (trained if train.lora is not None else 0)
+        weights += shape.table if shape.tied else 0
+    return float32_bytes(weights, 1) + optimizer_bytes(trained, 1, train.optimizer)
 
 
 def load_host_bytes(
@@ -235,6 +244,8 @@ def training_memory(
     trained = trained_parameters(shape, train)
     tables_trained = trained == shape.parameters
     parameters = shape.parameters + (trained if train.lora is not None else 0)
+    # DeepSpeed has what is frozen in the precision that it computes in alone.
+    in_float32 = trained if runtime.sharding == "deepspeed" else parameters
     element_bytes = _element_bytes(train)
     if runtime.context_parallel > 1:
         rows = layers or [{None: shape.key_value_heads}]
@@ -277,7 +288,7 @@ def training_memory(
     fused = train.liger and not distilled
     activations = _activations(shape, train, runtime, tokens, exchanged)
     return TrainingMemory(
-        parameters=float32_bytes(parameters, shards),
+        parameters=float32_bytes(in_float32, shards),
         gradients=gradients,
         optimizer=optimizer,
         layer_inputs=activations.layer_inputs,

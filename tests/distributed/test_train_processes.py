@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bosch.files import file_digest
+from bosch.model.loading import load_config
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
+from stages.train.footprint import restart_point_bytes
 from tests.front_case import nested_front
 from tests.rank_processes import run_module
 from tests.training_case import (
@@ -22,6 +28,7 @@ from tests.training_case import (
     SHARDINGS,
     make_case,
     metrics,
+    stage_config,
     train_here,
     train_in_processes,
 )
@@ -91,6 +98,13 @@ def _copy_without_optimizer(point: Path, name: str) -> None:
     (copy / "whole.json").write_text(json.dumps(record))
 
 
+def tensor_bytes(point: Path) -> int:
+    """Bytes of all tensors of a restart point, of all processes."""
+    metadata = FileSystemReader(point).read_metadata().state_dict_metadata.values()
+    tensors = [one for one in metadata if isinstance(one, TensorStorageMetadata)]
+    return sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors)
+
+
 @pytest.mark.parametrize("sharding", ["none", "fsdp", DEEPSPEED])
 def test_two_processes_train_like_one_and_resume(
     case: Path, alone: Path, tmp_path: Path, sharding: str
@@ -109,6 +123,13 @@ def test_two_processes_train_like_one_and_resume(
     assert killed.returncode != 0
     points = [path.name for path in (tmp_path / "restart").glob("step-*")]
     assert points == ["step-4"], killed.stderr
+    stated = restart_point_bytes(
+        DecoderShape.of(load_config(str(case / "materialize" / "model"))),
+        stage_config(train=changes["train"]).section,
+        sharding,
+    )
+    # Each weight's moments have a count of steps beside them.
+    assert tensor_bytes(tmp_path / "restart" / "step-4") == pytest.approx(stated, rel=2e-3)
     if sharding == "deepspeed":
         _copy_without_optimizer(tmp_path / "restart" / "step-4", "step-6")
         damaged = train_in_processes(case, tmp_path, 2, **changes)

@@ -106,6 +106,10 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
     "deepspeed": ({}, {"sharding": "deepspeed", "checkpointing": "full"}, {"processes": 2}, {
         "optimizer": 4 * 5010 + 5010, "ahead": 0,
     }),
+    "deepspeed, attention alone": (
+        {"freeze": "attention_only"}, {"sharding": "deepspeed", "checkpointing": "full"},
+        {"processes": 2}, {"parameters": 2 * 800, "optimizer": 4 * 800 + 5010},
+    ),
     "attention alone": ({"freeze": "attention_only"}, {}, {}, {
         "gradients": 4 * 800, "optimizer": 8 * 800, "whole weights": 2 * 5010,
         "layer inputs": 2 * 8 * ((8 + 6) * 10 + 272 + 120), "loss and logits": 9600 + 160,
@@ -154,6 +158,24 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
         "loss and logits": 1 * 100 * 2 + 160 + 100 * 10 * 10,
     }),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("train", "sharding", "tied", "expected"),
+    [
+        ({}, "none", False, 12 * 5010),
+        ({}, "fsdp", True, 12 * 5010 + 4 * 1000),
+        ({"lora": {"rank": 3}}, "none", False, 4 * (5010 + 900) + 8 * 900),
+        ({"freeze": "attention_only"}, "fsdp", False, 4 * 5010 + 8 * 800),
+        ({"freeze": "attention_only"}, "deepspeed", True, 12 * 800),
+        ({}, "deepspeed", True, 12 * 5010),
+    ],
+)
+def test_a_restart_point_has_what_training_goes_on_with(
+    train: dict[str, Any], sharding: str, tied: bool, expected: int
+) -> None:
+    shape = replace(SHAPE, tied=tied)
+    assert restart_point_bytes(shape, TrainConfig(**train), sharding) == expected
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -230,7 +252,6 @@ WORDS = 2**20  # of which 64 tokens are a chunk
         (liger_loss_bytes(3200, 10, 1000, 2, False), 32 * 1000 * 2 + 3200 * 20),
         (optimizer_bytes(512, 2, "adamw"), 2048),
         (optimizer_bytes(512, 2, "adamw_8bit"), 512 + 8),
-        (restart_point_bytes(100, 10, "adamw"), 400 + 80),
         (load_host_bytes(100, 2, 4, "none", 8, False), 3200),
         (load_host_bytes(100, 2, 4, "none", 8, True), 200),
         (load_host_bytes(100, 2, 4, "fsdp", 8, False), 200),
