@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=17,
+    version=18,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import time
+from collections import Counter
 from difflib import SequenceMatcher
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,16 @@ def conversations() -> list[dict[str, Any]]:
 def template(tokenizer: Any) -> ChatTemplate:
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     return ChatTemplate(tokenizer)
+
+
+def test_the_places_of_a_question_of_nolima_are_one_document(folder: Path) -> None:
+    """A score that depends on the question alone is as uncertain as its questions are few."""
+    data = folder / "nolima"
+    section = Nolima(data_dir=str(data), lengths=[100], depths=3)
+    samples = section.make(nolima_case.tokenizer(), 0)
+    tests = nolima.needle_tests(data / "needle_set.json", None)
+    # Three depths of two books.
+    assert Counter(one.document for one in samples) == {test.name: 6 for test in tests}
 
 
 def mrcr_suite(
@@ -257,12 +268,14 @@ def test_all_are_evaluated_and_answered_once(
         suite: {(task, at): by[at].samples for task, by in table.tasks.items() for at in by}
         for suite, table in scores.checkpoints["original"].items()
     }
-    assert sum(counts["nolima"].values()) == 6 and {at for _, at in counts["nolima"]} == {100}
+    assert {at for _, at in counts["nolima"]} == {100}
     assert {task for task, _ in counts["mrcr"]} == {"2 needles", "4 needles"}
     assert max(counts["mrcr"].values()) == 2
     # Two depths of one question are one sample.
     assert counts["helmet"] == {(task, 8192): 1 for task in HELMET_TASKS}
     records = list(read_samples(tmp_path / "first"))
+    asked = [one["document"] for one in records if one["suite"] == "nolima"]
+    assert len(asked) == 6 and sum(counts["nolima"].values()) == len({*asked})
     one_line = [
         one["output"] for one in records if one["suite"] == "helmet" and one["task"] != "json_kv"
     ]

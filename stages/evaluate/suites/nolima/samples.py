@@ -270,6 +270,9 @@ def samples(
 ) -> list[PromptSample]:
     """The needles of the set at every depth of every book, or as many as are asked for.
 
+    The places of a question count as one sample: a model that knows the answer at one depth knows
+    it at most others.
+
     Raises UserError when the needle set or a book cannot be read, or a book is too short.
     """
     folder = Path(section.data_dir)
@@ -293,6 +296,7 @@ def samples(
                     answers=sample.answers,
                     new_tokens=section.max_new_tokens,
                     score=partial(score, answers=sample.answers),
+                    document=sample.test.name,
                 )
             )
     return prompts
