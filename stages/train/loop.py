@@ -85,7 +85,9 @@ class Loop:
         """Take every step that is left, or those until a signal asks for a stop."""
         first, stop = self.step + 1, False
         self.model.train()
-        self.stopwatch.read()  # loading the model is not part of the first step
+        self.stopwatch.read()  # loading is not part of the first step
+        if self.metrics_log is not None:
+            self.metrics_log.begin()
         while self.step < self.schedule.steps and not stop:
             self.step += 1
             self.start_step()

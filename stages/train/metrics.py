@@ -94,6 +94,10 @@ class MetricsLog:
         """Seconds of training, those before a restart included."""
         return self._seconds_before + time.monotonic() - self._started
 
+    def begin(self) -> None:
+        """Count seconds from now on: speed and time left are those of steps, not of loading."""
+        self._started = time.monotonic()
+
     def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
         """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         record = {

@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -436,6 +438,24 @@ def test_stop_signals_leave_a_restart_point_at_the_next_step(
     assert signal.getsignal(number) == signal.SIG_DFL
     train_here(case, tmp_path)
     assert_same(tmp_path, undisturbed)
+
+
+def test_seconds_and_time_left_are_those_of_the_steps(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = [0.0]
+
+    def slow_watch(*_: Any) -> None:
+        loading[0] += 10_000
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + loading[0])
+    monkeypatch.setattr("stages.train.metrics.time", clock)
+    monkeypatch.setattr("stages.train.run.make_needle_watch", slow_watch)
+    train_here(case, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert (
+        max(json.loads(line)[name] for line in lines for name in ("seconds", "seconds_left")) < 5000
+    )
 
 
 def test_restart_points_come_by_the_minute_too(
