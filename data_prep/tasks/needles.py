@@ -215,7 +215,7 @@ class _Draws:
         needles, self._place_seed, rest, start = (
             int.from_bytes(stream.tobytes(), "big") for stream in state.reshape(4, 4)
         )
-        self._start = start % len(words) if space != "evaluation" else 0
+        self._start = start % len(words) if space != "evaluation" and words else 0
         self._rest = random.Random(rest)
         rng = random.Random(needles)
         self._pairs: dict[str, str] = {}
