@@ -35,10 +35,10 @@ def test_a_plausible_mistake_and_none_that_changes_nothing(before: str, after: l
 
 def test_tests_that_ran_a_line_come_first(tmp_path: Path) -> None:
     report = tmp_path / "coverage.json"
-    own, other = "tests/unit/test_costs.py", "tests/unit/test_heads.py"
+    own, other = "tests/unit/test_attention.py", "tests/unit/test_heads.py"
     contexts = {
-        "7": ["tests.unit.test_costs.test_golden", f"{other}::test_keys[1] (call)", ""],
-        "8": [f"{own}::test_golden (setup)|tests.unit.test_costs_of.test"],
+        "7": ["tests.unit.test_attention.test_bands", f"{other}::test_keys[1] (call)", ""],
+        "8": [f"{own}::test_bands (setup)|tests.unit.test_attention_of.test"],
         "9": [""],
     }
     file = "stages/evaluate/cost.py"
