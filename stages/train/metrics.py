@@ -85,7 +85,7 @@ class MetricsLog:
 
     @property
     def final_loss(self) -> float | None:
-        """Loss of the schedule's last step; None where its record is lost, or was skipped."""
+        """Loss of the schedule's last step; None where its record is lost, or it was not finite."""
         last = self.records[-1] if self.records else None
         return last["loss"] if last and last["step"] == self._schedule.steps else None
 
