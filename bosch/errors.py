@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Iterator
 
 # C0 and C1 without tab and line feed: a terminal interprets them. Lone surrogates have no UTF-8.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG_WORD = re.compile(r"\S{501,}")
 _LONG_LINE = re.compile(r"[^\n]{5001,}")
+NO_SPACE_LEFT = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Message(Exception):
@@ -39,6 +42,23 @@ class DamagedWorkError(RunError):
 
 class StoppedError(Exception):
     """A run stopped when it was asked to, its work saved: the same command resumes from there."""
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
+    return any(
+        isinstance(one, DiskFullError)
+        or (isinstance(one, OSError) and one.errno in NO_SPACE_LEFT)
+        or "No space left on device" in str(one)
+        for one in causes(error)
+    )
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from or while handling, latest first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _cut(match: re.Match[str]) -> str:

@@ -26,6 +26,7 @@ _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 _CHUNK = 4 * 1024**2
 # Size, times and inode of a file, and of the link that leads to it.
 Stamp = list[int]
+_ALMOST_FULL_BYTES = 1024**2
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 SCANNED_BYTES = 2**20
 # For scanning JSON: bytes before a value; an opening bracket is a step of 1, a closing one of -1.
@@ -55,6 +56,14 @@ JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
 # for a key.
 CONFIG_LIMITS = JsonLimits(4 * 2**20, 200_000)
 MOST_LAYERS = 1_000  # that such a file may count; no model is near it
+
+
+def almost_full(folder: Path) -> bool:
+    """Whether the disk of a folder has next to no space left; False of one that cannot be asked."""
+    with contextlib.suppress(OSError):
+        space = os.statvfs(folder)
+        return space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES
+    return False
 
 
 def canonical_json(value: Any) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from bosch.errors import UserError
+from bosch.errors import UserError, is_disk_full
 from bosch.files import make_folder
 from pipeline.commands import RecipeCommand
 from pipeline.commands.evaluate import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
-from pipeline.run.failures import is_disk_full
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
 from stages.recipe import LoadedRecipe

@@ -7,15 +7,16 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from bosch.errors import (
+    NO_SPACE_LEFT,
     DamagedWorkError,
-    DiskFullError,
     LostRankError,
     RunError,
     UserError,
+    causes,
+    is_disk_full,
 )
 from bosch.files import TEMPORARY
 
@@ -33,7 +34,6 @@ LOST_RANK_STATUS = 76
 ENDED = "ended.json"  # in which the launcher of several processes says which of them ended first
 # sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
 REQUEUE_STATUS = 75
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Terminated(Exception):
@@ -75,10 +75,11 @@ def no_space(error: BaseException, folder: Path | None) -> str | None:
     `folder`: where the run writes, unless the error names another place.
     """
     if not is_disk_full(error):
-        return FILE_TOO_LARGE if _has_number(error, errno.EFBIG) else None
-    if output_is_full():
-        return OUTPUT_FULL
+        numbers = [one.errno for one in causes(error) if isinstance(one, OSError)]
+        return FILE_TOO_LARGE if errno.EFBIG in numbers else None
     full = _full_folder(error)
+    if full is None and output_is_full():
+        return OUTPUT_FULL
     inside = full is None or (folder is not None and folder in full.parents)
     place = folder if inside else full
     return NO_SPACE if place is None else disk_full_message(place)
@@ -89,18 +90,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError"
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
-    if any(isinstance(one, DiskFullError) for one in _chain(error)):
-        return True
-    said = any("No space left on device" in str(one) for one in _chain(error))
-    return said or _has_number(error, *_FULL)
-
-
 def _full_folder(error: BaseException) -> Path | None:
     """The folder of the file for which no space was left, where the error names one."""
-    for one in _chain(error):
-        if isinstance(one, OSError) and one.errno in _FULL:
+    for one in causes(error):
+        if isinstance(one, OSError) and one.errno in NO_SPACE_LEFT:
             name = one.filename2 or one.filename  # a copy's second one is what was written
             if isinstance(name, str | bytes):
                 above = Path(os.path.abspath(os.fsdecode(name))).parents
@@ -108,18 +101,16 @@ def _full_folder(error: BaseException) -> Path | None:
     return None
 
 
-def _has_number(error: BaseException, *numbers: int) -> bool:
-    return any(isinstance(one, OSError) and one.errno in numbers for one in _chain(error))
-
-
 def output_is_full() -> bool:
     """Whether it is the standard output, not a folder of the run, that has no space left.
 
-    Writes an empty line to it to see. Where that fails, the output leads nowhere from then on: the
-    interpreter would try once more when it ends.
+    Writes nothing of its own, since programs may read it: what could not be written is still in the
+    buffer, and a device that is full refuses nothing at all, too. Where that fails, the output
+    leads nowhere from then on: the interpreter would try once more when it ends.
     """
     try:
-        os.write(sys.stdout.fileno(), b"\n")
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"")
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
@@ -134,9 +125,3 @@ def disk_full_message(folder: Path) -> str:
         if space.f_files and not space.f_favail:
             return f"the disk of {folder} has no inode left; remove some files {again}"
     return f"the disk of {folder} is full; free some space {again}"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -20,7 +20,7 @@ from bosch.errors import (
     StoppedError,
     UserError,
 )
-from bosch.files import read_json, write_json
+from bosch.files import almost_full, read_json, write_json
 from bosch.hardware import cpu_cores
 from bosch.this_process import killed_by_kernel
 from pipeline.recipe.load import ROOT
@@ -53,7 +53,6 @@ _KINDS: dict[str, type[UserError | RunError]] = {
     "run": RunError,
     "unexpected": RunError,
 }
-_ALMOST_FULL_BYTES = 1024**2
 _RESUMES = "the same command resumes from here"
 # Signals that a process gets from what it does itself.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -194,10 +193,8 @@ def failure_of(
         # Libraries have errors of their own for a partner that was killed.
         if kind in said and not (signalled and kind == "unexpected"):
             return error(f"{name}: {said[kind].removeprefix(f'{name}: ')}")
-    with contextlib.suppress(OSError):
-        space = os.statvfs(work_dir)
-        if status == DISK_FULL_STATUS or space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES:
-            return DiskFullError(f"{name}: {disk_full_message(work_dir)}")
+    if status == DISK_FULL_STATUS or almost_full(work_dir):
+        return DiskFullError(f"{name}: {disk_full_message(work_dir)}")
     # The status may be that of a frozen process, which torchrun has killed.
     for kind in ("frozen", *(["lost"] if status == LOST_RANK_STATUS else [])):
         if kind in said:

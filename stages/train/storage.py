@@ -23,8 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from bosch.errors import DamagedWorkError, RunError, UserError
+from bosch.errors import DamagedWorkError, DiskFullError, RunError, UserError, is_disk_full
 from bosch.files import (
+    almost_full,
     file_digest,
     files_below,
     listing_fault,
@@ -377,7 +378,8 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
 
     The processes also talk while they write: a connection that broke is no fault of the disk.
 
-    Raises RunError when the file system refused.
+    Raises RunError when the file system refused, DiskFullError where no space was left: torch's
+    writer of archives says then only that it is at another position than it expects.
     """
     from safetensors import SafetensorError
 
@@ -390,6 +392,8 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
         if isinstance(error, CheckpointException) and error.failures:  # of any process
             cause = next(iter(error.failures.values()))[0]
         free, reason = shutil.disk_usage(directory).free, " ".join(str(cause).split())
-        raise RunError(
+        torch_alone = not isinstance(cause, OSError) and almost_full(directory)
+        kind = DiskFullError if is_disk_full(cause) or torch_alone else RunError
+        raise kind(
             f"cannot write {what} below {directory} ({free / 1e9:.2f} GB free): {reason}"
         ) from error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +37,8 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.this_process import process_place
 from bosch.window import Window
 from pipeline import cli
-from pipeline.run.failures import disk_full_message
+from pipeline.commands import status
+from pipeline.run.failures import disk_full_message, output_is_full
 from tests.pipeline_case import Case
 
 
@@ -212,20 +215,55 @@ def test_a_link_is_no_file_of_finished_work(tmp_path: Path) -> None:
         file_hashes(tmp_path, ["data"])
 
 
-@pytest.mark.parametrize("is_full", [True, False])
-def test_an_output_that_takes_nothing_ends_with_1(case: Case, is_full: bool) -> None:
+@pytest.mark.parametrize(("is_full", "unbuffered"), [(True, ""), (True, "1"), (False, "")])
+def test_an_output_that_takes_nothing_ends_with_1(
+    case: Case, is_full: bool, unbuffered: str
+) -> None:
     """A full disk is told; whoever has closed a pipe wants to hear no more."""
     reader, output = os.pipe()
     os.close(reader)
     if is_full:
         os.dup2(os.open("/dev/full", os.O_WRONLY), output)
     done = subprocess.run(
-        case.command("status"), env=case.environment(), stdout=output, stderr=subprocess.PIPE,
-        text=True,
+        case.command("status"), env=case.environment(PYTHONUNBUFFERED=unbuffered), stdout=output,
+        stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(output)
     told = "error: the standard output cannot be written to: no space is left where it leads\n"
     assert (done.returncode, done.stderr) == (1, told * is_full)
+
+
+def test_a_full_disk_leaves_the_output_to_programs(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is the output that is full is found out without writing to it."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(status, "run", full)
+    assert cli.main(["status", str(case.file), "--json"]) == 1
+    printed = capfd.readouterr()
+    assert printed.err.startswith(f"error: the disk of {case.runs} ") and not printed.out
+
+
+def test_an_output_with_no_space_keeps_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which it is known: of a file on a full disk, nothing at all can be written."""
+    with (tmp_path / "output").open("wb", buffering=0) as file:
+        output = io.TextIOWrapper(io.BufferedWriter(file))
+        monkeypatch.setattr(sys, "stdout", output)
+        assert not output_is_full()
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, file.fileno())
+        os.close(full)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda descriptor, content: len(content))
+            output.write("text")
+            assert output_is_full()
+        output.flush()
+    assert (tmp_path / "output").read_bytes() == b""
 
 
 def test_a_terminal_without_arrows_ends_no_run(case: Case) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bosch.attention import BACKENDS
-from bosch.errors import DamagedWorkError, RunError, UserError
+from bosch.errors import DamagedWorkError, DiskFullError, RunError, UserError
 from bosch.journal import Journal
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
@@ -423,6 +425,28 @@ def test_a_full_disk_is_told_in_one_sentence(
     )
     with pytest.raises(RunError, match=message):
         points.rehearse(1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "is_full"),
+    [
+        (RuntimeError("[enforce fail] unexpected pos 704 vs 598"), 2**20 - 1, True),
+        (RuntimeError("[enforce fail] unexpected pos 704 vs 598"), 2**20, False),
+        (RuntimeError("No space left on device (os error 28)"), 2**30, True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 2**30, True),
+        (OSError(errno.EACCES, "Permission denied"), 0, False),
+    ],
+)
+def test_a_disk_without_space_is_told_from_one_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, is_full: bool
+) -> None:
+    """torch's writer of archives does not say why a write failed."""
+    left = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=0, f_bfree=0)
+    monkeypatch.setattr(os, "statvfs", lambda folder: left)
+    with pytest.raises(RunError) as failure, disk_errors("a restart point", tmp_path):
+        raise error
+    assert isinstance(failure.value, DiskFullError) == is_full
+    assert str(failure.value).endswith(f"GB free): {error}")
 
 
 def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: Path) -> None:

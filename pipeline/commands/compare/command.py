@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pydantic import Field
 
 from bosch.commands import print_json, text_aside
-from bosch.errors import LostRankError, RunError, UserError
+from bosch.errors import LostRankError, RunError, UserError, is_disk_full
 from bosch.files import read_json
 from bosch.search import methods
 from pipeline.commands import RecipeCommand
@@ -32,7 +32,6 @@ from pipeline.commands.compare.page import REPORT, score_tables, write_compariso
 from pipeline.commands.options import METHODS, Methods, Seeds, read_options
 from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.load import find_faults, listing
-from pipeline.run.failures import is_disk_full
 from pipeline.run.graph import upstream_of
 from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Choice, Runner
