@@ -17,17 +17,27 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background jobs with SIGINT ignored, which processes of the tests would inherit.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+_HANDLERS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+}
+
+
+def _set_handlers() -> None:
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
+
+
+_set_handlers()
 
 
 @pytest.fixture(autouse=True)
 def _default_signal_handlers() -> Iterator[None]:
     """Reset the handlers that the command line sets where a test or a fixture calls it."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+    _set_handlers()
     yield
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+    _set_handlers()
 
 
 def pytest_collection_finish() -> None:

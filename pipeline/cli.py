@@ -43,6 +43,7 @@ from pipeline.run.failures import (
     LOST_RANK_STATUS,
     REQUEUE_STATUS,
     Terminated,
+    ignore_stops,
     no_space,
     unexpected,
 )
@@ -88,11 +89,11 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     except RunError as failure:
         return _say(f"error: {failure}", 1)
     except KeyboardInterrupt:
-        return _say("stopped; the same command resumes from here", 130)
+        return _stopped("stopped", 130)
     except StoppedError as stop:
-        return _say(f"{stop}; the same command resumes from here", REQUEUE_STATUS)
+        return _stopped(str(stop), REQUEUE_STATUS)
     except Terminated:
-        return _say("terminated; the same command resumes from here", 143)
+        return _stopped("terminated", 143)
     except BrokenPipeError:
         # The reader of our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -134,6 +135,12 @@ def _obstacle(error: OSError, root: Path) -> Path | None:
     where = Path(str(error.filename2 or error.filename))
     above = [path for path in reversed(where.parents) if root in path.parents]
     return next((p for p in above if not p.is_dir()), where) if root in where.parents else None
+
+
+def _stopped(message: str, status: int) -> int:
+    """Say so. A second signal, while the interpreter ends, would end it with another status."""
+    ignore_stops()
+    return _say(f"{message}; the same command resumes from here", status)
 
 
 def _say(message: str, status: int) -> int:

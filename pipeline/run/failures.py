@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -38,6 +39,12 @@ REQUEUE_STATUS = 75
 
 class Terminated(Exception):
     """SIGTERM or SIGUSR1 arrived at the command."""
+
+
+def ignore_stops() -> None:
+    """Let the process end by itself from here on; SIGKILL still ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:

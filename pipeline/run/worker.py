@@ -29,6 +29,7 @@ from pipeline.run.failures import (
     OUTPUT_FULL,
     REQUEUE_STATUS,
     describe,
+    ignore_stops,
 )
 from pipeline.run.heartbeat import heartbeats
 from stages.context import StageConfig
@@ -107,7 +108,7 @@ def _run_order() -> int:
                 summary = execute(order)
         finally:
             # torchrun stops all ranks when one has failed, also one that is telling how it ended.
-            _ignore_stops()
+            ignore_stops()
         if rank == 0:
             write_json(control / "summary.json", summary)
         return 0
@@ -166,9 +167,3 @@ def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number)).start()
     else:
         sys.__unraisablehook__(lost)
-
-
-def _ignore_stops() -> None:
-    """Let the process end by itself from here on; SIGKILL still ends it."""
-    for number in (signal.SIGINT, *_STOPS):
-        signal.signal(number, signal.SIG_IGN)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -429,6 +431,31 @@ def test_the_exit_status_of_a_command(
     assert error.count("\n") == bool(said)
     if "traceback" in said:
         assert f"{type(ends_with).__name__}: " in Path(error.split()[-1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("stop", "status"),
+    [(StoppedError("saved"), 75), (Terminated(), 143), (KeyboardInterrupt(), 130)],
+)
+def test_a_second_signal_does_not_change_how_a_command_ends(
+    case: Case, monkeypatch: pytest.MonkeyPatch, stop: BaseException, status: int
+) -> None:
+    """One that comes while it tells of the first: by the status a scheduler queues it again."""
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            return super().write(text)
+
+    def end(loaded: LoadedRecipe, options: Any) -> int:
+        raise stop
+
+    output = Output()
+    monkeypatch.setattr("pipeline.commands.status.run", end)
+    monkeypatch.setattr(sys, "stderr", output)
+    assert main(["status", str(case.file)]) == status
+    assert output.getvalue().count("the same command resumes from here\n") == 1
 
 
 def test_a_traceback_is_kept_where_there_are_no_runs_yet(
