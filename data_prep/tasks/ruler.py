@@ -12,7 +12,7 @@ import math
 import random
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from data_prep.tasks.needles import (
     pair_owner,
     take_words,
 )
+from data_prep.tasks.questions import read_questions
 from data_prep.tasks.tables import DATA_FILES, RULER_NEEDLES, TaskSpec
 from data_prep.tasks.words import WordLists, ruler_words, split_as_ruler
 from data_prep.text import TokenCounter, essay_identity
@@ -438,60 +439,6 @@ class FrequentWords(RulerTask):
         return "".join(self.random.choices(string.ascii_lowercase, k=self._LETTERS))
 
 
-class Question(NamedTuple):
-    """A question, its answers, and the numbers of its documents and of others on its subject."""
-
-    text: str
-    answers: list[str]
-    documents: list[int]
-    related: list[int]
-
-
-def _read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
-    """The questions of `qa_1` (SQuAD 2.0) or `qa_2` (HotpotQA) and all documents, sorted.
-
-    Raises UserError when the file is missing, damaged or another one.
-    """
-    read = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
-    try:
-        return read(load_user_json(path, "get the file again"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: not the file that RULER downloads ({type(error).__name__}: {error})"
-        ) from None
-
-
-def _squad(content: Any) -> tuple[list[Question], list[str]]:
-    """SQuAD 2.0's answerable questions; a question's article is what it is related to."""
-    articles = [article["paragraphs"] for article in content["data"]]
-    documents = sorted({paragraph["context"] for many in articles for paragraph in many})
-    number = {document: at for at, document in enumerate(documents)}
-    questions = []
-    for paragraphs in articles:
-        article = [number[paragraph["context"]] for paragraph in paragraphs]
-        for paragraph in paragraphs:
-            own = number[paragraph["context"]]
-            related = [at for at in article if at != own]
-            questions += [
-                Question(one["question"], [a["text"] for a in one["answers"]], [own], related)
-                for one in paragraph["qas"]
-                if not one["is_impossible"]
-            ]
-    return questions, documents
-
-
-def _hotpotqa(content: Any) -> tuple[list[Question], list[str]]:
-    """HotpotQA's questions, each with the ten documents that come with it."""
-    texts = [[f"{title}\n{''.join(lines)}" for title, lines in one["context"]] for one in content]
-    documents = sorted({text for many in texts for text in many})
-    number = {document: at for at, document in enumerate(documents)}
-    questions = [
-        Question(one["question"], [one["answer"]], [number[text] for text in many], [])
-        for one, many in zip(content, texts, strict=True)
-    ]
-    return questions, documents
-
-
 class QuestionAnswering(RulerTask):
     """A question on documents among others, from a local file of SQuAD or HotpotQA."""
 
@@ -505,7 +452,7 @@ class QuestionAnswering(RulerTask):
         super().__init__(*args)
         assert self.corpus.data_dir is not None  # else the task is left out
         path = self.corpus.data_dir / DATA_FILES[task]
-        self._questions, self._documents = _read_questions(task, path)
+        self._questions, self._documents = read_questions(task, path)
         self._path = path
         self.step = self._step(10, 1)
 
@@ -550,6 +497,7 @@ def ruler_task(
         return NeedleTask(RULER_NEEDLES[task], *arguments)
     if task in ("qa_1", "qa_2"):
         return QuestionAnswering(task, *arguments)
-    if task == "vt":
-        return VariableTracking(*arguments)
-    return CommonWords(*arguments) if task == "cwe" else FrequentWords(*arguments)
+    classes: dict[str, Callable[..., RulerTask]] = {
+        "vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords
+    }  # fmt: skip
+    return classes[task](*arguments)

@@ -35,8 +35,8 @@ class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
     Where processes read prompts together (`shared`) the first one writes the answers, and all go by
-    what it has read.
-    `missing` says why tasks have no score, `groups` are tasks that have one together.
+    what it has read. `missing` says why tasks have no score, `groups` are tasks that have one
+    together.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Suite(ABC):
     rank: int
     world: int
     batch_size: int
-    places: Any = None  # `Places`, of those who read there
+    places: Places | None = None
     seed: int = 0
     chat: ChatTemplate | None = None
     shared: SharedReading | None = None

@@ -69,20 +69,7 @@ def run(
     ) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
         sink_bias = _set_sink_bias(config.section, objective, work_dir)
-        backend, batch = resolve_backend(config.runtime.attention), config.runtime.eval_batch_size
-        splits_sequences = config.runtime.search_parallel == "context"
-        context = replace(
-            objective.context,
-            numerics=numerics(
-                ranks.device,
-                backend,
-                batch,
-                STAGE.version,
-                shards=1 if splits_sequences else ranks.shards,
-                parts=ranks.shards if splits_sequences else 1,
-            ),
-        )
-        log = EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
+        log = _evaluation_log(config, objective, ranks, work_dir)
         if sink_bias is not None and ranks.is_first:
             Journal(work_dir / _SINK_BIAS).replace([{"values": sink_bias}])
         ranks.from_first(None)  # all have loaded: from here on they wait for each other's passes
@@ -137,6 +124,23 @@ def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
         return SlotBudgets(price.tokens)
     slots = point_slots(section, price)
     return SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
+
+
+def _evaluation_log(
+    config: StageConfig[SearchConfig], objective: Objective, ranks: Ranks, work_dir: Path
+) -> EvaluationLog:
+    """The log of evaluations with the numerics of this search: hardware, backend, batch, split."""
+    splits_sequences = config.runtime.search_parallel == "context"
+    own = numerics(
+        ranks.device,
+        resolve_backend(config.runtime.attention),
+        config.runtime.eval_batch_size,
+        STAGE.version,
+        shards=1 if splits_sequences else ranks.shards,
+        parts=ranks.shards if splits_sequences else 1,
+    )
+    context = replace(objective.context, numerics=own)
+    return EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
 
 
 def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) -> Objective:

@@ -237,7 +237,7 @@ def training_memory(
     """What each of `processes` holds in steps of `accumulation` micro-batches of `tokens`.
 
     Where sequences are split, they have `length` tokens and `layers` are the KV heads of each layer
-    by window; without them all heads of some layer parameters as full.
+    by window; without them all heads of some layer count as full.
     """
     sharded, exchanged = runtime.sharding != "none", (0.0, 0.0)
     shards = processes if sharded else 1
@@ -255,9 +255,8 @@ def training_memory(
     optimizer = optimizer_bytes(trained, shards, train.optimizer)
     gradients = float32_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
-        optimizer += (
-            element_bytes * parameters / shards
-        )  # weights to compute with, beside the master copy
+        # Weights to compute with, beside the master copy.
+        optimizer += element_bytes * parameters / shards
     layer_gradients = own_gradients = tables = 0.0
     if sharded:
         # The head for all of a step, with an input table of its own, and two layers, one ahead.
