@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bosch.commands.repair.weights import repair
-from bosch.errors import UserError
+from bosch.errors import DiskFullError, UserError
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from pipeline.cli import main
@@ -137,3 +139,26 @@ def test_damaged_models_are_refused_in_one_sentence(
     with pytest.raises(UserError, match=expected):
         repair(tuned, older, tmp_path / "out", 1.0)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("full", ["copies", "weights"])
+def test_a_full_disk_is_that_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    """The system names the file that is read; safetensors names none."""
+    tuned, older = saved(tmp_path / "tuned"), saved(tmp_path / "older")
+    said = os.strerror(errno.ENOSPC)
+
+    def copy(source: str, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, said, source)
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError(f"I/O error: {said} (os error 28)")
+
+    if full == "copies":
+        monkeypatch.setattr("shutil.copyfile", copy)
+    else:
+        monkeypatch.setattr("bosch.commands.repair.weights.save_file", write)
+    with pytest.raises(DiskFullError, match=r"/out: (no space is left|cannot write the model)"):
+        repair(tuned, older, tmp_path / "out", 1.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"tuned", "older"}

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from bosch.errors import RunError, UserError
+from bosch.errors import DiskFullError, RunError, UserError, is_disk_full
 from bosch.files import NOT_REGULAR, irregular_entries, replacing
 from bosch.model.families import known_family, text_config
 from bosch.model.loading import load_config
@@ -59,6 +59,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         try:
             shutil.copytree(model_dir, writing)
         except shutil.Error as error:
+            if is_disk_full(error):
+                raise DiskFullError(f"{output}: no space is left where it is written") from error
             file, _, reason = error.args[0][0]
             reason = reason.partition(": ")[0]  # behind which it names files
             raise UserError(f"{file} cannot be copied to {output} ({reason})") from None
@@ -92,7 +94,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
             try:
                 save_file(weights, file, metadata=metadata)
             except SafetensorError as error:
-                raise RunError(f"{output}: cannot write the model ({error})") from error
+                kind = DiskFullError if is_disk_full(error) else RunError
+                raise kind(f"{output}: cannot write the model ({error})") from error
         if not count:
             raise UserError(f"{model_dir}: has no query and key weights of their own to restore")
     return count
