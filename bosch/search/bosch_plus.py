@@ -39,7 +39,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Bits, Gates, RunningWorth, Values, largest, scaled
-from bosch.search.gradient_search import Move, Worth
+from bosch.search.gradient_search import Move, Worth, check_passes
 from bosch.search.settings import LEAST_PLUS_BUDGET, SearchSettings, plus_budget
 from bosch.search.solvers.swaps import swap
 
@@ -62,8 +62,6 @@ _FEWEST_GATES, _MOST_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
 # Gradients of one move that trains the gates further.
 _MORE_GATES = 8
-# Without gradients: evaluations for each unit at which every unit is measured alone.
-_EACH_ALONE = 1.1
 # Full units below which no gates are learned: masks of so few show hardly any of them together.
 _FEWEST_FULL = 4
 _FRUITLESS = 50
@@ -78,24 +76,16 @@ _FAILURE = 0.05
 def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Find a mask with exactly ceil(rho N) sliding units, within `plus_budget`.
 
-    A scorer without gradients is searched by random swaps, which a note says. Raises UserError when
-    the anchors leave nothing to search for.
+    Raises UserError when the anchors leave nothing to search for, or the budget does not pay for
+    one gradient and one mask.
     """
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     search = _Search(evaluator, settings)
     _note_least_budget(evaluator, settings)
-    if evaluator.has_gradients and search.left >= 1 + search.worth.cost:
-        search.start()
-        search.improve()
-    else:
-        reason = (
-            "the budget does not pay for one gradient and one mask"
-            if evaluator.has_gradients
-            else "the scorer has no gradients of gates"
-        )
-        evaluator.note(f"{reason}: bosch_plus made swaps at random instead")
-        search.swap_at_random()
+    check_passes(1 + search.worth.cost, search.left, "one gradient and one mask")
+    search.start()
+    search.improve()
     mask = HeadMask(search.best.bits.reshape(evaluator.shape))
     return final_result(evaluator, settings, mask, anchors)
 
@@ -262,46 +252,6 @@ class _Search:
         track.without_win = 0 if won else track.without_win + 1
         move.wins += won
         move.passes += before - self.left
-
-    def swap_at_random(self) -> None:
-        """The (1+1) algorithm over the whole mask, for a scorer without gradients.
-
-        Where the budget pays for it, every unit slides alone first: the swaps then start from the
-        mask of those that are missed most, if it is better than one drawn at random.
-        """
-        logger.info("bosch_plus: no gradients, %.0f evaluations of random swaps", self.left)
-        track = self._track(self._largest(self._rng.random(self.num_units)), "random", [])
-        assert track is not None
-        if self.left >= _EACH_ALONE * self.num_units + 1:
-            self._measure(track, self._largest(self._worth_alone()), "start", "each alone")
-        fruitless = 0
-        while self.left >= 1 and fruitless < _FRUITLESS:
-            bits = track.bits
-            most = min(self.full_units, self.num_units - self.full_units)
-            if most == 0:
-                return
-            count = 1 + int(
-                self._rng.binomial(most - 1, min(1.0, (1 + fruitless) / self.num_units))
-            )
-            child = swap(bits, count, self._rng)
-            if child.tobytes() in self._tried:
-                fruitless += 1
-                continue
-            fruitless = 0
-            self._measure(track, child, "swaps")
-
-    def _worth_alone(self) -> Values:
-        """How much log-likelihood each unit costs that slides while all others are full."""
-        worth = np.empty(self.num_units)
-        for unit in range(self.num_units):
-            bits = np.ones(self.num_units, dtype=np.bool_)
-            bits[unit] = False
-            mask = self._mask(bits)
-            layer = unit // self.shape[1]
-            alone = self.evaluator.evaluate(mask, "ablation", f"layer {layer}", layer)
-            worth[unit] = -alone.log_likelihood
-        self.left -= self.num_units
-        return worth
 
     def _can_swap(self, track: _Track) -> bool:
         """Whether one more mask can be paid, and the gradient that proposes it."""

@@ -33,13 +33,11 @@ SHARES = 8
 class Scorer(Protocol):
     """Measures a mask: a model on a calibration set, or a function in a test.
 
-    It may have more, as `Objective` does. Searches by gradients need `gate_gradient(mask, share,
-    shares)`, over one of equal shares of the examples, and `gradient_passes(share, shares)`, what
-    that costs at most in full-forward equivalents; of several `windows` also `window_gradient`.
-    Where `evaluate` takes `can_win`, it gives bounds as soon as `can_win(score, log_likelihood)` is
-    False. `observe(evaluation)` takes in what was evaluated before a search was stopped,
-    `mask_passes(mask)` is what an evaluation costs, and searches for a front use
-    `evaluate_held_out(mask)`, `held_out_examples` and `held_out_passes`.
+    It may have more, as `Objective` does. Gradients of several `windows` need `window_gradient`,
+    with the arguments of `gate_gradient`. Where `evaluate` takes `can_win`, it gives bounds as soon
+    as `can_win(score, log_likelihood)` is False. `observe(evaluation)` takes in what was evaluated
+    before a search was stopped, `mask_passes(mask)` is what an evaluation costs, and searches for a
+    front use `evaluate_held_out(mask)`, `held_out_examples` and `held_out_passes`.
     """
 
     @property
@@ -54,6 +52,12 @@ class Scorer(Protocol):
 
     def evaluate(self, mask: HeadMask, shared_layers: int = 0) -> Evaluation:
         """S(z); the masks that follow will agree with this one below layer `shared_layers`."""
+
+    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
+        """Gradient of the log-likelihood by gate, over one of equal shares of the examples."""
+
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        """What that gradient costs at most, in full-forward equivalents."""
 
 
 @dataclass(frozen=True)
@@ -199,19 +203,14 @@ class Evaluator:
                 return record.evaluation
         return None
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the scorer knows gradients of gates."""
-        return hasattr(self.scorer, "gate_gradient")
-
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
         """Gradient [L, U] by unit at a mask of units; runs the model only where the log lacks it.
 
         Searches pay `cost_of_gradient` for it, the most that it may cost: what it did cost depends
         on the machine's memory, and their masks must not.
         """
-        scorer: Any = self.scorer
-        gradient = self._gradient(scorer.gate_gradient, f"{share}/{shares}", mask, share, shares)
+        name = f"{share}/{shares}"
+        gradient = self._gradient(self.scorer.gate_gradient, name, mask, share, shares)
         by_unit = self.units.gather(np.array(gradient.values, dtype=np.float64))
         return replace(gradient, values=by_unit.sum(axis=2).tolist())
 
@@ -280,8 +279,7 @@ class Evaluator:
 
     def cost_of_gradient(self, share: int, shares: int) -> float:
         """Full passes that a gradient over this share will cost at most, on any machine."""
-        scorer: Any = self.scorer
-        return float(scorer.gradient_passes(share, shares))
+        return self.scorer.gradient_passes(share, shares)
 
     def cost_of_mask(self, mask: HeadMask) -> float:
         """Full passes that an evaluation of a mask of units costs; 1 where none are counted."""

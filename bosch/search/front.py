@@ -20,8 +20,6 @@ small, and the next one has fresh gradients, of another share of the calibration
    offered to all larger ones.
 5. A budget whose layout is not nested with the others gets the best one that is, where the score
    shows no difference. What the search has not used of the examples scores every point.
-
-A scorer without gradients has values from single changes that are measured once.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.front_moves import Moves
 from bosch.search.front_state import Point
 from bosch.search.gates import NOISE, STEP, RunningWorth, largest, scaled
+from bosch.search.gradient_search import check_passes
 from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
 
@@ -64,12 +63,12 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     The budgets are those of `evaluator.slot_budgets`; by default eight, and that of the ratio's
     full units beside others of the narrowest window, whose mask is the result. Gradients count at
     their cost, passes over examples held out at their share. Raises UserError when the anchors
-    leave nothing to search for, or a budget or window is none at the context.
+    leave nothing to search for, a budget or window is none at the context, or the passes pay for
+    no gradient.
     """
     anchors = evaluator.anchors(settings.swa_ratio, len(evaluator.windows))
     anchors.check()
     search = FrontSearch(evaluator, settings)
-    search.find_values()
     search.start()
     search.improve()
     search.nest()
@@ -88,6 +87,7 @@ class FrontSearch(Moves):
         """
         if not self.budgets:
             return
+        check_passes(self.worth.cost, self.free, "one gradient")
         each = max(self.worth.cost, 1e-9)
         gradients = int(_START_SHARE * self.free / each)
         for_gates = self.gates_to_learn(gradients)
@@ -214,7 +214,7 @@ class FrontSearch(Moves):
         """How many of the `gradients` gates get; none where these are too few for two starts."""
         most = min(_MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
-        if self.worth.fixed is not None or not self._drawn or count < _FEWEST_GATES:
+        if not self._drawn or count < _FEWEST_GATES:
             return 0
         return count
 

@@ -167,54 +167,12 @@ class State:
         """Whether a layout can be measured, and the held-out examples if it wins."""
         return self.free >= max(1.0, (1 + self.held_out_cost) * self._cost(choices))
 
-    def find_values(self) -> None:
-        """Values of single changes, for a scorer without gradients or a budget without any."""
-        if self.evaluator.has_gradients and self.free >= self.worth.cost:
-            return
-        reason = (
-            "the budget does not pay for one gradient"
-            if self.evaluator.has_gradients
-            else "the scorer has no gradients of gates"
-        )
-        self.worth.cost = 0.0
-        layers, units = self.shape
-        extra = self.kinds - 2
-        if self.free >= layers * units + extra:
-            alone, how = self._worth_alone(units), "units by what each costs alone"
-        elif self.free >= layers + extra:
-            alone, how = self._worth_alone(1), "layers by what each costs alone"
-        else:
-            alone, how = self._rng.random(self.shape), "units at random"
-        self.evaluator.note(f"{reason}: front ranked {how}")
-        shares = np.array([1.0, *[0.5] * extra, 0.0])
-        if self.free >= extra:
-            shares[1:-1] = [self._share_of_window(kind) for kind in range(1, self.kinds - 1)]
-        self.worth.fixed = alone[..., None] * shares
-
     def _end(self, choices: Choices) -> Evaluation:
         """The anchor's evaluation: every unit with one choice."""
         mask = self.evaluator.units.head_mask(HeadMask.of_choices(choices))
         evaluation = self.evaluator.log.get(mask)
         assert evaluation is not None
         return evaluation
-
-    def _worth_alone(self, parts: int) -> Values:
-        """Log-likelihood lost by each unit, or each layer, that slides while all else is full."""
-        lost: Values = np.zeros(self.shape)
-        full = self._end(self.everything)
-        for layer in range(self.shape[0]):
-            for columns in np.array_split(np.arange(self.shape[1]), parts):
-                choices = self.everything.copy()
-                choices[layer, columns] = self.kinds - 1
-                alone = self._spend(choices, "ablation", f"layer {layer}")
-                lost[layer, columns] = (full.log_likelihood - alone.log_likelihood) / len(columns)
-        return lost
-
-    def _share_of_window(self, kind: int) -> float:
-        """How much of what full attention is worth all units have with this window."""
-        low, high = (self._end(one).log_likelihood for one in (self.nothing, self.everything))
-        own = self._spend(np.full(self.shape, kind), "ablation", f"window {kind}").log_likelihood
-        return float(np.clip((own - low) / (high - low), 0.0, 1.0)) if high > low else 0.5
 
     def _gradient(self, choices: Choices, share: int) -> Values:
         """A gradient at a layout: the values of all choices there."""

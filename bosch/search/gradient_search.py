@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bosch.errors import UserError
 from bosch.search.evaluator import SHARES, Evaluator, Values
 
 Layout = npt.NDArray[Any]
@@ -33,6 +34,15 @@ class Move:
         return (self.wins + 1.0) / (self.passes + 2.0)
 
 
+def check_passes(needed: float, left: float, what: str) -> None:
+    """Raise UserError where a search that has `left` passes cannot pay for those it needs."""
+    if left < needed:
+        raise UserError(
+            f"search.budget_per_layer: {what} costs {needed:.1f} passes over the calibration set, "
+            f"and {left:.1f} are left: raise it, or take more examples"
+        )
+
+
 class Worth:
     """What choices are worth at layouts: at each the mean of the gradients that were taken there.
 
@@ -42,22 +52,18 @@ class Worth:
     """
 
     def __init__(self, evaluator: Evaluator, take: Callable[[Any, int], Values]) -> None:
-        shares = range(SHARES) if evaluator.has_gradients else ()
-        self.cost = max((evaluator.cost_of_gradient(one, SHARES) for one in shares), default=0.0)
+        self.cost = max(evaluator.cost_of_gradient(share, SHARES) for share in range(SHARES))
         self.taken = 0
-        self.fixed: Values | None = None  # of all layouts, where no gradients are taken
         self._take = take
         self._means: dict[bytes, tuple[Values, int]] = {}
 
     def known(self, layout: Layout) -> Values | None:
         """What is known without another gradient."""
-        mean, _ = self._means.get(layout.tobytes(), (self.fixed, 0))
-        return mean
+        known = self._means.get(layout.tobytes())
+        return None if known is None else known[0]
 
     def at(self, layout: Layout, gradients: int = 1) -> Values:
         """The mean of at least `gradients` gradients, those taken there before included."""
-        if self.fixed is not None:
-            return self.fixed
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))
         for _ in range(gradients - count):
             mean = self.with_another(layout)
@@ -65,8 +71,6 @@ class Worth:
 
     def with_another(self, layout: Layout) -> Values:
         """The mean with one more gradient, over the next share of the examples."""
-        if self.fixed is not None:
-            return self.fixed
         values = self._take(layout, self.taken % SHARES)
         self.taken += 1
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))

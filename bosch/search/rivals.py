@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.search.bosch import SearchResult, final_result, measure_anchors
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Gates
+from bosch.search.gradient_search import check_passes
 from bosch.search.settings import SearchSettings, SolverName, plus_budget
 from bosch.search.subproblem import optimise_layers
 
@@ -102,11 +102,8 @@ def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult
     """One gradient at the original model profiles all units: those worth least become sliding.
 
     What a unit's full attention is worth to the answers' log-likelihood, to first order, as MoA
-    (arXiv 2406.14909) profiles the spans of heads; here there is one window. Raises UserError for
-    a scorer without gradients.
+    (arXiv 2406.14909) profiles the spans of heads; here there is one window.
     """
-    if not evaluator.has_gradients:
-        raise UserError("search.method: one_gradient needs a scorer with gradients of gates")
     anchors, _ = measure_anchors(evaluator, settings)
     full = HeadMask.all_full(*evaluator.shape)
     worth = np.array(evaluator.gate_gradient(full, 0, 1).values)
@@ -119,22 +116,20 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     """Gates learned by gradient at an exact ratio, the largest of which stay full.
 
     By `bosch.search.gates`, which names the sources. Spends kappa L / 10 evaluations, each gradient
-    at its cost. Raises UserError for a scorer without gradients.
+    at its cost. Raises UserError where these do not pay for one gradient and one mask.
     """
-    if not evaluator.has_gradients:
-        raise UserError("search.method: learned_gates needs a scorer with gradients of gates")
     anchors, _ = measure_anchors(evaluator, settings)
     shape = evaluator.shape
     units = shape[0] * shape[1]
     full_units = units - evaluator.budget
     gates = Gates(units, full_units, np.random.default_rng(settings.seed))
-    left, step = plus_budget(settings, shape[0]) - 1.0, 0  # the final mask is evaluated, too
+    budget = plus_budget(settings, shape[0])
+    check_passes(1 + evaluator.cost_of_gradient(0, SHARES), budget, "one gradient and one mask")
+    left, step = budget - 1.0, 0  # the final mask is evaluated, too
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):
         mask = HeadMask(gates.drawn().reshape(shape))
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
         gates.learn(np.array(gradient.values).reshape(-1))
         left -= evaluator.cost_of_gradient(step % SHARES, SHARES)
         step += 1
-    if step == 0:
-        evaluator.note("the budget does not pay for one gradient: the gates are as at the start")
     return final_result(evaluator, settings, HeadMask(gates.mask().reshape(shape)), anchors)

@@ -59,8 +59,9 @@ def run_method(
 
     Evaluations that `log` knows cost nothing; without one the run remembers its own only. With
     `slot_budgets` methods of several windows meet their chosen one in place of the ratio. Raises
-    UserError when the name is unknown, when a static ranking gets a scorer that is no model or
-    learned gates one without gradients, or when the calibration set tells no mask from another.
+    UserError when the name is unknown, when a static ranking gets a scorer that is no model, when
+    the budget pays for no gradient of a search by gradients, or when the calibration set tells no
+    mask from another.
     """
     if log is None:
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
@@ -113,7 +114,7 @@ def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
     A head's worth is what the gradient at the original model says.
     """
     full = HeadMask.all_full(*evaluator.shape)
-    if by_gradient and evaluator.has_gradients:
+    if by_gradient:
         gradient = evaluator.gate_gradient(full, 0, SHARES)
         return Units.by_value(np.array(gradient.values), granularity)
     return Units.of_neighbours(*evaluator.shape, granularity)

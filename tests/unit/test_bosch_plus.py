@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
     Evaluation,
@@ -148,6 +149,10 @@ def test_no_search_by_gradients_spends_more_than_its_budget(method, shares):
     for seed, budget, layers in itertools.product(range(10), (1, 8, 16, 40), (3, 12)):
         evaluator = evaluator_of(Costly(layers, 4, seed, shares))
         options = SearchSettings(0.9, budget_per_layer=budget)
+        if plus_budget(options, layers) < 4.2 and shares == 1:  # a gradient of 3.2, and a mask
+            with pytest.raises(UserError, match=r"search\.budget_per_layer: .* costs 4\.2 passes"):
+                find_mask(method, evaluator, options)
+            continue
         find_mask(method, evaluator, options)
         masks = evaluator.costs()["evaluations"] - 2  # but for the anchors
         assert masks + evaluator.passes_of_gradients <= plus_budget(options, layers) + 1e-9
@@ -204,7 +209,7 @@ def test_every_pass_that_ended_early_is_paid_for(tmp_path):
 
 
 class Plain:
-    """A scorer without gradients that cannot end an evaluation early."""
+    """A scorer that cannot end an evaluation early."""
 
     def __init__(self, layered):
         self.num_layers, self.num_key_value_heads = layered.num_layers, layered.num_key_value_heads
@@ -212,15 +217,6 @@ class Plain:
 
     def evaluate(self, mask, shared_layers=0):
         return self.whole.evaluate(mask)
-
-
-def test_a_scorer_without_gradients_is_searched_by_swaps_at_random():
-    plain = Plain(Layered(6, 8, 1))
-    result, evaluator = exact(plain, 0.5)
-    assert any("no gradients" in note for note in evaluator.notes)
-    assert len(plain.whole.evaluated) == 2 + 60
-    started = next(point for point in evaluator.trace if point.phase == "start")
-    assert result.evaluation.rank > (started.score, started.log_likelihood)
 
 
 def test_a_losing_evaluation_may_not_end_early_where_the_scorer_cannot():
@@ -357,22 +353,6 @@ def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
     assert gradients[:3] == [0, 0, 7]  # the anchors, and the mask of the elimination
 
 
-@pytest.mark.parametrize("name", ["chains", "traps", "layers"])
-def test_without_gradients_each_unit_is_measured_alone_where_the_budget_pays_for_it(name):
-    whole = landscape(name, 48, 5)
-    plain = Plain(whole)
-    evaluator = evaluator_of(plain)
-    result = bosch_plus(evaluator, SearchSettings(RATIO, budget_per_layer=100))
-    costs = evaluator.costs()
-    assert costs["evaluations"] <= 2 + 60
-    alone = find_mask("single_ablation", evaluator_of(whole), SearchSettings(RATIO))
-    assert whole.regret(result.mask) <= whole.regret(alone.mask) + 1e-9
-    few = evaluator_of(Plain(whole))
-    bosch_plus(few, SearchSettings(RATIO, budget_per_layer=80))
-    assert any(p.phase == "ablation" for p in evaluator.trace)
-    assert not any(p.phase == "ablation" for p in few.trace)
-
-
 @pytest.mark.parametrize(("kappa", "said"), [(4, True), (8, True), (10, True), (11, False)])
 def test_budgets_that_are_the_same_are_said_to_be(kappa, said):
     """Four passes at least: with four layers up to 11 evaluations a layer."""
@@ -447,9 +427,7 @@ def _worth(shares: list[int]) -> Worth:
         shares.append(share)
         return np.array([float(len(shares))])
 
-    evaluator: Any = SimpleNamespace(
-        has_gradients=True, cost_of_gradient=lambda share, shares: share + 1
-    )
+    evaluator: Any = SimpleNamespace(cost_of_gradient=lambda share, shares: share + 1)
     return Worth(evaluator, take)
 
 
@@ -462,15 +440,6 @@ def test_worth_is_the_mean_of_the_gradients_at_a_layout() -> None:
     for _ in range(SHARES):
         worth.with_another(there)
     assert shares == [*range(SHARES), *range(5)] and worth.taken == len(shares)
-
-
-def test_fixed_values_take_the_place_of_gradients() -> None:
-    shares: list[int] = []
-    worth = _worth(shares)
-    worth.fixed = np.array([7.0])
-    layout = np.array([True])
-    assert worth.known(layout) == worth.at(layout, 3) == worth.with_another(layout) == 7.0
-    assert shares == []
 
 
 def test_a_move_promises_its_wins_per_pass() -> None:

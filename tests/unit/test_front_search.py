@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,11 +147,9 @@ def test_gates_are_learned_at_the_scarcest_budgets_of_four_full_units(
 def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gates: int) -> None:
     search: Any = object.__new__(FrontSearch)
     search.costs, search.least, search.budgets = np.array([10.0, 2.0]), 16, [56]
-    search.everything, search.worth = np.zeros(units), SimpleNamespace(fixed=None)
+    search.everything = np.zeros(units)
     assert search.gates_to_learn(gradients) == gates
-    search.worth.fixed = np.zeros(units)
-    assert search.gates_to_learn(gradients) == 0
-    search.worth.fixed, search.budgets = None, [20]
+    search.budgets = [20]
     assert search.gates_to_learn(gradients) == 0
 
 
@@ -257,55 +254,16 @@ def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
         assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
 
 
-class WithoutGradients:
-    """A scorer whose only knowledge is scores."""
+class Dear(WindowLandscape):
+    """Its gradients cost more passes than a search of the least budget has."""
 
-    def __init__(self, scorer: WindowLandscape) -> None:
-        self.num_layers, self.num_key_value_heads = scorer.num_layers, scorer.num_key_value_heads
-        self.quantum, self.windows, self.evaluate = scorer.quantum, scorer.windows, scorer.evaluate
-
-
-@pytest.mark.parametrize(
-    ("kappa", "how"),
-    [(5, "units at random"), (40, "layers by what each costs alone"), (100, "units by what each")],
-)
-def test_without_gradients_measured_changes_rank_the_units(kappa: int, how: str) -> None:
-    scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
-    result, evaluator = search(WithoutGradients(scorer), kappa=kappa)
-    assert any(f"no gradients of gates: front ranked {how}" in note for note in evaluator.notes)
-    most = METHODS["front"].most_evaluations(SearchSettings(0.5, budget_per_layer=kappa), 2, 4)
-    assert len(evaluator.trace) <= most
-    assert result.front is not None
+    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+        return 5.5
 
 
-@pytest.mark.parametrize(("kappa", "parts"), [(40, 1), (100, 4)])
-def test_what_single_changes_cost_is_what_choices_are_worth(kappa: int, parts: int) -> None:
-    """A window is worth the share of full attention that all units have with it."""
-    scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
-    evaluator = evaluator_of(WithoutGradients(scorer))
-    evaluator.slot_budgets = SlotBudgets(TOKENS, BUDGETS, 4000)
-    evaluator.anchors(0.5, 2)
-    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=kappa))
-    search.find_values()
-
-    def likelihood(choices: Any) -> float:
-        return scorer.evaluate(HeadMask.of_choices(choices)).log_likelihood
-
-    full, wide, narrow = (likelihood(np.full((2, 4), choice)) for choice in range(3))
-    shares, lost = np.array([1.0, (wide - narrow) / (full - narrow), 0.0]), np.empty((2, 4))
-    for layer, units in product(range(2), np.arange(4).reshape(parts, -1)):
-        choices = np.zeros((2, 4), dtype=int)
-        choices[layer, units] = 2
-        lost[layer, units] = (full - likelihood(choices)) / len(units)
-    assert search.worth.fixed == pytest.approx(lost[..., None] * shares)
-
-
-def test_where_likelihoods_say_nothing_windows_are_worth_half() -> None:
-    scorer = WithoutGradients(WindowLandscape("additive", (2, 4), (16, 64), 1))
-    evaluate = scorer.evaluate
-    scorer.evaluate = lambda *a, **k: replace(evaluate(*a, **k), log_likelihood=-1.0)
-    front = search(scorer, kappa=100)[0].front
-    assert front is not None and front.points[-1].score == 1.0
+def test_a_budget_that_pays_for_no_gradient_is_refused() -> None:
+    with pytest.raises(UserError, match=r"one gradient costs 5\.5 passes over"):
+        search(Dear("additive", (2, 4), (16, 64)), kappa=1)
 
 
 def _at_start(

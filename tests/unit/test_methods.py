@@ -31,7 +31,7 @@ from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
 from tests.benchmarks.landscapes import RATIO, landscape
-from tests.search_case import CONTEXT, WINDOW, Additive, evaluator_of, searchable
+from tests.search_case import CONTEXT, WINDOW, evaluator_of, searchable
 
 SEARCHED = [
     name
@@ -432,12 +432,6 @@ def test_a_search_of_scores_that_say_nothing_is_refused(
 def test_settings_that_no_search_has_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=rf"search\.{said}"):
         SearchSettings(**{"swa_ratio": 0.5, **values})
-
-
-@pytest.mark.parametrize("name", ["one_gradient", "learned_gates"])
-def test_a_scorer_without_gradients_is_refused_where_nothing_else_tells(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} needs a scorer with gradients"):
-        search_with(name, Additive(np.ones((2, 4))), SearchSettings(0.5))
 
 
 def test_a_method_that_does_not_exist() -> None:
