@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,9 @@ from bosch.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Whether a mask can still win, by upper bounds of its score and log-likelihood.
+CanWin = Callable[[float, float], bool]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -36,7 +36,7 @@ from bosch.objective.answers import (
 )
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
-from bosch.objective.evaluation_log import Evaluation, EvaluationContext, GateGradient
+from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationContext, GateGradient
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
 from bosch.objective.memory import activation_sizes
@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 _CHECK_TOKENS = 16
 _ALL_LAYERS = 10  # times as much rounding as in one operation
 _REUSE_BYTES = 2 * 1024**3
-
-CanWin = Callable[[float, float], bool]
 
 
 class Objective:

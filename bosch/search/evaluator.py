@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from bosch.budget import swa_budget
 from bosch.errors import RunError
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog, GateGradient
+from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationLog, GateGradient
 from bosch.progress import Progress
 from bosch.search.loss import Anchors
 from bosch.units import Units
@@ -23,7 +22,6 @@ from bosch.window import Window, window_menu
 
 logger = logging.getLogger(__name__)
 
-CanWin = Callable[[float, float], bool]
 Values = npt.NDArray[np.float64]
 
 # Equal shares of the calibration examples that gradients are taken over, one after another.
@@ -34,10 +32,9 @@ class Scorer(Protocol):
     """Measures a mask: a model on a calibration set, or a function in a test.
 
     It may have more, as `Objective` does. Gradients of several `windows` need `window_gradient`,
-    with the arguments of `gate_gradient`. Where `evaluate` takes `can_win`, it gives bounds as soon
-    as `can_win(score, log_likelihood)` is False. `observe(evaluation)` takes in what was evaluated
-    before a search was stopped, `mask_passes(mask)` is what an evaluation costs, and searches for a
-    front use `evaluate_held_out(mask)`, `held_out_examples` and `held_out_passes`.
+    with the arguments of `gate_gradient`. `observe(evaluation)` takes in what was evaluated before
+    a search was stopped, `mask_passes(mask)` is what an evaluation costs, and searches for a front
+    use `evaluate_held_out(mask)`, `held_out_examples` and `held_out_passes`.
     """
 
     @property
@@ -50,8 +47,13 @@ class Scorer(Protocol):
     def quantum(self) -> float:
         """Smallest difference of two scores that are not equal."""
 
-    def evaluate(self, mask: HeadMask, shared_layers: int = 0) -> Evaluation:
-        """S(z); the masks that follow will agree with this one below layer `shared_layers`."""
+    def evaluate(
+        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
+    ) -> Evaluation:
+        """S(z); the masks that follow will agree with this one below layer `shared_layers`.
+
+        It may be bounds as soon as `can_win(score, log_likelihood)` is False.
+        """
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Gradient of the log-likelihood by gate, over one of equal shares of the examples."""
@@ -118,7 +120,6 @@ class Evaluator:
         self.units = Units.of_neighbours(scorer.num_layers, scorer.num_key_value_heads)
         self.trace: list[TracePoint] = []
         self.notes: list[str] = []
-        self._can_race = "can_win" in inspect.signature(scorer.evaluate).parameters
         self._progress = progress
         # How many of a mask's evaluations in the log this search has seen.
         self._read: dict[str, int] = {}
@@ -151,7 +152,7 @@ class Evaluator:
     ) -> Evaluation:
         """S(z) of a mask of units; runs the model only where the log does not hold the result.
 
-        With `can_win` it may end early with bounds, where the scorer can. Raises RunError where the
+        With `can_win` it may end early with bounds. Raises RunError where the
         score or the log-likelihood is not finite.
         """
         mask = self.units.head_mask(mask)
@@ -159,9 +160,7 @@ class Evaluator:
         evaluation = self._known(mask, phase, can_win)
         free = evaluation is not None
         if evaluation is None:
-            scorer: Any = self.scorer
-            options = {"can_win": can_win} if can_win is not None and self._can_race else {}
-            evaluation = scorer.evaluate(mask, shared_layers, **options)
+            evaluation = self.scorer.evaluate(mask, shared_layers, can_win=can_win)
             if not math.isfinite(evaluation.score + evaluation.log_likelihood):
                 raise RunError(
                     f"head mask {mask.key} scored {evaluation.score} with log-likelihood "

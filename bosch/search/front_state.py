@@ -11,7 +11,7 @@ import numpy as np
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation
+from bosch.objective.evaluation_log import CanWin, Evaluation
 from bosch.search.allotment import Choices, Values, slots_of
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
 from bosch.search.gradient_search import Worth
@@ -193,7 +193,7 @@ class State:
         choices: Choices,
         phase: str,
         name: str,
-        can_win: Callable[[float, float], bool] | None = None,
+        can_win: CanWin | None = None,
     ) -> Evaluation:
         mask = HeadMask.of_choices(choices)
         evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
@@ -206,7 +206,7 @@ class State:
         choices: Choices,
         phase: str,
         name: str,
-        can_win: Callable[[float, float], bool] | None = None,
+        can_win: CanWin | None = None,
     ) -> Evaluation | None:
         """The evaluation of a layout, None of one that loses; one that did not costs nothing."""
         key = choices.tobytes()

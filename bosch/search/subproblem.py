@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation
-from bosch.search.evaluator import CanWin, Evaluator
+from bosch.objective.evaluation_log import CanWin, Evaluation
+from bosch.search.evaluator import Evaluator
 from bosch.search.loss import Loss
 from bosch.search.settings import SearchSettings
 from bosch.search.solvers import Problem, solve

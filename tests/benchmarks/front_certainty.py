@@ -36,13 +36,14 @@ import numpy.typing as npt
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
+    CanWin,
     Evaluation,
     EvaluationContext,
     EvaluationLog,
     GateGradient,
 )
 from bosch.search.allotment import allotted
-from bosch.search.evaluator import CanWin, Evaluator, SlotBudgets
+from bosch.search.evaluator import Evaluator, SlotBudgets
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings, front_budget
 from tests.benchmarks.landscapes import NAMES

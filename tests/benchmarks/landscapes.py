@@ -34,8 +34,7 @@ import numpy.typing as npt
 
 from bosch.budget import swa_budget
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation, GateGradient
-from bosch.search.evaluator import CanWin
+from bosch.objective.evaluation_log import CanWin, Evaluation, GateGradient
 
 Bits = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import Evaluation, GateGradient
-from bosch.search.evaluator import CanWin
+from bosch.objective.evaluation_log import CanWin, Evaluation, GateGradient
 from bosch.window import Window
 from tests.benchmarks.landscapes import QUANTUM, Landscape, _Groups
 

@@ -22,7 +22,6 @@ from bosch.objective.evaluation_log import (
     GateGradient,
 )
 from bosch.objective.objective import Objective
-from bosch.search.bosch import bosch
 from bosch.search.bosch_plus import bosch_plus
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import RunningWorth, scaled
@@ -206,24 +205,6 @@ def test_every_pass_that_ended_early_is_paid_for(tmp_path):
         assert evaluator.costs()["full_forward_equivalents"] == 2.0
         assert evaluator.costs()["evaluations"] == 1
     assert len(path.read_text().splitlines()) == 3
-
-
-class Plain:
-    """A scorer that cannot end an evaluation early."""
-
-    def __init__(self, layered):
-        self.num_layers, self.num_key_value_heads = layered.num_layers, layered.num_key_value_heads
-        self.quantum, self.whole = layered.quantum, layered
-
-    def evaluate(self, mask, shared_layers=0):
-        return self.whole.evaluate(mask)
-
-
-def test_a_losing_evaluation_may_not_end_early_where_the_scorer_cannot():
-    options = SearchSettings(0.5, "one_plus_one", budget_per_layer=20, race=True)
-    evaluator = evaluator_of(Plain(Layered(3, 8, 1)))
-    assert bosch(evaluator, options).evaluation.score > 0
-    assert not any(point.is_bound for point in evaluator.trace)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Scorer:
     def __init__(self):
         self.calls = []
 
-    def evaluate(self, mask, shared_layers=0):
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
         self.calls.append(mask.key)
         lost = float(COSTS[~mask.is_full].sum())
         return Evaluation(max(0.0, 1.0 - lost), -lost / 3, 0.25, 0.5)
@@ -50,7 +50,7 @@ def search(log, method="bosch", ratio=0.5, stop_after=None):
     scorer = Scorer()
     evaluate = scorer.evaluate
 
-    def dying(mask, shared_layers=0):
+    def dying(mask, shared_layers=0, can_win=None):
         if len(scorer.calls) == stop_after:
             raise InterruptedError
         return evaluate(mask, shared_layers)
@@ -178,7 +178,9 @@ def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, 
 def test_the_solvers_seconds_are_those_beside_the_evaluations(seconds):
     scorer = Scorer()
     evaluate = scorer.evaluate
-    scorer.evaluate = lambda mask, shared_layers=0: replace(evaluate(mask), seconds=seconds)
+    scorer.evaluate = lambda mask, shared_layers=0, can_win=None: replace(
+        evaluate(mask), seconds=seconds
+    )
     started = time.perf_counter()
     run = run_method("rand", scorer, SearchSettings(0.5, budget_per_layer=5))
     passed = time.perf_counter() - started

@@ -16,6 +16,7 @@ from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
+    CanWin,
     Evaluation,
     EvaluationContext,
     EvaluationLog,
@@ -24,7 +25,7 @@ from bosch.objective.evaluation_log import (
 from bosch.objective.objective import Objective
 from bosch.search import solvers
 from bosch.search.bosch import SearchResult
-from bosch.search.evaluator import CanWin, Evaluator
+from bosch.search.evaluator import Evaluator
 from bosch.search.methods import FINDING, METHODS, MethodName
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings

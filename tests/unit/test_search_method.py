@@ -192,7 +192,7 @@ def test_tied_layers_are_ranked_by_log_likelihood():
 
     def search(strict):
         oracle = Additive(hidden)
-        oracle.evaluate = lambda mask, shared_layers=0: Evaluation(
+        oracle.evaluate = lambda mask, shared_layers=0, can_win=None: Evaluation(
             mask.is_full.any() * (1.0 if mask.is_full[4].all() else 0.5),
             -float(hidden[~mask.is_full].sum()),
         )
@@ -214,7 +214,7 @@ def test_tied_layers_are_ranked_by_log_likelihood():
 def test_the_top_layer_too_is_ranked_by_what_it_costs_the_originals_log_likelihood():
     """Layer 1 lowers the score; of the others layer 0 costs the answers more than the top one."""
     scorer = Additive([[3.0] * 2, [1.0] * 2, [0.5] * 2])
-    scorer.evaluate = lambda mask, shared_layers=0: Evaluation(
+    scorer.evaluate = lambda mask, shared_layers=0, can_win=None: Evaluation(
         mask.is_full.any() * (1.0 if mask.is_full[1].all() else 0.5),
         -9.0 - float(scorer.costs[~mask.is_full].sum()),
     )
@@ -225,7 +225,7 @@ def test_the_top_layer_too_is_ranked_by_what_it_costs_the_originals_log_likeliho
 class OneHeadOfEachLayer(Additive):
     """Answers all examples as long as unit 0 of every layer is full, and none otherwise."""
 
-    def evaluate(self, mask, shared_layers=0):
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
         missing = int((~mask.is_full[:, 0]).sum())
         return Evaluation(float(missing == 0), -float(missing))
 
@@ -261,7 +261,7 @@ def test_a_better_mask_of_an_earlier_stage_is_returned():
     oracle = Additive(costs)
     algorithm_one = HeadMask(np.array([[False, True], [False, True]]))
     plain = oracle.evaluate
-    oracle.evaluate = lambda mask, shared_layers=0: (
+    oracle.evaluate = lambda mask, shared_layers=0, can_win=None: (
         Evaluation(0.98, 0.0) if mask == algorithm_one else plain(mask)
     )
     evaluator = evaluator_of(oracle)

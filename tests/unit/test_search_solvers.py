@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.objective.evaluation_log import Evaluation
+from bosch.objective.evaluation_log import CanWin, Evaluation
 from bosch.search import solvers
-from bosch.search.evaluator import CanWin
 from bosch.search.loss import Anchors, Loss
 from bosch.search.solvers import Problem, annealing, brute_force, nomad, one_plus_one, solve
 from bosch.search.solvers.nomad import completed
