@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _terminated)
     log.show_any_character()
+    log.silence_imports()
     root: Path | None = None
     try:
         options = _parse(sys.argv[1:] if arguments is None else arguments)

@@ -30,6 +30,19 @@ def show_any_character() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def silence_imports() -> None:
+    """Drop what torchao and torch warn of while they are imported: kernels that nothing here uses.
+
+    By filters: torch sets the levels of its loggers anew when it is imported.
+    """
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 def show_steps(shown: bool) -> None:
     """Whether the terminal shows every step of a stage, here and in the processes started here."""
     if shown:
@@ -66,9 +79,7 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     for noisy in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # They warn while they are imported, of kernels that are not used here.
-    for noisy in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    silence_imports()
     if level != "debug":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
