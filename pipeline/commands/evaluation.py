@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,11 @@ from bosch.files import (
     Stamp,
     canonical_json,
     changed_file,
-    file_hashes,
     make_folder,
-    read_json,
     remove,
     write_json,
     write_text,
 )
-from pipeline.run.graph import Node
 from pipeline.run.locks import hold, read_holder
 from pipeline.run.runner import Runner
 from stages.evaluate.answers import MODELS, VERSIONS, content_identity, forget_answers
@@ -28,8 +25,6 @@ from stages.evaluate.scores import (
     ORIGINAL,
     SAMPLES,
     SelectedScores,
-    read_samples,
-    write_samples,
 )
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
@@ -86,7 +81,11 @@ class Evaluation:
         """Whether no further model appears."""
         names = (_HYBRID_STAGE, _TRAINING_STAGE)
         last = [one for one in self.runner.nodes if one.name in names][-1]
-        return self._is_whole(last)
+        return (
+            last.key is not None
+            and self.store.manifest(last.name, last.key) is not None
+            and self.store.damage(last.name, last.key, self.runner.hasher) is None
+        )
 
     def is_running(self) -> bool:
         """Whether a process works on a stage of the recipe."""
@@ -108,11 +107,11 @@ class Evaluation:
         make_folder(work)
         lock = self.store.lock("evaluation", digest)
         with hold(lock, f"{self.runner.name}: this evaluation", self.runner.name, wait=True):
-            # Starting a process that finds all done takes many times as long as looking here.
-            if _whole(work) is None and not self._select(document, work):
+            scores = SelectedScores.finished(work)
+            if scores is None or scores.missing:  # what was missing may be there by now
                 write_json(work / MODELS, document)
                 self._launch(folders, document["models"], stamps, work)
-            scores = SelectedScores.read(work)
+                scores = SelectedScores.read(work)
         make_folder(self.place)
         write_json(self.place / SelectedScores.FILE, scores.content)
         write_text(self.place / SAMPLES, (work / SAMPLES).read_text(encoding="utf-8"))
@@ -158,55 +157,6 @@ class Evaluation:
                 return self.store.published(node.name, str(node.key)) / folder.relative_to(work)
         return folder
 
-    def _select(self, document: Mapping[str, Any], work: Path) -> bool:
-        """Take scores and answers from an evaluation of more models, if there is one."""
-        identities = document["models"].items()
-        for folder, original, models in self._finished(document):
-            scores = _whole(folder) if identities <= models.items() else None
-            chosen = [ORIGINAL, *document["models"]]
-            if scores is None or not scores.checkpoints.keys() >= set(chosen):
-                continue
-            # At other budgets too, under `budget_name`, as where a model is evaluated alone.
-            names = [
-                name
-                for model in chosen
-                for name in scores.checkpoints
-                if name == model or (name not in models and name.rpartition(" @ ")[0] == model)
-            ]
-            answers = {name: original if name == ORIGINAL else folder for name in names}
-            write_samples(
-                work,
-                (
-                    record
-                    for name, place in answers.items()
-                    for record in read_samples(place)
-                    if record["checkpoint"] == name
-                ),
-            )
-            content = scores.content
-            for part in ("checkpoints", "positions"):
-                if part in content:
-                    content[part] = {n: content[part][n] for n in names if n in content[part]}
-            content["cached_answers"] = sum(1 for _ in read_samples(work))
-            content["sha256"] = file_hashes(work, [SAMPLES])
-            SelectedScores.model_validate(content).write(work)
-            return True
-        return False
-
-    def _finished(self, document: Mapping[str, Any]) -> Iterator[tuple[Path, Path, dict[str, Any]]]:
-        """Finished evaluations: their folder, that of the original's answers, and their models."""
-        stages = (self.node.name, *self.node.needs)
-        if all(self._is_whole(one) for one in self.runner.nodes if one.name in stages):
-            published = self.store.published(ORIGINAL, document["original"])
-            scores = self.store.published(self.node.name, str(self.node.key))
-            yield scores, published, self._identities(self.available())
-        for file in sorted(self.store.work("evaluation", "").glob(f"*/{MODELS}")):
-            earlier = read_json(file)
-            if not isinstance(earlier, dict) or not isinstance(earlier.get("models"), dict):
-                continue  # damaged, and of another evaluation
-            if all(earlier.get(name) == document[name] for name in ("original", "code", "budgets")):
-                yield file.parent, file.parent, earlier["models"]
-
     def _identities(self, folders: Mapping[str, Path]) -> dict[str, str]:
         """What the answers of each model are stored under: its content, whatever its name."""
         model, hasher = self.runner.loaded.recipe.model, self.runner.hasher
@@ -249,18 +199,3 @@ class Evaluation:
             f"{names or written}: changed while it was evaluated, so its answers are thrown away; "
             "run the same command again"
         )
-
-    def _is_whole(self, node: Node) -> bool:
-        """Whether a stage's output is published and as it was then."""
-        store, key = self.store, node.key
-        return (
-            key is not None
-            and store.manifest(node.name, key) is not None
-            and store.damage(node.name, key, self.runner.hasher) is None
-        )
-
-
-def _whole(folder: Path) -> SelectedScores | None:
-    """Finished scores that lack nothing: what was missing may be there by now."""
-    scores = SelectedScores.finished(folder)
-    return None if scores is None or scores.missing else scores

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pipeline.run.locks import hold
 from pipeline.run.runner import Choice, Runner
 from stages.context import ModelConfig
 from stages.evaluate.answers import TaskGroup, content_identity
-from stages.evaluate.scores import SelectedScores, budget_name, write_samples
+from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.stage import STAGE as EVALUATE
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
@@ -41,32 +41,22 @@ class Launches:
         self.orders.append(order)
         work = Path(order["work_dir"])
         assert not (work / "scores.json").exists(), "what an earlier try left"
-        names = ["original"]
-        for name in order["inputs"]:
-            names += [name, *(budget_name(name, share) for share in self.budgets)]
-        right = {name: RIGHT[name.removesuffix(" @ 12.5 %")] for name in names}
+        names = ["original", *order["inputs"]]
         subtasks = {
-            name: {("niah_single_1", 4096): [1.0] * right[name] + [0.0] * (20 - right[name])}
+            name: {("niah_single_1", 4096): [1.0] * RIGHT[name] + [0.0] * (20 - RIGHT[name])}
             for name in names
         }
         checkpoints = {
             name: {"needle": suite_table(subtasks[name], subtasks["original"])} for name in names
         }
-        stage = work.parent.name
-        write_samples(work, ({"checkpoint": name, "stage": stage} for name in names))
+        write_samples(work, ({"checkpoint": name} for name in names))
         hashes = file_hashes(work, ["samples.jsonl"])
-        by_position = {"edges": [0, 8], "documents": 4, "loss": [{"mean": 2.0}]}
-        positions = {name: by_position for name in names if name != "hybrid"}
-        content = {
-            "checkpoints": checkpoints, "missing": self.missing, "sha256": hashes,
-            "cached_answers": len(names) - 1,
-        }  # fmt: skip
-        SelectedScores.model_validate({**content, "positions": positions}).write(work)
+        content = {"checkpoints": checkpoints, "missing": self.missing, "sha256": hashes}
+        SelectedScores.model_validate(content).write(work)
         self.during()
         return {}
 
     missing: Mapping[str, Any] = {}
-    budgets: Sequence[str] = ()
 
     def during(self) -> object:
         """What happens while it runs."""
@@ -131,64 +121,34 @@ def test_checkpoints_of_a_running_training(
     assert json.loads((place / "scores.json").read_text())["checkpoints"]["hybrid"]
 
 
-def test_what_is_evaluated_or_a_choice_from_it_starts_no_process(
+def test_what_is_evaluated_starts_no_process(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _publish(case, "materialize", "model")
     train = _publish(case, "train", "checkpoints/tokens-8", "checkpoints/tokens-16", finished=False)
     assert run(case) == run(case) == 0
-    whole = _result(launches)
-    assert run(case, checkpoints=["tokens-16"]) == 0
     assert len(launches.orders) == 1
-    part = _result(launches)
-    assert list(part["checkpoints"]) == ["original", "tokens-16"]
-    assert part["checkpoints"].items() <= whole["checkpoints"].items()
-    assert list(part["positions"]) == ["original", "tokens-16"]
-    samples = (_place(launches) / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["checkpoint"] for line in samples] == ["original", "tokens-16"]
+    assert run(case, checkpoints=["tokens-16"]) == run(case, checkpoints=["tokens-16"]) == 0
+    assert len(launches.orders) == 2
+    assert list(_result(launches)["checkpoints"]) == ["original", "tokens-16"]
     # Other weights at the same place are another model.
     (train / "checkpoints/tokens-16/config.json").write_text('{"changed": true}')
     assert run(case, checkpoints=["tokens-16"]) == 0
-    assert len(launches.orders) == 2
-    assert run(case, checkpoints=["hybrid"]) == 0
-    assert len(launches.orders) == 2
-    # A damaged result is made again.
-    (Path(launches.orders[1]["work_dir"]) / "scores.json").write_text("{")
-    assert run(case, checkpoints=["tokens-16"]) == 0
     assert len(launches.orders) == 3
+    # A damaged result is made again.
+    (Path(launches.orders[2]["work_dir"]) / "scores.json").write_text("{")
+    assert run(case, checkpoints=["tokens-16"]) == 0
+    assert len(launches.orders) == 4
     # Other code to score with, and other samples, give other scores.
     monkeypatch.setattr(evaluation, "VERSIONS", "generation-0-scoring-0")
-    assert run(case, checkpoints=["hybrid"]) == 0
-    assert len(launches.orders) == 4
+    assert run(case, checkpoints=["tokens-16"]) == 0
+    assert len(launches.orders) == 5
     document = json.loads((Path(launches.orders[-1]["work_dir"]) / "models.json").read_text())
     assert document["code"] == [EVALUATE.version, "generation-0-scoring-0"]
     case.content["evaluate"]["needle"]["samples"] = 3
     case.save()
-    original = launches.orders[-1]
-    assert run(case, checkpoints=["hybrid"]) == 0
-    assert len(launches.orders) == 5 and launches.orders[-1]["work_dir"] != original["work_dir"]
-
-
-def test_a_choice_has_its_models_at_other_budgets_too(
-    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it has where it is evaluated alone; and no directory of a name like theirs."""
-    launches.budgets = ["12.5 %"]
-    _publish(case, "materialize", "model")
-    _publish(case, "train", "checkpoints/tokens-8", "checkpoints/tokens-16", finished=False)
-    assert run(case) == run(case, checkpoints=["tokens-16"]) == 0
-    expected = ["original", "tokens-16", "tokens-16 @ 12.5 %"]
-    part = _result(launches)
-    assert list(part["checkpoints"]) == list(part["positions"]) == expected
-    samples = (_place(launches) / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["checkpoint"] for line in samples] == expected
-    assert part["cached_answers"] == 3
-    for name in ("a", "a @ 50 %"):
-        monkeypatch.setitem(RIGHT, name, 3)
-    places = [str(_model(case, case.folder / name, note=name)) for name in ("a", "a @ 50 %")]
-    assert run(case, model=places) == run(case, model=places[:1]) == 0
-    assert list(_result(launches)["checkpoints"]) == ["original", "a", "a @ 12.5 %"]
-    assert len(launches.orders) == 2
+    assert run(case, checkpoints=["tokens-16"]) == 0
+    assert len({order["work_dir"] for order in launches.orders}) == 5 == len(launches.orders) - 1
 
 
 def test_models_are_named_in_one_way(case: Case, launches: Launches) -> None:
@@ -265,30 +225,6 @@ def test_a_damaged_output_is_not_evaluated(
     with pytest.raises(RunError, match=f"output of {damaged} is damaged .*run the recipe"):
         run(case, watch=watch)
     assert launches.orders == []
-
-
-@pytest.mark.parametrize("damaged", [None, "evaluate", "original"])
-def test_scores_of_a_damaged_output_are_not_taken(
-    case: Case, launches: Launches, damaged: str | None
-) -> None:
-    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
-    for node in runner.nodes:
-        place = runner.store.work(node.name, str(node.key))
-        (place / "model").mkdir(parents=True)
-        (place / "model/config.json").write_text("{}")
-        if node.name in ("evaluate", "original"):
-            launches({"work_dir": str(place), "inputs": {"hybrid": ""}}, runner.loaded.world)
-        assert node.document is not None
-        published = runner.store.publish(node.name, node.document, {}, runner.hasher)
-        if node.name == damaged:
-            (published / "added").write_text("")
-    launches.orders.clear()
-    assert run(case) == 0
-    assert len(launches.orders) == (0 if damaged is None else 1)
-    if damaged is None:
-        samples = (runner.store.root / "tiny/evaluation/samples.jsonl").read_text().splitlines()
-        places = {one["checkpoint"]: one["stage"] for one in map(json.loads, samples)}
-        assert places == {"original": "original", "hybrid": "evaluate"}
 
 
 def test_several_nodes_are_refused(case: Case, launches: Launches) -> None:
