@@ -27,7 +27,6 @@ class Benchmark:
     """
 
     name: str
-    source: str
     data: str
     tasks: tuple[str, ...] = ()
     suite: str = "harness"
@@ -50,53 +49,43 @@ _SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_gen_toks"
 
 PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
     "short": (
-        Benchmark("MMLU", "arXiv:2009.03300", "cais/mmlu", ("mmlu",), documents=14_042, parts=57,
-                  prompt=150),
-        Benchmark("ARC", "arXiv:1803.05457", "allenai/ai2_arc", ("ai2_arc",), documents=3_548,
-                  parts=2, prompt=150),
-        Benchmark("HellaSwag", "arXiv:1905.07830", "Rowan/hellaswag", ("hellaswag",),
-                  documents=10_042, prompt=400),
-        Benchmark("WinoGrande", "arXiv:1907.10641", "allenai/winogrande", ("winogrande",),
-                  documents=1_267, prompt=60),
-        Benchmark("GSM8K", "arXiv:2110.14168", "openai/gsm8k", ("gsm8k",), documents=1_319,
-                  prompt=900, answer=256),
+        Benchmark("MMLU", "cais/mmlu", ("mmlu",), documents=14_042, parts=57, prompt=150),
+        Benchmark("ARC", "allenai/ai2_arc", ("ai2_arc",), documents=3_548, parts=2, prompt=150),
+        Benchmark("HellaSwag", "Rowan/hellaswag", ("hellaswag",), documents=10_042, prompt=400),
+        Benchmark("WinoGrande", "allenai/winogrande", ("winogrande",), documents=1_267, prompt=60),
+        Benchmark("GSM8K", "openai/gsm8k", ("gsm8k",), documents=1_319, prompt=900, answer=256),
     ),
     "long": (
-        Benchmark("RULER", "arXiv:2404.06654", "squad.json and hotpotqa.json, as RULER downloads "
-                  "them, in evaluate.needle.data_dir", get_args(RulerTask), "needle"),
-        Benchmark("LongBench v1", "arXiv:2308.14508", "THUDM/LongBench", ("longbench",),
-                  documents=4_750, parts=21, prompt=12_000, answer=150,
-                  packages=("jieba", "fuzzywuzzy", "rouge")),
-        Benchmark("LongBench v2", "arXiv:2412.15204", "recursal/longbench-v2", ("longbench2",),
-                  documents=503, parts=20, prompt=260_000),
-        Benchmark("BABILong", "arXiv:2406.10149", "RMT-team/babilong-1k-samples",
-                  ("babilong_longctx",), documents=5_000, parts=5, prompt=32_768, answer=16,
+        Benchmark("RULER", "squad.json and hotpotqa.json, as RULER downloads them, in "
+                  "evaluate.needle.data_dir", get_args(RulerTask), "needle"),
+        Benchmark("LongBench v1", "THUDM/LongBench", ("longbench",), documents=4_750, parts=21,
+                  prompt=12_000, answer=150, packages=("jieba", "fuzzywuzzy", "rouge")),
+        Benchmark("LongBench v2", "recursal/longbench-v2", ("longbench2",), documents=503, parts=20,
+                  prompt=260_000),
+        Benchmark("BABILong", "RMT-team/babilong-1k-samples", ("babilong_longctx",),
+                  documents=5_000, parts=5, prompt=32_768, answer=16,
                   settings={"dataset_kwargs": {"max_seq_lengths": "32k"}}),
-        Benchmark("LongProc", "arXiv:2501.05414", "PrincetonPli/LongProc",
+        Benchmark("LongProc", "PrincetonPli/LongProc",
                   ("longproc_path_traversal", "longproc_tom_tracking", "longproc_html_to_tsv",
                    "longproc_travel_planning"),
                   documents=1_700, parts=11, prompt=12_000, answer=3_000, packages=("pandas",),
                   left_out="countdown and pseudo_to_code, whose scores run what the model writes"),
-        Benchmark("GraphWalks", "openai.com/index/gpt-4-1", "openai/graphwalks",
-                  ("graphwalks_128k",), documents=1_150, prompt=40_000, answer=1_000),
-        Benchmark("InfiniteBench", "arXiv:2402.13718", "xinrongzhang2022/InfiniteBench",
-                  ("infinitebench",), documents=3_900, parts=11, prompt=180_000, answer=100,
-                  packages=("rouge_score",)),
-        *(Benchmark(suite.title, suite.source, suite.public_data, suite=name)
+        Benchmark("GraphWalks", "openai/graphwalks", ("graphwalks_128k",), documents=1_150,
+                  prompt=40_000, answer=1_000),
+        Benchmark("InfiniteBench", "xinrongzhang2022/InfiniteBench", ("infinitebench",),
+                  documents=3_900, parts=11, prompt=180_000, answer=100, packages=("rouge_score",)),
+        *(Benchmark(suite.title, suite.public_data, suite=name)
           for name, suite in SUITES.items() if issubclass(suite, PromptEvaluation)),
     ),
     "reasoning": (
         # Minerva's: the score of hendrycks_math500 takes no \\boxed answer.
-        Benchmark("MATH500", "arXiv:2305.20050", "HuggingFaceH4/MATH-500", ("minerva_math500",),
-                  documents=500, prompt=120, answer=4_000,
-                  settings={"generation_kwargs": {"max_gen_toks": 32768}},
+        Benchmark("MATH500", "HuggingFaceH4/MATH-500", ("minerva_math500",), documents=500,
+                  prompt=120, answer=4_000, settings={"generation_kwargs": {"max_gen_toks": 32768}},
                   packages=("math_verify", "sympy", "antlr4")),
-        Benchmark("AIME 2024", "maa.org", "Maxwell-Jia/AIME_2024", ("aime24",), documents=30,
-                  prompt=150, answer=12_000,
-                  settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
-        Benchmark("AIME 2025", "maa.org", "math-ai/aime25", ("aime25",), documents=30,
-                  prompt=150, answer=12_000,
-                  settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
+        Benchmark("AIME 2024", "Maxwell-Jia/AIME_2024", ("aime24",), documents=30, prompt=150,
+                  answer=12_000, settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
+        Benchmark("AIME 2025", "math-ai/aime25", ("aime25",), documents=30, prompt=150,
+                  answer=12_000, settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
     ),
 }  # fmt: skip
 

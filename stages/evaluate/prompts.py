@@ -45,13 +45,12 @@ DataFolder = Annotated[PathText, Input(_identity, _check)]
 class PromptEvaluation(SuiteSection):
     """What all of them have: data, lengths, samples.
 
-    `source` and `public_data` say whose it is and where its data is found, `read` are the endings
-    of its files. `published` is how many samples the public data has of each of `kinds` at a
-    length, `new_tokens` how long an answer is, about.
+    `public_data` says where its data is found, `read` are the endings of its files. `published` is
+    how many samples the public data has of each of `kinds` at a length, `new_tokens` how long an
+    answer is, about.
     """
 
     runner = "stages.evaluate.prompt_suite:PromptSuite"
-    source: ClassVar[str] = ""
     public_data: ClassVar[str] = ""
     read: ClassVar[tuple[str, ...]] = ()
     published: ClassVar[int] = 0

@@ -67,7 +67,6 @@ class Helmet(PromptEvaluation):
     """HELMET: questions behind passages (RAG) and keys of a JSON object (arXiv:2410.02694)."""
 
     title = "HELMET"
-    source = "arXiv:2410.02694"
     public_data = "princeton-nlp/HELMET"
     published = 1000
     new_tokens = 100

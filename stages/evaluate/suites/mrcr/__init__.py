@@ -13,10 +13,9 @@ from stages.fields import Count, different
 
 
 class Mrcr(PromptEvaluation):
-    """OpenAI's MRCR: the i-th of 2, 4 or 8 answers to equal requests in a conversation."""
+    """OpenAI's MRCR: the i-th of 2, 4 or 8 answers to equal requests (arXiv:2409.12640)."""
 
     title = "MRCR"
-    source = "arXiv:2409.12640"
     public_data = "openai/mrcr"
     read = (".parquet", ".jsonl")
     published = 100

@@ -15,7 +15,6 @@ class Nolima(PromptEvaluation):
     """NoLiMa: needles that share no words with their questions, in books (arXiv:2502.05167)."""
 
     title = "NoLiMa"
-    source = "arXiv:2502.05167"
     public_data = "amodaresi/NoLiMa"
     read = (".txt", ".json")
     published = 7540
