@@ -137,14 +137,15 @@ def write_training_data(
     with progress(sequences, "packing", "sequences") as bar:
         packed = _counted(pack(mix(streams, weights, tokens), length), bar)
         write_dataset(work_dir / PACKED_DATA, packed, sequences, length)
-    for stream in streams:
-        if not stream.documents:  # the others' documents are so long that the tokens ended before
+    for stream, weight in zip(streams, weights, strict=True):
+        share, target = stream.tokens / tokens, weight / sum(weights)
+        if share < target / 2:  # the others' documents are so long that the tokens ended before
             logger.warning(
-                "source %s has a weight, and none of its documents is in the training data: "
+                "source %s has %.2g %% of the training data, and its weight asks for %.2g %%: "
                 "documents are taken whole; raise prepare.train_tokens or set max_tokens for the "
                 "other sources",
-                stream.name,
-            )
+                stream.name, 100 * share, 100 * target,
+            )  # fmt: skip
     return {
         "documents": sum(stream.documents for stream in streams),
         "tokens": tokens,

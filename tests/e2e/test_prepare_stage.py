@@ -92,17 +92,20 @@ def test_outputs(model, corpus, tmp_path):
     assert (out / "tokenizer" / "tokenizer.json").exists()
 
 
-def test_a_source_of_which_nothing_is_read_is_named(model, corpus, tmp_path, caplog):
-    (tmp_path / "long.txt").write_text("One document. " * 3000)
+@pytest.mark.parametrize(("length", "share"), [(3000, 0), (290, 3.6), (200, None)])
+def test_a_source_far_below_its_share_is_named(model, corpus, tmp_path, caplog, length, share):
+    """Below half of it."""
+    (tmp_path / "long.txt").write_text("One document. " * length)
     sources = [
         {"name": "long", "kind": "text", "path": str(tmp_path / "long.txt")},
         {"name": "made", "kind": "retrieval"},
     ]
     out = run(config(model, sources), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
-    assert statistics["sources"]["made"]["documents"] == 0
-    assert "source made has a weight, and none of its documents is in the training" in caplog.text
-    assert "source long has a weight" not in caplog.text
+    made = statistics["sources"]["made"]
+    said = f"source made has {share} % of the training data, and its weight asks for 50 %"
+    assert (said in caplog.text) == (share is not None) == (made["share"] < 0.25)
+    assert "source long has" not in caplog.text
 
 
 def test_bytes_of_a_repeated_source_count_as_often_as_it_is_read(model, tmp_path):
