@@ -111,21 +111,26 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) ->
     for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
         yield _file_change(path.replace(".files.", ": "), before, after)
     old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
-    changed = [name for name in new_keys if old_keys.get(name) != new_keys[name]]
+    kept = [name for name in new_keys if name in old_keys]
+    changed = [name for name in kept if old_keys[name] != new_keys[name]]
     if changed:
         yield f"input{'s' if len(changed) > 1 else ''} {', '.join(changed)} changed"
-    for name in old_keys.keys() - new_keys.keys():
-        yield f"input {name} is no longer there"
+    for name in new_keys:
+        if name not in old_keys:
+            yield f"input {name} is new"
+    for name in old_keys:
+        if name not in new_keys:
+            yield f"input {name} is no longer there"
 
 
-_Missing = object()
+_MISSING = object()
 
 
 def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Places where two JSON values differ: dotted path, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
-            yield from _leaves(old.get(key, _Missing), new.get(key, _Missing), f"{path}.{key}")
+            yield from _leaves(old.get(key, _MISSING), new.get(key, _MISSING), f"{path}.{key}")
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _leaves(before, after, f"{path}.{index}")
@@ -134,9 +139,9 @@ def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _value_change(path: str, before: Any, after: Any) -> str:
-    if before is _Missing:
+    if before is _MISSING:
         return f"{path} is new"
-    if after is _Missing:
+    if after is _MISSING:
         return f"{path} is gone"
     return f"{path} changed {_show(before)} → {_show(after)}"
 
@@ -144,7 +149,7 @@ def _value_change(path: str, before: Any, after: Any) -> str:
 def _file_change(path: str, before: Any, after: Any) -> str:
     """A hash says nothing to a reader; a version, a name or a precision does."""
     hashes = [isinstance(one, str) and len(one) == 64 for one in (before, after)]
-    if any(hashes) and _Missing not in (before, after):
+    if any(hashes) and _MISSING not in (before, after):
         return f"{path} has other content"
     return _value_change(path, before, after)
 

@@ -534,6 +534,16 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
     ]
 
 
+def test_inputs_that_a_stage_has_or_lacks_are_told_in_order() -> None:
+    old = {"upstream": dict.fromkeys("abcdefgh", "1")}
+    new = {"upstream": {"a": "1", "x": "1", "b": "2"}}
+    assert list(differences(old, new, "report")) == [
+        "input b changed",
+        "input x is new",
+        *(f"input {name} is no longer there" for name in "cdefgh"),
+    ]
+
+
 def on_node(case: Case, rank: int, launcher: Any = in_process, distributed: bool = False) -> Runner:
     loaded = load(case, distributed=distributed, nodes=2, node_rank=rank)
     return Runner(loaded, Choice(until="train"), launcher)
