@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from bosch.errors import UserError
 from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_user_json
 from bosch.model.untrusted import config_faults, model_file_faults
@@ -116,9 +118,7 @@ def _published_shape(name: str) -> ModelInfo | None:
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
     """Where the hub's cache on this machine holds a repository, or some of its files."""
-    home = os.path.expanduser(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE", f"{home}/hub")))
-    folder = cache / f"models--{name.replace('/', '--')}"
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else str(revision or "main")
     snapshot = folder / "snapshots" / commit

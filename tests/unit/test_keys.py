@@ -165,7 +165,7 @@ def test_a_branch_of_the_hub_is_the_commit_that_is_here(
 ) -> None:
     """In the key, and for the stage: the branch may move while the run lasts."""
     folder, commit = case.folder / "hub" / "models--org--name", "c" * 40
-    monkeypatch.setenv("HF_HUB_CACHE", str(case.folder / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(case.folder / "hub"))
     shutil.copytree(case.model, folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     for branch, there in (("main", "d" * 40), ("dev", commit)):
