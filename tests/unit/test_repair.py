@@ -115,7 +115,7 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        ("pipe", "only regular files"),
+        ("pipe", r"notes\.json is a pipe, .*only regular files"),
         ("link", r"notes\.json cannot be copied .*No such file"),
         ("loop", "no such model directory"),
         ("cut", "safetensor"),
@@ -139,6 +139,17 @@ def test_damaged_models_are_refused_in_one_sentence(
     with pytest.raises(UserError, match=expected):
         repair(tuned, older, tmp_path / "out", 1.0)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["model", "source"])
+def test_a_missing_directory_is_no_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuned, gone = saved(Path("runs/tuned")), Path("runs/gone")
+    model, source = (gone, tuned) if missing == "model" else (tuned, gone)
+    with pytest.raises(UserError, match=r"^runs/gone: no such model directory$"):
+        repair(model, source, Path("out"), 1.0)
 
 
 @pytest.mark.parametrize("full", ["copies", "weights"])

@@ -29,10 +29,12 @@ _SAME = ("model_type", "hybrid_attention")
 
 
 def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
-    """Write `model_dir` to the new directory `output` with `share` of the query and key weights of
-    `source`, the rest being its own; the number of such weights.
+    """Write `model_dir` to the new directory `output`, its query and key weights mixed with those
+    of `source`: `share`, in (0, 1], times the older plus 1 - `share` times its own.
 
-    Raises UserError when the models have other heads in other places, or a weight is missing.
+    Returns the number of such weights. Raises UserError where a model is no directory or is
+    damaged, the two are not hybrids of one head mask, one was not fine-tuned from the other, or
+    `output` exists; RunError where it cannot be written.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
@@ -41,9 +43,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     if Path(os.path.realpath(model_dir)) in Path(os.path.realpath(output)).parents:
         raise UserError(f"--output: {output} lies in {model_dir}, which is copied; name another")
     for folder in (model_dir, source):
-        check_faults(weight_faults(folder) if folder.is_dir() else iter(()))
-    for name in irregular_entries(model_dir) if model_dir.is_dir() else ():
-        raise UserError(f"{model_dir / name}: {NOT_REGULAR}; remove it")
+        if not folder.is_dir():  # a name on the hub neither: its weights are not fetched
+            raise UserError(f"{folder}: no such model directory")
+        check_faults(weight_faults(folder))
+    for name in irregular_entries(model_dir):
+        raise UserError(f"{model_dir / name} {NOT_REGULAR}; remove it")
     config, other = (load_config(str(folder)) for folder in (model_dir, source))
     for name in _SAME:
         values = [getattr(one, name, None) for one in (config, other)]
