@@ -7,7 +7,7 @@
 #   launch/setup.sh [cpu|gpu] [test] newest       .venv-newest with the highest
 #
 # Without cpu or gpu: gpu where nvidia-smi finds one. PYTHON names the interpreter to build on
-# (default: the newest python3 from 3.11 on).
+# (default: python3 if it is 3.11 or later, else python3.13, python3.12 or python3.11).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # Python imports from the current directory first, where a tokenize.py may lie.
