@@ -1,4 +1,4 @@
-"""Text, questions and word lists to make RULER's samples of, the same on every machine."""
+"""Text and questions to make RULER's samples of, the same on every machine."""
 
 from __future__ import annotations
 

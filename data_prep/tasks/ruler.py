@@ -93,7 +93,7 @@ class RulerTask(ABC):
         """The next draft of sample `index`, by which the size is fitted."""
 
     def draft(self, index: int, size: int) -> Draft:
-        """The next prompt of sample `index`: for vt with a worked example, which no fit counts."""
+        """The next prompt of sample `index`: for vt with a worked example before that of `draw`."""
         return self.draw(index, size)
 
     def fit(self) -> list[int]:
@@ -418,7 +418,7 @@ class FrequentWords(RulerTask):
     def _has_three(self, size: int) -> bool:
         """Whether the answers, of ranks 2 to 4, are in the text, and all more often than the rest.
 
-        Always from some 70 words on: RULER's own lengths have more.
+        Always from 53 words on: RULER's own lengths have more.
         """
         third, next_one = (int(size / rank**2 / self._ZETA_2) for rank in (4, 5))
         return third > next_one
