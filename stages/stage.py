@@ -44,6 +44,9 @@ class Stage(Generic[OwnSection]):
     does not read. Stages with the same `pool` leave in one folder what they may take from each
     other.
 
+    With `seeded` the recipe's seed is in the key. A `distributed` stage runs in all processes of
+    the recipe, any other in one.
+
     Where the recipe has the section, `checks` yields what is wrong between the fields of a recipe,
     `missing` what a run needs beside the inputs that the section names and that is not there: one
     message each that begins with a dotted path. `slow_checks` names a function of the kind that

@@ -28,8 +28,8 @@ _LEAST = 20  # of them; with fewer, only what is not finite is a bad step
 MOST_IN_A_ROW = 5  # so many bad steps, one after the other, end the run
 MOST_REMEMBERED = 10  # or so many among the last `_REMEMBERED`
 _LEAST_TIMED = 5  # steps that are timed before their time says when one hangs
-TIMES_SLOWER = 20
-LEAST_PATIENCE = 2.0  # minutes
+TIMES_SLOWER = 20  # than the median of the last steps: a step that takes as long hangs
+LEAST_PATIENCE = 2.0  # minutes, however short the steps
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -87,9 +87,10 @@ class SpikeRule:
 
 
 def step_patience(seconds: Sequence[float], most: float) -> float:
-    """Minutes that a process waits for the others in a step, by what the last steps took.
+    """Minutes that a process waits for the others in a step before it takes one for lost.
 
-    `most` until enough are known.
+    `TIMES_SLOWER` times the median of what the last steps took, in `seconds`, but at least
+    `LEAST_PATIENCE` and at most `most`, in minutes; `most` until enough steps are timed.
     """
     if len(seconds) < _LEAST_TIMED:
         return most

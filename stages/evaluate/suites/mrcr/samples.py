@@ -26,7 +26,7 @@ from stages.evaluate.suites.mrcr import Mrcr
 logger = logging.getLogger(__name__)
 
 FIELDS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
-_MOST_NEEDLES = 1000
+_MOST_NEEDLES = 1000  # the published data has at most 8
 
 
 class MrcrSample(NamedTuple):
