@@ -63,7 +63,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def code_files(directory: Path) -> list[str]:
-    """Names of the directory's own code, in whatever folder below it."""
+    """Names of the directory's own code, in whatever folder below it, hidden ones aside."""
     paths = (path for path in directory.rglob("*.py") if not path.is_dir())
     files = (path.relative_to(directory) for path in paths)
     return [path.as_posix() for path in files if not any(p.startswith(".") for p in path.parts)]

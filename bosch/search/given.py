@@ -12,9 +12,10 @@ from bosch.window import window_menu, windows_text
 
 
 def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
-    """The mask of `settings.mask`, checked against the model, the ratio and the windows.
+    """The mask of `settings.mask`, checked against model, ratio, windows and head granularity.
 
-    Raises UserError where the file is missing or damaged, or is for another of these.
+    `scorer` has `num_layers`, `num_key_value_heads` and, where the windows are known, `windows`.
+    Raises UserError where no file is named, or it is missing, damaged or for another of these.
     """
     path = settings.mask
     if not path:

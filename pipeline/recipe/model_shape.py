@@ -1,6 +1,6 @@
 """What can be known about a base model without torch: its shape, its files, whether they are whole.
 
-Only config.json and the headers of the safetensors files are read.
+Of the weights only the headers of the safetensors files are read.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def file_faults(directory: Path) -> Iterator[str]:
-    """Tokenizer and weights that are missing or cut short; reads file headers only."""
+    """What is wrong with a directory's files, config.json aside: a pipe or device, a tokenizer or
+    weights that are missing or damaged, JSON beyond all limits or that names code.
+    """
     for name in irregular_entries(directory):
         yield f"model.path: {directory / name} {NOT_REGULAR}; remove it"
     if not has_tokenizer(directory):
