@@ -5,7 +5,7 @@
 A random model of two layers, batches of 8, the longest prompts first. RULER: four needle tasks at
 two lengths, generated tokens included. GSM8K: `gsm8k_cot`, tokens of prompts over those of the
 shared examples once and of every question; with the real test file where GSM8K_DIR names its folder
-(default: ../shared/data/gsm8k), else made up.
+(default: ../shared/data/gsm8k), else made up. MMLU: the same with made-up questions and options.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def _mmlu(folder: Path) -> HarnessEvaluation:
     ]  # fmt: skip
     for split, some in (("dev", rows[:5]), ("test", rows)):
         _write(folder / f"mmlu_anatomy/{split}.jsonl", some)
-    return HarnessEvaluation(
-        tasks=["mmlu_anatomy"], num_fewshot=5, data_dir=str(folder), hub=False
-    )  # fmt: skip
+    return HarnessEvaluation(tasks=["mmlu_anatomy"], num_fewshot=5, data_dir=str(folder), hub=False)
 
 
 def _texts(request: Any) -> tuple[str, str]:

@@ -374,7 +374,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
         half["checkpoints"]["hybrid"] == {} and half["missing"]["harness"]["hybrid"] == "too long"
     )
     assert half["checkpoints"]["original"] == original
-    # So has one whose original is missing there: nothing to be compared with.
+    # Where the original has no score in the suite, there is nothing to compare with.
     suite.missing = {"original": "too long"}
     Scores.model_validate(
         {
