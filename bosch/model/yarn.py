@@ -20,7 +20,9 @@ _MOST_BYTES = 4 * 2**20
 
 def yarn_fault(config: Mapping[str, Any]) -> str | None:
     """Why the RoPE of a model with this config.json cannot be stretched; None where it can."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope_parameters(config)
+    if not isinstance(rope, Mapping):
+        return f"its config.json has {rope!r:.60} in place of RoPE's parameters"
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "its layers have RoPE of several kinds"
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -33,8 +35,9 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
     It is in config.json, or only in the model card, as for Qwen3's chat models, whose
     max_position_embeddings, 40,960, leave room for an answer.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for value in (rope.get(_ORIGINAL), config.get(_ORIGINAL)):
+    rope = _rope_parameters(config)
+    stated = rope.get(_ORIGINAL) if isinstance(rope, Mapping) else None
+    for value in (stated, config.get(_ORIGINAL)):
         if isinstance(value, int):
             return value
     try:
@@ -43,6 +46,13 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
         return None
     lengths = {int(number) for number in _IN_CARD.findall(text)}
     return lengths.pop() if len(lengths) == 1 else None
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> Any:
+    """What stands in a config.json for RoPE's parameters, under transformers' newer or older name;
+    an object unless the file is damaged.
+    """
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 @contextmanager

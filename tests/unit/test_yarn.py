@@ -55,6 +55,7 @@ llama.cpp's `--rope-scaling yarn --yarn-orig-ctx 32768`.
         ({"rope_scaling": {"original_max_position_embeddings": 2048}}, CARD, 2048),
         ({}, CARD + "original_max_position_embeddings=4096", None),  # the card names two
         ({}, b"\xff", None),
+        ({"rope_scaling": [4.0]}, CARD, 32768),
         ({}, None, None),
     ],
 )
@@ -82,6 +83,7 @@ def test_the_trained_length_is_stretched(tmp_path):
         ({"rope_parameters": {"rope_type": "default"}}, None),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, "scales RoPE already"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "several kinds"),
+        ({"rope_scaling": [4.0]}, "has [4.0] in place of RoPE's parameters"),
     ],
 )
 def test_what_cannot_be_stretched(config, fault):
