@@ -19,7 +19,6 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import head_mask
 from bosch.window import Window
 from stages.train import trainable
-from stages.train.optimizer import parameter_groups
 from tests.hybrid_case import LAYERS, logits_of, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
@@ -181,20 +180,3 @@ def test_adapters_begin_spread_around_zero_and_add_nothing() -> None:
     assert spread.max() <= 0.1 and abs(spread.mean()) < 0.005
     assert torch.equal(spread, next(iter(again.values())))
     assert not torch.equal(spread, next(iter(other.values())))
-
-
-def test_norms_and_biases_do_not_decay_by_whatever_name() -> None:
-    def linear() -> torch.nn.Linear:
-        return torch.nn.Linear(4, 4, bias=False)
-
-    model = torch.nn.ModuleDict(
-        {"ln": torch.nn.LayerNorm(4), "proj": torch.nn.Linear(4, 4), "q_norm": linear(),
-         "RMSNorm_1": linear(), "normal": linear(), "frozen": linear().requires_grad_(False)}
-    )  # fmt: skip
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    decayed, others = parameter_groups(model, 0.3)
-    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
-    assert {names[one] for one in decayed["params"]} == {"proj.weight", "normal.weight"}
-    assert {names[one] for one in others["params"]} == {
-        "ln.weight", "ln.bias", "proj.bias", "q_norm.weight", "RMSNorm_1.weight"
-    }  # fmt: skip

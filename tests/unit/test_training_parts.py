@@ -1,4 +1,4 @@
-"""Data order, document positions, metrics and files of training, one at a time."""
+"""Data order, document positions, weight decay, metrics and files of training, one at a time."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from stages.train.model import (
     shard_teacher,
     use_grouped_experts,
 )
+from stages.train.optimizer import parameter_groups
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
@@ -157,6 +158,23 @@ def write_metrics(folder: Path, steps: int) -> Path:
         log.write(step, 1.0 / step, 0.5, learning_rate=1e-3)
     log.close()
     return folder / "metrics.jsonl"
+
+
+def test_norms_and_biases_do_not_decay_by_whatever_name() -> None:
+    def linear() -> torch.nn.Linear:
+        return torch.nn.Linear(4, 4, bias=False)
+
+    modules = torch.nn.ModuleDict(
+        {"ln": torch.nn.LayerNorm(4), "proj": torch.nn.Linear(4, 4), "q_norm": linear(),
+         "RMSNorm_1": linear(), "normal": linear(), "frozen": linear().requires_grad_(False)}
+    )  # fmt: skip
+    names = {parameter: name for name, parameter in modules.named_parameters()}
+    decayed, others = parameter_groups(modules, 0.3)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert {names[one] for one in decayed["params"]} == {"proj.weight", "normal.weight"}
+    assert {names[one] for one in others["params"]} == {
+        "ln.weight", "ln.bias", "proj.bias", "q_norm.weight", "RMSNorm_1.weight"
+    }  # fmt: skip
 
 
 def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
