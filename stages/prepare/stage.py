@@ -233,7 +233,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     facts = [
         f"{tokens:,} tokens in {sequences:,} sequences of {length:,}",
         f"{examples} calibration examples of {prepare.calibration.length:,}",
-        f"about {format_hours(core_hours)} on one core",
+        f"{format_hours(core_hours)} on one core",
     ]
     # An id takes 4 bytes where it is packed, about 6 characters in calibration.jsonl.
     return Cost(0, tokens * 4.0 + examples * prepare.calibration.length * 6.0, facts)
