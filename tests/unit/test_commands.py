@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
 from bosch.errors import LostRankError, RunError, StoppedError, UserError
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
@@ -103,6 +105,24 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     first = record["cache_bytes"][0]
     hybrid, original = (first[name] / 2**20 for name in ("hybrid", "original"))
     assert f"    1,024 tokens: {hybrid:.2f} MiB of KV cache, not {original:.2f}\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("gemma3", torch.float32), ("gemma3", torch.bfloat16), ("qwen3", torch.float64)],
+)
+def test_show_counts_the_bytes_of_the_dtype_of_the_model(
+    family: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(family).to(dtype)
+    hybrid = materialize(model, mask_of(model.config), Window(6))
+    hybrid.save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)["cache_bytes"][0]
+    ids = torch.zeros(1, counted["tokens"], dtype=torch.long)
+    cache = hybrid(ids, use_cache=True).past_key_values
+    assert counted["hybrid"] == held_bytes(cache)
 
 
 def test_show_says_that_states_are_not_in_its_bytes(
