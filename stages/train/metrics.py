@@ -149,10 +149,10 @@ class MetricsLog:
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers by name, those of a list counted from 0, of a dict by their keys."""
+    """A record's numbers by name, of a list by their places from 0, of a dict by their keys."""
     for name, value in record.items():
         if isinstance(value, list):
-            yield from ((f"{name}/{index}", one) for index, one in enumerate(value))
+            yield from ((f"{name}/{i}", one) for i, one in enumerate(value) if one is not None)
         elif isinstance(value, dict):
             yield from ((f"{name}/{key}", one) for key, one in value.items())
         elif value is not None:

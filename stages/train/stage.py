@@ -188,9 +188,9 @@ class TrainingStep(Record):
     `kv_budget` are the KV slots of the budget that the step was for, where there are several.
     `tokens_per_second` and `mfu` leave out the `checkpoint_seconds` since the step before and the
     time of scores. `memory`: most bytes the first process has held. `heldout_loss` is in nats per
-    token, `heldout_by_position` by quarter of the sequence. `router_entropy` in nats is a mean over
-    tokens and layers, of the logits' softmax also where routers choose by sigmoids; `expert_load`
-    is that of the busiest expert over its layer's mean.
+    token, `heldout_by_position` by quarter of the sequence, None where it predicts nothing.
+    `router_entropy` in nats is a mean over tokens and layers, of the logits' softmax also where
+    routers choose by sigmoids; `expert_load` is that of the busiest expert over its layer's mean.
     `source_tokens` are those of each source of prepare so far.
     """
 
@@ -210,7 +210,7 @@ class TrainingStep(Record):
     needle_score: float | None = None
     seconds_left: float | None = None
     heldout_loss: float | None = None
-    heldout_by_position: list[float] | None = None
+    heldout_by_position: list[float | None] | None = None
     router_entropy: float | None = None
     expert_load: float | None = None
     source_tokens: dict[str, int] | None = None

@@ -116,9 +116,11 @@ class HeldOutWatch(_Watch[Batch]):
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {}
-        if count:  # a 0 of sequences that predict nothing would look like the best loss
+        if count:  # a 0 where nothing is predicted would look like the best loss
             fields["heldout_loss"] = total / count
-            fields["heldout_by_position"] = (sums[0] / sums[1].clamp(min=1)).tolist()
+            fields["heldout_by_position"] = [
+                loss / count if count else None for loss, count in sums.T.tolist()
+            ]
         if routers:
             layers = [torch.stack(passes).double().sum(0) for passes in routed]
             totals = summed(torch.stack(layers), device)

@@ -130,6 +130,7 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
     assert dict(numbers({"source_tokens": expected})) == {
         "source_tokens/a": expected["a"], "source_tokens/b": second
     }  # fmt: skip
+    assert dict(numbers({"loss": None, "parts": [None, 2.5]})) == {"parts/1": 2.5}
 
 
 def test_experts_are_computed_in_one_product_whatever_the_configuration_says(
