@@ -21,14 +21,24 @@ def pass_values(shape: DecoderShape, layers: Sequence[LayerHeads], split: Contex
     `layers` are the KV heads of each layer with full attention in the original, by window. Layers
     that slide in the original are counted too, sinks of documents after the first are not.
     """
-    own = [{Window(size): shape.kinds.own_heads} for size in shape.kinds.windows.values()]
-    widths = ((layers, shape.kinds.head_dim), (own, shape.kinds.own_head_dim))
     return sum(
         2 * width * heads * split.traffic(window)
-        for rows, width in widths
-        for row in rows
+        for row, width in split_layers(shape, layers)
         for window, heads in row.items()
     )
+
+
+def split_layers(
+    shape: DecoderShape, layers: Sequence[LayerHeads]
+) -> Iterator[tuple[LayerHeads, int]]:
+    """Heads by window of every layer whose keys are sent, and the head dimension.
+
+    After `layers`, those with full attention in the original, the ones that slide there.
+    """
+    for row in layers:
+        yield row, shape.kinds.head_dim
+    for size in shape.kinds.windows.values():
+        yield {Window(size): shape.kinds.own_heads}, shape.kinds.own_head_dim
 
 
 def split_faults(loaded: LoadedRecipe, field: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
 from stages.context import Runtime
-from stages.exchange import pass_values
+from stages.exchange import pass_values, split_layers
 from stages.train.stage import TrainConfig
 
 if TYPE_CHECKING:  # it loads torch
@@ -143,13 +143,12 @@ def exchanged_bytes(
     split: ContextSplit,
     sequences: int,
     element_bytes: int,
-) -> tuple[float, float]:
-    """Bytes that a process holds of keys and values beside its own, of the layer with most of them.
+) -> list[tuple[float, float]]:
+    """Bytes that a process holds of keys and values beside its own, of each of `split_layers`.
 
     First what autograd keeps of the forward pass, then what the backward pass adds: the gradients
     of both chunks' keys as attention gives them, spread over the sequence, and their sum.
     """
-    per_token = element_bytes * 2 * shape.kinds.head_dim * sequences
 
     def tokens_held(row: LayerHeads) -> tuple[int, int]:
         """Tokens, summed over the heads of a layer, of what is kept and of what is added."""
@@ -168,8 +167,12 @@ def exchanged_bytes(
                 added += heads * seen
         return kept, added
 
-    kept, added = zip(*map(tokens_held, layers), strict=True)
-    return float(per_token * max(kept)), float(per_token * max(added))
+    held = []
+    for row, head_dim in split_layers(shape, layers):
+        per_token = element_bytes * 2 * head_dim * sequences
+        kept, added = tokens_held(row)
+        held.append((float(per_token * kept), float(per_token * added)))
+    return held
 
 
 @dataclass(frozen=True)
@@ -237,9 +240,9 @@ def training_memory(
     """What each of `processes` holds in steps of `accumulation` micro-batches of `tokens`.
 
     Where sequences are split, they have `length` tokens and `layers` are the KV heads of each layer
-    by window; without them all heads of some layer count as full.
+    by window; without them all heads count as full.
     """
-    sharded, exchanged = runtime.sharding != "none", (0.0, 0.0)
+    sharded, exchanged = runtime.sharding != "none", [(0.0, 0.0)]
     shards = processes if sharded else 1
     trained = trained_parameters(shape, train)
     tables_trained = trained == shape.parameters
@@ -248,7 +251,7 @@ def training_memory(
     in_float32 = trained if runtime.sharding == "deepspeed" else parameters
     element_bytes = _element_bytes(train)
     if runtime.context_parallel > 1:
-        rows = layers or [{None: shape.key_value_heads}]
+        rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
         split = ContextSplit(length, runtime.context_parallel)
         exchanged = exchanged_bytes(shape, rows, split, tokens // length, element_bytes)
         tokens //= runtime.context_parallel
@@ -318,7 +321,7 @@ def _activations(
     train: TrainConfig,
     runtime: Runtime,
     tokens: int,
-    exchanged: tuple[float, float],
+    exchanged: Sequence[tuple[float, float]],
 ) -> _Activations:
     """What autograd keeps of a micro-batch of `tokens`; `exchanged` is of `exchanged_bytes`."""
     element_bytes = _element_bytes(train)
@@ -330,7 +333,8 @@ def _activations(
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.checkpointing == "none":
-        return _Activations(shape.layers * (saved + exchanged[0]), backward, exchanged[1])
+        kept, added = zip(*exchanged, strict=True)
+        return _Activations(shape.layers * saved + sum(kept), backward, max(added))
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # of all but the layer that is recomputed
@@ -341,7 +345,7 @@ def _activations(
         widths += len(shape.kinds.windows) * shape.own_query_size
         # Attention's outputs, and log-sum-exps in float32.
         layer_inputs += tokens * (element_bytes * widths + _FLOAT32 * shape.layers * heads)
-    return _Activations(layer_inputs, saved + backward, sum(exchanged), offloaded)
+    return _Activations(layer_inputs, saved + backward, max(map(sum, exchanged)), offloaded)
 
 
 def _element_bytes(train: TrainConfig) -> int:

@@ -33,6 +33,8 @@ SHAPE = DecoderShape(
     parameters=5010, active_parameters=4000, layer_parameters=1500, attention_parameters=800,
     expert_parameters=0, largest_weight=1000, tables=2010, linear_sides=300, attention_sides=200,
 )  # fmt: skip
+# The second layer slides in the base model too.
+OWN: dict[str, Any] = {"windows": {1: 5}, "own_heads": 3, "own_head_dim": 6}
 TOKENS = 8
 
 
@@ -152,6 +154,23 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
             "layer inputs": 2 * 4 * 40, "exchanged keys": 16 * 2 * 4 + 16 * 2 * 4,
         },
     ),
+    "split, own window": (
+        # Two sequences: 16 bytes a head of 8 tokens, 24 a head of 10, those of chunks 1 and 2.
+        {}, {"context_parallel": 2}, {
+            "length": 8, "tokens": 16, "processes": 2, "shape": replace(
+                SHAPE, kinds=replace(SHAPE.kinds, full=(0,), **OWN)
+            ),
+        }, {
+            "layer inputs": 2 * 8 * 692 + 2 * 16 * 2 * 8 + 2 * 24 * 3 * 10,
+            "exchanged keys": 2 * 16 * 2 * 3 * 8,
+        },
+    ),
+    "split, only its own window": (
+        {}, {"context_parallel": 2, "checkpointing": "full"}, {
+            "length": 8, "tokens": 8, "processes": 2, "layers": [{None: 0, Window(1): 2}],
+            "shape": replace(SHAPE, kinds=replace(SHAPE.kinds, full=(0,), **OWN)),
+        }, {"exchanged keys": 24 * 3 * 10 + 24 * 3 * 10},
+    ),
     "liger": ({"liger": True}, {}, {}, {
         "layer inputs": 2 * 8 * (12 * 10 + 8 * 16 + 6 * 8 + 6 * 20),
         # One chunk: 8 tokens over ten times more words than widths, rounded to a power of two.
@@ -205,10 +224,13 @@ def test_what_a_process_holds_is_the_sum_that_is_written_down(name: str) -> None
 def test_keys_that_a_process_holds_of_a_split_sequence(
     row: dict[Window | None, int], ranks: int, kept: int, added: int
 ) -> None:
-    """Keys and values of 4 numbers of 2 bytes, for 3 sequences, in the layer with most of them."""
+    """Keys and values of 4 numbers of 2 bytes, for 3 sequences; of 3 heads of 6 with 5 tokens."""
     each, split = 2 * 4 * 2 * 3, ContextSplit(16, ranks)
-    rows = [{Window(1): 1}, row]
-    assert exchanged_bytes(SHAPE, rows, split, 3, 2) == (each * kept, each * added)
+    shape = replace(SHAPE, kinds=replace(SHAPE.kinds, **OWN))
+    # Of a window of 5 tokens four before each chunk, where there are as many.
+    own = 2 * 6 * 2 * 3 * 3 * (16 if ranks == 2 else 12)
+    expected = [(each * kept, each * added), (own, own)]
+    assert exchanged_bytes(shape, [row], split, 3, 2) == expected
 
 
 @pytest.mark.parametrize(
