@@ -485,6 +485,18 @@ def test_the_highest_is_bold_only_where_it_is_shown_to_be(capsys: Any) -> None:
     assert "Table 1" in shown and "Fisher" in shown and "ρ = 0.75" in shown
 
 
+def test_a_cache_in_vllm_is_that_of_all_seeds_or_of_none() -> None:
+    compared = made_up({"rand": {0.5: 10.0, 0.75: 5.0}})
+    results = {
+        replace(one, seed=seed): replace(result, cache=cache)
+        for one, result in compared.results.items()
+        for seed, cache in enumerate([{"generate": 0.5, "vllm": 0.75}, {"generate": 0.25}])
+        if one.ratio == 0.5 or seed == 0
+    }
+    text = markdown(replace(compared, combinations=tuple(results), results=results))
+    assert "| RAND | 0.5 | 37.5% | – |" in text and "| RAND | 0.75 | 50.0% | 75.0% |" in text
+
+
 def test_many_tests_show_what_is_plain_and_no_more() -> None:
     """Each is one of all pairs at its ratio, since the highest is chosen by the same samples."""
     ratios = [number / 20 for number in range(1, 19)]

@@ -47,10 +47,11 @@ _ABOUT = (
 _PAPER = " The columns 'paper' hold the figures of BOSCH, Table 1."
 _COSTS = (
     "The cache is that of a request of the longest evaluated length, computed from the mask, as a "
-    "share of the original's: in generate, and in vLLM on one large GPU. S(z) is the exact-match "
-    "rate on the calibration set. Full passes count the work of the search alone: evaluations "
-    "reused from another combination are included at their cost there. Other time is that outside "
-    "evaluations: the solver's, or the ranking of the heads by a static method."
+    "share of the original's: in generate, and in vLLM on one large GPU where it serves all "
+    "seeds. S(z) is the exact-match rate on the calibration set. Full passes count the work of the "
+    "search alone: evaluations reused from another combination are included at their cost there. "
+    "Other time is that outside evaluations: the solver's, or the ranking of the heads by a static "
+    "method."
 )
 
 
@@ -441,7 +442,7 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
     return [
         label,
         f"{ratio:g}",
-        *(f"{statistics.fmean(own):.1%}" if own else "–" for own in shares),
+        *(f"{statistics.fmean(o):.1%}" if len(o) == len(results) else "–" for o in shares),
         f"{score:.3f}",
         f"{likelihood:.3f}",
         f"{mean('evaluations'):,.0f}",
