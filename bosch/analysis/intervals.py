@@ -57,6 +57,12 @@ class Estimate(NamedTuple):
         mean, low, high = self
         return Interval(mean, mean if low is None else low, mean if high is None else high)
 
+    def within(self, lowest: float, highest: float) -> Estimate:
+        """With the ends cut off at the values that the mean cannot pass."""
+        if self.low is None or self.high is None:
+            return self
+        return Estimate(self.mean, max(lowest, self.low), min(highest, self.high))
+
 
 class Comparison(NamedTuple):
     """First model against second: difference of scores, first over second, and a p-value.
@@ -243,9 +249,10 @@ def crossed_difference(
     half = _half_width([by_example if is_score else _of_losses(by_example), *by_seed])
     if half is None:
         return Estimate(mean, None, None)
-    if is_score:
-        half = max(half, share(0.0, a.shape[1]).high)
-    return Estimate(mean, mean - half, mean + half)
+    if not is_score:
+        return Estimate(mean, mean - half, mean + half)
+    half = max(half, share(0.0, a.shape[1]).high)
+    return Estimate(mean, mean - half, mean + half).within(-1.0, 1.0)
 
 
 class CrossedTest(NamedTuple):

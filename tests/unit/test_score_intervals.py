@@ -180,6 +180,13 @@ def test_equal_scores_leave_room_for_the_next_example() -> None:
     assert crossed_mean([0.25]) == (0.25, None, None)
 
 
+def test_a_difference_of_scores_ends_at_a_whole_score() -> None:
+    few = np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([[0.0, 1.0], [0.0, 0.0]])
+    assert crossed_difference(*few).low < -1 and crossed_difference(*few).high > 1
+    assert crossed_difference(*few, is_score=True) == (0.25, -1.0, 1.0)
+    assert Estimate(0.5, None, None).within(0.0, 1.0) == (0.5, None, None)
+
+
 def test_pairing_removes_what_is_hard_for_both() -> None:
     rng = np.random.default_rng(1)
     hard = rng.normal(0.0, 5.0, size=(1, 300))

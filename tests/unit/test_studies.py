@@ -30,6 +30,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.commands import options
+from pipeline.commands.study import turnover
 from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
 from pipeline.commands.study.headbench import (
     Row,
@@ -199,6 +200,29 @@ def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> Non
         assert found == crossed_difference(*sides, is_score=is_score)
         assert found != crossed_difference(*sides, is_score=not is_score)
     assert row.cost("passes") == 3.5
+
+
+def test_intervals_of_turnover_hold_nothing_impossible() -> None:
+    """Of 6 heads 2 slide, then 4, of which 2, 1 and 0 are others: T is 1, 0.5 and 0, T_max 1."""
+    shares = [
+        ([0, 1], [2, 3, 4, 5]), ([0, 1], [1, 2, 3, 4]), ([0, 1], [0, 1, 2, 3]),
+    ]  # fmt: skip
+    masks = {
+        (ratio, seed): HeadMask.from_swa_kv_heads([heads], 6)
+        for seed, pair in enumerate(shares)
+        for ratio, heads in zip((0.3, 0.6), pair, strict=True)
+    }
+    settings = SimpleNamespace(methods=["bosch"], ratios=[0.3, 0.6], budgets=[4], seeds=len(shares))
+    study: Any = SimpleNamespace(
+        options=settings, label="m", window=Window(4), held_out_set=[0] * 2,
+        search=lambda one, seed: SimpleNamespace(mask=masks[one.ratio, seed]),
+        held_out=lambda mask: np.full((2, 2), float(mask in masks.values())),
+    )  # fmt: skip
+    result = turnover.study(study)
+    [row], [swap] = result.data["turnover"], result.data["swap_test"]
+    for name in ("turnover", "normalised"):
+        assert row[name] == {"mean": 0.5, "low": 0.0, "high": 1.0}
+    assert -1 <= swap["score_lost"]["low"] < swap["score_lost"]["high"] <= 1
 
 
 def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:

@@ -76,13 +76,14 @@ def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str,
     turnovers = [
         turnover(a, b) for a, b in zip(masks[method][small], masks[method][large], strict=True)
     ]
+    most = turnovers[0].maximum  # the same for all masks on these budgets
     return {
         "method": method,
         "small": small,
         "large": large,
-        "turnover": crossed_mean([t.share for t in turnovers])._asdict(),
-        "normalised": crossed_mean([t.normalised for t in turnovers])._asdict(),
-        "most": turnovers[0].maximum,
+        "turnover": crossed_mean([t.share for t in turnovers]).within(0.0, most)._asdict(),
+        "normalised": crossed_mean([t.normalised for t in turnovers]).within(0.0, 1.0)._asdict(),
+        "most": most,
     }
 
 
@@ -105,7 +106,8 @@ def _swap(
         record[name] = crossed_mean(mine, is_score=is_score)._asdict()
         record[f"swapped_{name}"] = crossed_mean(theirs, is_score=is_score)._asdict()
         # Both sides of a seed belong together: the values are their differences.
-        record[f"{name}_lost"] = crossed_mean(mine - theirs)._asdict()
+        lost, most = crossed_mean(mine - theirs), 1.0 if is_score else np.inf
+        record[f"{name}_lost"] = lost.within(-most, most)._asdict()
     return record
 
 
