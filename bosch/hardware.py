@@ -39,6 +39,8 @@ DEVICES = {
 
 # What drivers call devices that share a name above and have another peak.
 _VARIANTS: dict[str, Device | None] = {
+    "mig": None,  # a part of a GPU
+    "a1000": None,
     "h100pcie": Device(756, 80),
     "h100nvl": Device(835, 94),
     "h200nvl": Device(835, 141),

@@ -249,6 +249,8 @@ def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatc
         "AMD EPYC cpu",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA RTX A1000 Laptop GPU",
+        "NVIDIA H100 PCIe MIG 1g.10gb",
     ):
         assert device_named(other) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
