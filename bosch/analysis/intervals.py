@@ -79,9 +79,9 @@ class Comparison(NamedTuple):
 
 
 class Documents(list[float]):
-    """Mean scores of documents that weigh by how many samples each has, `counts`."""
+    """Mean scores of documents that weigh by `counts`, as a rule how many samples each has."""
 
-    def __init__(self, means: Iterable[float], counts: Iterable[int]) -> None:
+    def __init__(self, means: Iterable[float], counts: Iterable[float]) -> None:
         super().__init__(means)
         self.counts = tuple(counts)
 

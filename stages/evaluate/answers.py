@@ -66,11 +66,12 @@ class TaskGroup:
     `tasks` are all there are, with and without answers. A rule of lm-eval names a metric, its
     filters (None: all that the tasks have), and whether the mean is over all documents
     (`weight_by_size`) or over the tasks. Without rules it is the unweighted mean of the tasks'
-    scores. `is_asked`: the recipe names the group itself.
+    scores, with `parts` of the means of these tasks. `is_asked`: the recipe names the group itself.
     """
 
     tasks: tuple[str, ...]
     rules: tuple[AggMetricConfig, ...] = ()
+    parts: tuple[tuple[str, ...], ...] = ()
     is_asked: bool = False
 
 

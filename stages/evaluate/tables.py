@@ -167,7 +167,9 @@ def _group_row(
         if not keys:
             return {}, None
         names = {"tasks": [task for task, _ in keys], "of": len(group.tasks)}
-        return {**_over([parts[key] for key in keys]), **names}, None
+        of_parts = [[parts[key] for key in keys if key[0] in part] for part in group.parts]
+        averaged = [_pooled(own, evenly=True) for own in of_parts if own]
+        return {**_over(averaged or [parts[key] for key in keys]), **names}, None
     keys = [key for key in metrics if key[0] in group.tasks and key in parts]
     scores: dict[str, dict[str, Any]] = {}
     first: _Part | None = None
@@ -199,18 +201,24 @@ def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> 
     return sorted({name for task in tasks for name in task if name.startswith(start)})
 
 
-def _pooled(parts: Sequence[_Part]) -> _Part:
-    """All documents of some tasks as those of one, over which the mean is that by size."""
+def _pooled(parts: Sequence[_Part], *, evenly: bool = False) -> _Part:
+    """All documents of some tasks as those of one, over which the mean is that by size.
+
+    `evenly`: it is that of the tasks' means.
+    """
     originals = [base for _, base in parts if base is not None]
     whole = len(originals) == len(parts)
-    return _joined([values for values, _ in parts]), _joined(originals) if whole else None
+    own = _joined([values for values, _ in parts], evenly)
+    return own, _joined(originals, evenly) if whole else None
 
 
-def _joined(lists: Sequence[Sequence[float]]) -> list[float]:
+def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
     values = [value for own in lists for value in own]
-    if not any(isinstance(own, Documents) for own in lists):
+    if not evenly and not any(isinstance(own, Documents) for own in lists):
         return values
-    of_each = (own.counts if isinstance(own, Documents) else (1,) * len(own) for own in lists)
+    of_each = [own.counts if isinstance(own, Documents) else (1,) * len(own) for own in lists]
+    if evenly:
+        of_each = [tuple(count / sum(counts) for count in counts) for counts in of_each]
     return Documents(values, itertools.chain.from_iterable(of_each))
 
 

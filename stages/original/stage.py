@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=18,
+    version=19,
     key="evaluate",
     after=("materialize",),
     model="weights",

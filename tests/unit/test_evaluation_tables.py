@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lm_eval.config.group import AggMetricConfig as Rule
 
-from bosch.analysis.intervals import compare, effective_count, mean_of, mean_score, share
+from bosch.analysis.intervals import Documents, compare, effective_count, mean_of, mean_score, share
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
@@ -209,6 +209,21 @@ def test_a_group_sums_up_by_its_rules(
         )
     # A group that the recipe does not name leaves the average as it is.
     assert table["average"] == suite_table(PARTS)["average"]
+
+
+def test_a_group_of_parts_is_the_mean_of_the_means_of_their_tasks() -> None:
+    """a has 0.5, b 0.75 of twice as many documents, c 0.5, and d has no answers."""
+    groups = {"group": TaskGroup(TASKS, parts=(("a", "b"), ("c", "d"), ("d",)))}
+    original = {key: [0.0] * len(scores) for key, scores in PARTS.items()}
+    row = suite_table(PARTS, original, groups)["groups"]["group"]
+    assert (row["tasks"], row["of"]) == (["a", "b", "c"], 4)
+    assert row["score"] == pytest.approx(100 * ((0.5 + 0.75) / 2 + 0.5) / 2)
+    assert row["against_original"]["difference"] == pytest.approx(row["score"])
+    # The second document of b holds two samples of five.
+    clustered = PARTS | {("b", 0): Documents([1.0, 0.0, 1.0, 1.0], (1, 2, 1, 1))}
+    row = suite_table(clustered, None, groups)["groups"]["group"]
+    assert row["score"] == pytest.approx(100 * ((0.5 + 0.6) / 2 + 0.5) / 2)
+    assert "against_original" not in row
 
 
 def test_a_named_group_counts_as_one_of_the_subtasks() -> None:

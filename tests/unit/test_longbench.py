@@ -7,7 +7,15 @@ from importlib.resources import files
 
 import pytest
 
-from data_prep.tasks.longbench import NO_CHAT, TASKS, groups, prompt, score, truncated_ids
+from data_prep.tasks.longbench import (
+    NO_CHAT,
+    TASKS,
+    category_means,
+    groups,
+    prompt,
+    score,
+    truncated_ids,
+)
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -16,6 +24,14 @@ def test_categories():
     sizes = {name: len(tasks) for name, tasks in groups().items()}
     assert sizes["LongBench"] == 21 and sizes["LongBench few-shot, without samsum"] == 3
     assert sizes["LongBench summarisation, with samsum"] == 5
+
+
+def test_means_over_categories_are_the_benchmarks_and_the_papers():
+    benchmark, paper = category_means().values()
+    assert [len(tasks) for tasks in benchmark] == [4, 4, 4, 4, 3, 2]
+    # Samsum is a summary there, and GSM8K the seventh category (BOSCH B.6).
+    assert [len(tasks) for tasks in paper] == [4, 4, 5, 3, 3, 2, 1]
+    assert "longbench_samsum" in paper[2] and paper[-1] == ["gsm8k"]
 
 
 def test_tasks_are_as_lm_eval_has_them():

@@ -107,6 +107,11 @@ class HarnessSuite(Suite):
             self.groups |= {
                 name: TaskGroup(tuple(tasks)) for name, tasks in longbench.groups().items()
             }
+            known = {subtask.task for subtask in self._tasks}
+            for name, parts in longbench.category_means().items():
+                if all(known.intersection(part) for part in parts):
+                    tasks = tuple(task for part in parts for task in part)
+                    self.groups[name] = TaskGroup(tasks, parts=tuple(map(tuple, parts)))
 
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         is_longbench = longbench.task_of(subtask.task) is not None
