@@ -219,10 +219,13 @@ def test_intervals_of_turnover_hold_nothing_impossible() -> None:
         held_out=lambda mask: np.full((2, 2), float(mask in masks.values())),
     )  # fmt: skip
     result = turnover.study(study)
+    assert "the diagonal compares different seeds of one method." in result.text
     [row], [swap] = result.data["turnover"], result.data["swap_test"]
     for name in ("turnover", "normalised"):
         assert row[name] == {"mean": 0.5, "low": 0.0, "high": 1.0}
     assert -1 <= swap["score_lost"]["low"] < swap["score_lost"]["high"] <= 1
+    settings.seeds = 1
+    assert "the diagonal has no pair: 0." in turnover.study(study).text
 
 
 def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:

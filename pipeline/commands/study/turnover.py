@@ -143,6 +143,7 @@ def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
 
 def _text(model: StudiedModel) -> str:
     options = model.options
+    diagonal = "compares different seeds of one method" if options.seeds > 1 else "has no pair: 0"
     return (
         f"`{model.label}`, W = {model.window.size}, {options.seeds} "
         f"seeds, κ = {options.budgets[-1]}. T is the share of the heads sliding at the smaller "
@@ -150,6 +151,6 @@ def _text(model: StudiedModel) -> str:
         "(BOSCH §4.3). A′ takes in what turned over in place of random members (BOSCH C.1); its "
         "scores are on "
         f"{len(model.held_out_set)} held-out examples. Jaccard distances are between the sets "
-        "of sliding heads, means over all pairs of seeds; the diagonal compares different seeds of "
-        "one method. Brackets: 95 % intervals."
+        f"of sliding heads, means over all pairs of seeds; the diagonal {diagonal}. Brackets: 95 % "
+        "intervals."
     )
