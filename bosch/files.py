@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError, UserError, is_disk_full
 from bosch.this_process import is_alive, process_place
 
 TEMPORARY = ".tmp-"
@@ -64,6 +64,18 @@ def almost_full(folder: Path) -> bool:
         space = os.statvfs(folder)
         return space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES
     return False
+
+
+def check_hub_cache(error: BaseException) -> None:
+    """Raise OSError, with a name in the hub's cache, where a full disk is behind an error.
+
+    Of files that are fetched from the hub, libraries do not say where they were to be written.
+    """
+    if is_disk_full(error):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        place = os.path.join(HF_HUB_CACHE, "models")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place) from error
 
 
 def canonical_json(value: Any) -> str:

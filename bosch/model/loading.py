@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file
 
 from bosch.backends import resolve_backend
 from bosch.errors import UserError
+from bosch.files import check_hub_cache
 from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
 from bosch.model.families import FAMILIES, HYBRID_PREFIX
@@ -51,6 +52,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
             raise UserError(f"{path}: is an encoder and a decoder; expected a decoder alone")
         return config
     except _UNREADABLE as error:
+        check_hub_cache(error)
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot read the model's configuration: {reason}") from error
 
@@ -127,6 +129,7 @@ def load_model(
     except UserError:
         raise
     except Exception as error:
+        check_hub_cache(error)
         if type(error).__name__ not in _DAMAGE:
             raise
         raise UserError(f"{name}: cannot load the model: {_line(error)}") from error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import UserError
-from bosch.files import load_user_json
+from bosch.files import check_hub_cache, load_user_json
 from bosch.model.untrusted import (
     CONFIG_FILES,
     TOKENIZER_FILE,
@@ -56,6 +56,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         is_fast = tokenizer.is_fast  # which some classes lack, that hold two tokenizers
         tokenizer("a")
     except Exception as error:
+        check_hub_cache(error)
         for file in sorted(Path(spec.path).glob("*.json")):
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())

@@ -13,7 +13,13 @@ from typing import Any
 from huggingface_hub import constants
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, NOT_REGULAR, irregular_entries, load_user_json
+from bosch.files import (
+    CONFIG_LIMITS,
+    NOT_REGULAR,
+    check_hub_cache,
+    irregular_entries,
+    load_user_json,
+)
 from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.documents.source_files import tokenizer_files
@@ -98,6 +104,7 @@ def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo |
         try:
             config = Path(hf_hub_download(name, "config.json", revision=revision))
         except Exception as error:
+            check_hub_cache(error)
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"model.path: {name} is neither a directory nor a model that could be fetched "

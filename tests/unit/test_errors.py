@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from transformers import LlamaConfig
 
 from bosch.errors import (
     DamagedWorkError,
@@ -15,6 +18,9 @@ from bosch.errors import (
     control_character,
     printable,
 )
+from bosch.model.loading import load_config, load_model
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from pipeline.recipe.model_shape import read_model
 from pipeline.run.failures import describe
 
 WORD, LINE = "w" * 500, "a line of " * 500
@@ -83,3 +89,30 @@ def test_what_a_terminal_obeys_is_found_and_written_out(
     text: str, first: str | None, shown: str
 ) -> None:
     assert (control_character(text), printable(text)) == (first, shown)
+
+
+@pytest.mark.parametrize(
+    ("fetch", "load"),
+    [
+        ("huggingface_hub.hf_hub_download",
+         lambda: read_model("some/model", None, Path.cwd(), fetch=True)),
+        ("bosch.model.loading.cached_file", lambda: load_config("some/model")),
+        ("transformers.AutoModelForCausalLM.from_pretrained",
+         lambda: load_model("some/model", config=LlamaConfig())),
+        ("transformers.AutoTokenizer.from_pretrained",
+         lambda: load_tokenizer(TokenizerSpec("some/model"))),
+    ],
+    ids=["shape", "config", "model", "tokenizer"],
+)  # fmt: skip
+def test_a_full_disk_of_the_hub_s_cache_is_no_fault_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetch: str, load: Callable[[], object]
+) -> None:
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("transformers.utils.hub.cached_file", Mock(return_value=None))
+    monkeypatch.setattr(fetch, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=r"No space left on device: .*hub") as full:
+        load()
+    told = describe(full.value, tmp_path / "work", tmp_path / "stage.log")
+    assert told["kind"] == "disk"
+    assert told["message"].startswith(f"the disk of {tmp_path / 'hub'} is full; free some space")
