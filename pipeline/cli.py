@@ -59,6 +59,13 @@ def commands() -> Mapping[str, ModuleType]:
 
 def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = STAGES) -> int:
     """Run one command and return its exit status; no traceback reaches the user."""
+    try:
+        return _run(arguments, stages)
+    except (KeyboardInterrupt, Terminated) as second:  # while the first was being answered
+        return _stopped(second.__context__ or second)
+
+
+def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _terminated)
     log.show_any_character()
@@ -89,12 +96,8 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
         return _say(f"error: {lost}", LOST_RANK_STATUS)
     except RunError as failure:
         return _say(f"error: {failure}", 1)
-    except KeyboardInterrupt:
-        return _stopped("stopped", 130)
-    except StoppedError as stop:
-        return _stopped(str(stop), REQUEUE_STATUS)
-    except Terminated:
-        return _stopped("terminated", 143)
+    except (KeyboardInterrupt, StoppedError, Terminated) as stop:
+        return _stopped(stop)
     except BrokenPipeError:
         # The reader of our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -138,9 +141,14 @@ def _obstacle(error: OSError, root: Path) -> Path | None:
     return next((p for p in above if not p.is_dir()), where) if root in where.parents else None
 
 
-def _stopped(message: str, status: int) -> int:
+def _stopped(stop: BaseException) -> int:
     """Say so. A second signal, while the interpreter ends, would end it with another status."""
     ignore_stops()
+    message, status = "terminated", 143
+    if isinstance(stop, KeyboardInterrupt):
+        message, status = "stopped", 130
+    elif isinstance(stop, StoppedError):
+        message, status = str(stop), REQUEUE_STATUS
     return _say(f"{message}; the same command resumes from here", status)
 
 

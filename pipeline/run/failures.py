@@ -37,8 +37,8 @@ ENDED = "ended.json"  # in which the launcher of several processes says which of
 REQUEUE_STATUS = 75
 
 
-class Terminated(Exception):
-    """SIGTERM or SIGUSR1 arrived at the command."""
+class Terminated(BaseException):
+    """SIGTERM or SIGUSR1 arrived at the command; as Ctrl-C, no fault of what it interrupts."""
 
 
 def ignore_stops() -> None:

@@ -478,6 +478,46 @@ def test_a_second_signal_does_not_change_how_a_command_ends(
     assert output.getvalue().count("the same command resumes from here\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("stop", "status"),
+    [(StoppedError("saved"), 75), (Terminated(), 143), (KeyboardInterrupt(), 130)],
+)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_nor_does_one_that_comes_before_it_can_be_ignored(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    stop: BaseException, status: int, second: int,
+) -> None:  # fmt: skip
+    signals = iter([second])
+
+    def ignore() -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    def end(loaded: LoadedRecipe, options: Any) -> int:
+        raise stop
+
+    monkeypatch.setattr("pipeline.commands.status.run", end)
+    monkeypatch.setattr("pipeline.cli.ignore_stops", ignore)
+    assert main(["status", str(case.file)]) == status
+    assert capfd.readouterr().err.count("the same command resumes from here\n") == 1
+
+
+def test_a_signal_is_no_fault_of_what_it_interrupts(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any Exception is caught in places, to say which file or model is faulty."""
+
+    def end(loaded: LoadedRecipe, options: Any) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise UserError("the model cannot be built") from error
+        return 0
+
+    monkeypatch.setattr("pipeline.commands.status.run", end)
+    assert main(["status", str(case.file)]) == 143
+
+
 def test_a_traceback_is_kept_where_there_are_no_runs_yet(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
