@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.configuration import is_hybrid
-from bosch.model.families import decoder_layers, has_sink_bias
+from bosch.model.families import decoder_layers, has_sink_bias, text_config
 from bosch.model.head_table import chosen_budget, head_table, heads_by_window, kv_budgets
 from bosch.model.loading import load_config
 
@@ -22,8 +20,9 @@ def hybrid_record(model: str) -> dict[str, Any]:
     if not is_hybrid(config):
         raise UserError(f"{model}: is no hybrid model; expected one that bosch has made")
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
-    dtype = config.dtype or torch.bfloat16
-    size = CacheSize.of(rows, kinds, dtype.itemsize, state_bytes=0)  # only a pass has the states
+    # Weights of 8 bits are computed with in 16, and so are those of an unknown precision.
+    itemsize = max(getattr(text_config(config).dtype, "itemsize", 2), 2)
+    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # only a pass has the states
     by_layer = {
         name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
         if name.endswith("_per_layer")
