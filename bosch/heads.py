@@ -7,6 +7,7 @@ mask can be read, compared and written without loading torch.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -242,8 +243,16 @@ class HeadMaskFile:
 
         `sink_bias` [L][HQ] is the extra logit of each query head where sliding heads have one.
         """
-        bias = None if sink_bias is None else tuple(map(tuple, sink_bias))
-        return cls(model, method, swa_ratio, mask, window_menu(windows), score, seed, bias)
+        return cls(  # with Python's own numbers, since numpy's cannot be written
+            model,
+            method,
+            float(swa_ratio),
+            mask,
+            window_menu(windows),
+            None if score is None else float(score),
+            None if seed is None else operator.index(seed),
+            None if sink_bias is None else tuple(tuple(map(float, row)) for row in sink_bias),
+        )
 
     @property
     def window_size(self) -> int:

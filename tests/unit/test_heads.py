@@ -167,6 +167,19 @@ def _content(damaged: str) -> dict[str, Any]:
     return file.content
 
 
+def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
+    ratio, score, bias = np.float32([0.5, 0.75, -2.5])
+    mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
+    numbers = {"swa_ratio": ratio, "score": score, "seed": np.int64(3)}
+    sink_bias = np.full((2, 4), bias)
+    HeadMaskFile.of(mask, Window(8), model="m", method="rand", sink_bias=sink_bias, **numbers).save(
+        tmp_path / "mask.json"
+    )
+    file = HeadMaskFile.load(tmp_path / "mask.json")
+    assert (file.swa_ratio, file.score, file.seed) == (0.5, 0.75, 3)
+    assert file.sink_bias == ((-2.5,) * 4,) * 2
+
+
 @pytest.mark.parametrize(
     ("damaged", "change", "named"),
     [
