@@ -27,6 +27,10 @@ def main() -> int:
     """Start the processes of this node and wait for them; 0 when all of them are done."""
     die_with_runner()
     os.environ[PARENT] = str(os.getpid())
+    # torchrun would give its processes 30 seconds to end: training has a restart point to write.
+    # SIGINT is its own once it has been imported, which takes a while.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, forward_signal)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -34,9 +38,6 @@ def main() -> int:
     from torch.distributed.run import main as torchrun
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    # torchrun would give its processes 30 seconds to end: training has a restart point to write.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, forward_signal)
     try:
         torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:

@@ -77,6 +77,17 @@ def test_the_handler_has_all_it_needs_before_a_signal_comes() -> None:
     assert done.stdout.strip() == "True", done.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_ends_it_without_a_traceback(number: int) -> None:
+    code = (
+        "import os, sys, types; from pipeline.run import elastic\n"
+        f"def find(name, *_): name == 'torch' and os.kill(os.getpid(), {number:d})\n"
+        "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find)); elastic.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + number, "")
+
+
 def test_signals_are_passed_on_or_end_the_launcher_before_there_are_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
