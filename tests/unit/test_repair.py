@@ -173,3 +173,23 @@ def test_a_full_disk_is_that_of_the_output(
     with pytest.raises(DiskFullError, match=r"/out: (no space is left|cannot write the model)"):
         repair(tuned, older, tmp_path / "out", 1.0)
     assert {path.name for path in tmp_path.iterdir()} == {"tuned", "older"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("q_proj.input_scale", torch.tensor(0.5)),
+        ("k_proj.qweight", torch.ones(4, 48, dtype=torch.int32)),
+        ("k_proj.weight", torch.ones(32, 48, dtype=torch.int8)),
+        ("q_proj.weight", torch.ones(64, 48).to(torch.float8_e4m3fn)),
+    ],
+)
+def test_quantised_weights_are_refused(tmp_path: Path, name: str, value: torch.Tensor) -> None:
+    folders = [saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")]
+    for folder in folders:
+        other = {**weights(folder), f"model.layers.0.self_attn.{name}": value}
+        save_file(other, folder / "model.safetensors", {"format": "pt"})
+    said = rf"tuned: model\.layers\.0\.self_attn\.{name} is quantised; repair the model before"
+    with pytest.raises(UserError, match=said):
+        repair(*folders, tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()

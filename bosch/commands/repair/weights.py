@@ -32,9 +32,9 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     """Write `model_dir` to the new directory `output`, its query and key weights mixed with those
     of `source`: `share`, in (0, 1], times the older plus 1 - `share` times its own.
 
-    Returns the number of such weights. Raises UserError where a model is no directory or is
-    damaged, the two are not hybrids of one head mask, one was not fine-tuned from the other, or
-    `output` exists; RunError where it cannot be written.
+    Returns the number of such weights. Raises UserError where a model is no directory, is damaged
+    or has such a weight quantised, the two are not hybrids of one head mask, one was not fine-tuned
+    from the other, or `output` exists; RunError where it cannot be written.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
@@ -76,6 +76,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 rows = _rows(config, name, weight)
                 if not rows:
                     continue
+                # Means of quantised numbers and of their scales are not those of the weights.
+                if not weight.ndim or not weight.is_floating_point() or weight.itemsize == 1:
+                    raise UserError(
+                        f"{model_dir}: {name} is quantised; repair the model before it is quantised"
+                    )
                 if name not in places:
                     raise UserError(f"--from: {source} has no weight {name}, which {model_dir} has")
                 with safe_open(places[name], framework="pt") as opened:
@@ -112,7 +117,7 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
         return 0
     module = path[-2] if len(path) > 2 else ""
     if module in ("q_proj", "k_proj"):
-        return len(weight)
+        return len(weight) if weight.ndim else 1
     family = known_family(config)
     if module and module == family.fused and module not in family.per_head:
         q_per_kv: int = text.num_attention_heads // text.num_key_value_heads
