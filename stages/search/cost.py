@@ -188,4 +188,6 @@ def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> s
         of_method = replace(search, flops=flops, jobs=jobs)
         text = format_hours(of_method.hours(devices.name, devices.count))
         times.setdefault(text, []).append(method)
-    return "upper bounds: " + "; ".join(f"{text}: {', '.join(names)}" for text, names in times.items())
+    return "upper bounds: " + "; ".join(
+        f"{text}: {', '.join(names)}" for text, names in times.items()
+    )
