@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from bosch.errors import RunError, UserError
-from bosch.files import JsonLimits, check_json_text, open_regular
+from bosch.files import JsonLimits, check_hub_cache, check_json_text, open_regular
 from data_prep.documents.filters import Filters
 from data_prep.documents.source_files import is_local
 from data_prep.text import decode_utf8
@@ -359,7 +359,11 @@ def read_dataset(
 
 
 def _dataset_fault(where: str, error: Exception) -> UserError | RunError:
-    """A network's failure may pass by itself; anything else is the dataset's fault."""
+    """A network's failure may pass by itself; anything else is the dataset's fault.
+
+    Raises OSError where the disk of the hub's cache is full.
+    """
+    check_hub_cache(error)
     reason = printable(" ".join(str(error).split()) or type(error).__name__)
     if isinstance(error, ConnectionError | TimeoutError) or "Connect" in type(error).__name__:
         return RunError(f"{where}: the hub cannot be reached ({reason}); run again")

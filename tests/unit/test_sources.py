@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from data_prep.documents import records, sources
 from data_prep.documents.filters import Filters
 from data_prep.documents.sources import KINDS, Source, list_parts, mds, read_part
@@ -252,6 +253,23 @@ def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
     for path in ("org/name", str(tmp_path)):
         records.open_dataset("source s", path, "sub", "test", "abc")
     assert opened == [("org/name", "sub", "abc"), (str(tmp_path), "sub", None)]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), OSError, "No space left .*models'$"),
+        (ConnectionError("refused"), RunError, r"cannot be reached \(refused\); run again"),
+        (ValueError("no split"), UserError, r"dataset org/name: cannot be read \(no split\)"),
+    ],
+)
+def test_why_a_dataset_of_the_hub_is_not_read(monkeypatch, error, raised, message):
+    def load(*args, **options):
+        raise error
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    with pytest.raises(raised, match=message):
+        records.open_dataset("source s", "org/name", None, type(error).__name__, None)
 
 
 def test_a_text_that_parquet_repeats_is_held_once(tmp_path):
