@@ -291,6 +291,20 @@ def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -
         torch.testing.assert_close(torch.stack(reached).mean(0), mean, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("length", [2, WINDOW + 3, WINDOW + 4])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_estimate_leaves_out_examples_that_no_query_sees_beyond(
+    length: int, batch_size: int
+) -> None:
+    model, calibration = searchable()
+    expected = give_sink_bias(Objective(model, calibration, Window(WINDOW), batch_size=batch_size))
+    first = calibration.examples[0]
+    short = replace(first, input_ids=first.input_ids[-length:], answer_length=1)
+    with_short = CalibrationSet((*calibration.examples, short))
+    estimate = give_sink_bias(Objective(model, with_short, Window(WINDOW), batch_size=batch_size))
+    torch.testing.assert_close(torch.tensor(estimate), torch.tensor(expected), **_CLOSE)
+
+
 def test_scores_with_reuse_are_those_of_plain_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as in processes of a search
     model, calibration = searchable()
