@@ -37,7 +37,6 @@ SMOKE = (
 )
 _LONGEST, _SHORTEST = 4096, 256
 _KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
-_KINDS["jsonl"] += (".json",)
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _RECIPE = """\
 # yaml-language-server: $schema={schema}
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     for typed in filter(None, (options.model, options.data, options.output)):
         if len(typed.splitlines()) > 1 or control_character(typed) is not None:
             raise UserError(f"{typed!r}: holds a line break or control character; rename it")
-    name = os.path.basename(os.path.normpath(options.model)).lower().replace(".", "p")
+    name = os.path.basename(os.path.abspath(options.model)).lower().replace(".", "p")
     file = Path(options.output or f"my_{re.sub('[^a-z0-9]+', '_', name)}.yaml")
     if os.path.lexists(file):
         raise UserError(f"--output {file}: is there already; remove it or name another file")
@@ -162,8 +161,9 @@ def _from(folder: Path, path: str) -> str:
 
 def _yaml(text: str) -> str:
     """A text as YAML: as it stands where that is read as itself, else in quotes."""
-    is_plain = _PLAIN.fullmatch(text) is not None and parse_yaml(text, text) == text
-    return text if is_plain else json.dumps(text)
+    is_plain = _PLAIN.fullmatch(text) is not None and parse_yaml(f"[{text}]", text) == [text]
+    # YAML has no pairs of escapes for one character, as JSON has.
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _kind(data: str) -> str:
@@ -183,7 +183,9 @@ def _kind(data: str) -> str:
     kinds = [k for k, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
     if len(kinds) > 1:
         raise UserError(f"--data {data}: holds {' and '.join(kinds)}; name the files of one kind")
-    return kinds[0] if kinds else "text"
+    if kinds:
+        return kinds[0]
+    return "jsonl" if any(name.endswith(".json") for name in names) else "text"
 
 
 def _names(path: Path) -> list[str]:

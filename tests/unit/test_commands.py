@@ -215,6 +215,9 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
         "'q",
         '"q',
         "d\u00e9",
+        "\U0001f600",
+        "a\u200b\ufeff",
+        "...",
     ],
 )
 def test_new_quotes_names_that_yaml_reads_otherwise(
@@ -312,6 +315,7 @@ def test_a_removed_current_directory_is_one_sentence(
         (["a.json", "about"], "jsonl"),
         (["a.parquet"], "parquet"),
         (["a.jsonl.zst", ".hidden.parquet"], "jsonl"),
+        (["a.parquet", "dataset_infos.json"], "parquet"),
         (["index.json", "shard.00000.mds"], "mds"),
         (["index.json", "shard.00000.mds.zstd"], "mds"),
         (["index.json"], "jsonl"),
@@ -350,6 +354,16 @@ def test_new_writes_a_recipe_that_loads_beside_the_model(
     assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
     assert (recipe.search.window_size, recipe.evaluate.needle.lengths) == (64, [512, 1024])
     assert loaded.output_root == case.folder / "runs"
+
+
+def test_new_names_the_recipe_after_the_folder_of_the_model(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(case.folder / "model")
+    for typed in (".", "../model/"):
+        assert main(["new", typed]) == 0
+        assert load_recipe("my_model.yaml", input_files=False, env={}).recipe.name == "my_model"
+        Path("my_model.yaml").unlink()
 
 
 @pytest.mark.parametrize(("positions", "status"), [(255, 2), (256, 0), (40_960, 0), (None, 0)])
