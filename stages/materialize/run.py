@@ -21,7 +21,7 @@ from bosch.model.head_table import head_table
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, materialize_front
 from bosch.model.search_mode import check_mask, head_mask, mask_shape, set_sink_bias
-from bosch.window import Windows
+from bosch.window import Window, Windows
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
 from stages.kv_budgets import share_names
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a probe that lie further back than the widest window.
+# Fewest tokens of a probe beyond the widest window.
 _BEYOND = 64
 # Largest difference allowed between the two modes' logits, relative to their root mean square. The
 # permutation changes the order of sums and nothing else.
@@ -58,8 +58,8 @@ def run(
     again and must give the logits that the base model gives under each mask.
 
     Raises UserError when the base model is missing, damaged or unsupported, or the mask is
-    another's; and RunError when the saved model does not compute what was searched, or front.json
-    chooses another mask than head_mask.json.
+    another's; and RunError when the saved model does not compute what was searched, or cannot be
+    written.
     """
     import torch
 
@@ -85,7 +85,7 @@ def run(
     summary = _memory(base, file, front) | _budgeted(config, base, file, front)
     if front is not None:
         summary["point"] = front.chosen
-    tokens = _probe(base, file.windows[0].size, config.seed)
+    tokens = _probe(base, file.windows[0], config.seed)
     exact = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, file.mask, file.windows, tokens, exact)
     expected_of_budgets = {}
@@ -226,13 +226,13 @@ def _budgets(base: Any, front: Front, states: int) -> dict[str, Any]:
     return {"context": front.context, "kv_budget": kv_budget, "budgets": budgets}
 
 
-def _probe(base: Any, window: int, seed: int) -> Tensor:
-    """Random tokens, longer than the window by enough that a wrong window would show."""
+def _probe(base: Any, window: Window, seed: int) -> Tensor:
+    """Random tokens [2, T], enough more than window and sinks that a wrong window would show."""
     import torch
 
     text = text_config(base.config)
     limit = getattr(text, "max_position_embeddings", None) or 4096
-    length = min(window + _BEYOND, limit)
+    length = min(window.size + max(_BEYOND, 2 * window.sinks), limit)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text.vocab_size, (2, length), generator=generator)
 
@@ -255,6 +255,10 @@ def _logits(model: Any, tokens: Tensor, exact: bool) -> Tensor:
 
 
 def compare_logits(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]:
+    """The largest difference of logits [B, T, V], relative to the root mean square of `expected`.
+
+    Raises RunError where it is larger than `TOLERANCE` of the precision, or not a number.
+    """
     scale = float(expected.square().mean().sqrt()) or 1.0
     difference = float((actual - expected).abs().max()) / scale
     if not difference <= TOLERANCE[precision]:  # a NaN fails too

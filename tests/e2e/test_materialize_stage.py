@@ -266,6 +266,23 @@ def test_a_model_that_computes_something_else_is_not_accepted(
     assert not (tmp_path / "work" / "summary.json").exists()
 
 
+def test_a_wrong_window_shows_behind_many_sinks(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = materialize.materialize
+
+    def wider(model: Any, mask: HeadMask, windows: tuple[Window, ...], **options: Any) -> Any:
+        return make(model, mask, Window(WINDOW + 8, windows[0].sinks), **options)
+
+    monkeypatch.setattr(materialize, "materialize", wider)
+    mask = HeadMaskFile.of(
+        HeadMask.all_sliding(2, 2), Window(WINDOW, 64),
+        model="tiny", method="bosch", swa_ratio=1.0,
+    )  # fmt: skip
+    with pytest.raises(RunError, match="differs from the searched one"):
+        _run(base, tmp_path, mask=mask)
+
+
 def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     for layers, heads in ((3, 2), (2, 4)):
