@@ -56,7 +56,6 @@ class Moves(State):
                 fruitless = 0
             point = self.points[number]
             point.failures = 0 if won else point.failures + 1
-            point.without_win = 0 if won else point.without_win + 1
             move.wins += won
             move.passes += max(before - self.left, 1.0)
         self.for_nesting = 0.0
@@ -66,7 +65,7 @@ class Moves(State):
         point = self.points[number]
         above = self.points[number + 1].evaluation if number + 1 < len(self.points) else self.full
         return (
-            point.without_win // _PATIENCE,
+            point.failures // _PATIENCE,
             point.evaluation.score - above.score,
             point.evaluation.log_likelihood - above.log_likelihood,
         )

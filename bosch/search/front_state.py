@@ -32,9 +32,7 @@ class Point:
     evaluation: Evaluation
     passes: float
     failed: Values
-    # Masks since one won, and the neighbours' layouts that have been tried.
-    failures: int = 0
-    without_win: int = 0
+    failures: int = 0  # moves since one won
 
 
 class State:
@@ -246,7 +244,7 @@ class State:
         for other in winners:
             other.choices, other.evaluation, other.passes = choices, evaluation, self._spent
             other.failed[:] = 0
-            other.failures = other.without_win = 0
+            other.failures = 0
         won = any(other is point for other in winners)
         if won:
             logger.info(
