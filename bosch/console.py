@@ -50,7 +50,7 @@ def library_main(arguments: Sequence[str]) -> int:
             own = ", ".join(command_help([commands]))
             raise UserError(f"{name}: {_NEEDS}; the library's own commands are {own}")
         status = int(module.run(command_parser(name, module).parse_args(arguments[1:])))
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
     except UserError as fault:
         print(printable(f"error: {fault}"), file=sys.stderr)

@@ -117,7 +117,7 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
 
 def _done(status: int) -> int:
     """The status, once all output is written; the interpreter reports no failure of that."""
-    sys.stdout.flush()
+    print(end="", flush=True)
     return int(status)
 
 

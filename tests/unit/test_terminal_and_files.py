@@ -233,6 +233,11 @@ def test_an_output_that_takes_nothing_ends_with_1(
     assert (done.returncode, done.stderr) == (1, told * is_full)
 
 
+def test_a_closed_output_is_no_failure(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["status", str(case.file)]) == 0
+
+
 def test_a_full_disk_leaves_the_output_to_programs(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
