@@ -32,5 +32,6 @@ class RecipeCommand(Command):
             "overrides",
             metavar="key.path=value",
             nargs="*",
+            default=[],
             help="replaces a value of the recipe, like search.swa_ratio=0.5",
         )

@@ -297,6 +297,12 @@ def test_a_path_that_the_system_refuses_is_one_sentence(
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
+def test_a_recipe_is_asked_for_without_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
+
+
 def test_a_removed_current_directory_is_one_sentence(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
