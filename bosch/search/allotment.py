@@ -13,11 +13,22 @@ Order = npt.NDArray[np.int64]  # [L, U], units of each layer from the widest win
 Values = npt.NDArray[np.float64]
 
 _HALVINGS = 50
+_POINTS = 8
 
 
 def slots_of(choices: Choices, costs: Values) -> float:
     """KV slots of a layout; `costs` [C] are those of one unit by its choice."""
     return float(costs[choices].sum())
+
+
+def spaced_slots(least: float, unit: float, most: float) -> list[int]:
+    """KV slots of a front's points where none are stated: eight, evenly on a logarithmic scale.
+
+    They are below `most`, those of all units full, and above `least`, those of all units with the
+    narrowest window, or above those of one full `unit` where these are more.
+    """
+    spaced = np.geomspace(max(least, unit), most, _POINTS + 2)[1:-1]
+    return [round(slots) for slots in spaced]
 
 
 def allotted(

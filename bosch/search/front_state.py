@@ -12,15 +12,12 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import CanWin, Evaluation
-from bosch.search.allotment import Choices, Values, slots_of
+from bosch.search.allotment import Choices, Values, slots_of, spaced_slots
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
 from bosch.search.gradient_search import Worth
 from bosch.search.settings import SearchSettings, front_budget
 
 logger = logging.getLogger(__name__)
-
-# Budgets between all of the narrowest window and all full, where none are stated.
-_POINTS = 8
 
 
 @dataclass
@@ -89,9 +86,8 @@ class State:
         self.chosen = min(chosen, self.most)
         # A ratio is met exactly, as by other methods: no better mask of fewer slots is its result.
         self.exact = self.chosen if budgets.chosen is None else None
-        spaced = np.geomspace(max(self.least, self.costs[0]), self.most, _POINTS + 2)[1:-1]
         stated = [int(slots) for slots in budgets.slots]
-        slots = stated or [round(level) for level in spaced]
+        slots = stated or spaced_slots(self.least, self.costs[0], self.most)
         step = self.costs[-2] - self.costs[-1]
         inside = [one for one in slots if self.least + step <= one < self.most]
         if self.least + step <= self.chosen < self.most and self.chosen not in inside:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
-
 from bosch.errors import UserError
 from bosch.front import Front
+from bosch.search.allotment import spaced_slots
 from stages.formats import format_bytes
 from stages.search.budget import HELD_OUT_EVERY, Price
 from stages.search.stage import SearchConfig
-
-# Points between all heads of the smallest window and all full, where a recipe names none.
-_POINTS = 8
 
 
 def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
@@ -21,8 +17,7 @@ def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
     least, most = section.slot_range(price)
     if section.points is not None:
         return tuple(round(share * most) for share in section.points)
-    spaced = np.geomspace(max(least, price.tokens), most, _POINTS + 2)[1:-1]
-    return tuple(sorted({round(slots) for slots in spaced if least < slots < most}))
+    return tuple(sorted({*spaced_slots(least, price.tokens, most)}))
 
 
 def chosen_point(front: Front, price: Price) -> int:
