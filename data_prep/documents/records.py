@@ -204,7 +204,7 @@ def _line_number(path: Path, at: int) -> int:
 def parquet_row_groups(path: Path, field: str) -> int:
     """Number of row groups of a Parquet file that has the column `field`.
 
-    Raises UserError when the file is damaged or has no such column.
+    Raises UserError when the file is damaged or has no such column, or none of single values.
     """
     file = _open_parquet(path)
     names = file.schema_arrow.names
@@ -212,6 +212,9 @@ def parquet_row_groups(path: Path, field: str) -> int:
         raise UserError(
             f"{path}: no column `{field}` (there is {printable(', '.join(names))}); set text_field"
         )
+    kind = file.schema_arrow.field(names.index(field)).type
+    if pa.types.is_nested(kind):
+        raise UserError(f"{path}: column `{field}` is of type {printable(str(kind))}, not text")
     return int(file.num_row_groups)
 
 

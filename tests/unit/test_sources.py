@@ -161,6 +161,11 @@ DAMAGED = {
         ("a.parquet", WHOLE[:-100], r"a\.parquet: not a whole Parquet file"),
         ("a.parquet", WHOLE[:4] + b"\xff" * 196 + WHOLE[200:], r"a\.parquet, row group 0"),
         ("a.parquet", parquet(a=["x"], n=[1]), r"no column `text` \(there is a, n\)"),
+        (
+            "a.parquet",
+            parquet(text=[[{"role": "user"}]]),
+            r"a\.parquet: column `text` is of type list<.*>, not text",
+        ),
         ("a.parquet", parquet(text=[1]), "row 0: column `text` is of type int, not text"),
     ],
     "huggingface": [
