@@ -466,7 +466,7 @@ def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
         yield "search.method: front has no points where the model has one KV head in all"
     least, most = search.slot_range(price)
     for share in search.points or ():
-        if not least / most <= share < 1:
+        if share < least / most or round(share * most) >= most:
             yield (
                 f"search.points: {share:g} of the KV cache at {price.tokens:,} tokens is no point; "
                 f"choose from {named_share(least, most)}, all heads at {search.menu[-1]}, "

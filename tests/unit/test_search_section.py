@@ -79,6 +79,10 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         [FRONT, "search.points=[0.12,0.5]"], "0.12 of the KV cache at 256 tokens is no point",
         [FRONT, "search.points=[0.122,0.99]"],
     ),
+    "a point that rounds to all KV slots": (
+        [FRONT, "search.points=[0.5,0.9999999]"], "1 of the KV cache at 256 tokens is no point",
+        [FRONT, "search.points=[0.5,0.99]"],
+    ),
     # 7 of 256 tokens are 0.02734375.
     "a point just below all sliding": (
         [FRONT, "search.windows=[8,32]", "search.points=[0.0273]"],
