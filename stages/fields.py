@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 # in batches of 2M are 1,192 steps.
 _SUFFIX = {"k": 1024, "m": 1024**2, "b": 10**9}
 _FILE_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*[KMGTkmgt][bB]\s*$")
-_BYTES = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_BYTES = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?\s*$", re.IGNORECASE)
 _Value = TypeVar("_Value", int, float)
 _Item = TypeVar("_Item", int, str)
-_COUNT = re.compile(r"^\s*([0-9][0-9_]*(?:,[0-9]{3})*(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$")
+_COUNT = re.compile(
+    r"^\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?)\s*([kKmMbB]?)\s*$"
+)
 _FLAGS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _LONGEST_NUMBER = 32
 _LONGEST_TEXT = 200
@@ -51,7 +53,7 @@ def parse_bytes(value: object) -> object:
     match = _BYTES.match(value)
     if match is None:
         raise ValueError(f"expected a size like 40GB or 512MiB, found '{value}'")
-    power = " kmgt".index(match[2].lower() or " ")
+    power = " kmgt".index((match[2] or " ").lower())
     number = min(float(match[1]), 2.0**60)  # an infinite one is no integer
     return int(number * (1024 if match[3] else 1000) ** power)
 

@@ -219,8 +219,10 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
     [
         (parse_count, "1.5k", 1536), (parse_count, "2M", 2**21), (parse_count, " 1,024 ", 1024),
         (parse_count, "2.5B", 2_500_000_000), (parse_count, "0.0001k", None),
+        (parse_count, "12,345,678", 12_345_678), (parse_count, "1234,567", None),
         (parse_count, f"{7:032}", 7), (parse_count, f"{7:033}", None), (parse_count, 5, 5),
         (parse_bytes, "40GB", 40 * 10**9), (parse_bytes, "512MiB", 2**29), (parse_bytes, "7", 7),
+        (parse_bytes, "7B", 7), (parse_bytes, "7i", None), (parse_bytes, "7iB", None),
         (parse_bytes, "1 kb", 1000), (parse_bytes, "1ti", 2**40), (parse_bytes, "1e3", None),
         (parse_number, "1e-5", 1e-5), (parse_number, 2, 2),
         *((parse_flag, word, True) for word in ("yes", "On", "true")),
