@@ -67,6 +67,7 @@ def run(
     section = config.section
     mask_path, front = inputs["search"] / HEAD_MASK, None
     base = _load_base(config, device)
+    family_of(base.config)
     config.check_inputs()
     if (inputs["search"] / FRONT).exists():
         mask_path = inputs["search"] / FRONT
@@ -75,7 +76,6 @@ def run(
         file = _point_file(front)
     else:
         file = HeadMaskFile.load(mask_path)
-    family_of(base.config)
     try:
         check_mask(base.config, file.mask)
     except UserError as error:
