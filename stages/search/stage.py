@@ -73,7 +73,9 @@ class SearchConfig(Section):
         max_length=MOST_WINDOWS,
         description=(
             "In place of window_size the windows that sliding heads may have, from the smallest "
-            "up, like [128, 512, 2k]; for methods front and given."
+            "up, like [128, 512, 2k]; for methods "
+            + ", ".join(name for name, method in METHODS.items() if method.several_windows)
+            + "."
         ),
     )
     points: Annotated[list[Ratio], AfterValidator(rising)] | None = Field(
