@@ -1,4 +1,5 @@
-"""Write recipe.md, recipe.schema.json and commands.md from the program's own types and parsers.
+"""Write recipe.md, recipe.schema.json, commands.md and python.md from the program's own types,
+parsers and docstrings.
 
     python docs/reference/make_reference.py
 
@@ -7,6 +8,7 @@ tests/unit/test_recipe_reference.py fails while the pages and the program differ
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
@@ -21,6 +23,7 @@ from pydantic.json_schema import GenerateJsonSchema
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import bosch  # noqa: E402
 from bosch.commands import command_parser  # noqa: E402
 from pipeline.cli import commands  # noqa: E402
 from pipeline.recipe.faults import nested_section  # noqa: E402
@@ -95,6 +98,40 @@ read as YAML.
 | 143 | another stage was stopped by a signal |
 """
 
+PYTHON_INTRODUCTION = """\
+# Python reference
+
+<!-- Written by docs/reference/make_reference.py from the docstrings in bosch/. -->
+
+What the library gives a program besides [loading a hybrid](../guide/load.md) by transformers:
+a head mask is applied to a model of your own, and a hybrid is made and saved without a recipe.
+
+```python
+import bosch
+from transformers import AutoTokenizer
+
+base = "recipes/quickstart/base_model"
+model = bosch.load_model(base, dtype="float32")
+tokenizer = AutoTokenizer.from_pretrained(base)
+file = bosch.HeadMaskFile.load("recipes/masks/quickstart/bosch-0.75.json")
+inputs = tokenizer("def main(", return_tensors="pt")
+
+with bosch.head_mask(model, file.mask, file.windows):  # no weight is touched
+    logits = model(**inputs).logits
+hybrid = bosch.materialize(model, file.mask, file.windows)  # the same logits, and a smaller cache
+hybrid.save_pretrained("my_hybrid")
+tokenizer.save_pretrained("my_hybrid")
+```
+
+A mask is also written by hand, `bosch.HeadMask.from_swa_kv_heads([[0, 1], [2]], 4)`, here for two
+layers of four KV heads, and `bosch.Window(1024)` is its window. `import bosch` loads neither torch
+nor transformers; a name below loads what it needs when it is first used. `help(bosch.materialize)`
+shows arguments, shapes and what is raised.
+
+| `bosch.` | |
+|---|---|
+"""
+
 
 def recipe_reference() -> str:
     """Text of recipe.md."""
@@ -135,6 +172,18 @@ def command_reference() -> str:
     return COMMANDS_INTRODUCTION + "".join(
         _command(name, module) for name, module in commands().items()
     )
+
+
+def python_reference() -> str:
+    """Text of python.md."""
+    return PYTHON_INTRODUCTION + "".join(
+        f"| `{name}` | {_escape(_first_paragraph(getattr(bosch, name)))} |\n"
+        for name in sorted(bosch.__all__, key=str.lower)
+    )
+
+
+def _first_paragraph(documented: Any) -> str:
+    return " ".join((inspect.getdoc(documented) or "").partition("\n\n")[0].split())
 
 
 def _command(name: str, module: types.ModuleType) -> str:
@@ -240,6 +289,7 @@ if __name__ == "__main__":
         ("recipe.md", recipe_reference()),
         ("recipe.schema.json", recipe_schema()),
         ("commands.md", command_reference()),
+        ("python.md", python_reference()),
     ):
         (FOLDER / page).write_text(text, encoding="utf-8")
         sys.stdout.write(f"{(FOLDER / page).relative_to(ROOT)} written\n")

@@ -11,8 +11,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from bosch.commands import command_parser
 from bosch.model.materialize import materialize
@@ -126,6 +129,24 @@ def test_the_recipe_of_the_first_hour_is_what_the_command_writes(
     ]
     for overrides in ((), new.SMOKE):
         load_recipe(recipe, [*small, *overrides])
+
+
+def test_the_python_reference_makes_a_hybrid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = _text(ROOT / "docs" / "reference" / "python.md")
+    (program,) = re.findall(r"(?ms)^```python\n(.*?)^```", page)
+    (by_hand,) = re.findall(r"bosch\.HeadMask\.from_swa_kv_heads\(.*?\)", page)
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").symlink_to(ROOT / "recipes")
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert eval(by_hand, names).num_sliding == 3
+    with torch.no_grad():
+        hybrid = AutoModelForCausalLM.from_pretrained("my_hybrid")(**names["inputs"]).logits
+    torch.testing.assert_close(hybrid, names["logits"])
+    with names["bosch"].head_mask(names["model"], names["file"].mask, names["bosch"].Window(1)):
+        assert not torch.allclose(names["model"](**names["inputs"]).logits, names["logits"])
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

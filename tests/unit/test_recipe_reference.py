@@ -43,6 +43,7 @@ def maker() -> ModuleType:
         ("recipe.md", "recipe_reference"),
         pytest.param("recipe.schema.json", "recipe_schema", marks=by_pydantic),
         ("commands.md", "command_reference"),
+        ("python.md", "python_reference"),
     ],
 )
 def test_reference_is_current(maker: ModuleType, page: str, function: str) -> None:
