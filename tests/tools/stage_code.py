@@ -4,7 +4,7 @@
 
 writes tests/tools/stage_code.json again: the digest of every module that a stage imports, directly
 or not, and the stages' versions. A test fails while the file is behind. Whoever runs this answers
-one question first: do results change? If so, the VERSION of each stage named is raised.
+one question first: do results change? If so, the version of each stage named is raised.
 
 Comments, docstrings, annotations and layout are no part of a digest.
 """
@@ -146,7 +146,7 @@ def main() -> int:
     for stage, modules in behind(recorded, now).items():
         print(f"{stage}, still version {now['versions'][stage]}: {', '.join(modules)}")
     FILE.write_text(json.dumps(now, indent=1) + "\n")
-    print(f"{FILE.relative_to(ROOT)} written; raise VERSION in a stage whose results change")
+    print(f"{FILE.relative_to(ROOT)} written; raise version in a stage whose results change")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Whoever changes the code of a stage is asked whether its VERSION has to be raised."""
+"""Whoever changes the code of a stage is asked whether its version has to be raised."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_the_code_of_every_stage_is_the_recorded_one() -> None:
     recorded, now = json.loads(stage_code.FILE.read_text()), stage_code.current()
     changed = stage_code.behind(recorded, now)
     assert not changed, (
-        f"code of stages changed since their VERSION was looked at: {changed}. Raise VERSION in "
+        f"code of stages changed since their version was looked at: {changed}. Raise version in "
         "the stages whose results change, then run: python -m tests.tools.stage_code"
     )
     assert recorded == now, "run: python -m tests.tools.stage_code"
