@@ -6,6 +6,7 @@ Answers of earlier runs and calls are reused, whichever recipe they belong to.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ from stages.evaluate.scores import (
     ABOUT_MARKS,
     HYBRID,
     ORIGINAL,
+    BinLoss,
     MeanScore,
+    PositionLoss,
     Scores,
     SelectedScores,
     SuiteScores,
@@ -196,7 +199,7 @@ def print_missing(scores: Scores) -> int:
 
 
 def score_tables(scores: SelectedScores) -> list[Table]:
-    """For each suite a row for each task and length, with 95 % intervals.
+    """For each suite a row for each task and length, with 95 % intervals; then losses by position.
 
     Marks stand before what the samples do not show to differ from the original.
     """
@@ -221,7 +224,23 @@ def score_tables(scores: SelectedScores) -> list[Table]:
         seen = next((power(one) for one in compared if one is not None), "")
         title = f"{suite}, 95 % intervals; {ABOUT_MARKS}{seen}"
         tables.append(Table.of_rows(title, ["task", *tables_of], rows))
+    if scores.positions:
+        tables.append(_loss_table(scores.positions))
     return tables
+
+
+def _loss_table(positions: Mapping[str, PositionLoss]) -> Table:
+    first, *_ = positions.values()  # all read the same documents
+    rows = [
+        [f"tokens {start:,} to {end - 1:,}", *(_loss(one.loss[at]) for one in positions.values())]
+        for at, (start, end) in enumerate(itertools.pairwise(first.edges))
+    ]
+    title = f"loss by position, nats per token, 95 % intervals; {first.documents:,} documents"
+    return Table.of_rows(title, ["position", *positions], rows)
+
+
+def _loss(of: BinLoss) -> str:
+    return f"{of.mean:.3f}" + ("" if of.low is None else f" ({of.low:.3f} to {of.high:.3f})")
 
 
 def _cell(score: MeanScore | SuiteScores | None, value: float | None = None) -> str:

@@ -212,6 +212,17 @@ def test_a_table_has_what_any_model_has_a_score_of() -> None:
     assert "all (1 of 2 tasks)" not in text
 
 
+def test_losses_by_position_have_a_table_of_their_own() -> None:
+    bins = [{"mean": 6.5}, {"mean": 4.25, "low": 4.0, "high": 4.5}]
+    loss = {"edges": [1, 512, 2048], "documents": 5, "loss": bins}
+    content = {"checkpoints": {"original": {}}, "positions": {"original": loss, "hybrid": loss}}
+    [table] = evaluate.score_tables(SelectedScores.model_validate(content))
+    text = table.markdown()
+    assert "loss by position, nats per token" in text and "| original | hybrid |" in text
+    assert "| tokens 1 to 511 | 6.500 | 6.500 |" in text
+    assert "| tokens 512 to 2,047 | 4.250 (4.000 to 4.500) | 4.250 (4.000 to 4.500) |" in text
+
+
 @pytest.mark.parametrize("damaged", ["materialize", "train"])
 @pytest.mark.parametrize("watch", [False, True])
 def test_a_damaged_output_is_not_evaluated(
