@@ -90,7 +90,7 @@ read as YAML.
 | exit status | meaning |
 |---|---|
 | 0 | done |
-| 1 | a failure, such as a full disk |
+| 1 | a failure, such as a full disk; a task without a score (`validate`: what will have none) |
 | 2 | an invalid recipe, option or input file |
 | 75 | training was stopped and has written a restart point |
 | 76 | a process of a stage was killed or lost |
