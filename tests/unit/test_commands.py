@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,9 +23,10 @@ import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
 from bosch.errors import LostRankError, RunError, StoppedError, UserError
+from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import held_bytes
-from bosch.model.materialize import materialize
+from bosch.model.materialize import materialize, materialize_front
 from bosch.version import VERSION
 from bosch.window import Window
 from pipeline.cli import commands, main
@@ -127,6 +129,21 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
     ids = torch.zeros(1, counted["tokens"], dtype=torch.long)
     cache = hybrid(ids, use_cache=True).past_key_values
     assert counted["hybrid"] == held_bytes(cache)
+
+
+def test_show_says_what_windows_sliding_heads_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not those of a front's menu that the budget in force leaves out."""
+    windows = (Window(6), Window(3))
+    masks = [HeadMask.of_choices(np.full((3, 4), kind)) for kind in (1, 2)]
+    points = [FrontPoint.of(mask, windows, 64, score=0.5, log_likelihood=-1.0) for mask in masks]
+    front = Front.of(points, windows, 64, model="m")
+    materialize_front(small_model(num_hidden_layers=3), front).save_pretrained(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "0 full KV heads of 12; the others see 6 tokens\n" in shown
+    assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
 
 
 def test_show_says_that_states_are_not_in_its_bytes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Iterable
 
 from bosch.commands import Command, print_json
 from bosch.model.cache_size import beside_states
@@ -27,8 +28,11 @@ def run(options: argparse.Namespace) -> int:
     sinks = f" and {record['sinks']} sinks" if record["sinks"] else ""
     if record.get("sink") == "bias":
         sinks = ", with a learned sink bias in each query head"
+    sliding = record.get("swa_kv_heads_per_layer", {})
     sizes = record.get("window_sizes") or [record["window_size"]]
-    windows = " or ".join(f"{size:,}" for size in sizes)
+    # A budget of several need not use every window of the menu.
+    used = [size for size, *counts in zip(sizes, *sliding.values(), strict=True) if any(counts)]
+    windows = _either(used or sizes)
     print(
         f"{record['model']}: {record['model_type']}, {sum(full.values())} full KV heads of "
         f"{heads * len(full)}; the others see {windows} tokens{sinks}"
@@ -37,9 +41,9 @@ def run(options: argparse.Namespace) -> int:
         names = ", ".join(f"{slots:,}" for slots in budgets)
         print(f"a budget of {record['kv_budget']:,} KV slots, of {names} that kv_budget may name")
     print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
-    if sliding := record.get("swa_kv_heads_per_layer"):
+    if sliding:
         counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
-        print(f"KV heads with {windows} tokens by layer:", ", ".join(counts))
+        print(f"KV heads with {_either(sizes)} tokens by layer:", ", ".join(counts))
     beside = beside_states(record["layers_with_states"])
     for entry in record["cache_bytes"]:
         hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
@@ -48,3 +52,7 @@ def run(options: argparse.Namespace) -> int:
             f"{beside}"
         )
     return 0
+
+
+def _either(sizes: Iterable[int]) -> str:
+    return " or ".join(f"{size:,}" for size in sizes)
