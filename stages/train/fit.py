@@ -112,15 +112,24 @@ def budget_of(
 
 
 def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:
-    """The fewest settings with which training would fit, as a sentence's end."""
+    """The fewest settings with which training would fit, as a sentence's end.
+
+    Where none of them leaves the margin on these processes, those that may fit.
+    """
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     splits = loaded.info is None or split_fault(loaded.info.loaded) is None
+    may_fit = ""
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits):
+        if may_fit and count > processes:
+            break
         if any(batch_faults(train, runtime, length, count)):
             continue
-        if budget_of(train, runtime, length, shape_of(loaded), count, capacity, on_gpu).fits:
+        budget = budget_of(train, runtime, length, shape_of(loaded), count, capacity, on_gpu)
+        if budget.is_safe:
             return f"it fits with {' and '.join(names)}"
-    return (
+        if budget.fits and not may_fit:
+            may_fit = f"it may fit with {' and '.join(names)}"
+    return may_fit or (
         "no sharding, checkpointing, context parallelism or number of processes makes it fit; "
         "shorten sequences"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,6 +306,13 @@ def test_what_does_not_fit_is_said_with_the_setting_that_helps(
     text = "\n".join(plan_lines(_paper("qwen3_14b", *overrides), f"a800x{processes}"))
     assert "does not fit" in text
     assert names in text
+
+
+def test_what_helps_fits_with_the_margin_of_fragmentation() -> None:
+    text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "h100x8"))
+    (settings,) = re.findall("does not fit\n.*it fits with (.*)", text)
+    helped = _paper("qwen3_30b_a3b", *settings.split(" and "))
+    assert "GiB of 80 GiB: fits" in "\n".join(plan_lines(helped, "h100x8"))
 
 
 @pytest.mark.parametrize(
