@@ -33,9 +33,10 @@ def show_any_character() -> None:
 def silence_imports() -> None:
     """Drop what torchao and torch warn of while they are imported: kernels that nothing here uses.
 
-    By filters: torch sets the levels of its loggers anew when it is imported.
+    By a filter too: torch sets the levels of its loggers anew when it is imported.
     """
     for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
         logging.getLogger(noisy).addFilter(_is_error)
 
 

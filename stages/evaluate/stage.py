@@ -154,8 +154,8 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
     rankings = [name for name in evaluate.rivals if METHODS[name].kind == "ranking"]
     if rankings:
         yield (
-            f"{field}: evaluate.rivals names {', '.join(rankings)}, which read the examples in one "
-            "process; set data, or leave them out"
+            f"{field}: evaluate.rivals names {', '.join(rankings)}; static rankings read the "
+            "examples in one process: set data, or leave them out"
         )
     requests = {"chunks": "runtime.evaluate_parallel = context splits them"}
     for message in lacking(runtime.attention, requests):

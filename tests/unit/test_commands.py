@@ -433,6 +433,19 @@ def test_steps_are_in_the_log_and_on_the_first_ranks_terminal_when_asked(
     assert "step 7" in file and "no data" in file and "train: 7/9 steps" in file
 
 
+@pytest.mark.parametrize("name", ["torchao", "torchao.kernel.intmm", "torch.utils._pytree"])
+def test_what_libraries_warn_of_at_their_import_is_not_shown(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger, shown = logging.getLogger(name), io.StringIO()
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(shown)])
+    log.silence_imports()
+    logging.getLogger("torch.utils._pytree").setLevel(logging.WARNING)  # as torch does
+    logger.warning("no kernel")
+    logger.error("damaged")
+    assert shown.getvalue() == "damaged\n"
+
+
 @pytest.mark.parametrize("name", ["store", "locks", "store/hashes.json", "tiny/recipe.json"])
 def test_what_is_in_the_way_of_a_runs_files_is_named(
     case: Case, name: str, capsys: pytest.CaptureFixture[str]

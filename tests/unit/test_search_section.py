@@ -193,7 +193,7 @@ def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -
         (["evaluate_parallel=context", "runtime.attention=varlen"], TWO,
          "evaluate_parallel = context splits them"),
         (["evaluate_parallel=context", "evaluate.rivals=[dcam]"], TWO,
-         "rivals names dcam, which read the examples"),
+         "rivals names dcam; static rankings read"),
         (["evaluate_parallel=context", "evaluate.harness.tasks=[gsm8k]"], TWO,
          "evaluate.harness, which reads its prompts in one"),
     ],
