@@ -246,6 +246,7 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
         return [{None: full, search.menu[-1]: heads - full} for full in counts]
 
+    requests: dict[str, list[int]] = {}
     for ranks, group in groupby(
         caches_of(given or with_full(any_mask(budget, rows, heads))), key=lambda cache: cache.ranks
     ):
@@ -267,8 +268,11 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
             )
             most = with_full([granularity * n for n in worst])
             last = [cache for cache in caches_of(most) if cache.ranks == ranks][-1]
-            text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
-            if budget % multiple == 0:
-                text += f", which search.head_granularity={multiple} avoids"
-        on = f"{ranks} rank{'s' * (ranks > 1)}"
+            if last.refusal or last.hybrid > caches[-1].hybrid:
+                text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
+                if budget % multiple == 0:
+                    text += f", which search.head_granularity={multiple} avoids"
+        requests.setdefault(text, []).append(ranks)
+    for text, same in requests.items():
+        on = f"{' or '.join(map(str, same))} rank{'s' * (same[-1] > 1)}"
         yield f"  {'vLLM':<12} a request on {on} ({engine.name}): {text}"

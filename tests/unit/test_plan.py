@@ -451,14 +451,21 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(case: Case) -> None:
     def lines(*overrides: str) -> list[str]:
         return [line for line in plan_lines(_load(case, *overrides)) if "vLLM" in line]
 
-    one, two, four, eight = lines()
+    one, two, more = lines()
     # Blocks of 32 tokens: 32 for all, 9 + 1 for a window and 256 tokens of a step; 1 KiB a head.
     assert "(CPU): 1k: 336 KiB instead of 512 KiB (1.5 x the tokens)" in one
     assert "up to" not in one
     assert "up to" in two and two.endswith("which search.head_granularity=2 avoids")
-    assert "up to" in four and four.endswith("which search.head_granularity=4 avoids")
-    assert "on 8 ranks" in eight
+    assert "up to" in more and more.endswith("which search.head_granularity=4 avoids")
+    assert "on 4 or 8 ranks" in more
     assert "up to" not in lines("search.head_granularity=2")[1]
+    # More ranks than heads hold what as many ranks do; one of a layer's two heads is full anyway.
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    case.change_config(num_key_value_heads=2, **one_layer)
+    alone, more = lines()
+    assert "on 1 rank (" in alone and "on 2 or 4 or 8 ranks (" in more
+    assert "up to" not in more
+    case.change_config(num_key_value_heads=4, num_hidden_layers=4, layer_types=None)
     assert "vLLM" in lines("search.sinks=4")[0]
     exact = lines("materialize.dtype=float32")[0]
     assert "(CPU): 1k: 672 KiB instead of 1 MiB (1.5 x the tokens)" in exact
