@@ -55,8 +55,13 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or while handling, latest first."""
-    while error is not None:
+    """An error, and those that it was raised from or while handling, latest first.
+
+    Each comes once: `raise error.__cause__` makes a circle of two.
+    """
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

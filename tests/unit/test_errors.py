@@ -15,7 +15,9 @@ from bosch.errors import (
     LostRankError,
     RunError,
     UserError,
+    causes,
     control_character,
+    is_disk_full,
     printable,
 )
 from bosch.model.loading import load_config, load_model
@@ -116,3 +118,15 @@ def test_a_full_disk_of_the_hub_s_cache_is_no_fault_of_the_model(
     told = describe(full.value, tmp_path / "work", tmp_path / "stage.log")
     assert told["kind"] == "disk"
     assert told["message"].startswith(f"the disk of {tmp_path / 'hub'} is full; free some space")
+
+
+def test_the_causes_of_an_error_that_is_its_own_cause_end() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    with pytest.raises(ValueError, match=r"^first$"):
+        try:
+            raise second from first
+        except KeyError as error:
+            assert error.__cause__ is not None
+            raise error.__cause__  # noqa: B904 - as libraries unpack an error
+    assert list(causes(first)) == [first, second]
+    assert not is_disk_full(first)
