@@ -47,12 +47,15 @@ def parse_count(value: object) -> object:
 
 
 def parse_bytes(value: object) -> object:
-    """Bytes of 40GB, 512MiB or 1000000."""
-    if not isinstance(value, str):
-        return value
-    match = _BYTES.match(value)
+    """Bytes of 40GB, 512MiB or 1000000; what is no string is left to pydantic."""
+    return bytes_of(value) if isinstance(value, str) else value
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of a size as `parse_bytes` and `file_size` take it; raises ValueError for another."""
+    match = _BYTES.match(text)
     if match is None:
-        raise ValueError(f"expected a size like 40GB or 512MiB, found '{value}'")
+        raise ValueError(f"expected a size like 40GB or 512MiB, found '{text}'")
     power = " kmgt".index((match[2] or " ").lower())
     number = min(float(match[1]), 2.0**60)  # an infinite one is no integer
     return int(number * (1024 if match[3] else 1000) ** power)
