@@ -72,7 +72,8 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
     """The original first, then every hybrid, of a model with this configuration.
 
     A hybrid model keeps its own layout, and its own window unless --windows names others. Raises
-    UserError for options that do not fit the model, and for windows longer than a sequence.
+    UserError for options that do not fit the model, and for windows that are longer than a sequence
+    or than attention can count.
     """
     kinds = decoder_layers(config)
     layers, heads = len(kinds.full), kinds.heads
@@ -120,6 +121,10 @@ def _own_layout(config: Any, heads: int, settings: MeasureSettings) -> list[Vari
 
 
 def _hybrid(counts: tuple[int, ...], heads: int, window_size: int, sinks: int) -> Variant:
+    try:
+        Window(window_size, sinks)
+    except ValueError as error:
+        raise UserError(f"--windows and --sinks: {error}") from None
     return Variant(
         kind="hybrid",
         swa_ratio=1 - sum(counts) / (heads * len(counts)),

@@ -69,7 +69,7 @@ class MeasureSettings(Section):
         None, description="memory a run may take, like 40GB or 512MiB"
     )
     random_weights: bool = Field(False, description="of MODEL_DIR only config.json is needed")
-    seed: int = Field(0, description="seed of the prompts and of random weights")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the prompts and of random weights")
 
 
 class MeasureConfig(Section):

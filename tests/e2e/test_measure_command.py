@@ -66,6 +66,9 @@ def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Pat
         (["--original", "elsewhere"], "--original: "),
         (["--dtype", "int3"], "--dtype: expected float32, bfloat16, float16, found 'int3'"),
         (["--lengths", "4k,long"], "--lengths: 'long' is not a count"),
+        (["--seed", "2147483648"], "--seed: expected a value less than 2,147,483,648"),
+        (["--seed", "-1"], "--seed: expected a value at least 0"),
+        (["--sinks", "2147483647"], "--windows and --sinks: window_size and sinks are 1,024 with"),
     ],
 )
 def test_faulty_input_is_one_sentence_and_status_2(
