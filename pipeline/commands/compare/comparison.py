@@ -375,13 +375,15 @@ _WINDOW = 1024
 def paper_scores(recipe: Recipe) -> Mapping[float, Mapping[str, float]]:
     """NIAH averages of untrained hybrids by ratio and method (BOSCH Table 1).
 
-    Empty for another model, window, sinks, tasks or lengths; the number of samples may differ.
+    Empty for another model, window, sinks, tasks or lengths, and with a sink bias; the number of
+    samples may differ.
     """
+    search = recipe[SearchConfig]
     evaluate, usual = recipe.get(EvaluateConfig), NeedleEvaluation()
     needle = evaluate.suites.get("needle") if evaluate is not None else None
     if not isinstance(needle, NeedleEvaluation):
         return {}
-    if recipe[SearchConfig].window.size != _WINDOW or recipe[SearchConfig].sinks:
+    if search.window.size != _WINDOW or search.sinks or search.sink is not None:
         return {}
     if set(needle.tasks) != set(usual.tasks) or set(needle.lengths) != set(usual.lengths):
         return {}
