@@ -176,9 +176,8 @@ def nltk_folders() -> list[Path]:
     named = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
     own = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
     system = ["/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib"]
-    return [*map(Path, named)] + [
-        Path(root, "nltk_data").expanduser() for root in ("~", *own, *system)
-    ]
+    home = os.path.expanduser("~")  # in a container a user may have none: it stays as it is
+    return [*map(Path, named)] + [Path(root, "nltk_data") for root in (home, *own, *system)]
 
 
 def _punkt_folder() -> Path | None:

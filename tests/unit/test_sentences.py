@@ -49,6 +49,14 @@ def test_its_data_is_looked_for_where_nltk_does(monkeypatch: pytest.MonkeyPatch)
     assert looked == [Path(folder, "tokenizers/punkt_tab/english") for folder in nltk.data.path]
 
 
+def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with a number of its own."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)
+    assert sentences_identity() == "built in"
+
+
 def test_punkt_splits_where_its_data_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _split(tmp_path) == ("built in", split_by_rule(TEXT))
     folder = tmp_path / "tokenizers/punkt_tab/english"
