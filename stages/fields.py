@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from unicodedata import category
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -27,6 +28,9 @@ _COUNT = re.compile(
 _FLAGS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _LONGEST_NUMBER = 32
 _LONGEST_TEXT = 200
+# Of letters in Persian and of emoji; like the wide space of Chinese and Japanese (in category Zs)
+# Python calls them not printable.
+_JOINERS = "\u200c\u200d"
 # More than any model, corpus or machine has; sums and products of such counts are exact.
 MOST = 10**15
 _MOST_PROCESSES = 1024
@@ -90,7 +94,8 @@ def path_text(value: str) -> str:
 
 def short_text(value: str) -> str:
     """A name or a title: something, on one line."""
-    if not value.strip() or len(value) > _LONGEST_TEXT or not value.isprintable():
+    is_line = all(c.isprintable() or c in _JOINERS or category(c) == "Zs" for c in value)
+    if not value.strip() or len(value) > _LONGEST_TEXT or not is_line:
         raise ValueError(f"expected one line of 1 to {_LONGEST_TEXT} characters")
     return value
 

@@ -228,6 +228,8 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
         *((parse_flag, word, True) for word in ("yes", "On", "true")),
         *((parse_flag, word, False) for word in ("no", "OFF", "false")), (parse_flag, "y", "y"),
         (short_text, "n" * 200, "n" * 200), (short_text, "n" * 201, None), (short_text, " ", None),
+        *((short_text, line, line) for line in ("東京\u3000モデル", "می\u200cخواهم", "👩\u200d💻")),
+        *((short_text, line, None) for line in ("\u3000", "a\u2028b", "a\u202eb", "a\nb")),
         (file_size, f"{7:028} GB ", f"{7:028} GB "), (file_size, f"{7:029} GB ", None),
         *((path_text, path, path) for path in ("n" * 255, "é" * 127 + "/nn", "/" * 4000)),
         *((path_text, path, None) for path in ("n" * 256, "é" * 128 + "/nn", "/" * 4001)),
