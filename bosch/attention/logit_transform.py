@@ -50,7 +50,7 @@ def dense_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention as it is written down: [B, HQ, T, D], in float32 at least.
+    """Softmax attention as it is written down: [B, HQ, T, D], the softmax in float32 at least.
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. B and
     HQ may be flattened into each other, B first.

@@ -28,7 +28,6 @@ def run(
     missing there is shown as no part of the recipe. Returns the content of summary.json. Raises
     RunError when a published directory lacks a file it promises.
     """
-
     results = load_results(inputs, config.other_stages)
     provenance = collect_provenance(config, results)
     file = work_dir / PAGE
