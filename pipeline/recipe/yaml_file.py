@@ -73,9 +73,9 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(
-            f"{where}{line}: not valid YAML: {error.problem or error.context}"
-        ) from None
+        # One is the end of the other's sentence: "expected a single document", "but found another".
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise UserError(f"{where}{line}: not valid YAML: {reason}") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: not valid YAML: {reason}") from None
@@ -148,5 +148,5 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if value is None:
         raise UserError(f"{path}: is empty; a recipe needs at least model, prepare and search")
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a {type(value).__name__}; expected keys such as 'model:'")
+        raise UserError(f"{path}: holds no mapping; expected keys such as 'model:'")
     return {str(key): item for key, item in value.items()}

@@ -329,11 +329,14 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
         load_recipe(tmp_path)
     for text, expected in (
         ("", "is empty"),
-        ("- a", "holds a list"),
+        ("- a", "bad.yaml: holds no mapping; expected keys such as 'model:'"),
+        ("5", "holds no mapping"),
+        ("a: 1\n---\nb: 2", "bad.yaml:2: .* expected a single document in the stream, but found"),
+        ("a: &a 1\nb: &a 2", "bad.yaml:2: not valid YAML: found duplicate anchor"),
         ("a: [1", r"bad.yaml:\d+: not valid YAML"),
         ("a: 1\nb: 2\na: 3", r"bad.yaml:3: not valid YAML: the key 'a' stands here a second time"),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
-        ("a: 1\n[1]: 2", "bad.yaml:2: not valid YAML: found unhashable key"),
+        ("a: 1\n[1]: 2", "bad.yaml:2: not valid YAML: .*, found unhashable key"),
         ("a: \x01", "bad.yaml: not valid YAML: unacceptable character #x0001"),
     ):
         bad = tmp_path / "bad.yaml"
