@@ -52,7 +52,7 @@ def batch() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "family",
     [
-        "qwen3", "gemma2", "gemma4", "cohere", "granite", "hyperclovax", "falcon_h1", "phi3",
+        "qwen3", "gemma2", "gemma4", "cohere", "granite", "hyperclovax", "falcon_h1", "phi",
         "qwen3_moe",
     ],
 )  # fmt: skip
