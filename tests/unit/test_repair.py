@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +54,8 @@ def test_queries_and_keys_come_back_and_all_else_stays(
     told = f"out: {len(changed)} query and key weights, {share:g} of {older}\n"
     assert changed and capsys.readouterr().out.endswith(told)
     config: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
     for name in changed:
         rows = len(own[name])
         if family == "phi3":  # queries, keys and values in one weight
@@ -86,15 +88,19 @@ def test_biases_that_are_zero_or_have_turned_come_back(tmp_path: Path) -> None:
 
 def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     tuned, other = saved(tmp_path / "tuned"), saved(tmp_path / "other", mask_seed=3)
-    stranger = saved(tmp_path / "stranger", tuned=30.0)
+    stranger = saved(tmp_path / "stranger", tuned=1.0)
     base = tmp_path / "base"
     small_model().save_pretrained(base)
     wide = tmp_path / "wide"
     materialize(small_model(hidden_size=64), random_mask(), Window(6)).save_pretrained(wide)
-    with pytest.raises(UserError, match=r"base has model_type = |has hybrid_attention = None, and"):
+    part = saved(tmp_path / "part")
+    rest = {name: value for name, value in weights(part).items() if "1.self_attn.k" not in name}
+    save_file(rest, part / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="has hybrid_attention = None, and"):
         repair(base, base, tmp_path / "out", 1.0)
     for source, share, reason in (
         (wide, 1.0, "_proj.weight of .*wide has another shape"),
+        (part, 1.0, r"part has no weight model\.layers\.1\.self_attn\.k_.*, which .*tuned has"),
         (other, 1.0, "has hybrid_attention = "),
         (base, 1.0, "has model_type = qwen3, and"),
         (stranger, 1.0, "_proj.weight of .*stranger is not what .* was fine-tuned from"),
@@ -108,7 +114,7 @@ def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"tuned/sub/out lies in .*tuned, which is copied"):
         repair(tuned, tuned, other / ".." / "tuned" / "sub" / "out", 1.0)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "tuned", "other", "base", "stranger", "wide"
+        "tuned", "other", "base", "stranger", "wide", "part"
     }  # fmt: skip
 
 
@@ -138,6 +144,15 @@ def test_damaged_models_are_refused_in_one_sentence(
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match=expected):
         repair(tuned, older, tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_mix_each_heads_queries_keys_and_values_are_not_restored(
+    tmp_path: Path,
+) -> None:
+    model = saved(tmp_path / "model", "gpt_neox")
+    with pytest.raises(UserError, match="has no query and key weights of their own to restore"):
+        repair(model, model, tmp_path / "out", 1.0)
     assert not (tmp_path / "out").exists()
 
 
