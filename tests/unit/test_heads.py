@@ -117,6 +117,12 @@ def test_what_is_no_mask_is_refused(bits: np.ndarray) -> None:
         HeadMask(bits)
 
 
+@pytest.mark.parametrize("choice", [-1, 16, 0.5])
+def test_what_is_no_choice_is_refused(choice: float) -> None:
+    with pytest.raises(ValueError, match="one of at most 15 windows"):
+        HeadMask.of_choices([[0, choice]])
+
+
 @pytest.mark.parametrize(
     "key", ["", "1x3", "1x9:e0", "1x3:ff", "1x3:e000", "1x3:E0", "1x3/3:012", "1x3/1:011"]
 )
@@ -230,6 +236,7 @@ def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
         ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 4]}, "must hold 2 lists"),
         ("bias", {"sink_bias": [[0.0] * 6] * 2}, "must hold 2 lists"),
         ("bias", {"sink_bias": [["0"] * 8] * 2}, "must hold 2 lists"),
+        ("bias", {"sink_bias": [[float("inf")] * 8] * 2}, "must hold 2 lists of finite numbers"),
         ("bias", {"sink_bias": None}, "sink_bias has an unexpected value"),
         ("bias", {"sinks": 4}, "sink_bias takes the place of sinks, and sinks is 4"),
     ],
