@@ -3,8 +3,9 @@
     python -m tests.tools.stage_code
 
 writes tests/tools/stage_code.json again: the digest of every module that a stage imports, directly
-or not, and the stages' versions. A test fails while the file is behind. Whoever runs this answers
-one question first: do results change? If so, the version of each stage named is raised.
+or not, or loads by name, and the stages' versions. A test fails while the file is behind. Whoever
+runs this answers one question first: do results change? If so, the version of each stage named is
+raised.
 
 Comments, docstrings, annotations and layout are no part of a digest.
 """
@@ -19,6 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bosch.backends import BACKENDS
+from bosch.search.methods import METHODS
+from data_prep.documents.sources import KINDS
 from pipeline.recipe.stage_list import STAGES
 from stages.evaluate import suites
 from stages.evaluate.answers import VERSIONS
@@ -30,10 +34,27 @@ _PACKAGES = ("bosch", "data_prep", "stages")
 # version of a stage.
 ANSWERS = "answers"
 # What a suite loads by name: the module of its class, and what makes its prompts.
-_BY_NAME = {
+_OF_SUITES = {
     module
     for section in suites.SUITES.values()
     for module in (section.runner.partition(":")[0], f"{section.__module__}.samples")
+}
+_METHODS = "bosch.search.methods"
+# What modules load by name, whether there is such a module or not.
+_BY_NAME = {
+    suites.__name__: _OF_SUITES,
+    "bosch.search.runs": {
+        *(method.runner.partition(":")[0] for method in METHODS.values()),
+        *(
+            f"{_METHODS}.{file.stem}"
+            for file in ROOT.joinpath(*_METHODS.split(".")).glob("[!_]*.py")
+        ),
+    },
+    "bosch.attention": {entry.function.partition(":")[0] for entry in BACKENDS.values()},
+    "data_prep.documents.tokenization": {
+        *(type(kind).__module__ for kind in KINDS.values()),
+        *(f"data_prep.documents.{name}" for name in ("mds", "records", "retrieval", "tokenizer")),
+    },
 }
 # Sentences, progress bars and formats of numbers are no results.
 _NO_RESULT = {"bosch.errors", "bosch.progress", "stages.versions"}
@@ -54,7 +75,7 @@ def behind(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, list[str]
     before, after = recorded["modules"], now["modules"]
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     closures = {stage.name: closure(entry(stage.function)) for stage in STAGES}
-    closures[ANSWERS] = {one for suite in _BY_NAME if path(suite) for one in closure(suite)}
+    closures[ANSWERS] = {one for suite in _OF_SUITES if path(suite) for one in closure(suite)}
     stages = {}
     for name, modules in closures.items():
         same = recorded["versions"].get(name) == now["versions"].get(name)
@@ -75,8 +96,7 @@ def closure(module: str) -> set[str]:
         if one not in modules and one not in _NO_RESULT:
             modules.add(one)
             pending += imports(one)
-            if one == suites.__name__:
-                pending += filter(path, _BY_NAME)
+            pending += filter(path, _BY_NAME.get(one, ()))
     return modules
 
 
