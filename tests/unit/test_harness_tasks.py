@@ -111,7 +111,7 @@ def test_a_tasks_own_settings_go_before_those_of_its_group(manager: TaskManager)
 
 def logged(kind: str, **values: float) -> dict[str, Any]:
     """What lm-eval logs of a document under one filter."""
-    more = {"arguments": [["x" * 301]], "filtered_resps": ["a", "b"]}
+    more = {"arguments": [["y" + "x" * 300]], "filtered_resps": ["a", "b"]}
     return {"filter": kind, "metrics": [*values], "target": "t", **values, **more}
 
 
@@ -171,6 +171,9 @@ def test_a_variant_reads_the_files_of_the_task_on_the_same_data(
     _write(tmp_path / "gsm8k/test.jsonl", [{}])
     index = manager.task_index
     assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)).keys() == {"test"}
+    own = tmp_path / "gsm8k_cot" / "test.jsonl"
+    _write(own, [{}])
+    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)) == {"test": own}
     _write(tmp_path / "mmlu_flan/test.jsonl", [{}])
     name = "mmlu_flan_cot_zeroshot_anatomy"
     assert harness_tasks.local_files(index, name, str(tmp_path)) == {}
@@ -243,3 +246,6 @@ def test_records_of_a_task(tmp_path: Path) -> None:
     assert read_records(tmp_path / "test.jsonl") == [{"a": "\u2028"}]
     with pytest.raises(UserError, match="cannot be read"):
         read_records(tmp_path / "gone.jsonl")
+    (tmp_path / "test.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(UserError, match="not UTF-8 at byte 16 "):
+        read_records(tmp_path / "test.jsonl")
