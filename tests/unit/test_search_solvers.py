@@ -107,6 +107,13 @@ def test_searches_beat_as_many_random_candidates():
         assert better >= 4
 
 
+def test_a_search_moves_on_to_candidates_that_are_as_good():
+    measure = Additive(32, levels=1)
+    one_plus_one(problem(32, 16, 100, measure), 0)
+    first, last = (np.frombuffer(measure.calls[index], dtype=bool) for index in (0, -1))
+    assert (first != last).sum() > 10  # a swap or two changes four
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_annealing_goes_to_better_candidates_as_it_cools(seed):
     measure = Additive(32, seed)
