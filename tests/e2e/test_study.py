@@ -31,6 +31,7 @@ from pipeline.commands.study.command import StudyOptions
 from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.studied_model import Setting, StudiedModel
 from pipeline.recipe.load import LoadedRecipe, load_recipe
+from pipeline.run.launch import Launcher
 from stages.recipe import World
 from stages.search.stage import STAGE
 from tests.pipeline_case import in_process
@@ -38,14 +39,12 @@ from tests.pipeline_case import in_process
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "study" / "enumerable.yaml"
 MODEL = RECIPE.parent / "enumerable_model"
 EXAMPLES, LENGTH = 4, 192
+SMALL = f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"
 
 
 def study(name: str, folder: Path, *options: str) -> int:
-    return main(
-        ["study", name, str(RECIPE), f"prepare.calibration.examples={EXAMPLES}",
-         f"prepare.calibration.length={LENGTH}", "--output", str(folder), "--held-out", "5",
-         "--seeds", "2", *options]
-    )  # fmt: skip
+    always = "--output", str(folder), "--held-out", "5", "--seeds", "2"
+    return main(["study", name, str(RECIPE), *SMALL, *always, *options])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -216,8 +215,7 @@ def held_out(line: dict[str, Any]) -> bool:
 
 
 def opened(folder: Path) -> tuple[Any, StudyOptions, Path]:
-    changes = [f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"]
-    return load_recipe(RECIPE, changes), StudyOptions(seeds=2, held_out=5), folder
+    return load_recipe(RECIPE, SMALL), StudyOptions(seeds=2, held_out=5), folder
 
 
 def test_granularity_study_compares_units_with_single_heads(
@@ -331,14 +329,11 @@ def test_a_model_too_large_to_enumerate_is_refused(
 def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = [
-        f"prepare.calibration.{field}" for field in (f"examples={EXAMPLES}", f"length={LENGTH}")
-    ]
     files = []
     for version in (1, 1, 2):
         stage = replace(STAGE, version=version)
         monkeypatch.setattr("pipeline.commands.study.studied_model.SEARCH", stage)
-        recipe = load_recipe(RECIPE, [*small, "runtime.reuse_memory=5MB"], env={})
+        recipe = load_recipe(RECIPE, [*SMALL, "runtime.reuse_memory=5MB"], env={})
         model = StudiedModel(recipe, StudyOptions(), tmp_path)
         files.append(evaluation_log(model, "calibration", model.calibration(0)).path)
     assert files[0] == files[1] != files[2]
@@ -349,8 +344,7 @@ def test_the_seconds_of_a_stopped_search_are_those_of_all_its_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three passes of an hour before the stop: the rest alone takes a moment."""
-    small = [f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}"]
-    model = StudiedModel(load_recipe(RECIPE, small, env={}), StudyOptions(), tmp_path)
+    model = StudiedModel(load_recipe(RECIPE, SMALL, env={}), StudyOptions(), tmp_path)
     evaluate, left = Objective.evaluate, [3, 2, 1]
 
     def until_it_is_stopped(self: Objective, *args: Any, **options: Any) -> Evaluation:
@@ -371,28 +365,32 @@ def test_the_seconds_of_a_stopped_search_are_those_of_all_its_attempts(
 def without_change(folder: Path) -> LoadedRecipe:
     """A recipe whose training changes no weight."""
     changes = [
-        f"prepare.calibration.examples={EXAMPLES}", f"prepare.calibration.length={LENGTH}",
-        "prepare.train_tokens=8k", f"runtime.output_root={folder / 'runs'}",
+        *SMALL, "prepare.train_tokens=8k", f"runtime.output_root={folder / 'runs'}",
         "train={total_tokens: 512, batch_tokens: 256, learning_rate: 1e-30, warmup_ratio: 0, "
         "checkpoint_tokens: [], mixed_precision: 'no'}", "materialize.dtype=float32",
     ]  # fmt: skip
     return load_recipe(RECIPE, changes)
 
 
-def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path) -> None:
-    trained: list[str] = []
+def noting(stages: list[str]) -> Launcher:
+    """Runs stages in this process, and appends their names."""
 
     def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        trained.extend([order["stage"]] if order["stage"] == "train" else [])
+        stages.append(order["stage"])
         return in_process(order, world)
 
+    return launcher
+
+
+def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path) -> None:
+    stages: list[str] = []
     options = StudyOptions(
         methods=("rand", "dcam"), ratios=(0.5,), budgets=(3,), seeds=2, held_out=5,
         with_training=True,
     )  # fmt: skip
-    model = StudiedModel(without_change(tmp_path), options, tmp_path / "study", launcher)
+    model = StudiedModel(without_change(tmp_path), options, tmp_path / "study", noting(stages))
     result = headbench.study(model)
-    assert len(trained) == 2 + 1 + 2, "rand draws two masks, dcam one, and two are uniform"
+    assert stages.count("train") == 2 + 1 + 2, "rand draws two masks, dcam one, and two are uniform"
     assert len(result.records) == 4
     for record in result.records:
         assert record["trained_score"] == record["score"], record["method"]
@@ -403,12 +401,7 @@ def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path
 
 def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_path: Path) -> None:
     orders: list[str] = []
-
-    def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        orders.append(order["stage"])
-        return in_process(order, world)
-
-    loaded, options = without_change(tmp_path), StudyOptions(held_out=5)
+    loaded, options, launcher = without_change(tmp_path), StudyOptions(held_out=5), noting(orders)
     model = StudiedModel(loaded, options, tmp_path / "study", launcher)
     one = HeadMask.from_key("3x4:0a50")
     several = HeadMask.of_choices([[0, 1, 2, 1], [2, 2, 0, 0], [1, 0, 1, 2]])
