@@ -218,6 +218,25 @@ def test_metrics_that_are_no_mean_are_refused_before_an_answer(
         load_tasks(manager, "hellaswag", HarnessEvaluation(tasks=["hellaswag"]))
 
 
+@pytest.mark.usefixtures("stubs")
+@pytest.mark.parametrize(
+    ("documents", "shots", "reason"),
+    [
+        ([], 0, "it has no documents"),
+        ([{}], 101, "its 101 worked examples come from dev.jsonl, which has 100; add it"),
+    ],
+)
+def test_a_task_without_documents_or_worked_examples_has_no_score(
+    manager: TaskManager, monkeypatch: pytest.MonkeyPatch, documents: list[Any], shots: int,
+    reason: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Stub, "eval_docs", documents)
+    monkeypatch.setattr(Stub, "fewshot_cfg", SimpleNamespace(split="dev"), raising=False)
+    section = HarnessEvaluation(tasks=["hellaswag"], num_fewshot=shots)
+    loaded = load_tasks(manager, "hellaswag", section)
+    assert loaded.tasks == {} and reason in loaded.missing["hellaswag"]
+
+
 def test_data_of_a_task_inside_its_group_comes_from_the_hub_alone(manager: TaskManager) -> None:
     section = HarnessEvaluation(tasks=["flan_held_in"], hub=False)
     with pytest.raises(UserError, match=r"flan_held_in::.*-0 comes from the hub alone"):
