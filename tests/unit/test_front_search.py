@@ -211,9 +211,15 @@ def test_a_front_is_nearly_exact_where_units_add_up() -> None:
 
 
 def test_every_move_has_its_turn() -> None:
-    _, evaluator = search(WindowLandscape("redundant", (2, 4), (16, 64)), kappa=200)
-    moves = {point.subproblem for point in evaluator.trace if point.phase == "swaps"}
-    assert moves == {"exchange", "swap", "grown", "shrunk", "kick", "other start", "nested"}
+    """Swaps also of units that take the same slots: the ratio's budget, of 4,156, leaves none."""
+    scorer = WindowLandscape("redundant", (2, 4), (16, 64))
+    _, evaluator = search(scorer, kappa=200, chosen=None, slots=())
+    masks: dict[str, list[HeadMask]] = {}
+    for point in evaluator.trace:
+        if point.phase == "swaps":
+            masks.setdefault(point.subproblem, []).append(HeadMask.from_key(point.mask))
+    assert {*masks} == {"exchange", "swap", "grown", "shrunk", "kick", "other start", "nested"}
+    assert 4156 in [mask.kv_slots(evaluator.windows, TOKENS) for mask in masks["swap"]]
 
 
 class Saturated(WindowLandscape):
