@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,14 +98,13 @@ def test_no_fewer_sliding_heads_fit_a_budget(
     assert found == (fitting[0] if fitting else None)
 
 
-@pytest.mark.parametrize("hundredths", range(1, 101))
-def test_a_share_that_fits_exactly_is_allowed(hundredths: int) -> None:
+def test_a_share_that_fits_exactly_is_allowed() -> None:
     """Also where floats say less: 0.57 * 100 is 56.99999999999999."""
-    for context in (99, 100):
+    for hundredths, context in product(range(1, 101), (99, 100)):
         price = Price(
             Budget(kv_cache=f"{hundredths / 100} @ {context}"), _KINDS, "float32", context
         )
-        assert price.most == hundredths * price.original // 100
+        assert price.most == hundredths * price.original // 100, hundredths
 
 
 @pytest.mark.parametrize("tokens", [7, 97, 997, 99_991])
