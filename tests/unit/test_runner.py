@@ -463,6 +463,10 @@ def test_links_of_what_no_longer_belongs_are_taken_away(
     # The keys of the last run are still known, so the reasons stay precise.
     shown = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
     assert shown["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
+    monkeypatch.setenv("FAKE_FAIL", "search=run")
+    with pytest.raises(RunError):
+        runner(case, "search.swa_ratio=0.25").run()
+    assert not case.output("search").is_symlink()
 
 
 def test_links_lead_to_one_run_also_where_all_its_stages_are_cached(case: Case) -> None:
