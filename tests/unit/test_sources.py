@@ -265,6 +265,7 @@ def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
     [
         (OSError(errno.ENOSPC, "No space left on device"), OSError, "No space left .*models'$"),
         (ConnectionError("refused"), RunError, r"cannot be reached \(refused\); run again"),
+        (TimeoutError("timed out"), RunError, r"cannot be reached \(timed out\); run again"),
         (ValueError("no split"), UserError, r"dataset org/name: cannot be read \(no split\)"),
     ],
 )
