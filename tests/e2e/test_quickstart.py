@@ -145,13 +145,13 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) -> None:
-    """From the run's evaluation without a process; a copy of it has the same answers."""
+    """With the answers of the run, and so is a copy of it."""
     name = "tokens-3072"
     chosen, output = _evaluate(undisturbed, "--checkpoints", name)
     assert list(chosen["checkpoints"]) == ["original", name]
     scores = json.loads((undisturbed / "quickstart/evaluate/scores.json").read_text())
     assert chosen["checkpoints"].items() <= scores["checkpoints"].items()
-    assert "evaluate" not in output.stderr  # no line of a stage's log
+    assert "evaluating" not in output.stderr
     copy = shutil.copytree(undisturbed / "quickstart/train/checkpoints" / name, tmp_path / name)
     again, output = _evaluate(undisturbed, "--model", str(copy))
     assert again == chosen

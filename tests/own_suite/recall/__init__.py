@@ -9,7 +9,6 @@ class Recall(PromptEvaluation):
     """The last word of a line."""
 
     title = "Recall"
-    source = "this project's tests"
     public_data = "any text"
     read = (".txt",)
     published = 2
