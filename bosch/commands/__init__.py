@@ -103,7 +103,8 @@ def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
     if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also of what lies in a folder
         refused |= {parent for path in refused for parent in path.parents if parent.name}
     for argument in arguments:
-        path = Path(argument)
+        option, _, value = argument.partition("=")
+        path = Path(value if option.startswith("--") and value else argument)
         if refused & {path, *(parent for parent in path.parents if parent.name)}:
             return f"{argument}: {error.strerror}; name another file or folder"
     return None

@@ -278,6 +278,7 @@ def test_new_says_which_files_are_not_read(
         (["new", "model", "--data", "~nouser/x", "--output", "a.yaml"], "no such file or folder"),
         (["new", "model", "--data", "pipe", "--output", "a.yaml"], "only regular files are read"),
         (["new", "model", "--output", "/proc/a.yaml"], "/proc/a.yaml: No such file"),
+        (["new", "model", "--output=/proc/a.yaml"], "--output=/proc/a.yaml: No such file"),
         (["new", "model", "--output", "dangling"], "is there already"),
         (["new", "a\nb"], "holds a line break"),
         (["upload", "x" * 5000, "a/b"], "File name too long"),
