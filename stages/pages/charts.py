@@ -130,10 +130,11 @@ class Style(NamedTuple):
 
 
 def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> dict[str, Style]:
-    """A style for each series, which two share only where there are more than 42."""
-    free = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
-    names = list(dict.fromkeys(names))
-    return {n: (known or {}).get(n, free[i % len(free)]) for i, n in enumerate(names)}
+    """A style for each series: its own in `known`, or one that none there has; 40 differ."""
+    known, names = known or {}, list(dict.fromkeys(names))
+    every = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
+    free = [style for style in every if style not in known.values()]
+    return {n: known.get(n, free[i % len(free)]) for i, n in enumerate(names)}
 
 
 def values(rows: Iterable[Row]) -> alt.InlineData:

@@ -84,6 +84,9 @@ def test_an_axis_of_counts_says_the_numbers_that_are_drawn(
 def test_series_keep_their_own_look_and_others_differ() -> None:
     names = [f"method {number}" for number in range(42)]
     assert len(set(styles(names).values())) == 42
+    own = styles(names)["method 8"]
+    look = styles(names[:10], {"method 0": own})
+    assert look["method 0"] == own and len(set(look.values())) == 10
 
 
 TABLE = Table(
