@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from stages.stage import Stage
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_RESERVED = ("store", "work", "shared", "locks", "logs", "damaged")
+# Folders of the store, and the page of all runs.
+_RESERVED = ("store", "work", "shared", "locks", "logs", "damaged", "index.html")
 _Kind = TypeVar("_Kind", bound=Section)
 
 
@@ -33,7 +34,7 @@ def folder_name(value: str) -> str:
             f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-'"
         )
     if value in _RESERVED:
-        raise ValueError(f"'{value}' is the store's own folder; choose another name")
+        raise ValueError(f"'{value}' is a name of the store's own; choose another")
     return value
 
 

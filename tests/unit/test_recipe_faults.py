@@ -83,6 +83,7 @@ def test_relative_paths_start_where_they_were_written(
             "evaluate.harness.settings.aime25: expected keys below it, found 5",
         ),
         ("search.swa_ratio=1.5", "search.swa_ratio: expected a value at most 1, found 1.5"),
+        ("name=index.html", "name: 'index.html' is a name of the store's own; choose another"),
         ("search.swa_ratio=nan", "search.swa_ratio: "),
         ("train.learning_rate=.inf", "train.learning_rate: expected a finite number"),
         ("search.window_size=true", "search.window_size: expected a whole number, found true"),
@@ -278,7 +279,7 @@ def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
             "evaluate.needle.samples: expected a value greater than 0, found 0",
             "runtime.log_level: expected debug, info, warning, found 'loud'",
             "seed: expected a value at least 0, found -1",
-            "name: 'store' is the store's own folder",
+            "name: 'store' is a name of the store's own",
             "typo: unknown key",
         ],
     )
