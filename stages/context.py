@@ -19,7 +19,7 @@ from stages.fields import (
     Count,
     Flag,
     Line,
-    Number,
+    Minutes,
     PathText,
     ProcessesOrAuto,
     Section,
@@ -118,9 +118,8 @@ class Runtime(Section):
     save_every_steps: int = Field(
         100, gt=0, le=MOST, description="Steps between the restart points of training."
     )
-    save_every_minutes: Number = Field(
+    save_every_minutes: Minutes = Field(
         30,
-        gt=0,
         description="Minutes after which training writes a restart point at the next step's end.",
     )
     needle_every_steps: Count | None = Field(
@@ -147,17 +146,15 @@ class Runtime(Section):
     wandb_project: Line | None = Field(
         None, description="Project at Weights & Biases to which training sends its metrics too."
     )
-    timeout_minutes: Number = Field(
+    timeout_minutes: Minutes = Field(
         360,
-        gt=0,
         description=(
             "Longest wait of a process for work that others, which send heartbeats, do by "
             "themselves: loading, saving, samples of the evaluation."
         ),
     )
-    collective_timeout_minutes: Number = Field(
+    collective_timeout_minutes: Minutes = Field(
         15,
-        gt=0,
         description=(
             "Longest time in which a process of a stage sends no heartbeat, whatever it does, "
             "and longest wait for the others in a step of training or a pass of the search, which "

@@ -147,6 +147,8 @@ ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MOST_PROCESSES)] | Literal["aut
 BatchSize = Annotated[int, Field(gt=0, le=2**20)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
 Number = Annotated[float, BeforeValidator(parse_number)]
+# Up to a year: torch takes a timeout of some centuries, whose nanoseconds overflow, for none.
+Minutes = Annotated[Number, Field(gt=0, le=365 * 24 * 60)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 PathText = Annotated[str, AfterValidator(path_text)]
 Line = Annotated[str, AfterValidator(short_text)]

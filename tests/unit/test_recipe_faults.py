@@ -101,6 +101,10 @@ def test_relative_paths_start_where_they_were_written(
         ("search.alpha=" + "9" * 400, "not valid YAML: a number of 400 digits"),
         ("search.alpha=1e999", "search.alpha: expected a finite number"),
         ("runtime.processes=1000000", "runtime.processes: expected a value at most 1,024 or auto"),
+        (
+            "runtime.timeout_minutes=1e9",
+            "runtime.timeout_minutes: expected a value at most 525,600",
+        ),
         ("runtime.data_workers=1000000", "runtime.data_workers: expected a value at most 1,024"),
         (
             "runtime.reuse_memory=-1GB",
