@@ -11,11 +11,16 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import read_within
+from bosch.model.families import HYBRID_PREFIX
 
 _ORIGINAL = "original_max_position_embeddings"
 # Model cards write it in JSON, as an argument of a server, or in a sentence.
 _IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
 _MOST_BYTES = 4 * 2**20
+# Kinds of RoPE that are not scaled; mrope is an older name of the one that places images too.
+_UNSCALED = ("default", "mrope")
+# Of any scaled RoPE these families read fields that YaRN does not have.
+_NO_YARN = ("phimoe",)
 
 
 def yarn_fault(config: Mapping[str, Any]) -> str | None:
@@ -26,7 +31,10 @@ def yarn_fault(config: Mapping[str, Any]) -> str | None:
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "its layers have RoPE of several kinds"
     kind = rope.get("rope_type", rope.get("type", "default"))
-    return None if kind == "default" else f"its config.json scales RoPE already ({kind})"
+    if kind not in _UNSCALED:
+        return f"its config.json scales RoPE already ({kind})"
+    model_type = str(config.get("model_type")).removeprefix(HYBRID_PREFIX)
+    return f"models of type '{model_type}' have no YaRN" if model_type in _NO_YARN else None
 
 
 def original_positions(config: Mapping[str, Any], card: Path | None = None) -> int | None:
@@ -72,7 +80,7 @@ def yarn(
     fault = yarn_fault(config.to_dict())
     holders = [
         (parent, name, child)
-        for parent in model.modules()
+        for parent in model.get_decoder().modules()  # RoPE of images, outside it, stays
         for name, child in parent.named_children()
         if hasattr(child, "rope_type") and hasattr(child, "inv_freq")
     ]

@@ -10,6 +10,7 @@ import torch
 from bosch.errors import UserError
 from bosch.model.loading import load_model
 from bosch.model.yarn import original_positions, yarn, yarn_fault
+from tests.hybrid_case import small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
 
 
@@ -36,6 +37,26 @@ def test_stretched_model_is_the_one_loaded_with_yarn(tmp_path):
     assert torch.equal(before, after) and model.config.max_position_embeddings == 4096
     with pytest.raises(UserError, match="scales RoPE already"), yarn(loaded, 2.0):
         pass
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_the_text_decoder_alone_is_stretched_where_there_is_more(family):
+    model, ids = small_model(family), tokens(1, 12)
+    config = small_config(family)
+    text = config.get_text_config()
+    text.rope_parameters = {
+        **text.rope_parameters,
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    text.max_position_embeddings = 256
+    expected = type(model)(config).eval()
+    expected.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        with yarn(model, 4.0, 64):
+            stretched = model(input_ids=ids).logits
+        torch.testing.assert_close(stretched, expected(input_ids=ids).logits)
+    assert (stretched - before).abs().max() > 1e-3
 
 
 CARD = """For contexts beyond 32,768 tokens, add to `config.json`:
@@ -83,6 +104,9 @@ def test_the_trained_length_is_stretched(tmp_path):
         ({"rope_parameters": {"rope_type": "default"}}, None),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, "scales RoPE already"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "several kinds"),
+        ({"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope"}}, None),
+        ({"model_type": "phimoe"}, "models of type 'phimoe' have no YaRN"),
+        ({"model_type": "hybrid_phimoe"}, "models of type 'phimoe' have no YaRN"),
         ({"rope_scaling": [4.0]}, "has [4.0] in place of RoPE's parameters"),
     ],
 )
