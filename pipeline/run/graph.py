@@ -137,10 +137,11 @@ def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> 
 
 def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
     """The base model's files by hash, or its hub name and commit, and how they are loaded."""
-    model, directory = loaded.recipe.model, _directory(loaded)
+    model, info = loaded.recipe.model, loaded.info
     loading = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
-    if directory is None:
+    if info is None or info.directory is None:
         return {**_hub_identity(loaded), **loading}
+    directory = info.directory
     names = {"config.json", *weight_files(directory), *tokenizer_files(directory)}
     names |= set(code_files(directory))
     if (directory / "generation_config.json").is_file():
@@ -150,19 +151,15 @@ def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
 
 def tokenizer_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
     """The base model's tokenizer: data does not have to be prepared again for other weights."""
-    directory = _directory(loaded)
-    if directory is None:
+    info = loaded.info
+    if info is None or info.directory is None:
         return _hub_identity(loaded)
-    names = set(tokenizer_files(directory))
+    names = set(tokenizer_files(info.directory))
     if loaded.recipe.model.trust_remote_code:  # a tokenizer's code may import any of it
-        names |= set(code_files(directory))
+        names |= set(code_files(info.directory))
     # Where the tokenizer's own files name no class, transformers takes that of the model's type.
-    family = loaded.info.config.get("model_type") if loaded.info is not None else None
-    return {**_hashes(directory, names, hasher), "model_type": family}
-
-
-def _directory(loaded: LoadedRecipe) -> Path | None:
-    return loaded.info.directory if loaded.info is not None else None
+    family = info.config.get("model_type")
+    return {**_hashes(info.directory, names, hasher), "model_type": family}
 
 
 def _hub_identity(loaded: LoadedRecipe) -> dict[str, Any]:
