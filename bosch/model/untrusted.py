@@ -25,29 +25,28 @@ from bosch.files import (
 )
 from bosch.weight_files import INDEX
 
-# Files that transformers reads of a model or a tokenizer. These hold a whole vocabulary or the
-# names of all tensors,
+# Files that transformers reads of a model or a tokenizer: JSON with a whole vocabulary or the names
+# of all tensors (`_LARGE`), JSON with settings alone, and texts that are no JSON.
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARIES = (
     TOKENIZER_FILE, "vocab.json", "tekken.json", "vocab-src.json", "vocab-tgt.json", "emoji.json",
     "entity_vocab.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
 _LARGE = (*VOCABULARIES, INDEX)
-# these only settings.
 CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "normalizer.json", "chat_template.json", "processor_config.json",
     "preprocessor_config.json",
 )  # fmt: skip
-# and these are no JSON.
 TOKENIZER_TEXTS = (
     "*.model", "*.spm", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "merges.txt",
     "vocab.txt", "vocab.bpe", "bpe.codes", "prophetnet.tokenizer",
 )  # fmt: skip
-# Florence 2 has 1,000; transformers compares each with all others: 32 s for 50,000.
+# Fields with special tokens. transformers compares each with all others, which takes 32 s for
+# 50,000; Florence 2 has 1,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _MOST_SPECIAL_TOKENS = 10_000
-# How the names of fields end of which transformers makes a list so long.
+# Ends of the names of fields by whose value transformers makes a list of that length.
 _COUNTS = ("layers", "n_layer", "blocks", "num_labels", "first_k_dense_replace", "kernel_size")
 _MOST_LABELS = 100_000
 _ATTENTION = (
@@ -71,7 +70,8 @@ _REFUSED = (
     "custom_generate", "penalty_alpha", "dola_layers", "force_words_ids", "constraints",
 )  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
-# Computed by kernels from the hub, where the package is there; loaded in the model's dtype instead.
+# transformers would compute with these by kernels from the hub, where the package `kernels` is
+# installed; they are loaded in the model's dtype instead.
 DEQUANTISED = ("fp8", "mxfp4")
 _QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq", "torchao")
 
@@ -113,7 +113,7 @@ def config_faults(content: Any) -> Iterator[str]:
 
 
 def _counts(content: Any) -> Iterator[str]:
-    """A message for each count of layers or labels, at any depth, that no model has."""
+    """A message for each count of layers or labels that no model has, in objects at any depth."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)

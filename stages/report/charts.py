@@ -103,7 +103,7 @@ def against_original(results: Results) -> list[Picture]:
 
 
 def head_mask(search: Search) -> Picture:
-    """Layers (x) by KV heads (y), dark where the head is full and the lighter the less it sees."""
+    """Layers (x) by KV heads (y), with a colour for full heads and for those of each window."""
     mask, menu = search.mask.mask, search.mask.windows
     sliding = mask.swa_kv_heads
     kinds = ["full", *(f"W = {window.size:,}" for window in menu)]
