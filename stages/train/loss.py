@@ -18,6 +18,7 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import logit_scale, text_config
 from bosch.objective.answers import scaled_logits
 from stages.train.footprint import chunk_tokens
+from stages.train.stage import ROUTER_LOSS
 
 if TYPE_CHECKING:
     from stages.train.distillation import TeacherLoss
@@ -182,10 +183,7 @@ def install_loss(
     """
     config = model.config
     if getattr(text_config(config), "output_router_logits", False):
-        raise UserError(
-            "config.json of the model has output_router_logits = true, and training has no loss "
-            "of the router; set it to false"
-        )
+        raise UserError(ROUTER_LOSS)
     scale = logit_scale(config)
     scaled = any(number not in (None, 1.0) for number in (scale.factor, scale.divisor))
     fused = liger and not scaled

@@ -145,6 +145,10 @@ class TrainConfig(Section):
         return steps
 
 
+ROUTER_LOSS = (
+    "the model's config.json has output_router_logits = true, and training has no loss of the "
+    "router; set it to false"
+)
 CHECKPOINTING = ("none", "attention", "full")  # what is recomputed, less memory and more work
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
@@ -243,6 +247,8 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         yield from front_faults(loaded, "train.budgets", train.budgets)
     yield from _attention(loaded, train)
     yield from _documents(loaded, train)
+    if loaded.info is not None and loaded.info.config.get("output_router_logits"):
+        yield f"model.path: {ROUTER_LOSS}"
     yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)
     yield from _split(loaded)
 

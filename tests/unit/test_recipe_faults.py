@@ -630,3 +630,12 @@ def test_what_a_model_cannot_have_is_refused(
     case.change_config(**config)
     load_recipe(case.file, env={})
     assert case.fault(override).startswith(fault)
+
+
+def test_a_loss_of_the_router_is_refused_before_anything_runs(case: Case) -> None:
+    case.change_config(model_type="qwen3_moe", num_experts=4, output_router_logits=True)
+    fault = "model.path: the model's config.json has output_router_logits = true"
+    assert case.fault().startswith(fault)
+    assert case.content.pop("train")
+    case.save()
+    load_recipe(case.file, env={})
