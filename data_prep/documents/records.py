@@ -298,10 +298,11 @@ def _values(column: Any, where: str, first: int) -> list[Any]:
         return list(column.to_pylist())
     words, places = column.dictionary, column.indices.to_pylist()
     huge = {at for at, w in enumerate(words) if len(w.as_buffer() or b"") > MOST_RECORD_BYTES}
-    if huge:
-        row = first + min((n for n, at in enumerate(places) if at in huge), default=0)
-        raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
-    values = words.to_pylist()
+    for row, at in enumerate(places, first):
+        if at in huge:
+            raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
+    # One that is in no row of these is of a later batch.
+    values = [None if at in huge else word.as_py() for at, word in enumerate(words)]
     return [None if at is None else values[at] for at in places]
 
 

@@ -212,8 +212,9 @@ def test_a_record_of_just_the_most_bytes_is_read(tmp_path, monkeypatch, part_byt
     file.write_bytes(lines(["x", text + "y", "z"]))
     with pytest.raises(UserError, match=r"a\.jsonl, line 2: a record of more than"):
         read(Source("s", "jsonl", str(file)))
-    pq.write_table(pa.table({"text": [text, "y" * 1001]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet, row group 0, row 1: a record of more"):
+    # In the second batch of rows.
+    pq.write_table(pa.table({"text": [text, *"x" * 1000, "y" * 1001]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet, row group 0, row 1001: a record of more"):
         read(Source("s", "parquet", str(tmp_path / "a.parquet")))
 
 
