@@ -14,6 +14,7 @@ from typing import Any
 
 from bosch.errors import RunError, StoppedError, UserError
 from stages.context import StageConfig
+from stages.recipe import LoadedRecipe
 
 VERSION = 1
 
@@ -61,6 +62,10 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
             scores = {"checkpoints": {}, "missing": missing}
             (work_dir / "scores.json").write_text(json.dumps(scores))
     return {"stage": name, "rank": rank}
+
+
+def refuse(loaded: LoadedRecipe) -> None:
+    raise UserError("the GPUs are too small")
 
 
 def _save_and_stop(signum: int, frame: object) -> None:

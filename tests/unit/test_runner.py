@@ -528,6 +528,20 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     assert shared_of() not in (first, None)
 
 
+def test_what_a_stage_that_is_to_run_refuses_is_told_before_the_first_one_runs(case: Case) -> None:
+    stages = [
+        replace(one, refusal="tests.fake_stages:refuse") if one.name == "search" else one
+        for one in fake_table()
+    ]
+    loaded = load_recipe(case.file, env={}, stages=stages)
+    with pytest.raises(UserError, match="the GPUs are too small"):
+        Runner(loaded, Choice(), in_process).run()
+    assert not case.output("prepare").exists()
+    assert Runner(loaded, Choice(until="prepare"), in_process).run() == 1
+    runner(case, until="search").run()
+    assert Runner(loaded, Choice(), in_process).run() == 5
+
+
 def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
     old = {"stage": "search", "config": {"gone": 1, "same": None, "value": None}}
     new = {"stage": "search", "config": {"same": None, "seed": None, "value": 2}}
@@ -536,6 +550,12 @@ def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
         "search.value changed nothing → 2",
         "search.gone is gone",
     ]
+
+
+def test_a_hash_in_the_place_of_a_word_is_not_shown() -> None:
+    for old, new in ((64 * "0", "none"), ("none", 64 * "0"), (64 * "0", 64 * "1")):
+        documents: Any = ({"inputs": {"essays": one}} for one in (old, new))
+        assert list(differences(*documents, "prepare")) == ["prepare.essays has other content"]
 
 
 def test_inputs_that_a_stage_has_or_lacks_are_told_in_order() -> None:
