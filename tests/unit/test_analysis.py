@@ -47,9 +47,10 @@ def test_masks_of_other_shape_or_several_windows_are_refused() -> None:
     for analysis in (jaccard_distance, turnover, lambda a, b: swapped(a, b, 0)):
         with pytest.raises(ValueError, match="shape"):
             analysis(small, large)
-        several = HeadMask.of_choices([[0, 1, 2, 2]])
-        with pytest.raises(ValueError, match="several windows"):
-            analysis(several, several)
+        several, plain = (HeadMask.of_choices([row]) for row in ([0, 1, 2, 2], [0, 0, 1, 1]))
+        for pair in ((several, plain), (plain, several)):
+            with pytest.raises(ValueError, match="several windows"):
+                analysis(*pair)
 
 
 def test_mean_distances_average_over_seeds() -> None:
@@ -94,6 +95,8 @@ def test_turnover_of_the_papers_ratios() -> None:
     assert turnover(masks[0.5], masks[0.75]).share == 0.0
     with pytest.raises(ValueError, match="smaller ratio has 48"):
         turnover(masks[0.75], masks[0.5])
+    with pytest.raises(ValueError, match="smaller ratio has more"):
+        swapped(masks[0.75], masks[0.5], 0)
 
 
 @given(rows, rows, st.integers(0, 5))
@@ -166,7 +169,7 @@ def test_standing_is_the_place_in_a_sorted_list(scores: list[int], place: int) -
     descending = sorted((e.score for e in landscape.values()), reverse=True)
     assert result.score_rank == 1 + descending.index(result.score)
     assert result.score_gap == pytest.approx(descending[0] - result.score)
-    assert result.best_by_score == descending.count(descending[0])
+    assert (result.best_by_score, result.masks) == (descending.count(descending[0]), 15)
     by_likelihood = sorted((e.log_likelihood for e in landscape.values()), reverse=True)
     assert result.log_likelihood_rank == 1 + by_likelihood.index(result.log_likelihood)
     assert result.log_likelihood_gap == pytest.approx(by_likelihood[0] - result.log_likelihood)
