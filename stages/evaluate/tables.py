@@ -135,8 +135,8 @@ def suite_table(
         for name, group in (groups or {}).items()
     }
     averaged = dict(parts)
-    for name, (row, pooled) in rows.items():
-        if groups and groups[name].is_asked and row and pooled is not None:
+    for name, (_, pooled) in rows.items():
+        if groups and groups[name].is_asked and pooled is not None:
             for key in [key for key in averaged if key[0] in groups[name].tasks]:
                 del averaged[key]
             averaged[name, 0] = pooled

@@ -319,6 +319,11 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
     ]  # fmt: skip
     with pytest.raises(RunError, match=r"^hybrid: a at 0 lacks 3 of 3 answers"):
         list(suite_records(suite, model("hybrid")))
+    # One of more samples than there are now stands for none of them.
+    folder.journal(model("original"), Subtask("read", 0)).append({"index": 7, "score": 1.0})
+    suite.tasks["read"] = 2
+    with pytest.raises(RunError, match=r"^original: read at 0 lacks 1 of 2 answers"):
+        list(suite_records(suite, model("original")))
 
 
 def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
