@@ -498,4 +498,3 @@ def test_examples_held_out_are_of_all_tasks(every: int, tasks: int) -> None:
 def test_a_set_of_few_examples_holds_none_out() -> None:
     _, calibration = searchable(examples=3)
     assert calibration.split(4) == (calibration, None)
-    assert isinstance(calibration, CalibrationSet)

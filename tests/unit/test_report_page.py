@@ -290,6 +290,7 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
+@pytest.mark.usefixtures("only_text")
 def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
     inputs = report_fixture.publish(tmp_path)
     report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
@@ -449,7 +450,12 @@ def test_layer_rules_and_evaluations_without_needles_still_make_a_page(tmp_path:
     assert "This recipe's evaluation has no needle tasks." in text
 
 
-def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> None:
+def test_the_index_has_a_row_for_every_run_that_has_a_report(
+    published: dict[str, Path], results: Results, tmp_path: Path
+) -> None:
+    summary = summarize(results, "t", ReportConfig(gpu_hour_price=2.0))
+    summary["model"] = "/models/base"
+    manifest = (published["search"] / "manifest.json").read_text()
     for name, content in (
         ("b", None),
         ("a<b>", {"title": "older"}),
@@ -458,10 +464,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(tmp_path: Path) -> 
     ):
         folder = tmp_path / name / "report"
         folder.mkdir(parents=True)
-        inputs = report_fixture.publish(tmp_path / "stages" / name)
-        (folder / "manifest.json").write_text((inputs["search"] / "manifest.json").read_text())
-        summary = summarize(load_results(inputs), "t", ReportConfig(gpu_hour_price=2.0))
-        summary["model"] = "/models/base"
+        (folder / "manifest.json").write_text(manifest)
         text = content if isinstance(content, str) else json.dumps(content or summary)
         (folder / "summary.json").write_text(text)
     (tmp_path / "under way" / "search").mkdir(parents=True)
