@@ -147,6 +147,10 @@ def test_a_table_of_known_scores() -> None:
     assert [one["score"] for one in table["by_length"].values()] == [62.5, 50.0]
     assert "groups" not in table and "score" not in table
     assert suite_table({("a", 0): [1.0]})["standard_error"] == 0.0
+    assert suite_table({("a", 0): [1.0] * 29 + [0.0] * 71})["average"] == 29.0  # 100 * 0.29 is less
+    # Sums of a document's three questions and another's one differ by 0.75 each way.
+    table = suite_table({("a", 0): Documents([1.0, 0.0], (1, 3))})
+    assert table["standard_error"] == pytest.approx(100 * math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
 
 
 def test_a_table_beside_the_originals() -> None:

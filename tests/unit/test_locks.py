@@ -136,6 +136,16 @@ def test_a_machine_restarted_has_no_holders(tmp_path: Path) -> None:
     assert (read_holder(path) is None) == here
 
 
+@pytest.mark.parametrize(("boot", "is_free"), [("one", True), ("", False)])
+def test_a_machine_is_known_by_its_boot_also_after_it_was_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str, is_free: bool
+) -> None:
+    monkeypatch.setattr(locks, "boot_id", lambda: boot)
+    path = tmp_path / "a.json"
+    leave_lock(path, host="renamed")
+    assert (read_holder(path) is None) == is_free
+
+
 @pytest.mark.parametrize(
     "elsewhere",
     [
