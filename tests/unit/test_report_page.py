@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,13 @@ def results(published: dict[str, Path]) -> Results:
 @pytest.fixture(scope="module")
 def page(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     return make(tmp_path_factory.mktemp("report"), published)
+
+
+@pytest.fixture
+def inputs(published: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """A copy that a test may change."""
+    shutil.copytree(published["search"].parent, tmp_path, dirs_exist_ok=True)
+    return {stage: tmp_path / stage for stage in published}
 
 
 @pytest.fixture
@@ -291,8 +299,7 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("only_text")
-def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
+def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[str, Path]) -> None:
     report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
     results = load_results(inputs)
     rows = rows_of(charts.windows(results))
@@ -310,8 +317,7 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("only_text")
-def test_large_numbers_have_no_exponents(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
+def test_large_numbers_have_no_exponents(tmp_path: Path, inputs: dict[str, Path]) -> None:
     changes = {
         "full_forward_equivalents": 12_345.6, "naive_full_forward_equivalents": 1_234_567.8
     }  # fmt: skip
@@ -339,8 +345,9 @@ def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(results: Result
 
 
 @pytest.mark.usefixtures("only_text")
-def test_paths_below_the_checkout_are_shown_as_recipes_write_them(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
+def test_paths_below_the_checkout_are_shown_as_recipes_write_them(
+    tmp_path: Path, inputs: dict[str, Path]
+) -> None:
     root = Path(__file__).resolve().parents[2]
     config = report_fixture.config(inputs)
     model = config.model.model_copy(update={"path": str(root / "recipes" / "base")})
@@ -375,10 +382,9 @@ def test_absent_stages_are_said_to_be_absent(
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("failed", ["hybrid", "tokens-4000000", "intr"])
 def test_what_has_no_score_is_said_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], failed: str
+    tmp_path: Path, inputs: dict[str, Path], capsys: pytest.CaptureFixture[str], failed: str
 ) -> None:
     """On the page's first screen and on the terminal; another checkpoint does not stand for it."""
-    inputs = report_fixture.publish(tmp_path)
     file = inputs["evaluate"] / "scores.json"
     scores = json.loads(file.read_text())
     scores["checkpoints"][failed] = {}
@@ -437,8 +443,9 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
 
 
 @pytest.mark.usefixtures("only_text")
-def test_layer_rules_and_evaluations_without_needles_still_make_a_page(tmp_path: Path) -> None:
-    inputs = report_fixture.publish(tmp_path)
+def test_layer_rules_and_evaluations_without_needles_still_make_a_page(
+    tmp_path: Path, inputs: dict[str, Path]
+) -> None:
     path = inputs["search"] / "summary.json"
     summary = json.loads(path.read_text()) | {"trace": [], "layer_importance": [], "notes": []}
     report_fixture.write_json(path, summary)
@@ -491,8 +498,9 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
         ("materialize/summary.json", None),
     ],
 )
-def test_damaged_inputs_are_named(tmp_path: Path, file: str, content: str | None) -> None:
-    inputs = report_fixture.publish(tmp_path)
+def test_damaged_inputs_are_named(
+    tmp_path: Path, inputs: dict[str, Path], file: str, content: str | None
+) -> None:
     path = tmp_path / file
     if content is None:
         path.unlink()
