@@ -350,6 +350,9 @@ def test_a_layout_is_kept_wherever_it_is_better() -> None:
         assert (point.choices == (choices if is_better else _full())).all()
         assert point.failures == (0 if is_better else 3)
         assert (point.failed.any(), point.passes) == (not is_better, float(is_better))
+    # The bound of one that lost stands for no evaluation.
+    whole = search._evaluate(_full(worst), "swaps", "nested")
+    assert whole is not None and not whole.is_bound
 
 
 @pytest.mark.parametrize(

@@ -247,10 +247,11 @@ def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
 
 
 def test_the_best_mask_on_budget_is_by_score_then_by_log_likelihood():
-    evaluator = evaluator_of(Additive([[0.1, 0.2, 0.3]], lambda mask: 0.5))
-    evaluator.anchors(0.3)
-    for unit in (1, 0, 2):
-        row = np.arange(3) != unit
+    """Of equal ones it is the first."""
+    evaluator = evaluator_of(Additive([[0.1, 0.2, 0.3, 0.1]], lambda mask: 0.5))
+    evaluator.anchors(0.25)
+    for unit in (1, 0, 2, 3):
+        row = np.arange(4) != unit
         evaluator.evaluate(HeadMask(row[None]), "swaps", "swap")
     assert evaluator.best_on_budget[0].swa_kv_heads == [[0]]
 
