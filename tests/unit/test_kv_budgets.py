@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from bosch.errors import UserError
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
-from bosch.model.head_table import budget_table, heads_by_window
+from bosch.model.head_table import budget_slots, budget_table, heads_by_window
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize_front
 from bosch.model.search_mode import mask_shape
@@ -24,7 +24,7 @@ from bosch.window import Window
 from pipeline.cli import main
 from tests.elsewhere import run_elsewhere
 from tests.front_case import CONTEXT, alone, nested_front
-from tests.hybrid_case import KV_HEADS, small_model, tokens
+from tests.hybrid_case import KV_HEADS, small_config, small_model, tokens
 
 MENU = [Window(9, 2), Window(4, 2)]
 NEW = 4
@@ -119,6 +119,12 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     assert again.kv_budget == slots[2]
     again.set_kv_budget(None)
     assert again.kv_budget == slots[1]
+
+
+def test_a_share_of_slots_that_is_rounded_down_names_them() -> None:
+    config: Any = small_config(num_hidden_layers=1)
+    config.hybrid_attention = budget_table([[{None: 1, Window(4, 2): 3}]], 38, 53)
+    assert 53 / 152 * 152 < 53 == budget_slots(config, 53 / 152)
 
 
 def test_a_budget_beside_a_configuration_is_of_one_model_alone(folder: Path, front: Front) -> None:
