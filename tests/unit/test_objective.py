@@ -615,19 +615,23 @@ def test_the_fingerprint_follows_what_the_configuration_alone_says():
 def test_calibration_files(tmp_path):
     path = tmp_path / "calibration.jsonl"
     record = {"task": "x", "index": 0, "seed": 1, "input_ids": [1, 2, 3], "answer_length": 1}
-    path.write_text(json.dumps(record) + "\n")
+    path.write_text(f"{json.dumps(record)}\n \n" + json.dumps({**record, "input_ids": [1, 2]}))
     loaded = CalibrationSet.load(path)
-    assert (len(loaded), loaded.max_length) == (1, 3)
-    assert loaded.fingerprint == CalibrationSet.from_records([([1, 2, 3], 1)]).fingerprint
-    assert loaded.fingerprint != CalibrationSet.from_records([([1, 2, 3], 2)]).fingerprint
+    assert (len(loaded), loaded.max_length) == (2, 3)
+    assert loaded == CalibrationSet.from_records([([1, 2, 3], 1, "x"), ([1, 2], 1, "x")])
+    assert loaded == CalibrationSet.load(tmp_path)  # as prepare leaves it
+    few = [([1, 2, 3], 1), ([1, 2, 3], 2), ([1, 2, 4], 1)]
+    assert len({CalibrationSet.from_records([one]).fingerprint for one in few}) == 3
     for damage in (
         "",
         "{",
         "[" * 100_000,
         "\udcff",
         json.dumps({**record, "answer_length": 3}),
+        json.dumps({**record, "answer_length": 0}),
         json.dumps({**record, "answer_length": 1.5}),
         json.dumps({**record, "input_ids": [1, -2, 3]}),
+        json.dumps({**record, "input_ids": [1, 2**31, 3]}),
         json.dumps({**record, "input_ids": ["1", "2", "3"]}),
         '{"input_ids": 3}',
     ):
