@@ -195,7 +195,6 @@ class EvaluationLog:
         # A bound settles one comparison of this search: other searches cannot use it.
         if self._pool is not None and not evaluation.is_bound:
             self._pool.append(record.entry(mask.key, phase))
-            self._pooled[mask.key] = evaluation
 
     def _add(self, mask_key: str, record: Record, phase: str) -> None:
         self._records.setdefault(mask_key, []).append(record)

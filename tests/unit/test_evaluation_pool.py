@@ -144,8 +144,19 @@ def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
     alone = tmp_path / "mine" / "evaluations.jsonl"
     alone.parent.mkdir()
     EvaluationLog(alone, CONTEXT).append(mask, Evaluation(0.5, -1.25), "anchors")
-    log_of(tmp_path, "mine")
+    for _ in range(2):
+        log_of(tmp_path, "mine")
+    [pool] = (tmp_path / "pool").iterdir()
+    assert len(Journal(pool).read_new()) == 1
     assert evaluation_in(log_of(tmp_path, "other"), mask) == Evaluation(0.5, -1.25)
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_better"),
+    [((0.5, -1.25), False), ((0.5, -1.0), True), ((0.25, -0.5), False), ((0.75, -2.0), True)],
+)
+def test_a_mask_is_beaten_by_score_then_by_log_likelihood(rank, is_better):
+    assert Evaluation(0.5, -1.25).beaten_by(*rank) == is_better
 
 
 def test_bounds_stay_with_the_search_that_made_them(tmp_path):
