@@ -218,6 +218,24 @@ def test_a_record_of_just_the_most_bytes_is_read(tmp_path, monkeypatch, part_byt
         read(Source("s", "parquet", str(tmp_path / "a.parquet")))
 
 
+def test_rows_of_parquet_are_read_as_many_at_a_time_as_take_16_mb(tmp_path, monkeypatch):
+    sizes = []
+    batches = pq.ParquetFile.iter_batches
+
+    def noted(self, batch_size, **options):
+        sizes.append(batch_size)
+        return batches(self, batch_size, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    for length in (2**20, 10):
+        texts = [str(number) * length for number in range(8)]
+        pq.write_table(
+            pa.table({"other": ["x" * 2**22] * 8, "text": texts}), tmp_path / "a.parquet"
+        )
+        assert sorted(read(Source("s", "parquet", str(tmp_path / "a.parquet")))) == texts
+    assert sizes == [15, 1000]
+
+
 def test_line_number_in_a_later_part(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PART_BYTES", 50)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"broken\n")
