@@ -249,7 +249,7 @@ def test_points_that_share_no_order_are_left_out(model: Any) -> None:
 
 
 DAMAGES: dict[str, Any] = {
-    "budgets": [[], "all", [7], [{}], "in another order"],
+    "budgets": [[], "all", [7], [{}], "in another order", "twice"],
     "chosen": [None, 3, "all"],
     "context": [None, 0, "64", CONTEXT + 1],
 }
@@ -262,8 +262,9 @@ def test_a_damaged_table_is_refused_in_one_sentence(
     model: Any, front: Front, name: str, value: Any
 ) -> None:
     config = materialize_front(model, front).config
-    if value == "in another order":
-        value = config.hybrid_attention[name][::-1]
+    budgets = config.hybrid_attention["budgets"]
+    given = {"in another order": budgets[::-1], "twice": budgets[:1] + budgets}
+    value = given.get(value, value) if isinstance(value, str) else value
     config.hybrid_attention = {**config.hybrid_attention, name: value}
     with pytest.raises(UserError) as error:
         heads_by_window(config)
