@@ -124,7 +124,9 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
 def test_a_share_of_slots_that_is_rounded_down_names_them() -> None:
     config: Any = small_config(num_hidden_layers=1)
     config.hybrid_attention = budget_table([[{None: 1, Window(4, 2): 3}]], 38, 53)
-    assert 53 / 152 * 152 < 53 == budget_slots(config, 53 / 152)
+    assert 53 / 152 * 152 < 53 == budget_slots(config, 53 / 152) == budget_slots(config, 53)
+    with pytest.raises(UserError, match=r"kv_budget is 53\.0;"):  # slots are an integer
+        budget_slots(config, 53.0)
 
 
 def test_a_budget_beside_a_configuration_is_of_one_model_alone(folder: Path, front: Front) -> None:
