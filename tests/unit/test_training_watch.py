@@ -431,6 +431,22 @@ def test_routers_are_measured_on_held_out_sequences(family: str) -> None:
     assert all(not module._forward_hooks for module in outputs)
 
 
+def test_a_sequence_that_is_run_once_more_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three on two processes the second one runs the first one's again, also for routers."""
+    model, device = small_model("qwen3_moe"), torch.device("cpu")
+    install_loss(model)
+    ids = [torch.arange(24)[None] % tokens for tokens in (50, 11, 7)]
+    batches = [{"input_ids": one, "labels": one} for one in ids]
+    alone = HeldOutWatch(batches[1:2], 1).score(model, device)
+    for name, value in (("processes", 2), ("rank", 1)):
+        monkeypatch.setattr(watching, name, lambda value=value: value)
+    monkeypatch.setattr(watching, "summed", lambda values, device: values)
+    score = HeldOutWatch(batches, 1).score(model, device)
+    assert "expert_load" in alone and score.keys() == alone.keys()
+    for name, value in alone.items():
+        assert score[name] == pytest.approx(value), name
+
+
 def test_watches_compile_nothing_and_measure_routers_of_compiled_layers() -> None:
     """Samples of many lengths, after a pass whose graph has no hooks."""
     scores, passes = [], []
