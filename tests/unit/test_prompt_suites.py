@@ -445,6 +445,7 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
         ({"random_string_to_prepend": ""}, r"row 1: .*must not be empty"),
         ({"answer": "\ud800"}, r"row 1: not in MRCR's layout \('utf-8' codec can't encode"),
         ({"n_needles": 10**30}, r"row 1: .*n_needles is 1000"),
+        ({"n_needles": 0}, r"row 1: .*n_needles is 0"),
     ):
         path.write_text("".join(json.dumps(row) + "\n" for row in (whole, {**whole, **change})))
         with pytest.raises(UserError, match=sentence):
