@@ -576,6 +576,8 @@ def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path, form: str
         "\n\nQuestion: " + sample.question
     )
     assert helmet.fitted(sample, whole, tokenizer) == sample.prompt()
+    context = len(tokenizer(sample.context, add_special_tokens=False)["input_ids"])
+    assert helmet.fitted(sample, whole - context, tokenizer) == sample.prompt("")
 
 
 @pytest.mark.parametrize(
