@@ -17,6 +17,9 @@ _MAX_BLOCK = 128
 # Kernels and vLLM count keys in 32 bits.
 _MOST_KEYS = 2**31 - 1
 MOST_WINDOWS = 15  # of one mask, so that a digit names each
+# First tokens of a text that count as sinks where a sink bias is estimated; as many are commonly
+# kept.
+SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,8 @@ from bosch.model.tensor_parallel import gather_heads
 from bosch.objective.batches import final_states
 from bosch.objective.objective import Objective
 from bosch.objective.patching import replace_attention
-from bosch.window import Window
+from bosch.window import SINK_TOKENS, Window
 
-# First tokens of a text that count as sinks, as many as are commonly kept.
-SINK_TOKENS = 4
 _QUERIES = 32  # of an example
 _QUERIES_AT_ONCE = 16
 _HALVINGS = 60

@@ -16,7 +16,7 @@ from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
-from bosch.window import MOST_WINDOWS, Window, rising_menu
+from bosch.window import MOST_WINDOWS, SINK_TOKENS, Window, rising_menu
 from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
@@ -390,6 +390,13 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     length = loaded.recipe[PrepareConfig].calibration.length
     where = "prepare.calibration.length"
     yield from window_faults(search.menu, search.menu_field, where, length)
+    widest = search.menu[0].size
+    if search.sink is not None and widest < length <= widest + SINK_TOKENS:
+        yield (
+            "search.sink: the bias is estimated by queries that see beyond the window and "
+            f"{SINK_TOKENS} tokens, of which {where} = {length:,} has none; raise it or lower "
+            "search.window_size"
+        )
     yield from _budget(loaded)
     yield from _parallel(loaded, search)
     yield from _attention(loaded)

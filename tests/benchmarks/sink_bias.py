@@ -30,8 +30,8 @@ from bosch.model.materialize import materialize
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
-from bosch.objective.sink_bias import SINK_TOKENS, give_sink_bias
-from bosch.window import Window
+from bosch.objective.sink_bias import give_sink_bias
+from bosch.window import SINK_TOKENS, Window
 from pipeline.recipe.load import ROOT
 from recipes.quickstart.measure_base_model import TASKS, questions
 from recipes.study.make_composition_model import examples

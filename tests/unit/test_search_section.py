@@ -57,6 +57,11 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "sinks beyond what engines count": (
         ["search.sinks=1000000000000000"], "fewer than 2^31 in all", ["search.sinks=3"],
     ),
+    "a bias that no query tells": (
+        ["search.sink=bias", "search.window_size=252"],
+        "search.sink: the bias is estimated by queries that see beyond the window and 4 tokens",
+        ["search.sink=bias", "search.window_size=251"],
+    ),
     "windows beyond what engines count": (
         [FRONT, "search.windows=[100000000000000,1000000000000000]"], "fewer than 2^31 in all", [],
     ),
