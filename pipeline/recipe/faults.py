@@ -151,7 +151,7 @@ def _expected(detail: ErrorDetails) -> str:
     if kind in _LIMITS:
         key, words = _LIMITS[kind]
         limit = context[key]
-        return f"a value {words} {limit:{',' if isinstance(limit, int) else 'g'}}"
+        return f"a value {words} {limit:{',' if isinstance(limit, int) else ',g'}}"
     if kind == "literal_error":
         return ", ".join(_choices(detail))
     if kind == "too_short":
