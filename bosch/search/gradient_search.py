@@ -39,7 +39,7 @@ def check_passes(needed: float, left: float, what: str) -> None:
     if left < needed:
         raise UserError(
             f"search.budget_per_layer: {what} costs {needed:.1f} passes over the calibration set, "
-            f"and {left:.1f} are left: raise it, or take more examples"
+            f"and {max(0.0, left):.1f} are left: raise it, or take more examples"
         )
 
 

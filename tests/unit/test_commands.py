@@ -101,9 +101,9 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
     for name, width in widths.items():
         assert main(["show", str(tmp_path / name), "--json"]) == 0
-        other = json.loads(capsys.readouterr().out)["cache_bytes"]
+        counted = json.loads(capsys.readouterr().out)["cache_bytes"]
         expected = [row["hybrid"] // 4 * width for row in record["cache_bytes"]]
-        assert [row["hybrid"] for row in other] == expected
+        assert [row["hybrid"] for row in counted] == expected
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "4 full KV heads of 12; the others see 6 tokens and 2 sinks\n" in shown

@@ -202,8 +202,8 @@ def test_a_full_disk_is_that_of_the_output(
 def test_quantised_weights_are_refused(tmp_path: Path, name: str, value: torch.Tensor) -> None:
     folders = [saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")]
     for folder in folders:
-        other = {**weights(folder), f"model.layers.0.self_attn.{name}": value}
-        save_file(other, folder / "model.safetensors", {"format": "pt"})
+        changed = {**weights(folder), f"model.layers.0.self_attn.{name}": value}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
     said = rf"tuned: model\.layers\.0\.self_attn\.{name} is quantised; repair the model before"
     with pytest.raises(UserError, match=said):
         repair(*folders, tmp_path / "out", 1.0)
