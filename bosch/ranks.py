@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bosch.errors import LostRankError
-from bosch.this_process import name_processes
+from bosch.this_process import local_world_size, name_processes
 
 T = TypeVar("T")
 
@@ -149,7 +148,6 @@ def _silent_partners() -> str:
     if not dist.is_initialized():
         return unknown
     rank, size = dist.get_rank(), dist.get_world_size()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{_ALIVE}/{rank}", "1")
@@ -161,7 +159,7 @@ def _silent_partners() -> str:
             silent = [other for other in silent if not store.check([f"{_ALIVE}/{other}"])]
             time.sleep(0.2)
     except RuntimeError:
-        return "node 0, or its launcher," if per_node and rank >= per_node else unknown
+        return "node 0, or its launcher," if rank >= local_world_size() else unknown
     if not silent:
         return unknown
     return name_processes(silent)

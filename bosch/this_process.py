@@ -65,11 +65,21 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def world_size() -> int:
+    """Processes of this run, of all nodes; torchrun says it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Those of them on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def name_processes(ranks: Sequence[int]) -> str:
     """Processes of this run for the user, with their nodes where there are several."""
     numbers = ", ".join(map(str, ranks))
-    size, per_node = (int(os.environ.get(n, "0")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if not per_node or size == per_node:
+    per_node = local_world_size()
+    if world_size() == per_node:
         return f"process {numbers}"
     nodes = ", ".join(str(node) for node in sorted({rank // per_node for rank in ranks}))
     return f"node {nodes} (process {numbers})"

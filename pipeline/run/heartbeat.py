@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from bosch.errors import StoppedError
-from bosch.this_process import name_processes
+from bosch.this_process import name_processes, world_size
 
 _CHECKS = 10  # the fewest checks without a heartbeat after which a process counts as lost
 _LONGEST_SECONDS = 30.0  # the longest time between two checks
@@ -29,7 +29,7 @@ def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
     `lost` is called with an error message, on a thread, when a process has sent none for `minutes`.
     Needs torchrun's variables, and does nothing for a single process.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world_size() == 1:
         yield
         return
     heartbeat = Heartbeat(minutes, lost)
@@ -51,7 +51,7 @@ class Heartbeat:
     """
 
     def __init__(self, minutes: float, lost: Callable[[str], None]) -> None:
-        self._rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._rank, size = int(os.environ["RANK"]), world_size()
         self._minutes, self._lost = minutes, lost
         self._interval = min(minutes * 60 / _CHECKS, _LONGEST_SECONDS)
         self._keys = [f"bosch/heartbeat/{rank}" for rank in range(size)]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.memory import reuse_room
 from bosch.ranks import Ranks
+from bosch.this_process import local_world_size, world_size
 from bosch.window import Windows
 from stages.context import Runtime
 
@@ -55,7 +56,7 @@ def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]
     After a failure the group is left to the end of the process: to destroy it can hang where a rank
     is gone.
     """
-    size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    size, local = world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
@@ -90,7 +91,7 @@ def reuse_bytes(
         windows,
         min(runtime.eval_batch_size, len(calibration)),
         calibration.max_length,
-        processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        processes=local_world_size(),
         shards=1 if split else ranks.shards,
         sharing=ranks.shards if split else 1,
     )

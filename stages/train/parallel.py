@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import os
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -28,14 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from bosch.errors import RunError, UserError
 from bosch.hardware import host_memory
 from bosch.model.context_parallel import ContextParallel
+from bosch.this_process import local_world_size, world_size
 from stages.context import Runtime
 from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
-
-
-def world_size() -> int:
-    """Processes of this run, from torchrun's environment."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
@@ -129,7 +124,7 @@ def least_memory(device: torch.device) -> float:
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
         try:
-            memory = host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            memory = host_memory() / local_world_size()
         except RunError:
             memory = math.inf
     if world_size() > 1:

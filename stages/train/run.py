@@ -20,6 +20,7 @@ from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.ranks import limit_collectives, partners_alive
+from bosch.this_process import world_size
 from stages.context import StageConfig
 from stages.kv_budgets import named_budgets
 from stages.materialize.stage import MODEL, MaterializeConfig
@@ -49,7 +50,6 @@ from stages.train.parallel import (
     leave,
     make_accelerator,
     make_context_parallel,
-    world_size,
 )
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
