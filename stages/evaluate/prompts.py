@@ -89,15 +89,20 @@ class PromptEvaluation(SuiteSection):
         """Samples at a length, of the public data."""
         return self.kinds * min(self.samples or self.published, self.published)
 
+    @property
+    def generated(self) -> int:
+        """Tokens of all answers at a length, about."""
+        return self.most_samples * self.new_tokens
+
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         fields, tokens = self.most_tokens
         yield from position_faults(loaded, f"{where}.{fields}", tokens)
 
     def work(self) -> tuple[list[Work], list[str]]:
         samples, (_, longest) = self.most_samples, self.most_tokens
-        generated = samples * self.new_tokens
+        beside = longest - max(self.lengths)  # of an answer that a length does not hold
         work = [
-            Work(samples, samples * length + generated, length, longest, logits=generated)
+            Work(samples, samples * (length + beside), length, longest, logits=self.generated)
             for length in self.lengths
         ]
         return work, [f"{self.title}: up to {samples:,} samples at each length"]

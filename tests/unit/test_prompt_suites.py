@@ -35,6 +35,7 @@ from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import generate
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
+from stages.evaluate.prompts import PromptEvaluation
 from stages.evaluate.scores import read_samples
 from stages.evaluate.stage import gaps as gaps_of
 from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet
@@ -617,8 +618,23 @@ def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:
         "kilt/triviaqa-train-multikilt_1000_k*_dep6.jsonl": ["3"],
         "kilt/hotpotqa-train-multikilt_1000_k*_dep3.jsonl": ["3"],
     }
-    # Six depths of three tasks, three of one, and one for JSON.
-    assert section.most_samples == 10 * (6 + 6 + 3 + 6 + 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "samples", "tokens", "generated"),
+    [
+        # An answer stands beside NoLiMa's context, and within the lengths of the others.
+        (Nolima(data_dir="d", lengths=[512], samples=4, max_new_tokens=32), 4, 4 * (512 + 32), 128),
+        (Mrcr(data_dir="d", lengths=[1024], samples=5), 15, 15 * 1024, 15 * 600),
+        (Helmet(data_dir="d", lengths=[8192], samples=2, tasks=["kilt_nq", "json_kv"]),
+         14, 14 * 8192, 12 * 20 + 2 * 100),
+    ],
+)  # fmt: skip
+def test_the_work_of_prompts_counts_each_answer_once(
+    section: PromptEvaluation, samples: int, tokens: int, generated: int
+) -> None:
+    ((work,), _) = section.work()
+    assert (work.samples, work.tokens, work.logits) == (samples, tokens, generated)
 
 
 def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) -> None:

@@ -69,7 +69,6 @@ class Helmet(PromptEvaluation):
     title = "HELMET"
     public_data = "princeton-nlp/HELMET"
     published = 1000
-    new_tokens = 100
 
     data_dir: DataFolder = Field(
         description="HELMET's folder data, of which kilt/ and json_kv/ are read."
@@ -88,8 +87,17 @@ class Helmet(PromptEvaluation):
 
     @property
     def most_samples(self) -> int:
+        return sum(self._by_task.values())
+
+    @property
+    def generated(self) -> int:
+        return sum(asked * HELMET_TASKS[name].new_tokens for name, asked in self._by_task.items())
+
+    @property
+    def _by_task(self) -> dict[HelmetTaskName, int]:
+        """Samples of each task at a length."""
         questions = min(self.samples or self.published, self.published)
-        return sum(questions * HELMET_TASKS[name].depths for name in self.tasks)
+        return {name: questions * HELMET_TASKS[name].depths for name in self.tasks}
 
     def files(self, folder: Path) -> list[str]:
         return sorted(name for name in self._named() if (folder / name).is_file())

@@ -18,7 +18,6 @@ class Nolima(PromptEvaluation):
     public_data = "amodaresi/NoLiMa"
     read = (".txt", ".json")
     published = 7540
-    new_tokens = 192
 
     data_dir: DataFolder = Field(
         description=(
@@ -35,6 +34,10 @@ class Nolima(PromptEvaluation):
     @property
     def most_tokens(self) -> tuple[str, int]:
         return "lengths and max_new_tokens", max(self.lengths) + self.max_new_tokens
+
+    @property
+    def generated(self) -> int:
+        return self.most_samples * self.max_new_tokens
 
     def missing_files(self, folder: Path) -> Iterator[str]:
         """A needle set and a book."""
