@@ -19,8 +19,8 @@ _IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
 _MOST_BYTES = 4 * 2**20
 # Kinds of RoPE that are not scaled; mrope is an older name of the one that places images too.
 _UNSCALED = ("default", "mrope")
-# Of any scaled RoPE these families read fields that YaRN does not have.
-_NO_YARN = ("phimoe",)
+# These have no RoPE; of any scaled one phimoe reads fields that YaRN does not have.
+_NO_YARN = ("biogpt", "jamba", "nemotron_h", "opt", "phimoe")
 
 
 def yarn_fault(config: Mapping[str, Any]) -> str | None:

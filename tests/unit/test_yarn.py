@@ -107,6 +107,7 @@ def test_the_trained_length_is_stretched(tmp_path):
         ({"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope"}}, None),
         ({"model_type": "phimoe"}, "models of type 'phimoe' have no YaRN"),
         ({"model_type": "hybrid_phimoe"}, "models of type 'phimoe' have no YaRN"),
+        ({"model_type": "opt"}, "models of type 'opt' have no YaRN"),
         ({"rope_scaling": [4.0]}, "has [4.0] in place of RoPE's parameters"),
     ],
 )
