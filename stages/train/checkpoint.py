@@ -207,23 +207,23 @@ def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
     """Replace the weights in `files` by their mean with those in `others`, in files of their names.
 
     `others` are model directories. All are checkpoints of one training, so their files hold the
-    same tensors. Sums are float32, in the memory of one file; floating-point tensors alone are
-    averaged.
+    same tensors. Sums are float32, one tensor at a time, in the memory of one file; floating-point
+    tensors alone are averaged.
 
     Raises RunError when the files do not hold the same tensors.
     """
     for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
-        own = load_file(file)
-        sums = {name: value.float() for name, value in own.items() if value.is_floating_point()}
-        for other in others:
-            weights = load_file(other / file.name) if (other / file.name).is_file() else {}
-            if weights.keys() != own.keys():
+        own = load_file(file)  # mapped, as the others are: what is written is memory of its own
+        weights = [load_file(p) if (p := other / file.name).is_file() else {} for other in others]
+        for other, there in zip(others, weights, strict=True):
+            if there.keys() != own.keys():
                 raise RunError(f"{other / file.name}: holds other weights than {file}")
-            for name, value in sums.items():
-                value += weights[name].to(torch.float32)
-        count = 1 + len(others)
-        for name, value in sums.items():
-            own[name] = (value / count).to(own[name].dtype)
+        for name, value in own.items():
+            if value.is_floating_point():
+                total = sum((there[name].float() for there in weights), value.float())
+                own[name] = (total / (1 + len(others))).to(value.dtype)
+            else:
+                own[name] = value.clone()
         save_file(own, file, metadata=metadata)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from bosch.budget import LayerHeads, window_shares
 from stages.context import Runtime
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
+from stages.fields import bytes_of
 from stages.formats import format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
@@ -18,6 +19,7 @@ from stages.shape import shape_of
 from stages.train.budgets import mean_over_budgets
 from stages.train.fit import Budget, remedy, training_budget
 from stages.train.footprint import (
+    checkpoint_host_bytes,
     load_host_bytes,
     restart_point_bytes,
     step_traffic,
@@ -54,7 +56,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     of_original = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
-    number = BYTES[recipe[MaterializeConfig].dtype]
+    materialize = recipe[MaterializeConfig]
+    number = BYTES[materialize.dtype]
     saved = float(checkpoints * shape.parameters * number)
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
@@ -62,12 +65,14 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     restart = 2 * point  # the older one stays until the newer one is complete
     # A copy of what a node's processes hold; without sharding of the first process's alone.
     writing = point * (1.0 if runtime.sharding == "none" else local / processes)
+    file = bytes_of(materialize.max_shard_size)
+    files = checkpoint_host_bytes(float(shape.parameters * number), file, local)
     facts = [
         f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
         f"{format_flops(flops)} without recomputation: {flops / of_original:.0%} of the original's",
         f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
-        "restart points are written",
+        f"restart points are written, {format_bytes(files)} while checkpoints are",
         f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "
         f"restart points ({format_bytes(restart)})",
     ]

@@ -117,6 +117,14 @@ def load_host_bytes(
     return saved_bytes * parameters
 
 
+def checkpoint_host_bytes(saved: float, file: int, processes: int) -> float:
+    """Host memory of a node while a checkpoint of `saved` bytes is written or averaged.
+
+    Each of its `processes` holds a file of at most `file` bytes.
+    """
+    return min(saved, float(file * processes))
+
+
 def step_traffic(
     shape: DecoderShape,
     layers: Sequence[LayerHeads],
@@ -394,20 +402,22 @@ def _saved_by_a_layer(
     queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
     keeps gate, up, their activation and product. Liger's norms and MLP keep their inputs only.
     Where norms and MLP are frozen, what only their weights' gradients take is not kept: a norm's
-    result before its weight, and the inputs of the MLP's maps. Experts are, under adapters, too.
+    result before its weight, and the inputs of the MLP's maps. Adapters freeze all norms, those of
+    queries and keys too, and experts.
     """
-    frozen = train.freeze == "attention_only"
-    frozen_mlp = frozen or (train.lora is not None and shape.experts > 0)
+    frozen, adapted = train.freeze == "attention_only", train.lora is not None
+    frozen_mlp = frozen or (adapted and shape.experts > 0)
     if train.liger:
         norms = 2 * (residual + element_bytes)
         heads = 4 * element_bytes * shape.query_size + 3 * element_bytes * shape.key_value_size
         width = 3 * mlp
     else:
-        norms = 2 * 4 + (1 if frozen else 4) * element_bytes
+        before_weight = 0 if frozen or adapted else 2
+        norms = 2 * 4 + (before_weight + (1 if frozen else 2)) * element_bytes
         if residual > element_bytes:  # the results in float32 too, and a copy for each map
-            norms = 2 * 4 + (3 if frozen else 5) * element_bytes + (0 if frozen else 2) * residual
-        heads = (4 + 4 * element_bytes) * shape.query_size
-        heads += (4 + 3 * element_bytes) * shape.key_value_size
+            norms = 2 * 4 + (3 if frozen else 5) * element_bytes + before_weight * residual
+        heads = (4 + (3 if adapted else 4) * element_bytes) * shape.query_size
+        heads += (4 + (2 if adapted else 3) * element_bytes) * shape.key_value_size
         width = (3 if frozen_mlp else 4) * mlp
     # Copies for each expert: what goes in, what comes out, and by its router's weight.
     dispatched = (1 if frozen_mlp else 3) * mlp * shape.hidden * shape.experts_per_token

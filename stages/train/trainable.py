@@ -90,13 +90,12 @@ def is_adapter(name: str) -> bool:
 def merged(state: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
     """The weights of a model without adapters: W + alpha / rank · B·A, summed in float32.
 
-    Raises KeyError where an adapter is not whole.
+    They are taken out of `state`, so that no two copies of them are held. Raises KeyError where an
+    adapter is not whole.
     """
     result = {}
-    for name, value in state.items():
-        if is_adapter(name):
-            continue
-        plain = saved_name(name)
+    for name in [name for name in state if not is_adapter(name)]:
+        value, plain = state.pop(name), saved_name(name)
         if plain != name and name.endswith(".weight"):
             stem = name.removesuffix("base_layer.weight")
             a, b = state[stem + _A].float(), state[stem + _B].float()

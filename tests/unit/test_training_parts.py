@@ -51,10 +51,11 @@ from stages.train.model import (
 )
 from stages.train.optimizer import parameter_groups
 from stages.train.schedule import Schedule, make_schedule
-from stages.train.stage import TrainConfig
+from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
 from stages.train.trainable import restrict_training
 from tests.hybrid_case import random_mask, small_model
+from tests.peak_memory import TensorBytes
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
 
 
@@ -745,6 +746,22 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
         for name, value in load_file(written / file).items():
             assert names[name] == file and value.dtype == expected[name].dtype
             assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_a_checkpoint_is_written_in_the_memory_of_one_file(
+    tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    start, most = tmp_path / "start", 200_000
+    model = small_model("qwen3", num_hidden_layers=24)
+    model.save_pretrained(start)
+    (start / "README.md").write_text(f"{UNTRAINED}\n", encoding="utf-8")
+    restrict_training(model, TrainConfig(total_tokens=1024, batch_tokens=512, lora=lora))
+    writer = CheckpointWriter(tmp_path, start, torch.float32, "200KB")
+    with TensorBytes() as held:
+        writer.write(1, model, lora=lora)
+    written = sum(file.stat().st_size for file in tmp_path.glob("checkpoints/*/*.safetensors"))
+    assert held.peak - held.before < 1.25 * most < written / 3
 
 
 def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
