@@ -44,13 +44,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         budget = training_budget(loaded, processes, devices.memory, on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
+    of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
-        for slots, rows in _budget_rows(loaded).items()
+        for slots, rows in (_budget_rows(loaded) or {0: of_mask}).items()
     }
-    shares = window_shares(search.kv_heads(shape.kinds, recipe.model.dtype))
     flops = mean_over_budgets(of_budgets)
-    flops = flops or shape.training_flops(tokens, length, shares) - unneeded
     of_original = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
@@ -81,20 +80,19 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
     again = (flops + unneeded) / 3
-    if runtime.checkpointing == "attention":  # all but the kernels, one by one 4 N T D
+    if runtime.checkpointing == "attention":  # matrix products alone: attention's output is saved
         again = 2.0 * shape.active_parameters * tokens
     again -= 2.0 * shape.table * tokens  # layers are computed again, the output head is not
     done = flops + again * (runtime.checkpointing != "none") + teacher
-    usual = EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY
-    efficiency = devices.efficiency or usual
+    efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     facts.append(f"an MFU of {efficiency * (flops + teacher) / done:.2g} is assumed")
-    if efficiency == EXPERTS_EFFICIENCY:
+    if shape.experts and not devices.efficiency:
         facts.append(
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
     if budget is None:
-        facts.append(f"does not run on {processes} processes: {faults[0]}")
+        facts.append(f"does not run on {processes} process(es): {faults[0]}")
     else:
         facts += _exchange_facts(loaded, runtime, processes)
         facts += _memory_facts(loaded, budget, devices)
