@@ -149,10 +149,11 @@ def _passages(row: Row) -> str:
 
 
 def _answers(row: Row) -> tuple[str, ...]:
-    answers = tuple(map(str, row["answers"]))
-    if not answers or isinstance(row["answers"], str):
-        raise ValueError("answers are no list of one or more")
-    return answers
+    answers = row["answers"]
+    # Every output would contain an empty answer, and a null would be the text None.
+    if not isinstance(answers, list) or not answers or not all(answers):
+        raise ValueError("answers are no list of one or more texts")
+    return tuple(map(str, answers))
 
 
 def _plain(text: str) -> str:
