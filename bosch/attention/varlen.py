@@ -44,16 +44,16 @@ def _varlen(group: GroupCall) -> Tensor:
     window = _CAUSAL if group.window is None else group.window.flash
     kernel: Any = importlib.import_module(VARLEN_MODULE).varlen_attn
     borders, longest = group.context.memo("varlen", lambda: _borders(group.context, query))
-    packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value)]
-    arguments, grouped = (borders, borders, longest, longest), query.shape[1] != key.shape[1]
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value))
+    bounds, grouped = (borders, borders, longest, longest), query.shape[1] != key.shape[1]
     if transform.head_logits is None:
         out = kernel(
-            *packed, *arguments, scale=transform.scaling, window_size=window, enable_gqa=grouped
+            q, k, v, *bounds, scale=transform.scaling, window_size=window, enable_gqa=grouped
         )
     else:
-        arguments = *arguments, window == _CAUSAL
+        arguments = *bounds, window == _CAUSAL
         own_kernel = _varlen_kernel(arguments, transform.scaling, list(window), grouped)
-        out = with_head_logits(own_kernel, *packed, transform.head_logits)
+        out = with_head_logits(own_kernel, q, k, v, transform.head_logits)
     rows, heads, length, dim = query.shape
     return out.view(rows, length, heads, dim).transpose(1, 2)
 
