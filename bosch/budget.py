@@ -1,14 +1,15 @@
-"""The budget of a head mask; without numpy, since checks of a recipe ask for it."""
+"""The budget of a head mask; imports no numpy, since the checks of a recipe use it."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from bosch.errors import UserError
 from bosch.window import Window
 
-KEEP_TAIL = 0.05  # of the one-sided limits of held-out scores, by which `keep` chooses
+KEEP_TAIL = 0.05  # error rate of the one-sided limits of held-out scores, by which `keep` chooses
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 
@@ -24,7 +25,7 @@ def swa_budget(n_units: int, ratio: float) -> int:
 
 
 def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) -> bool:
-    """Whether a mask of units of `granularity` heads is exactly on budget."""
+    """Whether units of `granularity` heads fill a layer, and the budget, without a rest."""
     return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
 
 
@@ -54,7 +55,7 @@ def check_granularity(
 
 
 def _ratio(sliding: int, heads: int) -> str:
-    """The shortest number whose budget is `sliding`."""
+    """The ratio with the fewest digits whose budget is `sliding` of `heads`."""
     for digits in range(1, 17):
         text = f"{sliding / heads:.{digits}g}"
         if swa_budget(heads, min(1.0, float(text))) == sliding:
@@ -78,9 +79,8 @@ def even_counts(layers: int, heads: int, sliding: int) -> tuple[int, ...]:
 
 def window_shares(rows: Sequence[LayerHeads]) -> dict[Window, float]:
     """Share of all KV heads that has each window."""
-    total = sum(count for row in rows for count in row.values())
-    return {
-        window: sum(row.get(window, 0) for row in rows) / total
-        for window in rows[0]
-        if window is not None
-    }
+    heads: Counter[Window | None] = Counter()
+    for row in rows:
+        heads.update(row)
+    total = heads.total()
+    return {window: count / total for window, count in heads.items() if window is not None}

@@ -1,4 +1,4 @@
-"""The program `bosch`: in a checkout every command, where the library is alone those of its own."""
+"""The program `bosch`: every command in a checkout, elsewhere the library's commands alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bosch.commands import (
 from bosch.errors import RunError, UserError, printable
 from bosch.version import VERSION
 
-CHECKOUT = Path(__file__).resolve().parents[1] / "pipeline" / "__main__.py"
+_PIPELINE = Path(__file__).resolve().parents[1] / "pipeline" / "__main__.py"
 _NEEDS = (
     "needs the checkout, of which only the library is installed here: clone the repository and "
     "run launch/setup.sh"
@@ -27,29 +27,17 @@ _NEEDS = (
 
 
 def main() -> int:
-    """What the installed program does; of a checkout it becomes the pipeline's command line."""
-    if CHECKOUT.is_file():
-        # The pipeline says itself from where it imports, and what its processes are.
-        os.execv(sys.executable, [sys.executable, str(CHECKOUT), *sys.argv[1:]])
+    """Run the installed program; in a checkout the pipeline's command line takes its place."""
+    if _PIPELINE.is_file():
+        # Not imported here: the pipeline sets its import path before it loads anything.
+        os.execv(sys.executable, [sys.executable, str(_PIPELINE), *sys.argv[1:]])
     return library_main(sys.argv[1:])
 
 
 def library_main(arguments: Sequence[str]) -> int:
     """Run a command of the library and return its exit status."""
-    name = arguments[0] if arguments else "--help"
-    if name == "--version":
-        print(f"{PROGRAM} {VERSION}")
-        return 0
-    if name in ("-h", "--help"):
-        print(f"usage: {PROGRAM} COMMAND ...\n\n{listing([commands])}\n\n"
-              f"Every other command, such as run, {_NEEDS}.")  # fmt: skip
-        return 0
-    module = find_command(name, [commands])
     try:
-        if module is None:
-            own = ", ".join(command_help([commands]))
-            raise UserError(f"{name}: {_NEEDS}; the library's own commands are {own}")
-        status = int(module.run(command_parser(name, module).parse_args(arguments[1:])))
+        status = _run(arguments)
         print(end="", flush=True)
         return status
     except UserError as fault:
@@ -69,3 +57,19 @@ def library_main(arguments: Sequence[str]) -> int:
             raise
         print(printable(f"error: {message}"), file=sys.stderr)
         return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name == "--version":
+        print(f"{PROGRAM} {VERSION}")
+        return 0
+    if name in ("-h", "--help"):
+        print(f"usage: {PROGRAM} COMMAND ...\n\n{listing([commands])}\n\n"
+              f"Every other command, such as run, {_NEEDS}.")  # fmt: skip
+        return 0
+    module = find_command(name, [commands])
+    if module is None:
+        own = ", ".join(command_help([commands]))
+        raise UserError(f"{name}: {_NEEDS}; the library's own commands are {own}")
+    return int(module.run(command_parser(name, module).parse_args(arguments[1:])))

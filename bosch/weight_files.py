@@ -10,7 +10,7 @@ from bosch.files import JSON_LIMITS, load_user_json, open_regular, parse_json
 
 # A model of 10**12 parameters has some hundred files.
 _MOST_FILES = 10_000
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What transformers would take weights from as well, or instead: an adapter beside them, and a
 # distributed checkpoint. No key covers these.
@@ -39,13 +39,13 @@ def weight_faults(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the weights' files and of their index, also of those that are missing.
+    """Names of the weights' files and of their index, each once, also of those that are missing.
 
     Raises UserError for an index that cannot be read, or that names a file outside the directory.
     """
     index = directory / INDEX
     # Where both are there, transformers reads the one file.
-    single = [_WEIGHTS] if (directory / _WEIGHTS).is_file() or not index.is_file() else []
+    single = [WEIGHTS] if (directory / WEIGHTS).is_file() or not index.is_file() else []
     if not index.is_file():
         return single
     content = load_user_json(index, "get the model again")
@@ -59,7 +59,7 @@ def weight_files(directory: Path) -> list[str]:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name:
             raise UserError(f"{index} names the weights {name!r}, no file of its directory")
-    return [*single, INDEX, *sorted(names)]
+    return [*single, INDEX, *sorted(names.difference(single))]
 
 
 def code_files(directory: Path) -> list[str]:

@@ -38,6 +38,7 @@ class AttentionContext:
 
     @property
     def kv_length(self) -> int:
+        """Tk: key slots of the pass."""
         return self.q_offset + self.q_length
 
     @property

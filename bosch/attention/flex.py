@@ -27,8 +27,8 @@ FLEX_BLOCK = 128
 def flex_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a past and passes shorter than a block are computed by the sdpa backend. Raises
-    ValueError for attention dropout.
+    Passes of fewer than FLEX_BLOCK queries, and those over a cache of fixed size, are computed by
+    the sdpa backend. Raises ValueError for attention dropout.
     """
     query, key, value, context = call.query, call.key, call.value, call.context
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
@@ -81,7 +81,7 @@ def flex_block_mask(
 ) -> Any:
     """Block mask of `heads` query heads, built from the bands.
 
-    The blocks that are not listed hold no visible key; of a listed one any part may be visible.
+    Blocks that are not listed hold no visible key; those listed as partial may hold some.
     """
     groups = torch.empty(layout.num_key_value_heads, dtype=torch.long, device=device)
     for number, group in enumerate(layout.groups):
@@ -114,7 +114,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _blocks_seen(
     layout: HeadLayout, reaches: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of which a head of each group may see some, and sees all: [B or 1, groups, nq, nk].
+    """Blocks that heads of each group see at least in part, and whole: [B or 1, groups, nq, nk].
 
     `reaches` [groups] are the keys that a head of each group sees.
     """

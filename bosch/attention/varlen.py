@@ -27,8 +27,8 @@ _CAUSAL = (-1, 0)
 def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a past or padding, other dtypes than float16 and bfloat16, and attention dropout go
-    the way of the sdpa backend.
+    Passes with a past, padding before a token, attention dropout, or a dtype other than float16 and
+    bfloat16 are computed by the sdpa backend.
     """
     context = call.context
     whole = context.q_offset == 0 and context.start is None
@@ -44,20 +44,16 @@ def _varlen(group: GroupCall) -> Tensor:
     window = _CAUSAL if group.window is None else group.window.flash
     kernel: Any = importlib.import_module(VARLEN_MODULE).varlen_attn
     borders, longest = group.context.memo("varlen", lambda: _borders(group.context, query))
-    packed = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value)]
-    grouped, out = query.shape[1] != key.shape[1], query
-    if transform.head_logits is not None:
-        arguments = borders, borders, longest, longest, window == _CAUSAL
-        own_kernel = _varlen_kernel(arguments, transform.scaling, list(window), grouped)
-        packed_query, packed_key, packed_value = packed
-        out = with_head_logits(
-            own_kernel, packed_query, packed_key, packed_value, transform.head_logits
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value))
+    bounds, grouped = (borders, borders, longest, longest), query.shape[1] != key.shape[1]
+    if transform.head_logits is None:
+        out = kernel(
+            q, k, v, *bounds, scale=transform.scaling, window_size=window, enable_gqa=grouped
         )
     else:
-        out = kernel(
-            *packed, borders, borders, longest, longest, scale=transform.scaling,
-            window_size=window, enable_gqa=grouped,
-        )  # fmt: skip
+        arguments = *bounds, window == _CAUSAL
+        own_kernel = _varlen_kernel(arguments, transform.scaling, list(window), grouped)
+        out = with_head_logits(own_kernel, q, k, v, transform.head_logits)
     rows, heads, length, dim = query.shape
     return out.view(rows, length, heads, dim).transpose(1, 2)
 

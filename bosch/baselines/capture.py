@@ -65,9 +65,9 @@ def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:
 def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> None:
     """As `visit_layers`, with the gradient of the cross-entropy at each layer's attention output.
 
-    The loss is the mean over the answer tokens. Layers are recomputed in the backward pass, so
-    that kept activations do not grow with the width of the feed-forward block. No parameter gets a
-    gradient. Raises as `visit_layers`.
+    The loss is the mean over the answer tokens. Layers are recomputed in the backward pass, so that
+    the memory of activations does not grow with the width of the MLP. No parameter gets a gradient.
+    Raises as `visit_layers` does.
     """
     ids = torch.tensor(example.input_ids, device=model.device)
     answer = ids[-example.answer_length :]
@@ -112,7 +112,7 @@ def summed_terms(
 
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
-    family_of(model.config)
+    family_of(model.config)  # raises for families that are not supported
     gather = partial(gather_heads, model)
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:
@@ -129,7 +129,7 @@ def _attend(
     module: nn.Module,
     call: AttentionCall,
 ) -> Tensor:
-    """Full causal attention of one example, [1, T, HQ, D], that shows itself."""
+    """Full causal attention of one example, [1, T, HQ, D], whose states are shown to `show`."""
     assert isinstance(call.key, Tensor) and isinstance(call.value, Tensor)
     states, scaling = (call.query, call.key, call.value), call.transform.scaling
     if call.transform.is_plain:

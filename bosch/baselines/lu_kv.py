@@ -22,10 +22,10 @@ from bosch.window import Window
 
 
 def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
-    """Losses [L, HKV, 1 + windows] of each choice of a KV head, 0 where it is full.
+    """Losses [L, HKV, 1 + windows] in [0, 1] of each choice of a KV head: 0 of the first, full.
 
-    The steps are the positions that predict an example's answer tokens, of which each counts alike;
-    the mean over the queries of a KV head.
+    A loss is the attention probability that the window hides, averaged over the query heads of the
+    KV head and over all positions that predict an answer token.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)

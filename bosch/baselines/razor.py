@@ -68,5 +68,6 @@ def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, i
 
 def _z_scores(values: Scores) -> Scores:
     """Across all heads of the model; all zero where they do not differ."""
-    deviation = values.std()
-    return (values - values.mean()) / deviation if deviation > 0 else np.zeros_like(values)
+    if values.min() == values.max():  # of equal values rounding leaves a deviation above 0
+        return np.zeros_like(values)
+    return (values - values.mean()) / values.std()

@@ -15,7 +15,7 @@ from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
 from stages.rival.stage import RivalConfig
-from stages.search.choice import point_slots
+from stages.search.choice import front_slots
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.stage import TrainConfig
@@ -57,7 +57,7 @@ def _more_budgets(loaded: LoadedRecipe) -> int:
     context = loaded.recipe[PrepareConfig].calibration.length
     search, kinds = loaded.recipe[SearchConfig], shape_of(loaded).kinds
     price = search.front_price(kinds, loaded.recipe.model.dtype, context)
-    return len(point_slots(search, price)) - 1
+    return len(front_slots(search, price)) - 2  # neither the chosen one nor the original
 
 
 def _cost(

@@ -20,6 +20,15 @@ def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
     return tuple(sorted({*spaced_slots(least, price.tokens, most)}))
 
 
+def front_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
+    """KV slots of all layouts of a front, ascending: of its points, and of both ends.
+
+    The ends are all heads at the narrowest window, and the original.
+    """
+    least, most = section.slot_range(price)
+    return tuple(sorted({least, *point_slots(section, price), most}))
+
+
 def chosen_point(front: Front, price: Price) -> int:
     """The index of the point that a budget takes.
 

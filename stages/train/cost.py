@@ -13,7 +13,7 @@ from stages.formats import format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
-from stages.search.choice import point_slots
+from stages.search.choice import front_slots
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.budgets import mean_over_budgets
@@ -46,13 +46,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         budget = training_budget(loaded, processes, devices.memory, on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
+    of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
-        for slots, rows in _budget_rows(loaded).items()
+        for slots, rows in (_budget_rows(loaded) or {0: of_mask}).items()
     }
-    shares = window_shares(search.kv_heads(shape.kinds, recipe.model.dtype))
     flops = mean_over_budgets(of_budgets)
-    flops = flops or shape.training_flops(tokens, length, shares) - unneeded
     of_original = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
@@ -76,7 +75,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "
         f"restart points ({format_bytes(restart)})",
     ]
-    if of_budgets:
+    if len(of_budgets) > 1:
         least, most = min(of_budgets.values()), max(of_budgets.values())
         facts.append(
             f"the mean over steps for {len(of_budgets)} budgets of the front, where all of them "
@@ -86,20 +85,19 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
     again = (flops + unneeded) / 3
-    if runtime.checkpointing == "attention":  # all but the kernels, one by one 4 N T D
+    if runtime.checkpointing == "attention":  # matrix products alone: attention's output is saved
         again = 2.0 * shape.active_parameters * tokens
     again -= 2.0 * shape.table * tokens  # layers are computed again, the output head is not
     done = flops + again * (runtime.checkpointing != "none") + teacher
-    usual = EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY
-    efficiency = devices.efficiency or usual
+    efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
     facts.append(f"an MFU of {efficiency * (flops + teacher) / done:.2g} is assumed")
-    if efficiency == EXPERTS_EFFICIENCY:
+    if shape.experts and not devices.efficiency:
         facts.append(
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
     if budget is None:
-        facts.append(f"does not run on {processes} processes: {faults[0]}")
+        facts.append(f"does not run on {processes} process(es): {faults[0]}")
     else:
         facts += _exchange_facts(loaded, runtime, processes)
         facts += _memory_facts(loaded, budget, devices)
@@ -117,7 +115,7 @@ def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:
     """Heads by window for each budget of `train.budgets`, by its KV slots; none without it.
 
-    Those of a front's points, spread evenly over the layers, with the smallest window.
+    Spread evenly over the layers; whatever slides has the narrowest window.
     """
     recipe, kinds = loaded.recipe, shape_of(loaded).kinds
     search, budgets = recipe[SearchConfig], recipe[TrainConfig].budgets
@@ -126,21 +124,18 @@ def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:
     context = recipe[PrepareConfig].calibration.length
     price = search.front_price(kinds, recipe.model.dtype, context)
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
-    least, original = search.slot_range(price)
-    points = [slots for slots in point_slots(search, price) if slots < original]
-    named = points if budgets == "all" else [_slots_of(one, points, original) for one in budgets]
+    least, _ = search.slot_range(price)
     saved = max(1, price.tokens - window.held(price.tokens))
-    full = {slots: (slots - least) // saved for slots in named}
-    return {
-        slots: price.with_sliding(heads - max(0, count), window) for slots, count in full.items()
-    }
+    held = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
+    named = held[:-1] if budgets == "all" else [_slots_of(one, held) for one in budgets]
+    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
 
 
-def _slots_of(budget: int | float, points: Sequence[int], original: int) -> int:
-    """KV slots of a budget by its name: of a share those of the largest point within it."""
-    if isinstance(budget, int):
-        return min(budget, original)
-    return max((slots for slots in points if slots <= budget * original), default=min(points))
+def _slots_of(budget: int | float, held: Sequence[int]) -> int:
+    """KV slots of a budget by its name: of a share, which 1 is too, the most that lie within it."""
+    if budget > 1:
+        return int(budget)
+    return max((slots for slots in held if slots <= budget * held[-1]), default=held[0])
 
 
 def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> Iterator[str]:

@@ -55,8 +55,8 @@ def load_for_training(
     Without sharding it is loaded onto `device`, if one is given. `backend` computes its attention;
     `seed` is that of the adapters, if it has any; `context_parallel` splits its sequences.
 
-    Raises UserError when train.liger is set where Liger kernels cannot run; and RunError when Liger
-    left a module of the model as it was.
+    Raises UserError when train.liger is set where Liger kernels cannot run; RunError when Liger
+    left a module of the model as it was, or experts would not be computed in grouped products.
     """
     if train.liger:
         _check_liger_possible()
@@ -83,7 +83,7 @@ def load_for_training(
         keeps = runtime.checkpointing == "attention"
         recompute_activations(loaded, BACKENDS[resolve_backend(backend)].kernel if keeps else "")
     if runtime.compile:  # one by one: layers of one form share a graph, and FSDP stays outside
-        _room_for_graphs(loaded.config)
+        _raise_graph_limit(loaded.config)
         for layer in loaded.get_decoder().layers:
             layer.compile()
     return loaded
@@ -105,10 +105,10 @@ def use_grouped_experts(model: Any) -> None:
         )
 
 
-def _room_for_graphs(config: Any) -> None:
-    """Let torch keep a graph for each layout of a layer, under all budgets of the model.
+def _raise_graph_limit(config: Any) -> None:
+    """Raise torch's limit of 8 graphs to 8 for each head layout of a layer, under all budgets.
 
-    Past its limit, which is 8, it would run the layers as they are and say so in a warning alone.
+    Beyond the limit torch would run layers uncompiled, with no more than a warning.
     """
     budgets = [heads_by_window(config), *kv_budgets(config).values()]
     layouts = {tuple(row.items()) for rows in budgets for row in rows}
@@ -120,7 +120,10 @@ def _room_for_graphs(config: Any) -> None:
 
 
 def recompute_activations(model: Any, saved: str = "") -> None:
-    """Recompute layers in backward; outputs of operations whose name holds `saved` are saved."""
+    """Recompute layers in backward, except the outputs of operations whose name contains `saved`.
+
+    An empty `saved` saves none.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if saved:
 
@@ -182,8 +185,10 @@ def _check_liger_possible() -> None:
 def apply_liger(model: Any) -> None:
     """Patch norms, MLPs and rotary embedding with Liger's, as for the model's base family.
 
-    Its fused loss is called by `install_loss`, not by the forward pass that Liger would put in the
-    model's place: that one would have the decoder make a cache, and with it documents are one.
+    Its fused loss is called by `install_loss`, not by Liger's forward pass of the model, in which
+    the decoder would make a cache: passes with one see a row's documents as a single one.
+
+    Raises UserError for a family without Liger kernels; RunError as `check_liger_runs` does.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -198,10 +203,7 @@ def apply_liger(model: Any) -> None:
 
 
 def check_liger_runs(model: Any) -> None:
-    """Make sure every norm and every MLP of `model` run Liger's code.
-
-    Raises RunError when one of them still runs its own.
-    """
+    """Raise RunError unless every norm and every MLP of `model` runs Liger's code."""
     for name, module in model.named_modules():
         if not type(module).__name__.endswith(("RMSNorm", "MLP")):
             continue

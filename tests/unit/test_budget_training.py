@@ -246,16 +246,20 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
         return cost.flops, " ".join(cost.facts)
 
     several, text = flops("train.budgets=all")
-    assert "the mean over steps for 3 budgets" in text
-    each = [flops(f"train.budgets=[{share}]")[0] for share in (0.3, 0.5, 0.9)]
-    assert each == sorted(each) and len(set(each)) == 3
-    assert several == pytest.approx((3 * each[0] + each[1] + 2 * each[2]) / 6)
+    assert "the mean over steps for 4 budgets" in text  # the points, and all heads slide
+    each = [flops(f"train.budgets=[{share}]")[0] for share in (0.2, 0.3, 0.5, 0.9)]
+    assert each == sorted(each) and len(set(each)) == 4
+    assert several == pytest.approx((3 * each[0] + each[1] + each[2] + 2 * each[3]) / 7)
     changes = ["search.method=front", "search.points=[0.3,0.5,0.9]", "evaluate.budgets=all"]
     loaded = load_recipe(case.file, changes, env={})
     facts = plan_costs(loaded, plan_devices(loaded))["evaluate"].facts
-    assert "hybrid and checkpoints at up to 2 more budgets" in " ".join(facts)
-    # By its slots; a share below the smallest point is that one.
+    assert "hybrid and checkpoints at up to 3 more budgets" in " ".join(facts)
+    # By its slots.
     heads = 16 * load_recipe(case.file, changes, env={}).recipe.prepare.calibration.length
-    for name in (round(0.3 * heads), 0.2):
-        assert flops(f"train.budgets=[{name}]")[0] == each[0]
-    assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[0] + 2 * each[2]) / 5)
+    one, text = flops(f"train.budgets=[{round(0.3 * heads)}]")
+    assert one == each[1] and "mean over steps" not in text
+    # Both are the share of the original, which trains as it is.
+    whole, text = flops("train.budgets=[1]")
+    assert flops("train.budgets=[1.0]")[0] == whole > each[3]
+    assert "100% of the original's" in text
+    assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[1] + 2 * each[3]) / 5)

@@ -146,6 +146,16 @@ def test_show_says_what_windows_sliding_heads_have(
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
 
 
+def test_show_names_no_other_heads_where_all_are_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(num_hidden_layers=3)
+    materialize(model, HeadMask.all_full(3, 4), Window(6)).save_pretrained(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "12 full KV heads of 12\n" in shown and "the others" not in shown
+
+
 def test_show_says_that_states_are_not_in_its_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

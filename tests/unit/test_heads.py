@@ -66,6 +66,10 @@ def test_a_mask_of_several_windows_survives_every_form_it_has(
     assert mask.kv_slots(windows, 100) == sizes[choices].sum()
 
 
+def test_window_shares_count_windows_that_the_first_layer_lacks() -> None:
+    assert window_shares([{None: 3}, {None: 1, Window(4): 2}]) == {Window(4): 1 / 3}
+
+
 @pytest.mark.parametrize(
     ("windows", "said"),
     [([], "none"), ([4, 4], "4, 4"), ([Window(4), Window(5, 1)], "4, 5 with 1 sinks")],

@@ -131,6 +131,22 @@ def test_the_exit_status_of_the_librarys_commands(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_reader_of_the_output_that_is_gone_is_no_traceback(option: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = (
+        f"import sys; from bosch.console import library_main; sys.exit(library_main(['{option}']))"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
     done = _bosch(site, "run", "recipes/quickstart.yaml")
     (line,) = done.stderr.splitlines()

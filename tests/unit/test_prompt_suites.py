@@ -659,9 +659,12 @@ def test_helmets_data_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="4,096 is none of HELMET's lengths"):
         Helmet(data_dir=str(folder), lengths=[4096])
     file = folder / "kilt" / "nq-dev-multikilt_1000_k50_dep6.jsonl"
-    file.write_text('{"question": "Why?", "answers": [], "ctxs": []}\n')
-    with pytest.raises(UserError, match=r"dep6\.jsonl, row 0: not in HELMET's layout \(answers"):
-        helmet_samples(tmp_path, tasks=["kilt_nq"])
+    for answers in ([], "Because.", {"Because.": 1}, ["Because.", ""], ["Because.", None]):
+        file.write_text(json.dumps({"question": "Why?", "answers": answers, "ctxs": []}))
+        with pytest.raises(
+            UserError, match=r"dep6\.jsonl, row 0: not in HELMET's layout \(answers"
+        ):
+            helmet_samples(tmp_path, tasks=["kilt_nq"])
     file.write_text('{"question": ["Why?"]}\n')
     with pytest.raises(UserError, match=r"dep6\.jsonl: not in HELMET's layout \(unhashable"):
         helmet_samples(tmp_path, tasks=["kilt_nq"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,25 @@ def test_biases_that_are_zero_or_have_turned_come_back(tmp_path: Path) -> None:
         repair(tmp_path / source, tmp_path / "older", tmp_path / name, 1.0)
         restored = weights(tmp_path / name)
         assert all(not value.any() for name, value in restored.items() if "k_proj.bias" in name)
+
+
+@pytest.mark.parametrize("names", ["itself", "stale shards"])
+def test_a_file_beside_its_index_is_mixed_once(tmp_path: Path, names: str) -> None:
+    """As mlx-lm writes it; transformers reads the file, whatever the index names."""
+    tuned, older = saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")
+    own, source = weights(tuned), weights(older)
+    for folder in (tuned, older):
+        file = "model.safetensors" if names == "itself" else "model-00001-of-00001.safetensors"
+        index = {"metadata": {}, "weight_map": dict.fromkeys(own, file)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        if names == "stale shards":
+            save_file({name: -value for name, value in source.items()}, folder / file)
+    count = repair(tuned, older, tmp_path / "out", 0.5)
+    restored = weights(tmp_path / "out")
+    changed = [name for name in own if not torch.equal(restored[name], own[name])]
+    assert len(changed) == count
+    for name in changed:
+        torch.testing.assert_close(restored[name], (own[name] + source[name]) / 2)
 
 
 def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
@@ -207,4 +228,27 @@ def test_quantised_weights_are_refused(tmp_path: Path, name: str, value: torch.T
     said = rf"tuned: model\.layers\.0\.self_attn\.{name} is quantised; repair the model before"
     with pytest.raises(UserError, match=said):
         repair(*folders, tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_a_quantised_source_are_refused(tmp_path: Path) -> None:
+    """They have the direction of the weights, and another scale."""
+    tuned, older = saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")
+    name, source = "model.layers.0.self_attn.q_proj.weight", weights(older)
+    scaled = source[name] / source[name].abs().max() * 448
+    changed = {**source, name: scaled.to(torch.float8_e4m3fn)}
+    save_file(changed, older / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=rf"--from: {re.escape(name)} of .*older is quantised"):
+        repair(tuned, older, tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["tuned", "older"])
+def test_weights_with_a_nan_are_refused(tmp_path: Path, where: str) -> None:
+    folders = {"tuned": saved(tmp_path / "tuned", tuned=0.1), "older": saved(tmp_path / "older")}
+    broken = weights(folders[where])
+    broken["model.layers.1.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(broken, folders[where] / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"k_proj\.weight of .*older is not what "):
+        repair(folders["tuned"], folders["older"], tmp_path / "out", 0.5)
     assert not (tmp_path / "out").exists()

@@ -211,6 +211,17 @@ def test_razor_reads_echo_and_induction_of_the_probe(options, offset):
     np.testing.assert_allclose(computed, naive, rtol=1e-3, atol=1e-4)
 
 
+def test_razor_gives_0_where_heads_do_not_differ():
+    """Of 36 equal means the deviation in floats is not 0."""
+    model = small_model(num_hidden_layers=3, num_attention_heads=12, num_key_value_heads=3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name:
+                weight.zero_()
+    scores = razor(model, CalibrationSet.from_records([(tokens(1, 36)[0].tolist(), 2)]), WINDOW)
+    assert not scores.any()
+
+
 def test_a_ranking_reads_the_seed_of_the_search():
     model, calibration = case()
     masks = set()

@@ -21,7 +21,7 @@ from bosch.files import NOT_REGULAR, irregular_entries, replacing
 from bosch.model.families import known_family, text_config
 from bosch.model.loading import load_config
 from bosch.model.untrusted import check_faults
-from bosch.weight_files import weight_faults, weight_files
+from bosch.weight_files import WEIGHTS, weight_faults, weight_files
 
 _SUFFIX = ".safetensors"
 _ALIKE = 0.9  # cosine; other heads, or the same ones in another order, are not alike at all
@@ -34,7 +34,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
 
     Returns the number of such weights. Raises UserError where a model is no directory, is damaged
     or has such a weight quantised, the two are not hybrids of one head mask, one was not fine-tuned
-    from the other, or `output` exists; RunError where it cannot be written.
+    from the other, or `output` exists or lies in `model_dir`; RunError where it cannot be written.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
@@ -76,8 +76,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 rows = _rows(config, name, weight)
                 if not rows:
                     continue
-                # Means of quantised numbers and of their scales are not those of the weights.
-                if not weight.ndim or not weight.is_floating_point() or weight.itemsize == 1:
+                if _is_quantised(weight):
                     raise UserError(
                         f"{model_dir}: {name} is quantised; repair the model before it is quantised"
                     )
@@ -85,14 +84,15 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     raise UserError(f"--from: {source} has no weight {name}, which {model_dir} has")
                 with safe_open(places[name], framework="pt") as opened:
                     older = opened.get_tensor(name)
+                if _is_quantised(older):
+                    raise UserError(
+                        f"--from: {name} of {source} is quantised; name the checkpoint before it "
+                        "was quantised"
+                    )
                 if older.shape != weight.shape:
                     raise UserError(f"--from: {name} of {source} has another shape")
                 # Of matrices alone: a bias may be zero, or small enough to turn in training.
-                if (
-                    weight.ndim > 1
-                    and cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
-                    < _ALIKE
-                ):
+                if weight.ndim > 1 and not _are_alike(older, weight):
                     raise UserError(
                         f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; "
                         "name the checkpoint that was"
@@ -125,9 +125,22 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
     return 0
 
 
+def _is_quantised(weight: Tensor) -> bool:
+    """Whether a scale beside the weight belongs to it, or it is such a scale."""
+    return not weight.ndim or not weight.is_floating_point() or weight.itemsize == 1
+
+
+def _are_alike(older: Tensor, weight: Tensor) -> bool:
+    """Whether one was fine-tuned from the other; false where one has a NaN."""
+    cosine = cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
+    return bool(cosine >= _ALIKE)
+
+
 def _files(folder: Path) -> list[Path]:
-    """A model's weights; other files beside them are none of it."""
-    return [folder / name for name in weight_files(folder) if name.endswith(_SUFFIX)]
+    """The files that transformers reads a model's weights from, each once."""
+    # It reads this one alone where an index is beside it.
+    names = [WEIGHTS] if (folder / WEIGHTS).is_file() else weight_files(folder)
+    return [folder / name for name in names if name.endswith(_SUFFIX)]
 
 
 def _names(file: Path) -> list[str]:

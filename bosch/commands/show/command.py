@@ -33,10 +33,9 @@ def run(options: argparse.Namespace) -> int:
     # A budget of several need not use every window of the menu.
     used = [size for size, *counts in zip(sizes, *sliding.values(), strict=True) if any(counts)]
     windows = _either(used or sizes)
-    print(
-        f"{record['model']}: {record['model_type']}, {sum(full.values())} full KV heads of "
-        f"{heads * len(full)}; the others see {windows} tokens{sinks}"
-    )
+    count, total = sum(full.values()), heads * len(full)
+    others = f"; the others see {windows} tokens{sinks}" if count < total else ""
+    print(f"{record['model']}: {record['model_type']}, {count} full KV heads of {total}{others}")
     if budgets := record.get("kv_budgets"):
         names = ", ".join(f"{slots:,}" for slots in budgets)
         print(f"a budget of {record['kv_budget']:,} KV slots, of {names} that kv_budget may name")

@@ -18,9 +18,9 @@ def hybrid_record(model: str) -> dict[str, Any]:
     """Heads, windows and bytes; raises UserError for a model that is no hybrid."""
     config = load_config(model)
     if not is_hybrid(config):
-        raise UserError(f"{model}: is no hybrid model; expected one that bosch has made")
+        raise UserError(f"{model} is no hybrid model; expected one that bosch has made")
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
-    # Weights of 8 bits are computed with in 16, and so are those of an unknown precision.
+    # Models of 8-bit weights cache 16 bits; so much is assumed of an unknown dtype.
     itemsize = max(getattr(text_config(config).dtype, "itemsize", 2), 2)
     size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # only a pass has the states
     by_layer = {

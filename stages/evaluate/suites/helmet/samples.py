@@ -57,7 +57,7 @@ class HelmetSample(NamedTuple):
 
 
 def keep(task: HelmetTask, row: Row) -> bool:
-    """Whether a task has a row of its file at all."""
+    """Whether a task asks a row of its file: PopQA leaves out the most popular entities."""
     return task.most_popular is None or math.log10(row["s_pop"]) < task.most_popular
 
 
@@ -80,9 +80,10 @@ def drawn_rows(rows: int, count: int | None, seed: int) -> list[int]:
 
 
 def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSample:
-    """A question; raises KeyError, TypeError, ValueError or IndexError where a row is none.
+    """The prompt of a RAG question.
 
-    Its worked examples go by a hash of the question, so that all depths of it have the same.
+    Its worked examples are drawn by a hash of the question, so that all its depths have the same.
+    Raises KeyError, TypeError, ValueError or IndexError for a row that is not in HELMET's layout.
     """
     key = key_of(row)
     # PopQA has one split alone.
@@ -103,7 +104,7 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
 
 
 def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
-    """A key; raises as `rag_sample` does."""
+    """The prompt of a key; raises as `rag_sample` does."""
     if not row["answer"]:  # which every output would contain
         raise ValueError("the answer is empty")
     shown = row["demos"][:SHOTS]
@@ -115,7 +116,10 @@ def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
 
 
 def fitted(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> str:
-    """The prompt with the end of its context left out, where it has more tokens than that."""
+    """The prompt, its context cut at the end where prompt and ending have more than `most_tokens`.
+
+    Raises UserError where they have more without any context.
+    """
     count = len(encode_prompt(tokenizer, sample.prompt() + sample.ending))
     if count <= most_tokens:
         return sample.prompt()
@@ -145,10 +149,11 @@ def _passages(row: Row) -> str:
 
 
 def _answers(row: Row) -> tuple[str, ...]:
-    answers = tuple(map(str, row["answers"]))
-    if not answers or isinstance(row["answers"], str):
-        raise ValueError("answers are no list of one or more")
-    return answers
+    answers = row["answers"]
+    # Every output would contain an empty answer, and a null would be the text None.
+    if not isinstance(answers, list) or not answers or not all(answers):
+        raise ValueError("answers are no list of one or more texts")
+    return tuple(map(str, answers))
 
 
 def _plain(text: str) -> str:
@@ -208,7 +213,7 @@ def _key_values(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Ite
 
 
 def _rows(task: HelmetTask, file: Path, make: Callable[[Any], Any]) -> list[Any]:
-    """What is made of each row that the task has."""
+    """`make` of each row that the task keeps; raises UserError for one in another layout."""
     rows = []
     for number, row in enumerate(read_rows(file, ())):
         try:
