@@ -18,6 +18,15 @@ _PR_SET_PDEATHSIG = 1
 _KERNEL_COUNTS = Path("/proc/vmstat")
 
 
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of some signals that this process is not to ignore, as nohup and a script's & ask."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+# On which a run saves its work and ends: a scheduler's, and that of a terminal that closes.
+STOP_SIGNALS = heeded(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
 def boot_id() -> str:
     """Differs between any two kernels, and between two starts of one; empty without Linux."""
     try:

@@ -15,6 +15,6 @@ fi
 
 # shellcheck source=launch/python.sh
 . "$root/launch/python.sh"
-# exec: Ctrl-C and SIGTERM reach the runner itself, which ends every process it has started.
+# exec: Ctrl-C and other signals reach the runner itself, which ends every process it has started.
 # As a file: with -m, Python would import from the current directory first.
 exec "$python" "$root/pipeline/__main__.py" run "$@"

@@ -4,8 +4,8 @@ Commands are found where they stand, in `bosch/commands` and here in `commands`;
 is imported when it is chosen.
 
 Exit status: 0 done, 2 the user's fault, 1 a failure, 76 a process of a stage was killed or lost,
-130 stopped by Ctrl-C. SIGTERM and SIGUSR1 end with 75 when training has written a restart point,
-else with 143.
+130 stopped by Ctrl-C. SIGTERM, SIGUSR1 and SIGHUP end with 75 when training has written a restart
+point, else with 143.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bosch.commands import (
     typed_path_fault,
 )
 from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
+from bosch.this_process import STOP_SIGNALS
 from bosch.version import VERSION
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.load import load_recipe
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
 
 
 def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, _terminated)
     log.show_any_character()
     log.silence_imports()
@@ -122,6 +123,8 @@ def _done(status: int) -> int:
 
 
 def _terminated(signum: int, frame: object) -> None:
+    if signum == signal.SIGHUP:  # a terminal that closes sends it twice
+        signal.signal(signum, signal.SIG_IGN)
     raise Terminated
 
 

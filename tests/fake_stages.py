@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import RunError, StoppedError, UserError
+from bosch.this_process import STOP_SIGNALS
 from stages.context import StageConfig
 from stages.recipe import LoadedRecipe
 
@@ -30,7 +31,8 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
         (Path(os.environ["FAKE_MARK"]) / "helper").write_text(str(helper.pid))
     if (os.environ.get("FAKE_SLEEP") or "").startswith(name):
         if os.environ.get("FAKE_SAVE") == name:
-            signal.signal(signal.SIGUSR1, _save_and_stop)
+            for number in STOP_SIGNALS:
+                signal.signal(number, _save_and_stop)
         (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
         time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
     if os.environ.get("FAKE_FAIL") == f"{name}=user":

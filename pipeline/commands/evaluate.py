@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from bosch.errors import RunError, UserError
-from bosch.files import write_text
 from pipeline.commands import RecipeCommand
 from pipeline.commands.evaluation import Evaluation
 from pipeline.commands.paths import typed_path
@@ -96,9 +95,9 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 def _score(evaluation: Evaluation, folders: Mapping[str, Path]) -> SelectedScores:
     """Scores of these models and the original, which are printed and written as tables too."""
-    scores = evaluation.score(folders)
+    scores, samples = evaluation.score(folders)
     tables = score_tables(scores)
-    write_text(evaluation.place / "table.md", "\n".join(table.markdown() for table in tables))
+    evaluation.publish(scores, samples, "\n".join(table.markdown() for table in tables))
     for table in tables:
         table.print()
     print(f"scores and answers: {typed_path(evaluation.place)}")

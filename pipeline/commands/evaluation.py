@@ -17,7 +17,7 @@ from bosch.files import (
     write_json,
     write_text,
 )
-from pipeline.run.locks import hold, read_holder
+from pipeline.run.locks import hold, hold_briefly, read_holder
 from pipeline.run.runner import Runner
 from stages.evaluate.answers import MODELS, VERSIONS, content_identity, forget_answers
 from stages.evaluate.scores import (
@@ -92,8 +92,8 @@ class Evaluation:
         keys = [(one.name, one.key) for one in self.runner.nodes if one.key is not None]
         return any(read_holder(self.store.lock(name, key)) is not None for name, key in keys)
 
-    def score(self, folders: Mapping[str, Path]) -> SelectedScores:
-        """Evaluate these models and the original; the files go to <root>/<recipe>/evaluation."""
+    def score(self, folders: Mapping[str, Path]) -> tuple[SelectedScores, str]:
+        """Evaluate these models and the original; returns the samples too, JSON lines."""
         self.runner.stamps(self.original)
         document: dict[str, Any] = {
             "original": self.original.key,
@@ -112,10 +112,15 @@ class Evaluation:
                 write_json(work / MODELS, document)
                 self._launch(folders, document["models"], stamps, work)
                 scores = SelectedScores.read(work)
+            return scores, (work / SAMPLES).read_text(encoding="utf-8")
+
+    def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
+        """Write the files of one evaluation to `place`, which others may write to as well."""
         make_folder(self.place)
-        write_json(self.place / SelectedScores.FILE, scores.content)
-        write_text(self.place / SAMPLES, (work / SAMPLES).read_text(encoding="utf-8"))
-        return scores
+        with hold_briefly(self.store.lock("evaluation", self.runner.name)):
+            write_json(self.place / SelectedScores.FILE, scores.content)
+            write_text(self.place / SAMPLES, samples)
+            write_text(self.place / "table.md", table)
 
     def _launch(
         self,

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from bosch.files import write_json
+from bosch.this_process import STOP_SIGNALS, heeded
 from pipeline.run.failures import ENDED, LOST_RANK_STATUS, REQUEUE_STATUS
 from pipeline.run.worker import PARENT, die_with_runner
 
@@ -29,7 +30,7 @@ def main() -> int:
     os.environ[PARENT] = str(os.getpid())
     # torchrun would give its processes 30 seconds to end: training has a restart point to write.
     # SIGINT is its own once it has been imported, which takes a while.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (*heeded(signal.SIGINT), *STOP_SIGNALS):
         signal.signal(number, forward_signal)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -39,7 +40,8 @@ def main() -> int:
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:
-        torchrun(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]])
+        names = ",".join(number.name for number in heeded(signal.SIGINT, signal.SIGQUIT))
+        torchrun([f"--signals-to-handle={names}", *sys.argv[1:]])
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda failure: failure[1].timestamp)
         rank, status = first_reason({rank: failure.exitcode for rank, failure in failures})

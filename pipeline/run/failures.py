@@ -20,6 +20,7 @@ from bosch.errors import (
     is_disk_full,
 )
 from bosch.files import TEMPORARY
+from bosch.this_process import STOP_SIGNALS
 
 DISK_FULL_STATUS = 28
 OUTPUT_FULL = "the standard output cannot be written to: no space is left where it leads"
@@ -38,12 +39,12 @@ REQUEUE_STATUS = 75
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR1 arrived at the command; as Ctrl-C, no fault of what it interrupts."""
+    """A stop signal arrived at the command; as Ctrl-C, no fault of what it interrupts."""
 
 
 def ignore_stops() -> None:
     """Let the process end by itself from here on; SIGKILL still ends it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -201,7 +201,8 @@ def failure_of(
             return LostRankError(f"{name}: {said[kind]}; {_RESUMES}")
     ended = read_json(control / ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0
-    who = f"process {rank}" if world.size > 1 else "its process"
+    who = f"process {rank}" if isinstance(ended, dict) else "its launcher"
+    who = who if world.size > 1 else "its process"
     log_file = log.stage_log(work_dir, rank)
     if not signalled:
         return RunError(f"{name}: {who} ended with status {status} without a reason in {log_file}")

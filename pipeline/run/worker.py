@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from bosch.errors import StoppedError
 from bosch.files import write_json
-from bosch.this_process import die_with_parent
+from bosch.this_process import STOP_SIGNALS, die_with_parent
 from pipeline.run import log
 from pipeline.run.failures import (
     DISK_FULL_STATUS,
@@ -37,7 +37,6 @@ from stages.context import StageConfig
 logger = logging.getLogger(__name__)
 
 PARENT = "BOSCH_PARENT_PID"
-_STOPS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def die_with_runner() -> None:
@@ -93,7 +92,7 @@ def _run_order() -> int:
     """0 when done, 2 for the user's fault, 1 for a failure, else a named status."""
     die_with_runner()
     log.show_any_character()
-    for number in _STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, interrupt)
     sys.unraisablehook = interrupt_again
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bosch.this_process import STOP_SIGNALS
 from stages.context import Runtime
 from stages.train.stage import TrainConfig
 
@@ -30,7 +31,6 @@ MOST_REMEMBERED = 10  # or so many among the last `_REMEMBERED`
 _LEAST_TIMED = 5  # steps that are timed before their time says when one hangs
 TIMES_SLOWER = 20  # than the median of the last steps: a step that takes as long hangs
 LEAST_PATIENCE = 2.0  # minutes, however short the steps
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class SpikeRule:
@@ -109,7 +109,7 @@ class RestartTimer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """While the block runs, SIGTERM and SIGUSR1 ask for a stop at the end of a step."""
+        """While the block runs, SIGTERM, SIGUSR1 and SIGHUP ask for a stop at the end of a step."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

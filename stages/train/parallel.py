@@ -32,6 +32,9 @@ from stages.context import Runtime
 from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
 
+# torch's word for it, which accelerate does not have yet, is another one since 2.13.
+warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+
 
 def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
     """The processes that share this one's sequences, neighbours by rank; None where it is alone."""

@@ -150,6 +150,28 @@ def test_a_stage_may_take_its_time_to_save_when_it_is_stopped(
 
 
 @pytest.mark.parametrize(
+    ("hang_up", "status"), [(signal.SIG_DFL, REQUEUE_STATUS), (signal.SIG_IGN, 0)]
+)
+def test_a_terminal_that_closes_stops_a_run_but_not_under_nohup(
+    case: Case, hang_up: signal.Handlers, status: int
+) -> None:
+    """It tells every process of the run, twice: once by the shell, once when that has ended."""
+    case.make("original")
+    run = subprocess.Popen(
+        case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
+        env=case.environment(FAKE_SLEEP="train=3", FAKE_SAVE="train"),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),
+    )
+    workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in (0, 1)]
+    for _ in range(2):
+        os.killpg(run.pid, signal.SIGHUP)
+        time.sleep(0.2)
+    assert run.wait() == status
+    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*"))
+
+
+@pytest.mark.parametrize(
     ("statuses", "restarts", "expected", "requeued"),
     [
         ([0, 0], "", 0, False),

@@ -151,6 +151,21 @@ def test_what_is_evaluated_starts_no_process(
     assert len({order["work_dir"] for order in launches.orders}) == 5 == len(launches.orders) - 1
 
 
+def test_files_of_evaluations_that_end_together_are_not_mixed(
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, held = evaluation.write_text, []
+
+    def noting_write(path: Path, text: str) -> None:
+        held.append(path.name if list(case.runs.glob("locks/evaluation-tiny.json")) else "")
+        write(path, text)
+
+    monkeypatch.setattr(evaluation, "write_text", noting_write)
+    _publish(case, "materialize", "model")
+    assert run(case) == 0
+    assert held == ["samples.jsonl", "table.md"] and not list(case.runs.glob("locks/*"))
+
+
 def test_models_are_named_in_one_way(case: Case, launches: Launches) -> None:
     place = str(_model(case, case.folder / "tokens-16"))
     for options, said in (

@@ -174,7 +174,7 @@ FROZE = {"kind": "frozen", "message": "rank 0 froze"}
         ({"failure.0": RUN, "failure.1": DAMAGED}, 1, 2, DamagedWorkError, "search: no end"),
         ({"ended": {"rank": 3}, "failure.0": LOST}, 1, 4, RunError,
          "search: unexpected DistBackendError: gone"),
-        ({"failure.0": LOST}, -9, 2, LostRankError, "process 0 was ended (signal 9, SIGKILL)"),
+        ({"failure.0": LOST}, -9, 2, LostRankError, "its launcher was ended (signal 9, SIGKILL)"),
         ({"failure.0": USER}, -9, 2, UserError, "search: a: b"),
         ({}, DISK_FULL_STATUS, 1, DiskFullError, "search: the disk of WORK is full"),
         ({"failure.0": RUN, "failure.1": DISK}, 1, 2, DiskFullError, "search: no space"),

@@ -97,6 +97,23 @@ def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None
         WRITERS[form](file, tmp_path / "out", 6)
 
 
+@pytest.mark.parametrize("form", ["duoattention", "rtp_llm"])
+@pytest.mark.parametrize(("choices", "window"), [([[0, 2, 2]], 4), ([[0, 0, 0]], 9)])
+def test_windows_of_a_front_that_a_point_does_not_use_are_left_out(
+    form: str, choices: list[list[int]], window: int, tmp_path: Path
+) -> None:
+    mask = HeadMask.of_choices(choices)
+    file = HeadMaskFile.of(
+        mask, [Window(9), Window(4)], model="m", method="front", swa_ratio=mask.swa_ratio
+    )
+    WRITERS[form](file, tmp_path / "out", 6)
+    imports = _BOTH if form == "rtp_llm" else []
+    arguments = ["mask", "import", str(tmp_path / "out"), str(tmp_path / "back.json")]
+    assert main([*arguments, "--format", form, *imports]) == 0
+    back = HeadMaskFile.load(tmp_path / "back.json")
+    assert back.windows == (Window(window),) and (back.mask.is_full == mask.is_full).all()
+
+
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize(
     ("form", "export", "imports"),

@@ -27,7 +27,7 @@ from bosch.files import (
     write_text,
 )
 from bosch.heads import MOST_HEADS, HeadMask, HeadMaskFile
-from bosch.window import windows_text
+from bosch.window import Window, windows_text
 
 # DuoAttention's names within a folder of patterns.
 _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
@@ -35,10 +35,10 @@ _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
 
 def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
     """A folder with gate scores 1 (full) and 0 (streaming) per KV head, and the window's sizes."""
-    _check_holds(file, "DuoAttention")
+    window = _one_window(file, "DuoAttention")
     rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
     # recent_size counts the query's own position, as a window here does.
-    sizes = {"model_name": file.model, "sink_size": file.sinks, "recent_size": file.window_size}
+    sizes = {"model_name": file.model, "sink_size": window.sinks, "recent_size": window.size}
     with replacing(path) as folder:
         write_text(folder / _GATES, "\n".join(rows) + "\n")
         write_text(folder / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
@@ -78,14 +78,14 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
 
 def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
     """`headwise_config` of rtp-llm: 1 for a full and 0 for a sliding query head of each layer."""
-    _check_holds(file, "rtp-llm")
+    window = _one_window(file, "rtp-llm")
     per_head = _for_query_heads(file, query_heads)
     settings: dict[str, Any] = {
-        "sink_token_num": file.sinks,
+        "sink_token_num": window.sinks,
         # rtp-llm counts the keys before the query's own position.
-        "swa_token_num": file.window_size - 1,
+        "swa_token_num": window.size - 1,
         # Below, all heads are full: there a window and its sinks see everything.
-        "seqlen_threshold": file.window_size + file.sinks,
+        "seqlen_threshold": window.size + window.sinks,
     }
     settings |= {str(layer): [int(full) for full in row] for layer, row in enumerate(per_head)}
     write_text(path, json.dumps({"headwise_config": settings}) + "\n")
@@ -117,18 +117,23 @@ def _check_size(path: Path, layers: int, heads: int) -> None:
         raise UserError(f"{path}: {layers:,} layers of {heads:,} KV heads; that is no model")
 
 
-def _check_holds(file: HeadMaskFile, project: str) -> None:
-    """Raise UserError for windows or a sink bias that the project's file has no place for."""
+def _one_window(file: HeadMaskFile, project: str) -> Window:
+    """That of all sliding heads; of several, or with a sink bias, raises UserError.
+
+    A front's point need not use every window of its menu.
+    """
     if file.sink_bias is not None:
         raise UserError(
             f"--format: {project} has sink tokens and no learned logit of a head, the mask has a "
             "sink bias"
         )
-    if len(file.windows) > 1:
+    used = [window for choice, window in enumerate(file.windows, 1) if choice in file.mask.choices]
+    if len(used) > 1:
         raise UserError(
             f"--format: {project} takes one window for all sliding heads, the mask has windows of "
-            f"{windows_text(file.windows)}"
+            f"{windows_text(used)}"
         )
+    return used[0] if used else file.windows[0]
 
 
 def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:
