@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
@@ -31,6 +30,7 @@ from bosch.model.context_parallel import ContextParallel
 from stages.context import Runtime
 from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
+from stages.versions import require_package
 
 
 def world_size() -> int:
@@ -72,10 +72,9 @@ def check_sharding_possible(runtime: Runtime) -> None:
             f"runtime.sharding = {runtime.sharding} needs at least two processes, and this run has "
             "one; set runtime.processes, or runtime.sharding = none"
         )
-    if runtime.sharding == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            "runtime.sharding = deepspeed needs the package deepspeed, which is not installed; "
-            "install it, or set runtime.sharding to fsdp or none"
+    if runtime.sharding == "deepspeed":
+        require_package(
+            "deepspeed", "runtime.sharding = deepspeed", "set runtime.sharding to fsdp or none"
         )
 
 
