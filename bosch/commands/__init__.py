@@ -1,7 +1,7 @@
 """The commands of `bosch`: each is a module here or in `pipeline/commands`, and no list names it.
 
 Such a module, or the module `command` of a package, has `COMMAND = Command("what it does", …)`,
-`add_options(parser)` and `run`.
+`run` and, where it has options of its own, `add_options(parser)`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def all_commands(packages: Sequence[ModuleType]) -> Iterator[tuple[str, ModuleTy
 
 def add_arguments(parser: argparse.ArgumentParser, module: ModuleType) -> argparse.ArgumentParser:
     """The parser with the options and arguments of a command."""
-    module.add_options(parser)
+    if hasattr(module, "add_options"):
+        module.add_options(parser)
     module.COMMAND.add_arguments(parser)
     return parser
 

@@ -20,12 +20,7 @@ from bosch.files import (
 from pipeline.run.locks import hold, hold_briefly, read_holder
 from pipeline.run.runner import Runner
 from stages.evaluate.answers import MODELS, VERSIONS, content_identity, forget_answers
-from stages.evaluate.scores import (
-    HYBRID,
-    ORIGINAL,
-    SAMPLES,
-    SelectedScores,
-)
+from stages.evaluate.scores import HYBRID, ORIGINAL, SAMPLES, SelectedScores
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
 from stages.train.stage import checkpoint_folders

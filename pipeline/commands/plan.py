@@ -187,7 +187,6 @@ def _other_hardware(costs: Mapping[str, Cost], count: int) -> Iterator[str]:
 
 
 def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
-    """What engines hold per request."""
     yield from _served_by_vllm(loaded, info, device)
     yield from _served_in_batches(loaded, info)
 

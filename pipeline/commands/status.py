@@ -25,10 +25,6 @@ COMMAND = RecipeCommand(
 _BUDGET_BYTES = 64 * 1024**2
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command has no options of its own."""
-
-
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Print the state of every stage."""
     store = Store(loaded.output_root)

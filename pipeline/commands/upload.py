@@ -56,7 +56,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_name(repository: str) -> None:
-    """Raise UserError for what is no name of a repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -81,7 +80,6 @@ def _check_whole(folder: Path) -> None:
 
 
 def _model(run: Path, checkpoint: str | None) -> tuple[Path, str]:
-    """Folder and name of the model to upload."""
     folders: dict[str, Path] = {}
     if (run / "materialize" / "model" / "config.json").is_file():
         folders[HYBRID] = run / "materialize" / "model"

@@ -18,10 +18,6 @@ from stages.stage import call
 COMMAND = RecipeCommand("check a recipe, its model and its input files", json=True, fetch=False)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command has no options of its own."""
-
-
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Say that the recipe, which has been loaded, is valid, and what a run would fetch.
 

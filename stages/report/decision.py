@@ -166,7 +166,6 @@ def _points(result: Against) -> str:
 
 
 def _than_original(result: Against) -> str:
-    """A difference in words, with its interval."""
     ends = interval(result.difference_low, result.difference_high, 1)
     if round(result.difference, 1) == 0:
         return f"as the original does, within {ends} points,"

@@ -289,7 +289,6 @@ def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
 
 
 def _score(score: MeanScore | None, target: str) -> Cell:
-    """A score which leads to its samples."""
     if score is None:
         return Cell(format_score(None), share=0.0)
     text = mark(score.against_original) + format_score(score.score)
@@ -342,7 +341,6 @@ def budget_table(results: Results) -> Table | None:
 
 
 def _needle_cell(suite: SuiteScores | None) -> str:
-    """An average with its interval."""
     if suite is None:
         return "not scored"
     average, low, high = charts.interval_of(suite)

@@ -47,20 +47,17 @@ def samples_by_model(
         model = models.setdefault(name, ModelSamples(anchor(name), label_of(name), []))
         tokens = format_length(length) if length else ""
         label = f"{task} at {tokens}" if tokens else task
-        rows = [
-            (
-                f"{record['index']}: {format_score(100 * record['score'])}",
-                _prompt_end(str(record.get("question", ""))),
-                ", ".join(map(str, record.get("answers", ()))),
-                str(record.get("output", ""))[:_MAX_CHARACTERS],
+        rows = []
+        for record in records:
+            end = str(record.get("question", ""))
+            rows.append(
+                (
+                    f"{record['index']}: {format_score(100 * record['score'])}",
+                    f"…{end}" if len(end) >= TAIL_CHARACTERS else end,  # of a longer prompt
+                    ", ".join(map(str, record.get("answers", ()))),
+                    str(record.get("output", ""))[:_MAX_CHARACTERS],
+                )
             )
-            for record in records
-        ]
         table = Table.of_rows("", ("sample: score", "prompt", "expected", "output"), rows)
         model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, table))
     return list(models.values())
-
-
-def _prompt_end(question: str) -> str:
-    """What is stored of a prompt: its end, where it is not whole."""
-    return f"…{question}" if len(question) >= TAIL_CHARACTERS else question

@@ -84,7 +84,6 @@ def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[s
 
 
 def _origin_of(manifest: Manifest) -> str:
-    """Key, commit and time of a stage's output."""
     facts = [f"key {manifest.key[:12]}"]
     if manifest.git_commit:
         changed = ", with local changes" if manifest.git_commit.endswith("+") else ""

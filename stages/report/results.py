@@ -324,7 +324,6 @@ def served_bytes(
 
 
 def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
-    """The answers of the original and of the other models."""
     for stage in _ANSWERING:
         if stage in inputs:
             yield from read_samples(inputs[stage])

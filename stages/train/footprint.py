@@ -357,7 +357,6 @@ def _activations(
 
 
 def _element_bytes(train: TrainConfig) -> int:
-    """Bytes of a number in the precision that training computes in."""
     return 2 if train.mixed_precision == "bf16" else 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import math
 import resource
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from bosch.budget import window_shares
-from bosch.errors import UserError
 from bosch.files import remove
 from bosch.hardware import device_named
 from bosch.journal import Journal
@@ -29,6 +27,7 @@ from stages.published import TENSORBOARD
 from stages.train.footprint import unneeded_flops
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig, TrainingStep
+from stages.versions import require_package
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +36,8 @@ _WORTH_SAYING = 1.0  # seconds of a step that went into data or saving
 
 def check_wandb(runtime: Runtime) -> None:
     """Raise UserError where Weights & Biases is to be used and is not installed."""
-    if runtime.wandb_project is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"runtime.wandb_project = {runtime.wandb_project} needs the package wandb, which is "
-            "not installed; install it, or leave the setting out"
-        )
+    if (project := runtime.wandb_project) is not None:
+        require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
 
 
 class MetricsLog:

@@ -29,6 +29,7 @@ from stages.train.distillation import TeacherLoss
 from stages.train.loss import install_loss
 from stages.train.stage import TrainConfig
 from stages.train.trainable import first_adapters, restrict_training, saved_name
+from stages.versions import require_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -173,13 +174,7 @@ def saved_dtype(model_dir: Path) -> torch.dtype:
 def _check_liger_possible() -> None:
     if not torch.cuda.is_available():
         raise UserError("train.liger = true needs a GPU, and none is visible; set it to false")
-    try:
-        import liger_kernel  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "train.liger = true needs the package liger-kernel, which is not installed; "
-            "install it, or set train.liger = false"
-        ) from None
+    require_package("liger-kernel", "train.liger = true", "set train.liger = false")
 
 
 def apply_liger(model: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import warnings
@@ -31,6 +30,7 @@ from bosch.this_process import local_world_size, world_size
 from stages.context import Runtime
 from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
+from stages.versions import require_package
 
 # torch's word for it, which accelerate does not have yet, is another one since 2.13.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -70,10 +70,9 @@ def check_sharding_possible(runtime: Runtime) -> None:
             f"runtime.sharding = {runtime.sharding} needs at least two processes, and this run has "
             "one; set runtime.processes, or runtime.sharding = none"
         )
-    if runtime.sharding == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise UserError(
-            "runtime.sharding = deepspeed needs the package deepspeed, which is not installed; "
-            "install it, or set runtime.sharding to fsdp or none"
+    if runtime.sharding == "deepspeed":
+        require_package(
+            "deepspeed", "runtime.sharding = deepspeed", "set runtime.sharding to fsdp or none"
         )
 
 

@@ -78,7 +78,6 @@ def make_schedule(
 
 
 def _micro_batch(runtime: Runtime, sequences: int, sequence_length: int, on_gpu: bool) -> int:
-    """Sequences per forward pass out of `sequences` per process and step."""
     if runtime.micro_batch_size != "auto":
         return runtime.micro_batch_size
     if on_gpu:

@@ -13,6 +13,7 @@ from bosch.errors import UserError
 from bosch.model.families import SINK_BIAS
 from bosch.model.interface import attention_modules
 from stages.train.stage import LoraConfig, TrainConfig
+from stages.versions import require_package
 
 _ADAPTER = "default"  # peft's own name of the only adapter of a model
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
@@ -41,13 +42,9 @@ def restrict_training(model: Any, train: TrainConfig) -> None:
 
 
 def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
-    try:
-        import peft
-    except ImportError:
-        raise UserError(
-            "train.lora needs the package peft, which is not installed; install it, or leave "
-            "train.lora out"
-        ) from None
+    require_package("peft", "train.lora", "leave train.lora out")
+    import peft
+
     trained = attention_modules(model) if attention_only else [model.get_decoder()]
     inside = {id(module) for root in trained for module in root.modules()}
     targets = [

@@ -15,10 +15,9 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,28 +50,6 @@ from tests.benchmarks.distillation import RECIPE, run_stages, train_config
 from tests.benchmarks.distillation_study import config_of, make_packed, save_hybrid
 
 
-class Study(Protocol):
-    """A model, what trains it, and what scores it."""
-
-    base: Path
-    mask: Path
-    window: Window
-    context: int
-    full_heads: Sequence[int]  # of the budgets, the most first
-
-    def prepared(self, folder: Path, seed: int, steps: int) -> Path:
-        """The folder with packed sequences, and the calibration set if it needs one."""
-
-    def calibration(self, prepared: Path) -> CalibrationSet:
-        """What the gates' gradients are taken on."""
-
-    def config(self, seed: int, overrides: list[str]) -> StageConfig[TrainConfig]:
-        """The training, with changes."""
-
-    def score(self, model: Any, prepared: Path) -> Interval:
-        """Share of the samples whose answers are all right."""
-
-
 class Composition:
     """Questions of one, two and three look-ups, each by heads of its own."""
 
@@ -81,13 +58,15 @@ class Composition:
     mask = ROOT / "recipes/masks" / name / "bosch_plus-0.875.json"
     window = Window(32)
     context = LENGTH
-    full_heads = (8, 4, 2, 1)
+    full_heads = (8, 4, 2, 1)  # of the budgets
     questions = 384
 
     def prepared(self, folder: Path, seed: int, steps: int) -> Path:
+        """The folder with packed sequences, and the calibration set if it needs one."""
         return make_packed(folder / f"prepare-{seed}", seed, steps)
 
     def calibration(self, prepared: Path) -> CalibrationSet:
+        """What the gates' gradients are taken on."""
         records = examples()[:64]
         return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
@@ -96,6 +75,7 @@ class Composition:
         return config_of(self.name, seed, 1, *many, *overrides)
 
     def score(self, model: Any, prepared: Path) -> Interval:
+        """Share of the samples whose answers are all right."""
         records = examples(EXAMPLES + self.questions)[EXAMPLES:]
         by_kind = [exact_match(model, records, kind) for kind in range(KINDS)]
         return share(statistics.mean(by_kind), self.questions)
@@ -135,6 +115,7 @@ def _watch(study: Quickstart, prepared: Path) -> Any:
     return make_needle_watch(study.config(0, watched), prepared)
 
 
+Study = Composition | Quickstart
 STUDIES: dict[str, Study] = {"composition_8x8": Composition(), "quickstart": Quickstart()}
 
 

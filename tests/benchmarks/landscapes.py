@@ -172,7 +172,6 @@ class _Groups:
             row[: len(table)] = table * weight
 
     def _codes(self, full: Bits) -> npt.NDArray[np.int64]:
-        """The set of full units of each group, as a number."""
         weights = np.where(full, self.bit_of, 0)
         return np.bincount(self.group_of, weights=weights).astype(np.int64)
 

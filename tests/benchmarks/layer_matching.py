@@ -115,13 +115,11 @@ def train(variant: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
 
 
 def _changed_attention(student: Any) -> set[nn.Parameter]:
-    """Weights of attention in layers that have sliding heads."""
     rows = zip(attention_modules(student), heads_by_window(student.config), strict=True)
     return {weight for module, row in rows if set(row) != {None} for weight in module.parameters()}
 
 
 def _split_groups(optimizer: Any, changed: set[nn.Parameter]) -> None:
-    """Put those weights into groups of their own."""
     groups, optimizer.param_groups = optimizer.param_groups, []
     for group in groups:
         for is_changed in (False, True):

@@ -55,7 +55,6 @@ def _model(dtype: torch.dtype, layers: int, hidden: int, feed_forward: int, grou
 def _peaks(
     model: Any, mask: HeadMask, window: Window, split: ContextParallel | None = None
 ) -> tuple[PeakMemory, PeakMemory]:
-    """Of a pass under a mask, and of its gradient."""
     ids = tuple(torch.randint(1000, (LENGTH,)).tolist())
     batch = batch_of([CalibrationExample(ids, 4)], [0])
     apply_head_mask(model, mask, window)

@@ -31,16 +31,11 @@ PRINTED_ONLY = ("single_ablation", "layer_ablation")
 TIED = 0.03
 
 
-def _seeds(units: int) -> int:
-    """How many landscapes of a size: small ones differ more from each other."""
-    return max(3, 768 // units)
-
-
 @cache
 def _regret_and_passes(method: str, name: str, units: int, kappa: int) -> tuple[float, float]:
     """Means over the seeds."""
     regrets, passes = [], []
-    for seed in range(_seeds(units)):
+    for seed in range(max(3, 768 // units)):  # small landscapes differ more from each other
         scorer = landscape(name, units, seed)
         settings = SearchSettings(RATIO, "one_plus_one", budget_per_layer=kappa, seed=seed)
         run = run_method(method, scorer, settings)

@@ -13,8 +13,6 @@ its own, which tokenises one text file of 15 MB.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,12 +26,12 @@ from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import WINDOW, Encoder, TokenizerSpec
 from data_prep.text import pydoc_topics
 from stages.measure.process import memory_meter
+from tests.rank_processes import bytes_of
 from tests.tiny_data import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
 _LENGTH = 4096
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def _texts() -> list[str]:
@@ -100,15 +98,8 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
         file = tmp_path / f"{megabytes}.txt"
         text = "\n".join(pydoc_topics().values())
         file.write_text(text * (megabytes * 2**20 // len(text) + 1))
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.benchmarks.test_prepare_speed", str(file)],
-            cwd=_ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        peaks[megabytes] = int(done.stdout.split()[-1]) / 2**20
+        held = bytes_of("test_prepare_speed", str(file), TOKENIZERS_PARALLELISM="false")
+        peaks[megabytes] = held / 2**20
     print(f"\nin MiB, for a document of 1 and of 15 MB: {peaks[1]:.0f}, {peaks[15]:.0f}")
     # The token ids of 14 MB of text, 4 bytes each, lie in the page cache and count where mapped.
     assert peaks[15] < peaks[1] + 100

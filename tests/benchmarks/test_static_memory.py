@@ -11,41 +11,26 @@ The columns printed are 2k, 4k, 8k, 16k and 32k tokens, the figures MiB. One fig
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from bosch.objective.calibration import CalibrationSet
 from bosch.search.methods import METHODS
 from stages.measure.process import memory_meter
+from tests.rank_processes import bytes_of
 
 pytestmark = pytest.mark.slow
 
 RANKINGS = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
-_ROOT = Path(__file__).resolve().parents[2]
 _MATRIX_BYTES = 4  # of one attention probability in float32
-
-
-def peak_bytes(method: str, length: int) -> int:
-    """Memory that scoring one example of `length` tokens takes on top, in a fresh process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.test_static_memory", method, str(length)],
-        cwd=_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout.split()[-1])
 
 
 @pytest.mark.parametrize("method", RANKINGS)
 def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> None:
-    peaks = [peak_bytes(method, length) for length in LENGTHS]
+    more = {"MALLOC_TRIM_THRESHOLD_": "0"}
+    peaks = [bytes_of("test_static_memory", method, str(n), **more) for n in LENGTHS]
     figures = " | ".join(f"{peak / 2**20:,.0f}" for peak in peaks)
     print(f"\n| {method} | {figures} |")
     # Four times the length: four times the memory where it is linear, 16 times with a T x T matrix.

@@ -108,7 +108,6 @@ def drawn(rng: random.Random, models: Path) -> list[str]:
 
 
 def _model(folder: Path, family: str) -> Path:
-    """A small random model of a family with a tokenizer."""
     place = folder / family
     if not place.exists():
         model = small_model(family, vocab_size=512, max_position_embeddings=4096)

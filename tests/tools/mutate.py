@@ -327,7 +327,7 @@ def finished(log: Path | None) -> dict[str, str]:
 
 
 def copy_checkout(target: Path) -> None:
-    """Every tracked file, and the folder that lies beside the checkout for tests that use it."""
+    """Every tracked file."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():

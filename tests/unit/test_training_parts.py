@@ -514,7 +514,7 @@ def test_sharding_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(UserError, match=f"runtime.sharding = {sharding} needs at least two"):
             parallel.check_sharding_possible(Runtime(sharding=sharding))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(parallel.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     parallel.check_sharding_possible(Runtime(sharding="fsdp"))
     with pytest.raises(UserError, match="deepspeed, which is not installed"):
         parallel.check_sharding_possible(Runtime(sharding="deepspeed"))

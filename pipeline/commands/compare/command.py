@@ -7,10 +7,9 @@ other: what is in the store is reused, and a stopped comparison resumes.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -187,11 +186,13 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
         for seed in _seeds_of(method, options.seeds or (), _own_seed(loaded))
         for ratio in options.ratios
     ]
-    recipes = [_recipe_of(loaded, one, options) for one in combinations]
-    unreachable = map(_unreachable, recipes, combinations)
-    faults += dict.fromkeys(itertools.chain.from_iterable(unreachable))
+    for one in combinations:
+        # The recipe of the comparison itself has no fault.
+        for fault in find_faults(_recipe_of(loaded, one, options), input_files=False):
+            message = fault.removeprefix("search.swa_ratio: ")
+            faults.append(f"--ratios {one.ratio:g} with {one.method}: {message}")
     if faults:
-        raise UserError(listing("compare", faults))
+        raise UserError(listing("compare", list(dict.fromkeys(faults))))
     return combinations
 
 
@@ -206,13 +207,6 @@ def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
     if not entry.seeded:
         return [own]
     return named or [own + i for i in range(entry.seeds)]
-
-
-def _unreachable(loaded: LoadedRecipe, combination: Combination) -> Iterator[str]:
-    """Faults of a combination's recipe; that of the comparison has none."""
-    for fault in find_faults(loaded, input_files=False):
-        message = fault.removeprefix("search.swa_ratio: ")
-        yield f"--ratios {combination.ratio:g} with {combination.method}: {message}"
 
 
 def _search_of(recipe: Recipe, combination: Combination) -> SearchConfig:

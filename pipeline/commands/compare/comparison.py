@@ -357,7 +357,6 @@ def _cache_shares(folder: Path, search: SearchSummary, tokens: int) -> dict[str,
 def _kept(
     subtasks: Mapping[tuple[str, int], Sequence[float]], table: SuiteScores
 ) -> dict[tuple[str, int], Sequence[float]]:
-    """The subtasks that have a score."""
     return {at: scores for at, scores in subtasks.items() if at[1] in table.tasks.get(at[0], {})}
 
 

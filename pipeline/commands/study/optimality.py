@@ -185,7 +185,6 @@ def _table(
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Median and worst over seeds."""
     middle = f"{median(ranks):g}"
     return middle if min(ranks) == max(ranks) else f"{middle} (worst {max(ranks)})"
 

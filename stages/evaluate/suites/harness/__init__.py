@@ -27,7 +27,6 @@ NO_HARNESS = (
 def _task_files(
     harness: HarnessEvaluation, folder: str | None, hasher: Hasher
 ) -> dict[str, Any] | None:
-    """The local data of the harness's tasks by content."""
     if folder is None or not Path(folder).is_dir():
         return None
     files = [path for path in files_below(Path(folder)) if path.suffix == ".jsonl"]

@@ -77,20 +77,16 @@ class HarnessSuite(Suite):
         names = self.section.task_names
         manager = task_manager(names)
         required = set(self.section.required)
-        refuse_unscorable(
-            manager, [one for one in names if one in required]
-        )  # before any is loaded
+        # Before any is loaded.
+        refuse_unscorable(manager, [one for one in names if one in required])
         for name in names:
             try:
                 loaded = load_tasks(manager, name, self.section)
-            except UserError as fault:
-                if name in required:
-                    raise
-                self.missing[name] = str(fault)
-                logger.warning("%s has no score: %s", name, fault)
-                continue
             except Exception as error:  # whatever a group's own files raise
-                self.missing[name] = no_data(error)
+                is_fault = isinstance(error, UserError)
+                if is_fault and name in required:
+                    raise
+                self.missing[name] = str(error) if is_fault else no_data(error)
                 logger.warning("%s has no score: %s", name, self.missing[name])
                 continue
             self.missing |= loaded.missing

@@ -111,7 +111,6 @@ def _unknown(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def _word(name: str) -> re.Pattern[str]:
-    """Where the name stands by itself."""
     return re.compile(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])")
 
 
@@ -380,7 +379,6 @@ def _data(config: Mapping[str, Any] | None) -> tuple[Any, ...]:
 
 
 def _splits(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the splits that a task reads."""
     fewshot = config.get("fewshot_config")
     named = [config.get(name) for name in _SPLIT_FIELDS]
     named.append(fewshot.get("split") if isinstance(fewshot, Mapping) else None)
