@@ -231,6 +231,9 @@ def test_flops_of_a_step_leave_out_what_is_frozen(case: Path, lora: Any, freeze:
     linear = 6 * 128 * DecoderShape.of(config).active_parameters
     # The few weights of norms count as if they were of linear maps.
     assert counter.get_total_flops() == pytest.approx(linear - left_out - lowest, rel=1e-3)
+    taught = train.model_copy(update={"teacher": "original"})
+    more = step_flops(config, schedule, taught)[None] - step_flops(config, schedule, train)[None]
+    assert more == pytest.approx(DecoderShape.of(config).forward_flops(128, 32))
 
 
 def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatch) -> None:
