@@ -288,6 +288,23 @@ def test_a_source_changed_and_changed_back_is_noticed(tmp_path, monkeypatch):
     assert contents(tokenise(tmp_path, "shards", kind="jsonl", stamps=stamps)) == expected
 
 
+def test_short_documents_are_encoded_in_groups_also_between_ones_left_out(tmp_path, monkeypatch):
+    """Of 40 documents of a tenth of a group each every other one is left out."""
+    monkeypatch.setattr(tokenization, "WINDOW", 1000)
+    (tmp_path / "corpus").mkdir()
+    lines = [json.dumps({"text": "ab"[number % 2] * (100 + number % 2)}) for number in range(40)]
+    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(lines))
+    groups, encode = [], Encoder.__call__
+
+    def counting(self, texts):
+        groups.append(len(texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Encoder, "__call__", counting)
+    found = tokenise(tmp_path, "shards", kind="jsonl", filters=Filters(max_characters=100))
+    assert groups == [10, 10] and (found.documents, found.left_out) == (20, 20)
+
+
 def test_parts_are_read_until_there_are_more_tokens_than_asked_for(tmp_path):
     (tmp_path / "corpus").mkdir()
     for name in "abc":
