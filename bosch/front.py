@@ -268,7 +268,7 @@ class Front:
 
 def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
     """Whether one order of each layer's heads or units suits all layouts of choices [L, H]."""
-    order = np.sum(layouts, axis=0).argsort(axis=1, kind="stable")
+    order = np.sum(layouts, axis=0).argsort(axis=1)
     return all((np.diff(np.take_along_axis(one, order, 1), axis=1) >= 0).all() for one in layouts)
 
 

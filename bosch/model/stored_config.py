@@ -110,7 +110,6 @@ class StoredConfig:
         content = {**self.content, "model_type": self._model_type}
         if content.pop("hybrid_attention", None) is not None:
             content = _of_base(content)
-            content.pop("kv_budget", None)
         try:
             return CONFIG_MAPPING[self._model_type].from_dict(
                 json.loads(json.dumps(content), object_hook=_without_floats_by_name)

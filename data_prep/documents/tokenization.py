@@ -284,7 +284,7 @@ def _groups(
 ) -> Iterator[list[str] | Iterator[str] | None]:
     """Documents in the order they come: short ones in groups, a long one as its pieces of text.
 
-    None stands for a document that is left out.
+    None stands for a document that is left out, before the group that it came in.
     """
     group: list[str] = []
     size = 0
@@ -293,7 +293,7 @@ def _groups(
             continue
         left_out = document is None or not filters.allow_text(document)
         is_long = isinstance(document, TextFile) or len(document or "") > WINDOW
-        if group and (left_out or is_long or size >= WINDOW):
+        if group and (is_long or size >= WINDOW):
             yield group
             group, size = [], 0
         if left_out or document is None:

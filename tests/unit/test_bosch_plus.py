@@ -207,6 +207,26 @@ def test_every_pass_that_ended_early_is_paid_for(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
+def test_a_bound_is_never_the_best_mask_so_far():
+    evaluator, mask = evaluator_of(Halved()), HeadMask.all_full(2, 4)
+    evaluator.on_budget = lambda mask: True
+    evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
+    assert evaluator.best_on_budget is None
+    whole = evaluator.evaluate(mask, "final", "final mask")
+    assert evaluator.best_on_budget == (mask, whole)
+
+
+def test_a_mask_that_two_searches_measure_is_in_the_trace_of_both():
+    """But not once more where it is the result."""
+    evaluator = evaluator_of(Layered(2, 4, 0))
+    mask = HeadMask.all_full(2, 4)
+    for phase in ("layer_importance", "head_selection", "final"):
+        evaluator.evaluate(mask, phase, "all")
+    assert [point.phase for point in evaluator.trace] == ["layer_importance", "head_selection"]
+    assert evaluator.costs()["evaluations"] == 1
+    assert evaluator.costs()["naive_full_forward_equivalents"] == 2
+
+
 @pytest.mark.parametrize(
     ("name", "units", "seeds", "most"),
     [
@@ -269,6 +289,105 @@ def test_one_start_has_the_units_of_greatest_mean_worth():
     [key] = [point.mask for point in evaluator.trace if point.subproblem == "mean"]
     worth, full = scorer.before[key], HeadMask.from_key(key).is_full
     assert worth[full].min() > worth[~full].max()
+
+
+def test_one_start_has_the_layers_of_greatest_worth():
+    """Of 19 full units those of the best two layers, and the best three of the next one."""
+    scorer = Shared(8, 8, 0)
+    _, evaluator = exact(scorer, 0.7)
+    [key] = [point.mask for point in evaluator.trace if point.subproblem == "layers"]
+    worth = np.array(scorer.gate_gradient(HeadMask.all_full(8, 8)).values)
+    first, second, third = worth.sum(axis=1).argsort()[:-4:-1]
+    expected = np.zeros((8, 8), dtype=bool)
+    expected[[first, second]] = True
+    expected[third, worth[third].argsort()[-3:]] = True
+    assert HeadMask.from_key(key) == HeadMask(expected)
+
+
+class Scripted:
+    """Units of the same worth at every mask; the best full ones are `better`, then 0, 1 and 2."""
+
+    num_layers, num_key_value_heads, quantum = 2, 4, 0.25
+    worth = (1.0, 1.01, 1.02, 0.9, 0.899, 0.898, 0.897, 0.896)
+
+    def __init__(self, better):
+        self.better, self.masks = better, []
+
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+        full = tuple(np.flatnonzero(mask.is_full).tolist())
+        self.masks.append(full)
+        values = {self.better: 0.75, (0, 1, 2): 0.5, (): 0.0, tuple(range(8)): 1.0}
+        return Evaluation(values.get(full, 0.25), -1.0)
+
+    def gate_gradient(self, mask, share=0, shares=1):
+        return GateGradient(np.reshape(self.worth, (2, 4)).tolist(), 0.0, 1.0)
+
+    def gradient_passes(self, share=0, shares=1):
+        return 1.0
+
+
+@pytest.mark.parametrize(("better", "third"), [((), (0, 1, 5)), ((0, 2, 4), (1, 2, 4))])
+def test_units_of_swaps_that_failed_wait_until_one_wins(better, third):
+    """What failed weighs more than how far the worth of these units is apart."""
+    scorer = Scripted(better)
+    exact(scorer, 5 / 8, budget=200)
+    start = scorer.masks.index((0, 1, 2))
+    assert scorer.masks[start + 1 : start + 4] == [(1, 2, 3), (0, 2, 4), third]
+
+
+class Flat:
+    """The first of 4 x 4 units are worth more than the next, or all the same; masks score alike.
+
+    One that differs from the last winner by more units than a swap wins where `kicks_win`.
+    """
+
+    num_layers, num_key_value_heads, quantum = 4, 4, 0.25
+
+    def __init__(self, worth, kicks_win):
+        self.worth, self.kicks_win = np.array(worth, dtype=float), kicks_win
+        self.best, self.likelihood = None, -1.0
+
+    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+        if mask.num_sliding in (0, 16):
+            return Evaluation(float(mask.num_sliding == 0), -1.0)
+        is_far = self.best is None or (mask.is_full != self.best).sum() > 2
+        if not is_far or not self.kicks_win:
+            return Evaluation(0.5, -2.0)
+        self.best, self.likelihood = mask.is_full, self.likelihood + 0.01
+        return Evaluation(0.5, self.likelihood)
+
+    def gate_gradient(self, mask, share=0, shares=1):
+        return GateGradient(self.worth.reshape(4, 4).tolist(), 0.0, 0.0)
+
+    def gradient_passes(self, share=0, shares=1):
+        return 0.0
+
+
+def _swaps(scorer):
+    _, evaluator = exact(scorer, 13 / 16, budget=150)
+    return [point.subproblem for point in evaluator.trace if point.phase == "swaps"]
+
+
+def test_other_moves_go_on_as_long_as_they_win():
+    moves = _swaps(Flat(np.zeros(16), kicks_win=True))
+    assert moves[:24] == ["swap"] * 24 and not {"swap"} & {*moves[24:34]}
+
+
+def test_moves_that_find_nothing_new_leave_swaps_their_turn():
+    """All 3 x 13 of them, though others cost nothing and lead back to the mask they began at."""
+    assert _swaps(Flat(range(16, 0, -1), kicks_win=False)).count("swap") == 39
+
+
+@pytest.mark.parametrize(("budget", "gradients"), [(31, 0), (32, 6), (39, 9), (60, 16)])
+def test_gates_have_their_share_of_what_the_other_start_leaves(budget, gradients):
+    """Of 24, 25, 30 and 47 passes 16 are not theirs; fewer than 6 gradients say too little."""
+    scorer = Shared(8, 8, 0)
+    evaluator, before = evaluator_of(scorer), []
+    evaluator.watch = lambda one: before.append(
+        (one.trace[-1].subproblem, one.costs()["gradients"])
+    )
+    bosch_plus(evaluator, SearchSettings(0.75, budget_per_layer=budget))
+    assert dict(before).get("gates", 1) - 1 == gradients
 
 
 def test_the_log_tells_each_gradient_each_better_mask_and_what_is_left(caplog):

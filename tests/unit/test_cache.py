@@ -70,6 +70,16 @@ def test_the_formula_is_what_the_caches_hold(
         assert size.dynamic(length) == size.original(length)
 
 
+def test_each_layer_that_slides_by_itself_is_counted() -> None:
+    """Three of 2 KV heads, of 64 bytes a token each, beside one of 4, of 32 bytes."""
+    kinds = DecoderLayers(4, (3,), 4, 8, {0: 8, 1: 16, 2: 8}, own_heads=2, own_head_dim=16)
+    size = CacheSize.of([{None: 4}], kinds, 2, state_bytes=5)
+    full = 4 * 32 * 100 + 5
+    assert size.original(100) == size.dynamic(100) == full + 2 * 64 * (7 + 15 + 7)
+    assert size.static(100) == full + 2 * 64 * (8 + 16 + 8)
+    assert size.paged(100, 10) == 4 * 32 * 100 + 2 * 64 * (10 + 20 + 10)
+
+
 def test_sinks_that_come_once_the_window_is_full() -> None:
     layer = HybridCacheLayer(full_first(0, 1, Window(2, 4)))
     for number in range(7):

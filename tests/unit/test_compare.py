@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bosch.analysis.intervals import Documents
 from bosch.errors import RunError, UserError
 from bosch.search import methods
 from pipeline.cli import main
@@ -509,6 +510,31 @@ def test_many_tests_show_what_is_plain_and_no_more() -> None:
     three = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}, "dcam": {0.5: 40.0}})
     for one in three.tests("untrained", "needle"):
         assert one.p_holm == pytest.approx(3 * pair.p_value)
+
+
+def test_documents_of_several_samples_weigh_as_many() -> None:
+    """Of 40 documents ten with nine samples each; a suite's average is the mean over samples."""
+    compared = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 60.0}})
+    right, counts = [1.0] * 10 + [0.0] * 30, [9] * 10 + [1] * 30
+    for one, result in compared.results.items():
+        scores = right if one.method == "fisher" else [0.0] * 40
+        own = SampleScores.of({("qa", 512): Documents(scores, counts)})
+        assert own.average == pytest.approx(75.0 * (one.method == "fisher"))
+        result.samples["untrained", "needle"] = own
+        for place, row in enumerate(result.rows):
+            if row.models == "untrained":
+                result.rows[place] = replace(row, score=own.average)
+    [pair] = compared.tests("untrained", "needle")
+    assert (pair.method, pair.difference) == ("bme", pytest.approx(-75.0))
+
+
+@pytest.mark.parametrize("more", [-1.0, 1.0])
+def test_averages_that_are_no_means_over_subtasks_are_not_tested(more: float) -> None:
+    compared = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 60.0}})
+    assert len(compared.tests("untrained", "needle")) == 1
+    for result in compared.results.values():
+        result.rows[1] = replace(result.rows[1], score=result.rows[1].score + more)
+    assert compared.tests("untrained", "needle") == []
 
 
 def test_nothing_is_bold_of_five_samples() -> None:

@@ -105,6 +105,25 @@ def test_a_checkpoint_with_fewer_samples_is_not_compared(results: Results) -> No
     assert choose(replace(made, samples={})) is None
 
 
+def test_means_that_only_rounding_tells_apart_are_equal(results: Results) -> None:
+    """0.1 + 0.2 + 0.3 is more than 0.3 + 0.2 + 0.1 in floating point."""
+    rising = {
+        ("needle", task, 512): [score] for task, score in zip("abc", (0.1, 0.2, 0.3), strict=True)
+    }
+    falling = dict(zip(rising, [*rising.values()][::-1], strict=True))
+    choice = choose(replace(results, samples={FIRST: falling, LAST: rising}))
+    assert choice is not None and choice.best == FIRST
+    assert choice.reason == "2 have the highest score, it is the earliest"
+
+
+def test_tasks_of_which_a_model_answered_a_part_are_not_compared(results: Results) -> None:
+    one, other = ("needle", "vt", 512), ("needle", "vt", 1024)
+    samples = {ORIGINAL: {one: [1.0] * 9, other: [1.0] * 9}, LAST: {one: [0.0] * 9, other: [1.0]}}
+    outcome = overall(replace(results, samples=samples), LAST)
+    assert outcome is not None
+    assert (outcome[0], outcome[1].samples, outcome[1].difference) == (1, 9, -100.0)
+
+
 def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
     results: Results,
 ) -> None:
@@ -126,6 +145,11 @@ def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
             (930, 955),
             "Ship the hybrid after 2,000 tokens (the highest score; the hybrid after 1,000 tokens, "
             "shown to be within 5 points of it, loses more than that against the original): it",
+        ),
+        # The earlier one loses 5.5 points, but is not shown to lose more than 5.
+        (
+            (945, 960),
+            "Ship the hybrid after 1,000 tokens (the earliest shown to be within 5 points",
         ),
         (
             (800, 900),

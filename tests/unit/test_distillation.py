@@ -16,19 +16,28 @@ from transformers import AutoModelForCausalLM
 
 from bosch.errors import UserError
 from bosch.model.loading import load_config, load_model
-from bosch.model.materialize import materialize
+from bosch.model.materialize import materialize, materialize_front
 from bosch.model.search_mode import set_sink_bias
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
 from stages.train import distillation
-from stages.train.distillation import TeacherLoss, load_teacher
+from stages.train.distillation import TeacherLoss, largest, load_teacher
 from stages.train.footprint import trained_parameters, training_memory
 from stages.train.loss import install_loss
 from stages.train.model import load_for_training
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
-from tests.hybrid_case import LAYERS, mask_of, random_mask, small_config, small_model, tokens
+from tests.front_case import nested_front
+from tests.hybrid_case import (
+    KV_HEADS,
+    LAYERS,
+    mask_of,
+    random_mask,
+    small_config,
+    small_model,
+    tokens,
+)
 from tests.training_case import make_case, metrics, train_here, train_in_processes
 from tests.unit.test_training_loss import LargestTensor, gradients
 
@@ -147,9 +156,9 @@ def test_neither_models_logits_are_ever_whole(
     head, states = torch.nn.Linear(8, 1000), torch.randn(64, 8, requires_grad=True)
     targets = torch.randint(0, 1000, (2, 32))
     teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)
-    with LargestTensor() as largest:
+    with LargestTensor() as held:
         teacher.loss_of(small_config(), targets, targets, None)(head, states).backward()
-    assert largest.elements == 8 * 1000  # the head's weight and its gradient
+    assert held.elements == 8 * 1000  # the head's weight and its gradient
     assert states.grad is not None
 
 
@@ -176,6 +185,27 @@ def test_a_teacher_has_no_sink_bias(tmp_path: Path) -> None:
     del config.hybrid_attention["sink"]
     with pytest.raises(UserError, match=r"have no place .*sink_bias first"):
         load_model(tmp_path, config=config)
+
+
+def test_a_teacher_has_no_budget(tmp_path: Path) -> None:
+    """Every head of it is full, whichever of several budgets the model was saved at."""
+    base, ids = small_model().eval(), tokens(2, 12)
+    front = nested_front(LAYERS, KV_HEADS, [Window(WINDOW)])
+    expected = base.get_decoder()(ids).last_hidden_state
+    hybrid = materialize_front(base, front)
+    hybrid.set_kv_budget(front.points[0].kv_slots)
+    hybrid.save_pretrained(tmp_path)
+    model, train = ModelConfig(path="unused"), TrainConfig(mixed_precision="no")
+    teacher = load_teacher(tmp_path, model, train, Runtime(), CPU)
+    torch.testing.assert_close(teacher(ids, None), expected)
+
+
+def test_only_predicted_tokens_are_among_the_largest() -> None:
+    """Where the models agree rounding leaves values just below 0."""
+    values = torch.tensor([[-2e-9, -1e-9, 5.0, -3e-9], [0.1, 0.3, 0.2, 9.0]])
+    valid = torch.tensor([[True, True, False, True], [True, True, True, False]])
+    chosen = torch.tensor([[True, True, False, False], [False, True, True, False]])
+    assert torch.equal(largest(values, valid, 0.5), chosen)
 
 
 SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original", "teacher_tokens": 0.5}

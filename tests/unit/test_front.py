@@ -148,6 +148,9 @@ def test_a_point_against_the_others_is_outside_the_chain() -> None:
     chosen = replace(front, chosen=1)
     assert chosen.nested == (True, True, False, False)
     assert chosen.head_order() == [[1, 0], [0, 1]]
+    scarcest = _front([[2, 1], [2, 2]], CHAIN[2], CHAIN[3])
+    assert scarcest.nested == (False, True, True)
+    assert replace(scarcest, chosen=0).nested == (True, False, False)
 
 
 def test_the_order_is_one_for_all_nested_points_of_random_fronts() -> None:

@@ -223,13 +223,12 @@ def test_every_move_has_its_turn() -> None:
 
 
 class Saturated(WindowLandscape):
-    """Two units answer all; gradients at layouts that have both promise the others instead."""
+    """Two units together answer all; gradients at layouts that have both promise the others."""
 
     ANSWERING = (2, 9)
 
     def value(self, choices: npt.ArrayLike) -> Values:
-        has = np.asarray(choices)[..., self.ANSWERING] == 0
-        value: Values = has.all(axis=-1) * 0.8 + has.mean(axis=-1) * 0.2
+        value: Values = (np.asarray(choices)[..., self.ANSWERING] == 0).all(axis=-1) * 1.0
         return value
 
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
@@ -246,9 +245,41 @@ def test_larger_budgets_grow_from_a_layout_that_is_stuck() -> None:
     """Where gradients mislead while all is well, those of a layout that fails tell."""
     scorer = Saturated("additive", (4, 4), (16,))
     budgets = (2500, 3500, 4500, 6500, 9000)
-    front = search(scorer, kappa=14, slots=budgets, chosen=4500)[0].front
-    assert front is not None
-    assert [p.score for p in front.points if p.kv_slots > 5500] == [1.0] * 3
+    evaluator = evaluator_of(scorer)
+    evaluator.slot_budgets = SlotBudgets(TOKENS, budgets, 4500)
+    evaluator.anchors(0.5, 1)
+    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=14))
+    search.start()
+    scores = [search.points[number].evaluation.score for number in range(5)]
+    assert scores == [0.0] * 3 + [1.0] * 2
+
+
+@pytest.mark.parametrize(("name", "gates_win"), [("chains", False), ("xor", True)])
+def test_the_other_start_is_the_one_that_lost(name: str, gates_win: bool) -> None:
+    evaluator = evaluator_of(WindowLandscape(name, (4, 4), (16,)))
+    evaluator.slot_budgets = SlotBudgets(TOKENS, (5000, 6000, 7000), 6000)
+    evaluator.anchors(0.5, 1)
+    search = FrontSearch(evaluator, SearchSettings(0.5, budget_per_layer=60))
+    search.start()
+    assert search.other_start is not None
+    [gates] = [point.mask for point in evaluator.trace if point.subproblem == "gates"]
+    other = search.other_start(1)
+    assert (HeadMask.of_choices(search.points[1].choices).key == gates) == gates_win
+    assert (HeadMask.of_choices(other).key == gates) == (not gates_win)
+
+
+def test_the_budget_that_lacks_most_to_the_next_has_the_first_move() -> None:
+    search = _at_start(chosen=_slots(2), slots=(_slots(1), _slots(2), _slots(3)))
+    search.unmeasured = set()
+    for number, score in enumerate((0.5, 0.5, 0.9)):
+        before = Evaluation(score, number - 9.0)
+        units = range(number + 1)
+        search.points[number] = Point(
+            _slots(number + 1), _full(*units), before, 0.0, np.zeros((2, 4))
+        )
+    search.improve()
+    first = next(point for point in search.evaluator.trace if point.phase == "swaps")
+    assert HeadMask.from_key(first.mask).num_sliding == 6
 
 
 def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:

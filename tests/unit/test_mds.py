@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import xxhash
 
@@ -114,6 +115,15 @@ def test_stated_hash_of_the_other_form_is_verified(tmp_path):
     change_index(folder, "shards.1.raw_data.hashes", {"sha1": "0" * 40})
     with pytest.raises(UserError, match=r"shard\.00001\.mds\.zstd: its sha1"):
         documents(folder)
+
+
+def test_a_plain_shard_is_read_before_a_compressed_one(tmp_path):
+    folder = damaged(tmp_path, "packed_zstd")
+    whole = documents(folder)
+    for packed in folder.glob("*.mds.zstd"):
+        packed.with_suffix("").write_bytes(pa.input_stream(packed, compression="zstd").read())
+        packed.write_bytes(b"")
+    assert documents(folder) == whole
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3_64", "xxh64", "md5", "sha256", "blake2b"])

@@ -195,10 +195,12 @@ def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> N
 def test_a_hybrid_of_several_budgets_is_measured_at_its_own(tmp_path: Path) -> None:
     model = small_model("qwen3")
     front = nested_front(LAYERS, KV_HEADS, [Window(8), Window(4)], chosen=1)
-    materialize_front(model, front).save_pretrained(tmp_path)
+    hybrid = materialize_front(model, front)
     for index, budget in ((1, None), (2, front.points[2].kv_slots)):
+        hybrid.set_kv_budget(budget)
+        hybrid.save_pretrained(tmp_path)
         config = load_config(str(tmp_path))
-        config.kv_budget = budget
+        assert config.kv_budget == budget
         _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
         assert own.kv_heads(KV_HEADS) == front.mask(index).heads_per_layer(front.windows)
         measured = build_model(str(tmp_path), None, own, SETTINGS)

@@ -288,6 +288,33 @@ def test_a_source_changed_and_changed_back_is_noticed(tmp_path, monkeypatch):
     assert contents(tokenise(tmp_path, "shards", kind="jsonl", stamps=stamps)) == expected
 
 
+def test_short_documents_are_encoded_in_groups_also_between_ones_left_out(tmp_path, monkeypatch):
+    """Of 40 documents of a tenth of a group each every other one is left out."""
+    monkeypatch.setattr(tokenization, "WINDOW", 1000)
+    (tmp_path / "corpus").mkdir()
+    lines = [json.dumps({"text": "ab"[number % 2] * (100 + number % 2)}) for number in range(40)]
+    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(lines))
+    groups, encode = [], Encoder.__call__
+
+    def counting(self, texts):
+        groups.append(len(texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Encoder, "__call__", counting)
+    found = tokenise(tmp_path, "shards", kind="jsonl", filters=Filters(max_characters=100))
+    assert groups == [10, 10] and (found.documents, found.left_out) == (20, 20)
+
+
+def test_parts_are_read_until_there_are_more_tokens_than_asked_for(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for name in "abc":
+        (tmp_path / "corpus" / f"{name}.jsonl").write_text(json.dumps({"text": name * 20}) + "\n")
+    [first] = tokenise(tmp_path, "one", tokens=1, kind="jsonl").blocks
+    for tokens, blocks in ((first.tokens - 1, 1), (first.tokens, 2)):
+        found = tokenise(tmp_path, f"{tokens}", tokens=tokens, kind="jsonl").blocks
+        assert len(found) == blocks
+
+
 def test_a_file_that_came_after_the_start_is_not_read(corpus):
     files = sorted((corpus / "corpus").iterdir())
     stamps = {str(file): file_stamp(file) for file in files[1:]}
@@ -301,8 +328,9 @@ def test_files_below_a_dataset_are_checked_and_no_others(tmp_path):
     file.write_text(json.dumps({"text": "one"}) + "\n")
     stamps = {str(file): file_stamp(file), str(tmp_path / "other.jsonl"): []}
     assert tokenise(tmp_path, "shards", kind="huggingface", stamps=stamps).documents == 1
-    with pytest.raises(RunError, match=r"a\.jsonl was written or replaced"):
-        tokenise(tmp_path, "others", kind="huggingface", stamps={str(file): []})
+    for name in ("a.jsonl", "data/b.arrow"):
+        with pytest.raises(RunError, match=f"{name} was written or replaced"):
+            tokenise(tmp_path, "others", kind="huggingface", stamps={str(file.parent / name): []})
 
 
 _POOL = """

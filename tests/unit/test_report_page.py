@@ -149,6 +149,24 @@ def test_a_method_names_its_phases_as_it_likes(results: Results, tmp_path: Path)
     assert series["draws"] != series["second draws"]
 
 
+def test_a_trace_ends_where_its_evaluations_do_and_marks_the_last_of_the_final_mask(
+    results: Results,
+) -> None:
+    points = [
+        TracePoint(
+            step=step, phase="swaps", subproblem="swap", score=0.5, best_score=0.5, mask=mask,
+            is_bound=mask == "early",
+        )
+        for step, mask in enumerate(("early", "final", "other", "final", "early"), 1)
+    ]  # fmt: skip
+    summary = results.search.summary.model_copy(update={"trace": points})
+    picture = trace(summary, "final", "score")
+    assert picture is not None
+    x = picture.chart.to_dict()["layer"][0]["encoding"]["x"]
+    assert x["scale"]["domain"] == [0.5, 5.5]
+    assert [row["x"] for row in rows_of(picture) if row["series"] == "final mask"] == [4]
+
+
 def test_every_chart_is_valid_vega_lite(results: Results) -> None:
     search = results.search
     pictures = [

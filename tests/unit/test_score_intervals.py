@@ -6,6 +6,7 @@ tests/benchmarks/test_coverage.py simulates how often they hold the truth.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,6 +197,14 @@ def test_pairing_removes_what_is_hard_for_both() -> None:
     assert paired.low < 0.2 < paired.high
     assert apart.high - apart.low > 10 * (paired.high - paired.low)
     assert crossed_difference(second, first).mean == pytest.approx(-paired.mean)
+
+
+@pytest.mark.parametrize("compared", [crossed_difference, crossed_test])
+def test_seeds_of_either_side_vary(compared: Any) -> None:
+    same, varying = np.full((3, 40), 0.5), np.repeat([[0.3], [0.5], [0.7]], 40, axis=1)
+    one, other = compared(same, varying), compared(varying, same)
+    assert (other.low, other.high) == pytest.approx((-one.high, -one.low))
+    assert one.high - one.low > 3 * (compared(same, same).high - compared(same, same).low)
 
 
 @pytest.mark.parametrize("count", [5, 12, 40, 300])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.recipe.load import load_recipe
 from stages.search.budget import Budget, Price, keep_fault, sliding_ratio
+from stages.search.live import mask_file
 from stages.search.stage import SearchConfig
 from tests.pipeline_case import Case
+from tests.search_case import config_of
 
 FRONT = "search.method=front"
 TWO, NODES = {"NPROC_PER_NODE": "2"}, {"NNODES": "2", "MASTER_PORT": "1", "MASTER_ADDR": "one"}
@@ -315,6 +318,18 @@ def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:
             search.kv_heads(kinds, "float32")
     even = SearchConfig(swa_ratio=0.5, window_size=11).kv_heads(KINDS, "float32")
     assert even == [{None: 2, Window(11): 2}] * 3
+
+
+@pytest.mark.parametrize(
+    ("windows", "ratio"), [({"windows": [4, 16]}, 0.75), ({"window_size": 16}, 0.7)]
+)
+def test_of_several_windows_the_file_has_the_ratio_of_its_mask(
+    windows: dict[str, Any], ratio: float, tmp_path: Path
+) -> None:
+    """Of one window the ratio that was asked for, which 3 of 4 heads meet."""
+    section = SearchConfig(method="moa", swa_ratio=0.7, **windows)
+    mask = HeadMask.of_choices([[0, 1], [1, 1]])
+    assert mask_file(config_of(tmp_path, section), mask, 0.5).swa_ratio == ratio
 
 
 @pytest.mark.parametrize(

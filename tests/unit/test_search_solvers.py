@@ -252,6 +252,13 @@ def test_off_budget_candidates_that_might_win_are_measured(caplog):
     assert task.spent == len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize(("size", "spent"), [(256, 300), (4, 6)])
+def test_annealing_ends_where_its_budget_or_what_is_new_does(size, spent):
+    task = problem(size, size // 2, 300, Additive(size))
+    annealing(task, 3)
+    assert task.spent == spent
+
+
 def test_a_spent_budget_answers_known_candidates_only():
     task = problem(4, 2, 1, Additive(4))
     first = np.array([True, True, False, False])
@@ -276,6 +283,16 @@ def test_ties_are_broken_by_log_likelihood_only_where_asked():
     assert not alone.on_plateau  # one candidate
     broken, _ = run(True)
     assert set(np.flatnonzero(broken)) == set(np.argsort(measure.weights)[:3])
+
+
+@pytest.mark.parametrize(("score", "alike"), [(0.5, True), (0.25, False)])
+def test_a_bound_tells_scores_apart_where_it_is_below_the_best(score, alike):
+    """What lies behind it may be worse than it, but no better."""
+    evaluations = iter([Evaluation(0.5, -1.0), Evaluation(score, -2.0, is_bound=True)])
+    task = Problem(4, 2, 9, lambda *_: next(evaluations), LOSS, break_ties=True, race=True)
+    for bits in (np.arange(4) < 2, np.arange(4) >= 2):
+        task.value(bits)
+    assert task.on_plateau == alike
 
 
 @given(

@@ -31,6 +31,12 @@ def test_paper_has_1192_steps_of_64_sequences() -> None:
     }  # fmt: skip
 
 
+def test_processes_that_share_sequences_count_as_one() -> None:
+    """Of eight processes each four share a sequence: two groups of 32 sequences each."""
+    shared = make_schedule(TrainConfig(), Runtime(context_parallel=4), 32768, 8, on_gpu=True)
+    assert (shared.sequences, shared.micro_batch_size, shared.accumulation) == (64, 1, 32)
+
+
 @given(
     world=st.integers(1, 8),
     per_process=st.integers(1, 48),

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from stages.context import Runtime
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import ModelInfo
 from stages.shape import stored_shape
+from stages.train import decisions
 from stages.train import run as training
 from stages.train import watch as watching
 from stages.train.data import PackedSequences, collate_documents
@@ -71,7 +72,7 @@ def test_a_spike_is_many_times_the_median_of_the_steps_before() -> None:
     assert all(rule.fault(norm) is None for norm in [1.0, 2.0] * 10)
     fault = rule.fault(5.0)
     assert fault is not None and "train.spike_factor = 3 times 1.5" in fault
-    assert rule.fault(4.4) is None
+    assert rule.fault(6.0) is None  # three times 2, the median with the last one
     assert rule.fault(float("nan")) == "grad_norm is nan"
     resumed = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     resumed.restore(json.loads(json.dumps(rule.state)))
@@ -230,6 +231,9 @@ def test_flops_of_a_step_leave_out_what_is_frozen(case: Path, lora: Any, freeze:
     linear = 6 * 128 * DecoderShape.of(config).active_parameters
     # The few weights of norms count as if they were of linear maps.
     assert counter.get_total_flops() == pytest.approx(linear - left_out - lowest, rel=1e-3)
+    taught = train.model_copy(update={"teacher": "original"})
+    more = step_flops(config, schedule, taught)[None] - step_flops(config, schedule, train)[None]
+    assert more == pytest.approx(DecoderShape.of(config).forward_flops(128, 32))
 
 
 def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,6 +482,19 @@ def test_watches_compile_nothing_and_measure_routers_of_compiled_layers() -> Non
 )
 def test_a_step_waits_for_a_multiple_of_its_own_time(seconds: list[float], minutes: float) -> None:
     assert step_patience(seconds, 15) == minutes
+
+
+def test_minutes_to_a_restart_point_count_from_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every five steps, of three minutes each, and after ten minutes without one."""
+    step = 0
+    monkeypatch.setattr(decisions, "time", SimpleNamespace(monotonic=lambda: 180.0 * step))
+    runtime = Runtime(save_every_steps=5, save_every_minutes=10)
+    timer, due = RestartTimer(runtime, torch.device("cpu")), []
+    for step in range(1, 11):
+        due += [step] * timer.decide(step)[0]
+    assert due == [4, 5, 9, 10]
 
 
 def test_training_in_a_thread_leaves_signals_alone() -> None:
