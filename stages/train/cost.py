@@ -127,10 +127,11 @@ def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:
 
 
 def _slots_of(budget: int | float, held: Sequence[int]) -> int:
-    """KV slots of a budget by its name: of a share, which 1 is too, the most that lie within it."""
+    """KV slots of a budget by its name, as `budget_slots` reads it: a share, or from 2 on slots."""
     if budget > 1:
         return int(budget)
-    return max((slots for slots in held if slots <= budget * held[-1]), default=held[0])
+    most = budget * held[-1] * (1 + 1e-12)
+    return max((slots for slots in held if slots <= most), default=held[0])
 
 
 def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> Iterator[str]:

@@ -263,3 +263,19 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     assert flops("train.budgets=[1.0]")[0] == whole > each[3]
     assert "100% of the original's" in text
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[1] + 2 * each[3]) / 5)
+
+
+def test_the_plan_takes_the_budget_whose_share_is_named_to_the_bit(tmp_path: Path) -> None:
+    """In floats 0.58 of 3,200 slots is less than the 1,856 that a budget of this share holds."""
+    case = Case(tmp_path)
+    front = [
+        "search.method=front", "search.swa_ratio=null", "search.budget.ratio=0.5",
+        "search.budget.context=200", "search.window_size=9", "search.points=[0.58]",
+    ]  # fmt: skip
+    by_share, by_slots = (
+        load_recipe(case.file, [*front, f"train.budgets=[{budget}]"], env={})
+        for budget in ("0.58", "1856")
+    )
+    assert plan_costs(by_share, plan_devices(by_share))["train"].flops == (
+        plan_costs(by_slots, plan_devices(by_slots))["train"].flops
+    )
