@@ -28,6 +28,7 @@ FUSED_KERNELS = [
 ]
 # Up to this number of logits the math kernel may run: few queries, or small models in tests.
 SMALL_LOGITS = 2**24
+_FLASH_HEAD_DIM = 256  # the largest that torch's flash kernel takes
 
 
 def fused_attention(
@@ -68,8 +69,9 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         return True
     if mask is not None:
         return False
-    if torch.compiler.is_compiling():
-        return query.dtype in HALF_DTYPES
+    if torch.compiler.is_compiling():  # torch cannot be asked while it traces
+        dim = query.shape[-1]
+        return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= _FLASH_HEAD_DIM
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 
