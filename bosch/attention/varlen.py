@@ -3,7 +3,7 @@
 It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU.
 
 Shapes: B batch, T queries, HQ query heads, D head dimension. Each row, or each document of a row,
-is a sequence; all stand one after another.
+is a sequence; all sequences are packed into one, [B * T, HQ, D].
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _varlen_kernel(
 
     def run(*states: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, _ = varlen_operations()._varlen_attn(*states, *arguments, scale, window, grouped)
-        return out, lse  # [H, T]
+        return out, lse  # [B * T, HQ, D], [HQ, B * T]
 
     def gradients(*saved: Tensor) -> Any:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=saved[0].device)
@@ -83,7 +83,7 @@ def _varlen_kernel(
 
 
 def _borders(context: AttentionContext, query: Tensor) -> tuple[Tensor, int]:
-    """Where each sequence begins and the last one ends, int32; tokens of the longest."""
+    """Bounds of the sequences, int32 [sequences + 1]; tokens of the longest."""
     if context.document is None:
         lengths = [context.q_length] * query.shape[0]
     else:

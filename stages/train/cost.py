@@ -135,7 +135,7 @@ def _slots_of(budget: int | float, held: Sequence[int]) -> int:
 
 
 def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> Iterator[str]:
-    """What processes that share sequences send each other."""
+    """Bytes that processes that share sequences send in a step."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:

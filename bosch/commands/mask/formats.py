@@ -143,7 +143,7 @@ def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray
 
 
 def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, heads: int) -> HeadMask:
-    """The mask whose KV heads decide so for their query heads; refuses groups that disagree."""
+    """The mask of KV heads from `rows` [L, HQ]; refuses query heads of one KV head that differ."""
     for layer, row in enumerate(rows):
         if len(row) != query_heads:
             raise UserError(
@@ -158,8 +158,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, head
             f"{path}: in layer {layer} the query heads of KV head {head} differ, and a head mask "
             "decides for a KV head with all its query heads (docs/reference/format.md)"
         )
-    is_full = np.array(groups.all(axis=2), dtype=np.bool_)
-    return HeadMask(is_full)
+    return HeadMask(groups[:, :, 0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class HelmetSample(NamedTuple):
     question: str
     ending: str
     answers: tuple[str, ...]
-    document: str | None = None  # what rows of one question share
+    document: str | None = None  # the question, which its rows (depths) share
 
     def prompt(self, context: str | None = None) -> str:
         """The text before the answer's beginning `ending`."""
@@ -169,7 +169,7 @@ def _plain(text: str) -> str:
 def samples(
     section: Helmet, tokenizer: Any, seed: int, chat: ChatTemplate | None
 ) -> list[PromptSample]:
-    """The samples of each task at each length, of which prompt, template and answer take no more.
+    """The samples of each task at each length, which bounds prompt, template and answer together.
 
     Raises UserError when a file is not in the public layout.
     """
