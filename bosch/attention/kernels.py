@@ -28,7 +28,7 @@ FUSED_KERNELS = [
 ]
 # Up to this number of logits the math kernel may run: few queries, or small models in tests.
 SMALL_LOGITS = 2**24
-_FLASH_HEAD_DIM = 256  # the largest that torch's flash kernel takes
+FLASH_HEAD_DIM = 256  # the largest that flash-attn's kernels take, and so torch's
 
 
 def fused_attention(
@@ -72,7 +72,7 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         return False
     if torch.compiler.is_compiling():  # torch cannot be asked while it traces
         dim = query.shape[-1]
-        return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= _FLASH_HEAD_DIM
+        return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= FLASH_HEAD_DIM
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 
