@@ -34,7 +34,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
 
     Returns the number of such weights. Raises UserError where a model is no directory, is damaged
     or has such a weight quantised, the two are not hybrids of one head mask, one was not fine-tuned
-    from the other, or `output` exists or lies in `model_dir`; RunError where it cannot be written.
+    from the other, a mixed weight is not finite, or `output` exists or lies in `model_dir`;
+    RunError where it cannot be written.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
@@ -99,6 +100,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     )
                 mean = share * older[:rows].float() + (1 - share) * weight[:rows].float()
                 weight[:rows] = older[:rows] if share == 1 else mean
+                if not weight[:rows].isfinite().all():
+                    raise UserError(
+                        f"--from: with {name} of {source}, that of {model_dir} would not be finite "
+                        f"in {str(weight.dtype).removeprefix('torch.')}; name another checkpoint"
+                    )
                 count += 1
             try:
                 save_file(weights, file, metadata=metadata)
