@@ -52,15 +52,16 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
     """
     try:
         lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
-        scores = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
+        rows = [[float(x) for x in line.split("\t")] for line in lines if line.strip()]
     except OSError as error:
         raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
     except ValueError as error:
+        raise UserError(f"{path / _GATES}: expected rows of numbers ({error})") from None
+    if len({len(row) for row in rows}) != 1 or not np.isfinite(rows).all():
         raise UserError(
-            f"{path / _GATES}: expected rows of numbers of equal length ({error})"
-        ) from None
-    if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
-        raise UserError(f"{path / _GATES}: expected a row of gate scores for each layer")
+            f"{path / _GATES}: expected finite gate scores, a row of equal length for each layer"
+        )
+    scores = np.array(rows)
     _check_size(path / _GATES, *scores.shape)
     sizes = _read_json(path / _GATES_CONFIG)
     if swa_ratio is None:
