@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,26 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     assert flops("train.budgets=[1.0]")[0] == whole > each[3]
     assert "100% of the original's" in text
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[1] + 2 * each[3]) / 5)
+
+
+def test_the_plan_counts_what_processes_send_for_the_budgets_trained(tmp_path: Path) -> None:
+    """Processes that share sequences; the original's budget sends what the original does."""
+    case = Case(tmp_path)
+
+    def sent(budgets: str) -> int:
+        changes = [
+            "search.method=front", "search.points=[0.3,0.5]", "runtime.context_parallel=2",
+            f"train.budgets={budgets}",
+        ]  # fmt: skip
+        loaded = load_recipe(case.file, changes, env={"NPROC_PER_NODE": "2"})
+        text = " ".join(plan_costs(loaded, plan_devices(loaded))["train"].facts)
+        match = re.search(r"a step: (\d+)% of what the original's heads would", text)
+        assert match is not None
+        return int(match[1])
+
+    scarce, large = sent("[0.3]"), sent("[0.5]")
+    assert scarce < large < sent("[1.0]") == 100
+    assert sent("[0.3,0.5]") == pytest.approx((3 * scarce + 2 * large) / 5, abs=1)
 
 
 def test_the_plan_takes_the_budget_whose_share_is_named_to_the_bit(tmp_path: Path) -> None:
