@@ -17,6 +17,7 @@ from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.front import FrontPoint
 from bosch.heads import HeadMask
+from bosch.model.head_table import kv_budgets
 from bosch.model.interface import layouts_of
 from bosch.window import Window
 from pipeline.commands.plan import plan_costs, plan_devices
@@ -264,6 +265,26 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     assert flops("train.budgets=[1.0]")[0] == whole > each[3]
     assert "100% of the original's" in text
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[1] + 2 * each[3]) / 5)
+
+
+def test_memory_is_that_of_the_largest_budget(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the default one, which holds less of other processes' keys."""
+    seen: list[Any] = []
+
+    def stop(*arguments: Any) -> None:
+        seen.append(arguments[-1])
+        raise UserError("seen")
+
+    monkeypatch.setattr("stages.train.run.budget_of", stop)
+    for budgets in (None, "all"):
+        with pytest.raises(UserError, match=r"^seen$"):
+            train_here(case, tmp_path, train={**SHORT, "budgets": budgets})
+    config = AutoConfig.from_pretrained(case / "materialize" / "model")
+    every = kv_budgets(config)
+    chosen, largest = named_budgets(config, "all")[1:3]
+    assert seen == [every[chosen], every[largest]]
 
 
 def test_the_plan_counts_what_processes_send_for_the_budgets_trained(tmp_path: Path) -> None:
