@@ -25,7 +25,7 @@ def swa_budget(n_units: int, ratio: float) -> int:
 
 
 def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) -> bool:
-    """Whether units of `granularity` heads fill a layer, and the budget, without a rest."""
+    """Whether units of `granularity` heads fill a layer, and the budget, without a remainder."""
     return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
 
 
@@ -64,7 +64,7 @@ def _ratio(sliding: int, heads: int) -> str:
 
 
 def even_layout(layers: int, heads: int, ratio: float) -> tuple[int, ...]:
-    """Full KV heads of each layer when ceil(rho N) sliding ones are spread evenly over the layers.
+    """Full KV heads of each layer when ceil(rho N) of all N slide, spread evenly over the layers.
 
     Speed and memory depend on how many heads of a layer slide, not on which.
     """

@@ -17,9 +17,9 @@ from scipy import stats
 class Stability:
     """Agreement of the rankings of several runs.
 
-    `correlations` are Spearman's rho of each two runs, without the pairs where a run ties all its
-    layers (`undefined` counts them). `tied` is the mean share of layers that have the same value
-    as another layer of their run.
+    `correlations` are Spearman's rho of each pair of runs, `undefined` the number of pairs left out
+    since a run has one value for all layers. `tied` is the mean share of layers that have the same
+    value as another layer of their run.
     """
 
     correlations: list[float]
@@ -35,7 +35,7 @@ class Stability:
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Spearman's rho with ties: Pearson's correlation of the average ranks.
 
-    None where one side is constant and has no order.
+    None where one side is constant, and so has no order.
     """
     if min(first) == max(first) or min(second) == max(second):
         return None
@@ -43,7 +43,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def ranking_stability(runs: Sequence[Sequence[float]]) -> Stability:
-    """Spearman's rho between each two of `runs`, each one value per layer."""
+    """Spearman's rho between each pair of `runs`, of one value per layer each."""
     pairs = [spearman(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :]]
     known = [rho for rho in pairs if rho is not None]
     shares = [_tied_share(run) for run in runs]

@@ -28,6 +28,7 @@ FUSED_KERNELS = [
 ]
 # Up to this number of logits the math kernel may run: few queries, or small models in tests.
 SMALL_LOGITS = 2**24
+FLASH_HEAD_DIM = 256  # the largest that flash-attn's kernels take, and so torch's
 
 
 def fused_attention(
@@ -42,8 +43,9 @@ def fused_attention(
 ) -> Tensor:
     """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
 
-    `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias. Raises RuntimeError
-    where no kernel of FUSED_KERNELS takes the arguments on a GPU, unless the logits are few.
+    `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias; `is_causal` needs
+    Tk = T. Raises RuntimeError where no kernel of FUSED_KERNELS takes the arguments on a GPU,
+    unless the logits are few.
     """
     groups, shares = query.shape[1] // key.shape[1], False
     if groups > 1:  # a branch: compiled with heads of any number it is no bool
@@ -68,8 +70,9 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         return True
     if mask is not None:
         return False
-    if torch.compiler.is_compiling():
-        return query.dtype in HALF_DTYPES
+    if torch.compiler.is_compiling():  # torch cannot be asked while it traces
+        dim = query.shape[-1]
+        return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= FLASH_HEAD_DIM
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 

@@ -3,7 +3,7 @@
 It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU.
 
 Shapes: B batch, T queries, HQ query heads, D head dimension. Each row, or each document of a row,
-is a sequence; all stand one after another.
+is a sequence; all sequences are packed into one, [B * T, HQ, D].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
-from bosch.attention.kernels import HALF_DTYPES
+from bosch.attention.kernels import FLASH_HEAD_DIM, HALF_DTYPES
 from bosch.attention.sdpa import sdpa_attention
 from bosch.backends.varlen import VARLEN_MODULE
 
@@ -27,13 +27,14 @@ _CAUSAL = (-1, 0)
 def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a past, padding before a token, attention dropout, or a dtype other than float16 and
-    bfloat16 are computed by the sdpa backend.
+    Passes with a past, padding before a token, attention dropout, heads of more than 256
+    dimensions, or a dtype other than float16 and bfloat16 are computed by the sdpa backend.
     """
     context = call.context
     whole = context.q_offset == 0 and context.start is None
-    able = call.query.dtype in HALF_DTYPES and not call.dropout
-    if not whole or not able or not (context.valid is None or context.right_padded):
+    able = call.query.dtype in HALF_DTYPES and call.query.shape[-1] <= FLASH_HEAD_DIM
+    padded = not (context.valid is None or context.right_padded)
+    if not whole or not able or padded or call.dropout:
         return sdpa_attention(call)
     return call.by_group(_varlen)
 
@@ -71,7 +72,7 @@ def _varlen_kernel(
 
     def run(*states: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, _ = varlen_operations()._varlen_attn(*states, *arguments, scale, window, grouped)
-        return out, lse  # [H, T]
+        return out, lse  # [B * T, HQ, D], [HQ, B * T]
 
     def gradients(*saved: Tensor) -> Any:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=saved[0].device)
@@ -83,7 +84,7 @@ def _varlen_kernel(
 
 
 def _borders(context: AttentionContext, query: Tensor) -> tuple[Tensor, int]:
-    """Where each sequence begins and the last one ends, int32; tokens of the longest."""
+    """Bounds of the sequences, int32 [sequences + 1]; tokens of the longest."""
     if context.document is None:
         lengths = [context.q_length] * query.shape[0]
     else:

@@ -116,7 +116,7 @@ def _captured(model: Any, visit: Visit) -> Iterator[None]:
     gather = partial(gather_heads, model)
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(head_mask(model, full, Window(1)))
+        stack.enter_context(head_mask(model, full, Window(1)))  # a window of no head
         for layer, module in enumerate(attention_modules(model)):
             show = partial(visit, layer)
             stack.enter_context(replace_attention(module, partial(_attend, show, gather)))

@@ -2,8 +2,8 @@
 
 arXiv 2602.08585 allots a cache to heads by curves of the long-horizon eviction loss: the importance
 that later steps of decoding with full attention give to what is evicted. Here a window evicts.
-The importance is the attention probability, summed over steps; whether the paper weighs it
-otherwise could not be read.
+The importance is the attention probability, summed over steps; the paper's own weights, if it has
+any, are not known here. Shapes: L layers, HKV key/value heads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from bosch.window import Window
 
 
 def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
-    """Losses [L, HKV, 1 + windows] in [0, 1] of each choice of a KV head: 0 of the first, full.
+    """Losses [L, HKV, 1 + windows] of each KV head at full attention, which is 0, and each window.
 
-    A loss is the attention probability that the window hides, averaged over the query heads of the
-    KV head and over all positions that predict an answer token.
+    A loss is the attention probability, in [0, 1], that the window hides: the mean over the query
+    heads of the KV head and over all positions that predict an answer token.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)

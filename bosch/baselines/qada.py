@@ -22,9 +22,9 @@ def qada(
 ) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
-    `buffer_size` keys just outside the window describe all that are outside (B; an eighth of the
-    window by default). Queries and keys are those the softmax sees. Only a band of keys is read:
-    memory does not grow with the square of anything but the block.
+    The `buffer_size` keys just outside the window (B; by default an eighth of it) stand for all
+    that are outside. Queries and keys are those the softmax sees. A block of rows reads only its
+    window and buffer: memory does not grow with the square of the length.
     """
     buffer = max(1, window_size // 8) if buffer_size is None else buffer_size
 

@@ -1,4 +1,7 @@
-"""From scores of query heads to a head mask on budget (BOSCH B.3): the same for every ranking."""
+"""The head mask on budget that a ranking's scores give (BOSCH B.3), whatever the ranking.
+
+Shapes: L layers, HQ query heads, HKV key/value heads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 class Ranked:
     """A mask on budget; `tied` counts the units whose score equals that of the last one chosen.
 
-    `tied` is 0 where all of these are sliding: then no choice among equals was made.
+    `tied` is 0 where all of these slide: then nothing was chosen among equals.
     """
 
     mask: HeadMask
@@ -33,11 +36,12 @@ def rank_units(
     most_local: Literal["largest", "smallest"],
     head_granularity: int = 1,
 ) -> Ranked:
-    """The most local units of KV heads become sliding, ceil(rho x units); ties: the lower unit.
+    """The ceil(rho N) most local of N units of KV heads slide; of equal ones the first do.
 
-    `scores` [L, HQ] are of query heads; `most_local` says whether a large or a small score means
-    local. With `head_granularity` g, units of g KV heads of similar score are ranked by their mean.
-    Raises ValueError when g does not divide the KV heads of a layer.
+    The score of a KV head is the mean of `scores` [L, HQ] over its query heads; `most_local` says
+    whether large or small scores mean local. With `head_granularity` g, units of g KV heads of
+    similar score are ranked by their mean. Raises ValueError when g does not divide the KV heads of
+    a layer, or `swa_ratio` (rho) is outside [0, 1].
     """
     head_scores = scores.reshape(len(scores), num_key_value_heads, -1).mean(axis=2)  # [L, HKV]
     head_scores = -head_scores if most_local == "largest" else head_scores

@@ -20,7 +20,7 @@ from stages.evaluate.suite import Records, Suite, answer_record
 
 Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
-_VERSION = 3
+_VERSION = 4
 
 
 def joined(turns: Turns) -> str:

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=19,
+    version=20,
     key="evaluate",
     after=("materialize",),
     model="weights",

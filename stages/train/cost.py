@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bosch.budget import LayerHeads, window_shares
@@ -46,10 +46,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         budget = training_budget(loaded, processes, devices.memory, on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
-    of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
+    trained = _budget_rows(loaded) or {0: search.kv_heads(shape.kinds, recipe.model.dtype)}
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
-        for slots, rows in (_budget_rows(loaded) or {0: of_mask}).items()
+        for slots, rows in trained.items()
     }
     flops = mean_over_budgets(of_budgets)
     of_original = shape.training_flops(tokens, length) - unneeded
@@ -99,7 +99,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     if budget is None:
         facts.append(f"does not run on {processes} process(es): {faults[0]}")
     else:
-        facts += _exchange_facts(loaded, runtime, processes)
+        facts += _exchange_facts(loaded, runtime, processes, trained)
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
     return Cost(done, saved + restart, facts, jobs, efficiency)
@@ -132,28 +132,34 @@ def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:
 
 
 def _slots_of(budget: int | float, held: Sequence[int]) -> int:
-    """KV slots of a budget by its name: of a share, which 1 is too, the most that lie within it."""
+    """KV slots of a budget by its name, as `budget_slots` reads it: a share, or from 2 on slots."""
     if budget > 1:
         return int(budget)
-    return max((slots for slots in held if slots <= budget * held[-1]), default=held[0])
+    most = budget * held[-1] * (1 + 1e-12)
+    return max((slots for slots in held if slots <= most), default=held[0])
 
 
-def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> Iterator[str]:
-    """What processes that share sequences send each other."""
+def _exchange_facts(
+    loaded: LoadedRecipe,
+    runtime: Runtime,
+    processes: int,
+    trained: Mapping[int, Sequence[LayerHeads]],
+) -> Iterator[str]:
+    """Bytes that processes that share sequences send in a step, the mean over `trained` budgets."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
         return
     full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
-    layers = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
-    sent, of_full = (
-        step_traffic(shape, rows, recipe[TrainConfig], runtime, length) / processes
-        for rows in (layers, full)
-    )
+
+    def traffic(layers: Sequence[LayerHeads]) -> float:
+        return step_traffic(shape, layers, recipe[TrainConfig], runtime, length) / processes
+
+    sent = mean_over_budgets({slots: traffic(rows) for slots, rows in trained.items()})
     yield (
         f"context parallelism: {length // sharing:,} tokens of a sequence on each of {sharing} "
-        f"processes, which send {format_bytes(sent)} each a step: {sent / of_full:.0%} of what "
-        "the original's heads would"
+        f"processes, which send {format_bytes(sent)} each a step: {sent / traffic(full):.0%} of "
+        "what the original's heads would"
     )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GROUPED = "grouped_mm"  # transformers' name of it
+_GROUPED = "grouped_mm"  # transformers' name of products of all experts at once
 
 
 def load_for_training(
@@ -56,8 +56,9 @@ def load_for_training(
     Without sharding it is loaded onto `device`, if one is given. `backend` computes its attention;
     `seed` is that of the adapters, if it has any; `context_parallel` splits its sequences.
 
-    Raises UserError when train.liger is set where Liger kernels cannot run; RunError when Liger
-    left a module of the model as it was, or experts would not be computed in grouped products.
+    Raises UserError when train.liger is set where Liger kernels cannot run, or as
+    `restrict_training` does; RunError when Liger left a module of the model as it was, or experts
+    would not be computed in grouped products.
     """
     if train.liger:
         _check_liger_possible()
@@ -107,9 +108,10 @@ def use_grouped_experts(model: Any) -> None:
 
 
 def _raise_graph_limit(config: Any) -> None:
-    """Raise torch's limit of 8 graphs to 8 for each head layout of a layer, under all budgets.
+    """Raise torch's limit of 8 compiled graphs to 8 for each different layer, under all budgets.
 
-    Beyond the limit torch would run layers uncompiled, with no more than a warning.
+    Layers differ by their heads of each window. Beyond the limit torch runs layers uncompiled, with
+    no more than a warning.
     """
     budgets = [heads_by_window(config), *kv_budgets(config).values()]
     layouts = {tuple(row.items()) for rows in budgets for row in rows}
@@ -133,7 +135,7 @@ def recompute_activations(model: Any, saved: str = "") -> None:
             return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-    # Its name since transformers 5.23, and before.
+    # The method's name since transformers 5.23, and the one before.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     next(getattr(model, name) for name in names if hasattr(model, name))(options)
 
@@ -157,7 +159,7 @@ def attention_backend(
     return name
 
 
-def saved_weights(model_dir: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
+def saved_weights(model_dir: Path, model: ModelConfig) -> dict[str, Tensor]:
     """The weights in the precision they are saved in, by name; on the CPU."""
     loaded = load_model(
         model_dir, dtype=saved_dtype(model_dir), trust_remote_code=model.trust_remote_code
@@ -214,7 +216,7 @@ def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> 
     """Shard `model`, whose parameters are on the meta device, and fill it with `weights`.
 
     So no process holds all of them in float32. Only the first process has `weights`, in the
-    precision and by the names they were saved in; it sends one after the other.
+    precision and by the names they were saved in; it sends them one by one.
     """
     # By the layers that it has: transformers' own list may name others, or none.
     layers = {type(layer).__name__ for layer in model.get_decoder().layers}

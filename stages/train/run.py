@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from bosch.errors import LostRankError, RunError, StoppedError
 from bosch.files import added_entries, file_hashes, remove
-from bosch.model.head_table import heads_by_window
+from bosch.model.head_table import heads_by_window, kv_budgets
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.ranks import limit_collectives, partners_alive
@@ -126,15 +126,16 @@ def build_loop(
     model_dir = inputs["materialize"] / MODEL
     # Before DeepSpeed, which would shard the empty model that is counted.
     model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
-    budgets = None
+    budgets, layers = None, heads_by_window(model_config)
     if train.budgets is not None:
         budgets = BudgetDraw(named_budgets(model_config, train.budgets), config.seed)
+        layers = kv_budgets(model_config)[budgets.budgets[-1]]  # the largest, which takes the most
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
     accelerator = make_accelerator(train, config.runtime, schedule)
     budget = budget_of(
         train, config.runtime, schedule.sequence_length, shape, world_size(),
-        least_memory(accelerator.device), torch.cuda.is_available(), heads_by_window(model_config),
+        least_memory(accelerator.device), torch.cuda.is_available(), layers,
     )  # fmt: skip
     runtime = budget.runtime
     logger.info("activations that are recomputed: %s", runtime.checkpointing)

@@ -42,7 +42,7 @@ from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
 
 logger = logging.getLogger(__name__)
 
-# That there is one process alone is no fault.
+# A single process needs no group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 T = TypeVar("T")
@@ -96,10 +96,10 @@ class RestartPoints:
                     )
 
     def latest(self) -> Path | None:
-        """The newest whole restart point; those after it are removed.
+        """The newest whole restart point, None where there is none; damaged ones are removed.
 
-        Every process calls it, and reads its own share of the files. Raises UserError where all
-        others are damaged and a point itself is whole, but not a checkpoint before it.
+        Every process calls it, and reads its own share of the files. Raises UserError where no
+        point can be used, and one only because a checkpoint before it is damaged.
         """
         points = self._points()
         wait()
@@ -131,9 +131,9 @@ class RestartPoints:
         return None
 
     def _fault(self, point: Path) -> tuple[Path, str] | None:
-        """What is damaged of a point, or of a checkpoint that was written before it, and why.
+        """The folder that is damaged, the point's or that of a checkpoint before it, and why.
 
-        Of the files' content this process looks at its share.
+        This process reads the content of its share of the files.
         """
         step = restart_step(point)
         records = {point: point / _RECORD}
@@ -163,7 +163,7 @@ class RestartPoints:
         """Around the loading of a point: one that cannot be loaded is set aside as damaged.
 
         Raises DamagedWorkError, upon which the stage starts again and resumes from the point
-        before. That memory ran out, or another process was lost, is no fault of the point.
+        before. Other errors pass where memory ran out or another process was lost.
         """
         try:
             yield
@@ -183,7 +183,7 @@ class RestartPoints:
             ) from error
 
     def make_room(self) -> None:
-        """Keep the newest point alone, before another one is written; what a kill left goes too."""
+        """Remove all but the newest point, and what a kill left, before another is written."""
         make_folder(self.directory)
         unreadable = self.directory.glob(f"{_UNREADABLE}*")
         for path in [*self._points()[1:], *unreadable, self.writing]:
@@ -209,8 +209,8 @@ class RestartPoints:
     def rehearse(self, minutes: float) -> None:
         """Have every process write a tensor and read that of the next one.
 
-        A disk that refuses, or is not shared, shows before anything is loaded. `minutes` as for
-        `save`.
+        So a disk that cannot be written to, or is not shared, ends the run before anything is
+        loaded. `minutes` as for `save`. Raises RunError.
         """
         place = self.directory / "rehearsal"
         other = (rank() + 1) % processes()
@@ -242,7 +242,7 @@ class RestartPoints:
             replace(self.writing, self.directory / f"step-{step}")
 
     def check(self) -> None:
-        """Raise what a point's writing ended with, where it did."""
+        """Raise the error that the writing of a point ended with, if any."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -282,7 +282,7 @@ class RestartPoints:
         remove(self.directory)
 
     def _points(self) -> list[Path]:
-        """Whole or not, newest first; whatever else lies there is none."""
+        """All points, whole or not, the newest first."""
         points = [
             path
             for path in self.directory.glob("*")
@@ -327,12 +327,12 @@ def share(names: Iterable[str]) -> list[str]:
 
 
 def rank() -> int:
-    """This process of the training's."""
+    """Rank of this process; 0 where it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def processes() -> int:
-    """Processes of the training."""
+    """Number of processes that train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -343,7 +343,7 @@ def wait(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every process has at this place, in the order of their ranks."""
+    """The `value` of every process, in the order of their ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * processes()

@@ -270,6 +270,29 @@ def test_heads_are_repeated_where_a_gpus_kernels_do_not_share_them(
     assert entered == [FUSED_KERNELS]
 
 
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "shares"), [(256, 256, True), (512, 512, False), (64, 32, False)]
+)
+def test_compiled_heads_are_shared_where_flash_takes_their_dimension(
+    key_dim: int, value_dim: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not Gemma 4's of 512: grouped, only torch's math kernel takes them, and holds all logits."""
+    calls: list[bool] = []
+
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> Any:
+        calls.append(options["enable_gqa"])
+        assert key.shape[1] == value.shape[1] == (2 if shares else 6)
+
+    monkeypatch.setattr(kernels, "is_gpu", lambda states: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", attention)
+    shapes = [(1, 6, 8, key_dim), (1, 2, 8, key_dim), (1, 2, 8, value_dim)]
+    fused_attention(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes), scale=1.0)
+    assert calls == [shares]
+
+
 def test_documents_need_no_mask_and_cost_their_own_squares() -> None:
     """Full heads: as many operations as the documents by themselves, and no mask of all pairs."""
     lengths = [100, 300, 112]

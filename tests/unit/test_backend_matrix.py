@@ -129,6 +129,23 @@ def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
         assert kernel.call_count == (0 if dropout else kinds)
 
 
+@pytest.mark.parametrize(("dim", "is_flash"), [(256, True), (264, False)])
+@pytest.mark.parametrize("backend", ["flash", "varlen"])
+def test_heads_too_wide_for_flash_are_computed_by_sdpa(
+    backend: str, dim: int, is_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gemma 4's full heads of 512; flash-attn takes 256."""
+    module = sys.modules["flash_attn"] if backend == "flash" else torch_varlen
+    name = "flash_attn_func" if backend == "flash" else "varlen_attn"
+    kernel = Mock(side_effect=getattr(module, name))
+    monkeypatch.setattr(module, name, kernel)
+    states = [torch.randn(1, heads, 9, dim, dtype=torch.float64) for heads in (4, 2, 2)]
+    layout = full_first(1, 2, Window(4))
+    out = hybrid_attention(*states, layout, backend=backend)
+    assert kernel.called == is_flash
+    torch.testing.assert_close(out, hybrid_attention(*states, layout, backend="eager"), **_NEAR)
+
+
 @st.composite
 def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
     """A sequence in passes: a prompt in chunks, then single tokens; its cache and backend."""

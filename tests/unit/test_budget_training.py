@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.front import FrontPoint
 from bosch.heads import HeadMask
+from bosch.model.head_table import kv_budgets
 from bosch.model.interface import layouts_of
 from bosch.window import Window
 from pipeline.commands.plan import plan_costs, plan_devices
@@ -263,3 +265,59 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     assert flops("train.budgets=[1.0]")[0] == whole > each[3]
     assert "100% of the original's" in text
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[1] + 2 * each[3]) / 5)
+
+
+def test_memory_is_that_of_the_largest_budget(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the default one, which holds less of other processes' keys."""
+    seen: list[Any] = []
+
+    def stop(*arguments: Any) -> None:
+        seen.append(arguments[-1])
+        raise UserError("seen")
+
+    monkeypatch.setattr("stages.train.run.budget_of", stop)
+    for budgets in (None, "all"):
+        with pytest.raises(UserError, match=r"^seen$"):
+            train_here(case, tmp_path, train={**SHORT, "budgets": budgets})
+    config = AutoConfig.from_pretrained(case / "materialize" / "model")
+    every = kv_budgets(config)
+    chosen, largest = named_budgets(config, "all")[1:3]
+    assert seen == [every[chosen], every[largest]]
+
+
+def test_the_plan_counts_what_processes_send_for_the_budgets_trained(tmp_path: Path) -> None:
+    """Processes that share sequences; the original's budget sends what the original does."""
+    case = Case(tmp_path)
+
+    def sent(budgets: str) -> int:
+        changes = [
+            "search.method=front", "search.points=[0.3,0.5]", "runtime.context_parallel=2",
+            f"train.budgets={budgets}",
+        ]  # fmt: skip
+        loaded = load_recipe(case.file, changes, env={"NPROC_PER_NODE": "2"})
+        text = " ".join(plan_costs(loaded, plan_devices(loaded))["train"].facts)
+        match = re.search(r"a step: (\d+)% of what the original's heads would", text)
+        assert match is not None
+        return int(match[1])
+
+    scarce, large = sent("[0.3]"), sent("[0.5]")
+    assert scarce < large < sent("[1.0]") == 100
+    assert sent("[0.3,0.5]") == pytest.approx((3 * scarce + 2 * large) / 5, abs=1)
+
+
+def test_the_plan_takes_the_budget_whose_share_is_named_to_the_bit(tmp_path: Path) -> None:
+    """In floats 0.58 of 3,200 slots is less than the 1,856 that a budget of this share holds."""
+    case = Case(tmp_path)
+    front = [
+        "search.method=front", "search.swa_ratio=null", "search.budget.ratio=0.5",
+        "search.budget.context=200", "search.window_size=9", "search.points=[0.58]",
+    ]  # fmt: skip
+    by_share, by_slots = (
+        load_recipe(case.file, [*front, f"train.budgets=[{budget}]"], env={})
+        for budget in ("0.58", "1856")
+    )
+    assert plan_costs(by_share, plan_devices(by_share))["train"].flops == (
+        plan_costs(by_slots, plan_devices(by_slots))["train"].flops
+    )

@@ -175,7 +175,12 @@ def test_what_a_format_cannot_hold_is_refused(
     ("form", "content", "extra", "sentence"),
     [
         ("duoattention", "0.5\t0.1\n", [], "--swa-ratio"),
-        ("duoattention", "0.5\t0.1\n0.2\n", ["--swa-ratio", "0.5"], "rows of numbers"),
+        (
+            "duoattention",
+            "0.5\t0.1\n0.2\n",
+            ["--swa-ratio", "0.5"],
+            "a row of equal length for each layer\n",
+        ),
         ("duoattention", "0.5\t0.1\n", ["--swa-ratio", "1.5"], "--swa-ratio: expected a share"),
         ("rtp_llm", '{"a": 1}', _BOTH, "headwise_config"),
         ("rtp_llm", '{"headwise_config": {"0": [1, 0, 1, 1, 0, 0]}}', _BOTH, "query heads of KV"),

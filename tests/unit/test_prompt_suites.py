@@ -581,6 +581,20 @@ def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path, form: str
     assert helmet.fitted(sample, whole - context, tokenizer) == sample.prompt("")
 
 
+def test_a_prompt_of_helmet_fits_where_a_token_spans_the_end_of_its_context() -> None:
+    """As in the vocabularies of Qwen3 and Llama 3, where a stop and an empty line are one."""
+    tokenizer = nolima_case.tokenizer()
+    tokenizer.add_tokens([".\n\n"])
+    sample = helmet.HelmetSample("{context}\n\n{question}", "One, two.", "", "Which?", ":", ("1",))
+    sizes = {
+        most: len(tokenizer(helmet.fitted(sample, most, tokenizer) + ":")["input_ids"])
+        for most in range(9, 18)
+    }
+    assert sizes == {most: most if most < 17 else 16 for most in sizes}
+    with pytest.raises(UserError, match=r"takes more than 8 tokens without any"):
+        helmet.fitted(sample, 8, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("output", "one_line", "score"),
     [

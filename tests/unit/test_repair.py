@@ -243,6 +243,27 @@ def test_weights_of_a_quantised_source_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("kind", "value"), [("k_proj.bias", float("nan")), ("q_proj.weight", 1e7)])
+def test_weights_that_would_not_be_finite_are_refused(
+    tmp_path: Path, kind: str, value: float
+) -> None:
+    """A bias has no direction to be known by, and a direction no size: 1e7 is none of float16's."""
+    folders = [saved(tmp_path / "tuned", "qwen2", 0.1), saved(tmp_path / "older", "qwen2")]
+    own, source = (weights(folder) for folder in folders)
+    name = f"model.layers.1.self_attn.{kind}"
+    source[name] *= value
+    for folder, changed in zip(
+        folders, ({n: w.half() for n, w in own.items()}, source), strict=True
+    ):
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    for share in (1.0, 0.5):
+        with pytest.raises(
+            UserError, match=rf"{re.escape(name)} of .*would not be finite in float16"
+        ):
+            repair(*folders, tmp_path / "out", share)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("where", ["tuned", "older"])
 def test_weights_with_a_nan_are_refused(tmp_path: Path, where: str) -> None:
     folders = {"tuned": saved(tmp_path / "tuned", tuned=0.1), "older": saved(tmp_path / "older")}

@@ -52,15 +52,16 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
     """
     try:
         lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
-        scores = np.array([[float(x) for x in line.split("\t")] for line in lines if line.strip()])
+        rows = [[float(x) for x in line.split("\t")] for line in lines if line.strip()]
     except OSError as error:
         raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
     except ValueError as error:
+        raise UserError(f"{path / _GATES}: expected rows of numbers ({error})") from None
+    if len({len(row) for row in rows}) != 1 or not np.isfinite(rows).all():
         raise UserError(
-            f"{path / _GATES}: expected rows of numbers of equal length ({error})"
-        ) from None
-    if scores.ndim != 2 or not scores.size or not np.isfinite(scores).all():
-        raise UserError(f"{path / _GATES}: expected a row of gate scores for each layer")
+            f"{path / _GATES}: expected finite gate scores, a row of equal length for each layer"
+        )
+    scores = np.array(rows)
     _check_size(path / _GATES, *scores.shape)
     sizes = _read_json(path / _GATES_CONFIG)
     if swa_ratio is None:
@@ -148,7 +149,7 @@ def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray
 
 
 def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, heads: int) -> HeadMask:
-    """The mask whose KV heads decide so for their query heads; refuses groups that disagree."""
+    """The mask of KV heads from `rows` [L, HQ]; refuses query heads of one KV head that differ."""
     for layer, row in enumerate(rows):
         if len(row) != query_heads:
             raise UserError(
@@ -163,8 +164,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, head
             f"{path}: in layer {layer} the query heads of KV head {head} differ, and a head mask "
             "decides for a KV head with all its query heads (docs/reference/format.md)"
         )
-    is_full = np.array(groups.all(axis=2), dtype=np.bool_)
-    return HeadMask(is_full)
+    return HeadMask(groups[:, :, 0])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

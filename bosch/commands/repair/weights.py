@@ -1,7 +1,7 @@
 """Query and key weights of a hybrid, taken or interpolated from an earlier checkpoint of it.
 
-Fine-tuning on short text moves them, and recall over long contexts is lost while all else is
-learned; with the old ones it comes back (QK-Restore, arXiv 2606.11052).
+Fine-tuning on short text changes them and loses recall over long contexts; the earlier ones restore
+it and keep what was learned (QK-Restore, arXiv 2606.11052).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bosch.model.untrusted import check_faults
 from bosch.weight_files import WEIGHTS, weight_faults, weight_files
 
 _SUFFIX = ".safetensors"
-_ALIKE = 0.9  # cosine; other heads, or the same ones in another order, are not alike at all
+_ALIKE = 0.9  # cosine similarity; near 0 for other heads, and the same ones in another order
 _SAME = ("model_type", "hybrid_attention")
 
 
@@ -34,7 +34,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
 
     Returns the number of such weights. Raises UserError where a model is no directory, is damaged
     or has such a weight quantised, the two are not hybrids of one head mask, one was not fine-tuned
-    from the other, or `output` exists or lies in `model_dir`; RunError where it cannot be written.
+    from the other, a mixed weight is not finite, or `output` exists or lies in `model_dir`;
+    RunError where it cannot be written.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
@@ -43,7 +44,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     if Path(os.path.realpath(model_dir)) in Path(os.path.realpath(output)).parents:
         raise UserError(f"--output: {output} lies in {model_dir}, which is copied; name another")
     for folder in (model_dir, source):
-        if not folder.is_dir():  # a name on the hub neither: its weights are not fetched
+        if not folder.is_dir():  # nor is a name on the hub: nothing is fetched
             raise UserError(f"{folder}: no such model directory")
         check_faults(weight_faults(folder))
     for name in irregular_entries(model_dir):
@@ -66,7 +67,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
             if is_disk_full(error):
                 raise DiskFullError(f"{output}: no space is left where it is written") from error
             file, _, reason = error.args[0][0]
-            reason = reason.partition(": ")[0]  # behind which it names files
+            reason = reason.partition(": ")[0]  # what follows names files
             raise UserError(f"{file} cannot be copied to {output} ({reason})") from None
         for file in _files(writing):
             with safe_open(file, framework="pt") as opened:
@@ -99,6 +100,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     )
                 mean = share * older[:rows].float() + (1 - share) * weight[:rows].float()
                 weight[:rows] = older[:rows] if share == 1 else mean
+                if not weight[:rows].isfinite().all():
+                    raise UserError(
+                        f"--from: with {name} of {source}, that of {model_dir} would not be finite "
+                        f"in {str(weight.dtype).removeprefix('torch.')}; name another checkpoint"
+                    )
                 count += 1
             try:
                 save_file(weights, file, metadata=metadata)
@@ -111,9 +117,9 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
 
 
 def _rows(config: Any, name: str, weight: Tensor) -> int:
-    """How many of a weight's first rows make queries or keys of the text decoder."""
+    """How many of a weight's first rows compute queries or keys of the text decoder."""
     text, path = text_config(config), name.split(".")
-    if text is not config and "language_model" not in path:  # what sees images has queries too
+    if text is not config and "language_model" not in path:  # an image encoder has queries too
         return 0
     module = path[-2] if len(path) > 2 else ""
     if module in ("q_proj", "k_proj"):
@@ -126,7 +132,7 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
 
 
 def _is_quantised(weight: Tensor) -> bool:
-    """Whether a scale beside the weight belongs to it, or it is such a scale."""
+    """Whether the numbers need a scale beside them, or are such a scale."""
     return not weight.ndim or not weight.is_floating_point() or weight.itemsize == 1
 
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         sinks = ", with a learned sink bias in each query head"
     sliding = record.get("swa_kv_heads_per_layer", {})
     sizes = record.get("window_sizes") or [record["window_size"]]
-    # A budget of several need not use every window of the menu.
+    # Under a budget of several, no head may have some window of the menu.
     used = [size for size, *counts in zip(sizes, *sliding.values(), strict=True) if any(counts)]
     windows = _either(used or sizes)
     count, total = sum(full.values()), heads * len(full)

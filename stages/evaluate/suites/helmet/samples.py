@@ -48,7 +48,7 @@ class HelmetSample(NamedTuple):
     question: str
     ending: str
     answers: tuple[str, ...]
-    document: str | None = None  # what rows of one question share
+    document: str | None = None  # the question, which its rows (depths) share
 
     def prompt(self, context: str | None = None) -> str:
         """The text before the answer's beginning `ending`."""
@@ -120,24 +120,29 @@ def fitted(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> str:
 
     Raises UserError where they have more without any context.
     """
-    count = len(encode_prompt(tokenizer, sample.prompt() + sample.ending))
-    if count <= most_tokens:
-        return sample.prompt()
-    offsets = tokenizer(sample.context, return_offsets_mapping=True, add_special_tokens=False)[
-        "offset_mapping"
-    ]
-    if count - most_tokens > len(offsets):
-        raise UserError(
-            f"evaluate.helmet: the question {sample.question!r:.60} takes more than "
-            f"{most_tokens:,} tokens without any of its context; leave it out of the data"
-        )
-    return sample.prompt(sample.context[: offsets[most_tokens - count][0]])
+    text = sample.prompt()
+    offsets: Any = None  # of the context's tokens that are left
+    # Once as in HELMET's code; again where the cut parts a token such as ".\n\n", which ended it.
+    while (excess := len(encode_prompt(tokenizer, text + sample.ending)) - most_tokens) > 0:
+        if offsets is None:
+            offsets = tokenizer(
+                sample.context, return_offsets_mapping=True, add_special_tokens=False
+            )["offset_mapping"]
+        if excess > len(offsets):
+            raise UserError(
+                f"evaluate.helmet: the question {sample.question!r:.60} takes more than "
+                f"{most_tokens:,} tokens without any of its context; leave it out of the data"
+            )
+        text = sample.prompt(sample.context[: offsets[-excess][0]])
+        offsets = offsets[:-excess]
+    return text
 
 
 def score(output: str, answers: Sequence[str], one_line: bool) -> float:
     """1 where the output contains an answer, both without case, articles and punctuation.
 
-    Of an output for one line what follows that line does not count.
+    Of an output for one line what follows that line does not count. As in HELMET's code, an answer
+    that is nothing but articles and punctuation is in every output.
     """
     text = _plain(output.partition("\n")[0] if one_line else output)
     return float(any(_plain(answer) in text for answer in answers))
@@ -164,7 +169,7 @@ def _plain(text: str) -> str:
 def samples(
     section: Helmet, tokenizer: Any, seed: int, chat: ChatTemplate | None
 ) -> list[PromptSample]:
-    """The samples of each task at each length, of which prompt, template and answer take no more.
+    """The samples of each task at each length, which bounds prompt, template and answer together.
 
     Raises UserError when a file is not in the public layout.
     """
