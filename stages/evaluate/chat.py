@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import read_json
-from data_prep.text import encode_answer
+from data_prep.text import encode_answer, encode_prompt
+
+Turns = list[dict[str, str]]
 
 # Stands for the prompt while the template is split around it.
 _PLACE = "@@prompt@@"
@@ -76,6 +78,20 @@ class ChatTemplate:
                 own, begun = own[: -len(ids)], ids
                 break
         return [*self._before, *own, *self._after, *begun]
+
+
+def prompt_of(
+    tokenizer: Any, turns: Turns, chat: ChatTemplate | None, plain: Callable[[Turns], str]
+) -> tuple[str, list[int]]:
+    """Text and token ids of a conversation, in the chat template or, without one, by `plain`.
+
+    Only the plain text gets the tokenizer's opening tokens: a template brings its own.
+    """
+    if chat is None:
+        text = plain(turns)
+        return text, encode_prompt(tokenizer, text)
+    text = chat.text(turns)
+    return text, encode_answer(tokenizer, text)
 
 
 def has_template(folder: Path) -> bool:

@@ -12,13 +12,12 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.files import file_digest
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
-from data_prep.text import encode_answer, encode_prompt
 from stages.evaluate.answers import Subtask, digest_of
+from stages.evaluate.chat import Turns, prompt_of
 from stages.evaluate.generation import Question
 from stages.evaluate.prompts import PromptEvaluation
 from stages.evaluate.suite import Records, Suite, answer_record
 
-Turns = list[dict[str, str]]
 # To be raised when prompts or scores of a suite change.
 _VERSION = 4
 
@@ -116,13 +115,7 @@ class PromptSuite(Suite):
     def _question(self, subtask: Subtask, index: int) -> Question:
         key, sample = (subtask, index), self._samples[subtask][index]
         if key not in self._questions:
-            turns = sample.turns()
-            if self.chat is not None:
-                text = self.chat.text(turns)
-                ids = encode_answer(self.tokenizer, text)  # the template brings its special tokens
-            else:
-                text = sample.plain(turns)
-                ids = encode_prompt(self.tokenizer, text)
+            text, ids = prompt_of(self.tokenizer, sample.turns(), self.chat, sample.plain)
             self._questions[key] = Question(
                 index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:],
                 new_tokens=sample.new_tokens,

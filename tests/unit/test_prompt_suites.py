@@ -384,12 +384,15 @@ def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
 def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
     tmp_path: Path, factor: int, offset: int, is_in: bool, is_instruct: bool
 ) -> None:
-    """Tokens of the prompt, in a chat template or plain, and of the answer."""
+    """Tokens of the prompt, in a chat template or plain and opened, and of the answer."""
     row, tokenizer = conversations()[0], nolima_case.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="! $A", special_tokens=[("!", tokenizer.vocab["!"])]
+    )
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     turns, chat = json.loads(row["prompt"]), template(tokenizer) if is_instruct else None
     texts = [mrcr.plain_text(turns) if chat is None else chat.text(turns), row["answer"]]
-    tokens, answer = sum(len(tokenizer(text)["input_ids"]) for text in texts), len(row["answer"])
+    tokens, answer = sum(map(len, texts)) + (not is_instruct), len(row["answer"])
     length = factor * tokens + offset
     section = Mrcr(data_dir=str(tmp_path), lengths=[length, 8])
     assert [(one.length, one.new_tokens) for one in section.make(tokenizer, 0, chat)] == [

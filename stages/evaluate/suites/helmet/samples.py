@@ -21,8 +21,8 @@ import numpy as np
 from bosch.errors import UserError
 from data_prep.documents.records import read_rows
 from data_prep.text import encode_prompt
-from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.prompt_suite import PromptSample, Turns
+from stages.evaluate.chat import ChatTemplate, Turns
+from stages.evaluate.prompt_suite import PromptSample
 from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet, HelmetTask
 
 Row = Mapping[str, Any]

@@ -19,7 +19,7 @@ from bosch.errors import UserError
 from bosch.files import parse_json
 from data_prep.documents.records import read_rows
 from data_prep.text import encode_answer
-from stages.evaluate.chat import ChatTemplate
+from stages.evaluate.chat import ChatTemplate, prompt_of
 from stages.evaluate.prompt_suite import PromptSample
 from stages.evaluate.suites.mrcr import Mrcr
 
@@ -96,9 +96,8 @@ def samples(
         ]
         if not open_lengths:
             continue
-        text = plain_text(sample.turns) if chat is None else chat.text(sample.turns)
         answer = len(encode_answer(tokenizer, sample.answer))
-        tokens = len(encode_answer(tokenizer, text)) + answer
+        tokens = len(prompt_of(tokenizer, sample.turns, chat, plain_text)[1]) + answer
         for length in open_lengths:
             if not length / 2 < tokens <= length:
                 continue

@@ -21,8 +21,8 @@ import numpy as np
 from bosch.errors import UserError
 from bosch.files import load_user_json
 from data_prep.text import read_utf8
-from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.prompt_suite import PromptSample, Turns
+from stages.evaluate.chat import ChatTemplate, Turns
+from stages.evaluate.prompt_suite import PromptSample
 from stages.evaluate.suites.nolima import Nolima
 
 _BASE_SEED = 42
