@@ -174,8 +174,9 @@ def plan_lines(
     yield from _other_hardware(costs, count)
     assert loaded.info is not None
     yield from _served(loaded, loaded.info, name)
-    if weights > DEVICES[name].memory * 2**30:
-        yield f"  note: the weights do not fit into one {name} of {DEVICES[name].memory:g} GiB"
+    if weights > devices.memory:
+        place = f"one {name}" if devices.on_gpu else "a process"
+        yield f"  note: the weights do not fit into {place} of {format_bytes(devices.memory)}"
 
 
 def _other_hardware(costs: Mapping[str, Cost], count: int) -> Iterator[str]:

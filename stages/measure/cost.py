@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize, beside_states
-from stages.cost import BYTES, Cost, Devices
+from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import format_bytes
 from stages.measure.stage import MeasureConfig, MeasureSettings
 from stages.recipe import LoadedRecipe
@@ -33,4 +33,4 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
         f"{beside_states(len(shape.kinds.states))}",
     ]
-    return Cost(flops, facts=facts)
+    return Cost(flops, facts=facts, efficiency=devices.efficiency or EFFICIENCY)

@@ -167,11 +167,16 @@ def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
         assert f"HellaSwag: {hellaswag:,} documents" in facts
 
 
-def test_a_model_too_large_for_a_device_is_noted(case: Case) -> None:
+def test_a_model_too_large_for_a_device_is_noted(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "cpu_cores", lambda: 1)
     for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
         case.change_config(vocab_size=gib * 2**30 // 128)
-        lines = list(plan_lines(_load(case), "rtx4090"))
-        assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
+        # Of the cores of a process each has 4 GiB.
+        for hardware in ("rtx4090", "cpux6"):
+            lines = list(plan_lines(_load(case), hardware))
+            assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
 
 
 def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
@@ -191,6 +196,15 @@ def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
     (line,) = [line for line in plan_lines(loaded, "h100x8") if line.startswith("  search ")]
     assert "on 4 of them" in line
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
+
+
+def test_the_stated_efficiency_counts_in_every_stage(case: Case) -> None:
+    loaded = _load(case, "measure={lengths: [512]}", "rival={method: intr}")
+    costs = plan_costs(loaded, plan_devices(loaded, "h100x1", 0.1))
+    worked = {name: cost.efficiency for name, cost in costs.items() if cost.flops}
+    assert worked == dict.fromkeys(
+        ["search", "measure", "original", "train", "train_rival", "evaluate"], 0.1
+    )
 
 
 def test_gradients_on_more_gpus_than_their_examples_take_as_long() -> None:
