@@ -25,6 +25,7 @@ from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.cost import Cost, Devices, memory_here
+from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -152,10 +153,45 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
     cost = _costs(_load(case, changes))["evaluate"]
     (memory,) = [fact for fact in cost.facts if fact.startswith("per process: ")]
     assert f" of KV cache for 8 samples of {longest}" in memory
-    (told,) = [fact for fact in cost.facts if " samples for the hybrid" in fact]
-    assert not samples or told.startswith(f"{samples:,} samples for the hybrid")
+    (told,) = [fact for fact in cost.facts if " samples each for the hybrid" in fact]
+    assert not samples or told.startswith(f"{samples:,} samples each")
     assert cost.jobs == (int(told.partition(" ")[0].replace(",", "")),)
     assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "layouts"),
+    [
+        (["train=null"], "for the hybrid", [(1, 8, 32)]),
+        (["evaluate.rivals=[intr]", "train.checkpoint_tokens=[]"],
+         "each for the hybrid, 1 checkpoint and 1 rival", [(3, 8, 32)]),
+        (["evaluate.windows=[16,32,128]", "evaluate.rivals=[intr,rand]"],
+         "each for the hybrid, 2 checkpoints and 2 rivals, for the untrained ones at 2 more "
+         "windows", [(5, 8, 32), (3, 8, 16), (3, 8, 128)]),
+        (["search.method=front", "evaluate.budgets=[0.75]"],
+         "each for the hybrid and 2 checkpoints, for the hybrid and checkpoints at up to 1 more "
+         "budget",
+         [(3, 8, 32), (3, 9, 32)]),
+        (["search.method=front", "search.points=[0.3,0.6,0.9]", "evaluate.budgets=all",
+          "train=null"],
+         "for the hybrid, for the hybrid at up to 3 more budgets",
+         [(1, 8, 32), (1, 0, 32), (1, 3, 32), (1, 14, 32)]),
+    ],
+)  # fmt: skip
+def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
+    case: Case, overrides: list[str], told: str, layouts: list[tuple[int, int, int]]
+) -> None:
+    """Of the case's 16 KV heads so many are full; 12 samples of 512 tokens, each with 128 new."""
+    cost = _costs(_load(case, *overrides))["evaluate"]
+    layers, flops = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 0.0
+    for models, full, window in layouts:
+        seen = (full * 513 * 256 + (16 - full) * window * (1025 - window) / 2) / 16
+        flops += models * 12 * (512 * 2 * layers + 4 * 4 * 64 * seen + 128 * 2 * 64 * 256)
+    assert cost.flops == pytest.approx(flops)
+    cache = max(8 * 32 * (n * 512 + (16 - n) * (window - 1)) for _, n, window in layouts)
+    *_, samples, memory = cost.facts
+    assert samples == f"12 samples {told}"
+    assert f", {format_bytes(cache)} of KV cache for 8 samples of 512, " in memory
 
 
 def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
