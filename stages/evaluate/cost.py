@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.context_split import ContextSplit
@@ -11,7 +11,7 @@ from bosch.model.cache_size import CacheSize, beside_states
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.evaluate.presets import benchmarks
+from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.exchange import pass_values
@@ -144,31 +144,38 @@ def _cost(
 
 
 def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], list[str]]:
-    """The samples of the suites, and what they are; those of single tasks of lm-eval are unknown.
+    """The samples of the suites, and what they are; of lm-eval's tasks those of the presets.
 
-    Of a prompt that is longer than the model's `positions` lm-eval keeps the end.
+    Others are named, since their samples are unknown. Of a prompt that is longer than the model's
+    `positions` lm-eval keeps the end.
     """
     work, facts = list[Work](), list[str]()
-    for one in benchmarks(evaluate.presets):
+    unknown = set(evaluate.harness.tasks if evaluate.harness is not None else ())
+    for one in benchmarks([*PRESETS]):
+        section: Any = evaluate.suites.get(one.suite)
+        # Of the whole suite its own section says what it costs.
+        if not one.tasks or section is None or not {*one.tasks} <= {*section.tasks}:
+            continue
+        unknown -= {*one.tasks}
         left_out = f"; without {one.left_out}" if one.left_out else ""
-        if not one.tasks:
-            continue  # its own section says what it costs
         if not one.documents:
             facts.append(f"{one.name}: samples below, data: {one.data}{left_out}")
             continue
-        limit = getattr(evaluate.suites[one.suite], "samples", None)  # of each task
-        documents = min(one.documents, one.parts * (limit or one.documents))
+        documents = min(one.documents, one.parts * (section.samples or one.documents))  # of each
+        repeats = int(section.settings.get(one.tasks[0], {}).get("repeats", 1))
         length = one.prompt + one.answer
-        samples, read = documents * one.answers, min(length, positions or length)
+        samples, read = documents * repeats, min(length, positions or length)
         # Of answers that are only weighed, not generated, lm-eval takes all logits.
         generated = samples * one.answer if one.answer else None
         work.append(Work(samples, samples * read, read, read, logits=generated))
-        answers = f", {one.answers} answers each" if one.answers > 1 else ""
+        answers = f", {repeats} answers each" if repeats > 1 else ""
         part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(
             f"{one.name}: {documents:,} documents of about {length:,} tokens{part}{answers}, data: "
             f"{one.data}{left_out}"
         )
+    if unknown:
+        facts.append(f"not counted, their samples are unknown: {', '.join(sorted(unknown))}")
     for section in evaluate.suites.values():
         own_work, own_facts = section.work()
         work += own_work

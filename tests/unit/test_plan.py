@@ -143,6 +143,7 @@ def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None
         ("evaluate={needle: {lengths: [512, 256], samples: 2, tasks: [vt, fwe]}}", 8, "512"),
         ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], max_new_tokens: 32, "
          "samples: 40}}", 40, "544"),
+        ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], depths: 2}}", 580, "704"),
         ("evaluate={needle: null, mrcr: {data_dir: m, lengths: [512, 1024]}}", 600, "1,024"),
         ("evaluate={needle: null, presets: [short], harness: {samples: 5}}", 0, "1,024"),
     ],
@@ -201,6 +202,25 @@ def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
         facts = " ".join(_costs(_load(case, short % samples))["evaluate"].facts)
         assert f"MMLU: {mmlu:,} documents" in facts and f"ARC: {arc:,} documents" in facts
         assert f"HellaSwag: {hellaswag:,} documents" in facts
+
+
+@pytest.mark.parametrize(
+    ("harness", "samples", "told"),
+    [
+        ("harness: {tasks: [gsm8k], samples: 7}", 7, "GSM8K: 7 documents of about 1,156 tokens"),
+        ("harness: {tasks: [aime25]}", 30, "AIME 2025: 30 documents of about 12,150 tokens"),
+        ("presets: [reasoning], harness: {settings: {aime25: {repeats: 64}}}",
+         500 + 30 * (4 + 64), "(the model reads the last 1,024), 64 answers each"),
+        ("harness: {tasks: [ifeval, gsm8k, drop]}", 1319,
+         "not counted, their samples are unknown: drop, ifeval"),
+    ],
+)  # fmt: skip
+def test_tasks_of_lm_eval_count_as_the_recipe_asks_them(
+    case: Case, harness: str, samples: int, told: str
+) -> None:
+    cost = _costs(_load(case, f"evaluate={{needle: null, {harness}}}"))["original"]
+    assert cost.jobs == (samples,)
+    assert any(told in fact for fact in cost.facts)
 
 
 def test_a_model_too_large_for_a_device_is_noted(
