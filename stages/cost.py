@@ -38,10 +38,11 @@ class Devices:
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
+    """FLOPs of a stage, the most bytes it has on disk, and what else is worth saying.
 
     The work comes in phases, one after another, of so many `jobs` each. All jobs are of equal size,
-    and each is done by one process. `efficiency` is the share of the devices' peak.
+    and each is done by one process. `efficiency` is the share of the devices' peak. Of the bytes on
+    disk those that are `removed` are gone when the stage ends.
     """
 
     flops: float = 0.0
@@ -49,6 +50,7 @@ class Cost:
     facts: list[str] = field(default_factory=list)
     jobs: tuple[int, ...] = (1,)
     efficiency: float = EFFICIENCY
+    removed: float = 0.0
 
     @property
     def distributed(self) -> bool:

@@ -167,7 +167,8 @@ def plan_lines(
         for fact in cost.facts:
             yield f"  {'':<12} - {fact}"
     every = costs.values()
-    flops, disk = sum(cost.flops for cost in every), sum(cost.disk for cost in every)
+    flops = sum(cost.flops for cost in every)
+    disk = sum(cost.disk - cost.removed for cost in every) + max(cost.removed for cost in every)
     hours = sum(cost.hours(name, count) for cost in every)
     total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"

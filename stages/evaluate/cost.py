@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
@@ -25,8 +26,9 @@ from stages.train.stage import TrainConfig
 
 Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask
 
-# A sample on disk: names, the 300 characters of its question that are kept, answers and output.
-_SAMPLE_BYTES = 500.0
+# An answer on disk: names, the 300 characters of its question that are kept, answers and output,
+# in samples.jsonl and among the answers that runs share.
+_ANSWER_BYTES = 2 * 500.0
 
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -34,7 +36,9 @@ def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     shape = shape_of(loaded)
     full: Layout = [{None: shape.key_value_heads}] * shape.full_layers
     text = ", once for all recipes on this model"
-    return _cost(loaded, devices, [full], shape.parameters, text)
+    result = _cost(loaded, devices, [full], shape.parameters, text)
+    work, _ = _work(loaded.recipe[EvaluateConfig], loaded.positions)
+    return replace(result, disk=result.disk + sum(one.kept for one in work))
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -136,7 +140,7 @@ def _cost(
         )
     return Cost(
         flops,
-        1e6 + len(layouts) * samples * _SAMPLE_BYTES,
+        1e6 + len(layouts) * samples * _ANSWER_BYTES,
         [*facts, memory],
         (sharing,) if sharing > 1 else (max(1, samples),),
         efficiency=devices.efficiency or EFFICIENCY,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -48,11 +48,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
     of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
+    layouts = {0: of_mask} if train.budgets is None else budget_rows(loaded, train.budgets)
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
-        for slots, rows in (
-            {0: of_mask} if train.budgets is None else budget_rows(loaded, train.budgets)
-        ).items()
+        for slots, rows in layouts.items()
     }
     flops = mean_over_budgets(of_budgets)
     of_original = shape.training_flops(tokens, length) - unneeded
@@ -102,10 +101,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     if budget is None:
         facts.append(f"does not run on {on}: {faults[0]}")
     else:
-        facts += _exchange_facts(loaded, runtime, processes)
+        facts += _exchange_facts(loaded, runtime, processes, layouts)
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
-    return Cost(done, saved + restart, facts, jobs, efficiency)
+    return Cost(done, saved + restart, facts, jobs, efficiency, removed=restart)
 
 
 def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -141,18 +140,25 @@ def _slots_of(budget: int | float, held: Sequence[int]) -> int:
     return max((slots for slots in held if slots <= budget * held[-1]), default=held[0])
 
 
-def _exchange_facts(loaded: LoadedRecipe, runtime: Runtime, processes: int) -> Iterator[str]:
-    """What processes that share sequences send each other."""
+def _exchange_facts(
+    loaded: LoadedRecipe,
+    runtime: Runtime,
+    processes: int,
+    layouts: Mapping[int, Sequence[LayerHeads]],
+) -> Iterator[str]:
+    """What processes that share sequences send each other, over the steps of all `layouts`."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
         return
     full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
-    layers = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     sent, of_full = (
-        step_traffic(shape, rows, recipe[TrainConfig], runtime, length) / processes
-        for rows in (layers, full)
-    )
+        mean_over_budgets({
+            slots: step_traffic(shape, rows, recipe[TrainConfig], runtime, length) / processes
+            for slots, rows in each.items()
+        })
+        for each in (layouts, {0: full})
+    )  # fmt: skip
     yield (
         f"context parallelism: {length // sharing:,} tokens of a sequence on each of {sharing} "
         f"processes, which send {format_bytes(sent)} each a step: {sent / of_full:.0%} of what "

@@ -254,6 +254,16 @@ def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
 
 
+def test_restart_points_of_two_trainings_are_not_on_disk_together(case: Case) -> None:
+    case.change_config(vocab_size=10**6)
+    sums = []
+    for override in ("rival=null", "rival={method: intr}"):
+        (line,) = [x for x in plan_lines(_load(case, override)) if x.startswith("  in all ")]
+        sums.append(float(line.split(", ")[-1].removesuffix(" GiB on disk")))
+    # The rival's hybrid and its two checkpoints: a table of 64, and little beside it.
+    assert sums[1] - sums[0] == pytest.approx(3 * 2 * 64e6 / GIB, abs=0.02)
+
+
 def test_the_stated_efficiency_counts_in_every_stage(case: Case) -> None:
     loaded = _load(case, "measure={lengths: [512]}", "rival={method: intr}")
     costs = plan_costs(loaded, plan_devices(loaded, "h100x1", 0.1))

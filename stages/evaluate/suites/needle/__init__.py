@@ -17,6 +17,9 @@ from stages.fields import Count, Number, PathText, different
 from stages.inputs import Hasher, Input, prose
 from stages.recipe import LoadedRecipe
 
+# Of a sample on disk, beside 4 bytes for each of its ids: its answers and the end of its question.
+_RECORD_BYTES = 1000
+
 
 def _ruler_files(needle: NeedleEvaluation, folder: str | None, hasher: Hasher) -> dict[str, Any]:
     """The files of the recipe's tasks that are there, by content."""
@@ -157,9 +160,12 @@ class NeedleEvaluation(SuiteSection):
         samples = self.samples * len(self.tasks)
         generated = self.samples * sum(map(self.new_tokens, self.tasks))
         work = [
-            Work(samples, samples * length, length, length, logits=generated)
+            Work(
+                samples, samples * length, length, length, logits=generated,
+                kept=samples * (4 * length + _RECORD_BYTES),
+            )
             for length in self.lengths
-        ]
+        ]  # fmt: skip
         return work, [f"RULER: {samples:,} samples at each length"]
 
 
