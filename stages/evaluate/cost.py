@@ -175,8 +175,8 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
         answers = f", {repeats} answers each" if repeats > 1 else ""
         part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(
-            f"{one.name}: {documents:,} documents of about {length:,} tokens{part}{answers}, data: "
-            f"{one.data}{left_out}"
+            f"{one.name}: {counted(documents, 'document')} of about {length:,} tokens{part}"
+            f"{answers}, data: {one.data}{left_out}"
         )
     if unknown:
         facts.append(f"not counted, their samples are unknown: {', '.join(sorted(unknown))}")

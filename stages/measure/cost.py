@@ -5,7 +5,7 @@ from __future__ import annotations
 from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize, beside_states
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.formats import format_bytes
+from stages.formats import counted, format_bytes
 from stages.measure.stage import MeasureConfig, MeasureSettings
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
@@ -27,7 +27,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             warm_up = min(length, 2 * MeasureSettings().chunk)
             flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares, runs)
     facts = [
-        f"{section.repeats} runs each of original and hybrid at prompts of "
+        f"{counted(section.repeats, 'run')} each of original and hybrid at prompts of "
         f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, on one device",
         f"{format_bytes(bytes_per_value * shape.parameters)} of weights, "
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"

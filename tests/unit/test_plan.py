@@ -254,6 +254,17 @@ def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
 
 
+def test_one_of_anything_is_told_as_one(case: Case) -> None:
+    one = (
+        "prepare.calibration.examples=1", "prepare.train_tokens=128", "train.total_tokens=128",
+        "train.batch_tokens=128", "train.checkpoint_tokens=[]", "evaluate.rivals=[intr]",
+        "evaluate.windows=[16]", "evaluate.needle.tasks=[vt]", "evaluate.needle.samples=1",
+        "search.method=front", "search.points=[0.5]", "measure={lengths: [512], repeats: 1}",
+    )  # fmt: skip
+    text = "\n".join(plan_lines(_load(case, *one), "h100x1"))
+    assert re.findall(r".*\b1 (?:more )?[a-z]+[a-rt-z]s\b.*|.*\((?:e?s)\).*", text) == []
+
+
 def test_restart_points_of_two_trainings_are_not_on_disk_together(case: Case) -> None:
     case.change_config(vocab_size=10**6)
     sums = []

@@ -14,6 +14,7 @@ from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, Number, PathText, different
+from stages.formats import counted
 from stages.inputs import Hasher, Input, prose
 from stages.recipe import LoadedRecipe
 
@@ -166,7 +167,7 @@ class NeedleEvaluation(SuiteSection):
             )
             for length in self.lengths
         ]  # fmt: skip
-        return work, [f"RULER: {samples:,} samples at each length"]
+        return work, [f"RULER: {counted(samples, 'sample')} at each length"]
 
 
 def missing_ruler_file(task: str, folder: str | None) -> str | None:
