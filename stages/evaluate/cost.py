@@ -16,7 +16,7 @@ from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.exchange import pass_values
-from stages.formats import counted, format_bytes
+from stages.formats import counted, format_bytes, format_count
 from stages.recipe import LoadedRecipe
 from stages.rival.stage import RivalConfig
 from stages.search.stage import SearchConfig
@@ -106,22 +106,24 @@ def _cost(
     """
     recipe, shape = loaded.recipe, shape_of(loaded)
     work, facts = _work(recipe[EvaluateConfig], loaded.positions)
-    flops = sum(
-        shape.forward_flops(one.tokens, one.length, window_shares(rows), one.logits)
-        for rows in layouts
-        for one in work
-    )
     samples = sum(one.samples for one in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
     number, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
+    flops = reads = 0.0
+    caches = [CacheSize.of(one, shape.kinds, number, state_bytes=0) for one in layouts]
+    for layout, cache in zip(layouts, caches, strict=True):
+        for one in work:
+            shares = window_shares(layout)
+            flops += shape.forward_flops(one.tokens, one.length, shares, one.logits)
+            # A token of an answer takes all weights for the rows of a batch, and its own row's
+            # cache; of processes that share prompts the first one generates.
+            each = number * shape.active_parameters / min(rows, one.most_rows)
+            reads += sharing * (one.logits or 0) * (each + cache.dynamic(one.length))
     memory = f"per process: {format_bytes(number * weights)} of weights"
     if work:
         largest = max(work, key=lambda one: min(rows, one.most_rows) * one.longest)
         longest, rows = largest.longest, min(rows, largest.most_rows)
-        cached = max(
-            CacheSize.of(layout, shape.kinds, number, state_bytes=0).dynamic(longest)
-            for layout in layouts
-        )
+        cached = max(cache.dynamic(longest) for cache in caches)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
         beside = beside_states(len(shape.kinds.states))
@@ -133,6 +135,11 @@ def _cost(
                 f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
             )
         facts.append(f"{counted(samples, 'sample')}{of_whom}")
+        if generated := sum(one.logits or 0 for one in work):
+            facts.append(
+                f"answers of up to {format_count(generated)} tokens to each, for which weights and "
+                "cache are read from memory"
+            )
         memory += (
             f", {format_bytes(rows * cached)} of KV cache for {counted(rows, 'sample')} of "
             f"{longest:,}{where}{beside}, about {format_bytes(sizes.plain_pass(rows * longest))} "
@@ -144,6 +151,7 @@ def _cost(
         [*facts, memory],
         (sharing,) if sharing > 1 else (max(1, samples),),
         efficiency=devices.efficiency or EFFICIENCY,
+        reads=reads,
     )
 
 

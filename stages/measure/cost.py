@@ -19,10 +19,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     cache = CacheSize.of(rows, shape.kinds, bytes_per_value, state_bytes=0)
     longest = max(section.lengths)
-    flops, runs = 0.0, section.repeats * section.batch_size
-    for shares in (None, window_shares(rows)):
+    flops, reads, runs = 0.0, 0.0, section.repeats * section.batch_size
+    for shares, held in ((None, cache.original), (window_shares(rows), cache.dynamic)):
         for length in section.lengths:
             decoded = section.decode_tokens
+            weights = bytes_per_value * shape.active_parameters
+            reads += section.repeats * decoded * (weights + section.batch_size * held(length))
             flops += shape.forward_flops(runs * (length + decoded), length, shares, runs * decoded)
             warm_up = min(length, 2 * MeasureSettings().chunk)
             flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares, runs)
@@ -33,4 +35,4 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
         f"{beside_states(len(shape.kinds.states))}",
     ]
-    return Cost(flops, facts=facts, efficiency=devices.efficiency or EFFICIENCY)
+    return Cost(flops, facts=facts, efficiency=devices.efficiency or EFFICIENCY, reads=reads)

@@ -153,7 +153,7 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
 ) -> None:
     cost = _costs(_load(case, changes))["evaluate"]
     (memory,) = [fact for fact in cost.facts if fact.startswith("per process: ")]
-    assert f" of KV cache for 8 samples of {longest}" in memory
+    assert f" of KV cache for {2 if 'samples: 2,' in changes else 8} samples of {longest}" in memory
     (told,) = [fact for fact in cost.facts if " samples each for the hybrid" in fact]
     assert not samples or told.startswith(f"{samples:,} samples each")
     assert cost.jobs == (int(told.partition(" ")[0].replace(",", "")),)
@@ -189,10 +189,15 @@ def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
         seen = (full * 513 * 256 + (16 - full) * window * (1025 - window) / 2) / 16
         flops += models * 12 * (512 * 2 * layers + 4 * 4 * 64 * seen + 128 * 2 * 64 * 256)
     assert cost.flops == pytest.approx(flops)
-    cache = max(8 * 32 * (n * 512 + (16 - n) * (window - 1)) for _, n, window in layouts)
-    *_, samples, memory = cost.facts
+    caches = [(models, 32 * (n * 512 + (16 - n) * (w - 1))) for models, n, w in layouts]
+    *_, samples, _, memory = cost.facts
     assert samples == f"12 samples {told}"
-    assert f", {format_bytes(cache)} of KV cache for 8 samples of 512, " in memory
+    held = format_bytes(2 * max(cache for _, cache in caches))
+    assert f", {held} of KV cache for 2 samples of 512, " in memory
+    # All weights for the two rows of a batch, and each row's own cache.
+    weights = 2 * (layers + 64 * 256)
+    reads = sum(models * 12 * 128 * (weights / 2 + cache) for models, cache in caches)
+    assert cost.reads == pytest.approx(reads)
 
 
 def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
@@ -273,6 +278,21 @@ def test_restart_points_of_two_trainings_are_not_on_disk_together(case: Case) ->
         sums.append(float(line.split(", ")[-1].removesuffix(" GiB on disk")))
     # The rival's hybrid and its two checkpoints: a table of 64, and little beside it.
     assert sums[1] - sums[0] == pytest.approx(3 * 2 * 64e6 / GIB, abs=0.02)
+
+
+def test_hours_are_those_of_operations_and_of_what_decoding_reads(case: Case) -> None:
+    """A head that slides is not read beyond its window; who generates for all is not helped."""
+    cost = Cost(flops=989e12 * 3600, reads=3350e9 * 7200, jobs=(4,), efficiency=0.5)
+    assert [cost.hours("h100", n) for n in (1, 2)] == [6, 3]
+    measure = _costs(_load(case, "measure={lengths: [512], repeats: 3, batch_size: 5}"))["measure"]
+    weights = 2 * (4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * 256)
+    original, hybrid = 16 * 32 * 512, 32 * (8 * 512 + 8 * 31)
+    assert measure.reads == 3 * 64 * (2 * weights + 5 * (original + hybrid))
+    alone, shared = (
+        _costs(_load(case, f"runtime.evaluate_parallel={way}", NPROC_PER_NODE="2"))["original"]
+        for way in ("data", "context")
+    )
+    assert shared.reads / shared.speedup(2) == 2 * alone.reads / alone.speedup(2)
 
 
 def test_the_stated_efficiency_counts_in_every_stage(case: Case) -> None:

@@ -162,7 +162,7 @@ class NeedleEvaluation(SuiteSection):
         generated = self.samples * sum(map(self.new_tokens, self.tasks))
         work = [
             Work(
-                samples, samples * length, length, length, logits=generated,
+                samples, samples * length, length, length, self.samples, generated,
                 kept=samples * (4 * length + _RECORD_BYTES),
             )
             for length in self.lengths
