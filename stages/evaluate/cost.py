@@ -162,7 +162,7 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
     `positions` lm-eval keeps the end.
     """
     work, facts = list[Work](), list[str]()
-    unknown = set(evaluate.harness.tasks if evaluate.harness is not None else ())
+    unknown = {*getattr(evaluate.suites.get("harness"), "tasks", ())}
     for one in benchmarks([*PRESETS]):
         section: Any = evaluate.suites.get(one.suite)
         # Of the whole suite its own section says what it costs.
