@@ -61,6 +61,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     jobs = _search_jobs(recipe, search.method)
     if sharded:
         facts.append(f"one model sharded over {processes} processes")
+        if processes > devices.local_processes:
+            facts.append(
+                f"does not run on {processes} processes: runtime.search_parallel: tensor shards "
+                f"the model over the processes of one node, {devices.local_processes} here"
+            )
         jobs = (processes,)
     elif split:
         facts.append(_exchanged(recipe, shape, processes))

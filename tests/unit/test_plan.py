@@ -320,6 +320,13 @@ def test_gradients_on_more_gpus_than_their_examples_take_as_long() -> None:
     assert one == pytest.approx(8 * all_64)
 
 
+def test_a_model_sharded_over_two_nodes_is_said_not_to_run() -> None:
+    loaded = _paper("qwen3_8b", "runtime.search_parallel=tensor", "runtime.processes=8")
+    for count, runs in ((8, True), (16, False)):
+        text = "\n".join(plan_lines(loaded, f"h100x{count}"))
+        assert ("does not run on 16 processes: runtime.search_parallel: tensor" in text) != runs
+
+
 def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
     assert _hours("qwen3_30b_a3b", "train", "a800", 16, None) == pytest.approx(96, rel=0.05)
     text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "a800x16"))
