@@ -118,6 +118,8 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
             "the slots of full layers; the original holds "
             f"{format_bytes(front.original)}{front.on} at {front.tokens:,} tokens"
         )
+        if price.budget.keep is not None:
+            facts.append("which point search.budget.keep takes is unknown: all heads count as full")
         held_out = recipe[PrepareConfig].calibration.examples - _searched(recipe, search.method)
         facts.append(f"held out to score the points: {counted(held_out, 'example')}")
     elif search.stated_ratio is None:
