@@ -19,22 +19,26 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of dense bf16 matrix products in TFLOP/s, and memory in GiB; of a CPU, of one core."""
+    """Peak of dense bf16 matrix products in TFLOP/s, memory in GiB, and GB/s that are read of it.
+
+    Of a CPU they are those of one core; no reads are known where no plan asks for them.
+    """
 
     tflops: float
     memory: float
+    bandwidth: float = 0.0
 
 
 # Of a CPU core an order of magnitude: in bf16 cores differ tenfold.
 DEVICES = {
-    "h100": Device(989, 80),
-    "h200": Device(989, 141),
-    "b200": Device(2250, 180),
-    "a100": Device(312, 80),
-    "a800": Device(312, 80),
-    "l40s": Device(362, 48),
-    "rtx4090": Device(165, 24),
-    "cpu": Device(0.05, 4),
+    "h100": Device(989, 80, 3350),
+    "h200": Device(989, 141, 4800),
+    "b200": Device(2250, 180, 8000),
+    "a100": Device(312, 80, 2039),
+    "a800": Device(312, 80, 2039),
+    "l40s": Device(362, 48, 864),
+    "rtx4090": Device(165, 24, 1008),
+    "cpu": Device(0.05, 4, 5),
 }
 
 # What drivers call devices that share a name above and have another peak.

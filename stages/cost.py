@@ -38,10 +38,12 @@ class Devices:
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a stage, bytes it leaves on disk, and what else is worth saying.
+    """FLOPs of a stage, the most bytes it has on disk, and what else is worth saying.
 
     The work comes in phases, one after another, of so many `jobs` each. All jobs are of equal size,
-    and each is done by one process. `efficiency` is the share of the devices' peak.
+    and each is done by one process. `efficiency` is the share of the devices' peak, `reads` are
+    the bytes that decoding takes from their memory. Of the bytes on disk those that are `removed`
+    are gone when the stage ends.
     """
 
     flops: float = 0.0
@@ -49,6 +51,8 @@ class Cost:
     facts: list[str] = field(default_factory=list)
     jobs: tuple[int, ...] = (1,)
     efficiency: float = EFFICIENCY
+    removed: float = 0.0
+    reads: float = 0.0
 
     @property
     def distributed(self) -> bool:
@@ -62,7 +66,9 @@ class Cost:
     def hours(self, name: str, count: int) -> float:
         """Hours on `count` devices."""
         faster = count if name == "cpu" else self.speedup(count)
-        return self.flops / (DEVICES[name].tflops * 1e12 * faster * self.efficiency) / 3600
+        device = DEVICES[name]
+        seconds = self.flops / (device.tflops * 1e12) + self.reads / (device.bandwidth * 1e9)
+        return seconds / (faster * self.efficiency) / 3600
 
 
 def memory_here(world: World) -> float | None:

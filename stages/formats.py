@@ -70,6 +70,11 @@ def format_count(value: float) -> str:
     return _significant(value)
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things: `1 sample`, `12,000 samples`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def format_length(value: int) -> str:
     """A context length in units of 1,024 where it is a whole number of them: `32k`, `600`."""
     return f"{value // 1024}k" if value and value % 1024 == 0 else f"{value:,}"

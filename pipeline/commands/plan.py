@@ -167,15 +167,17 @@ def plan_lines(
         for fact in cost.facts:
             yield f"  {'':<12} - {fact}"
     every = costs.values()
-    flops, disk = sum(cost.flops for cost in every), sum(cost.disk for cost in every)
+    flops = sum(cost.flops for cost in every)
+    disk = sum(cost.disk - cost.removed for cost in every) + max(cost.removed for cost in every)
     hours = sum(cost.hours(name, count) for cost in every)
     total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"
     yield from _other_hardware(costs, count)
     assert loaded.info is not None
     yield from _served(loaded, loaded.info, name)
-    if weights > DEVICES[name].memory * 2**30:
-        yield f"  note: the weights do not fit into one {name} of {DEVICES[name].memory:g} GiB"
+    if weights > devices.memory:
+        place = f"one {name}" if devices.on_gpu else "a process"
+        yield f"  note: the weights do not fit into {place} of {format_bytes(devices.memory)}"
 
 
 def _other_hardware(costs: Mapping[str, Cost], count: int) -> Iterator[str]:

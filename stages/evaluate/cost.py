@@ -2,137 +2,192 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
 from bosch.budget import LayerHeads, window_shares
 from bosch.context_split import ContextSplit
 from bosch.model.cache_size import CacheSize, beside_states
 from bosch.objective.memory import ActivationSizes
+from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.evaluate.presets import benchmarks
+from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.exchange import pass_values
-from stages.formats import format_bytes
-from stages.prepare.stage import PrepareConfig
+from stages.formats import counted, format_bytes, format_count
 from stages.recipe import LoadedRecipe
 from stages.rival.stage import RivalConfig
-from stages.search.choice import front_slots
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.train.cost import budget_rows
 from stages.train.stage import TrainConfig
 
-# A sample on disk: names, the 300 characters of its question that are kept, answers and output.
-_SAMPLE_BYTES = 500.0
+Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask
+
+# An answer on disk: names, the 300 characters of its question that are kept, answers and output,
+# in samples.jsonl and among the answers that runs share.
+_ANSWER_BYTES = 2 * 500.0
 
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """The original model's answers, once for all recipes on it."""
-    return _cost(loaded, devices, 1, False, ", once for all recipes on this model")
+    shape = shape_of(loaded)
+    full: Layout = [{None: shape.key_value_heads}] * shape.full_layers
+    text = ", once for all recipes on this model"
+    result = _cost(loaded, devices, [full], shape.parameters, text)
+    work, _ = _work(loaded.recipe[EvaluateConfig], loaded.positions)
+    return replace(result, disk=result.disk + sum(one.kept for one in work))
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """The answers of the hybrid, its checkpoints and its rivals."""
-    evaluate, train = loaded.recipe[EvaluateConfig], loaded.recipe.get(TrainConfig)
-    search, rivals = loaded.recipe[SearchConfig], len(evaluate.rivals)
+    recipe, shape = loaded.recipe, shape_of(loaded)
+    evaluate, search, train = recipe[EvaluateConfig], recipe[SearchConfig], recipe.get(TrainConfig)
     checkpoints = len(train.checkpoint_steps) if train is not None else 0
-    windows = len({*evaluate.windows} - {search.window.size})
-    budgets = _more_budgets(loaded)
-    models = (1 + rivals) * (1 + windows) + checkpoints + budgets * (1 + checkpoints)
-    trained_rival = loaded.recipe.get(RivalConfig) is not None
-    models += trained_rival
-    of_whom = f" for the hybrid and each of {checkpoints} checkpoints"
-    of_whom += f" and {rivals} rivals" if rivals else ""
-    of_whom += ", and the trained rival" if trained_rival else ""
-    of_whom += f", the untrained ones at {windows} more windows" if windows else ""
-    of_whom += f", hybrid and checkpoints at up to {budgets} more budgets" if budgets else ""
-    return _cost(loaded, devices, models, True, of_whom)
+    untrained = 1 + len(evaluate.rivals)
+    trained_rival = recipe.get(RivalConfig) is not None
+    own = search.kv_heads(shape.kinds, recipe.model.dtype)
+    windows = {*evaluate.windows} - {search.window.size}
+    budgets = _more_budgets(loaded, own)
+    layouts: list[Layout] = [own] * (untrained + checkpoints + trained_rival)
+    for size in windows:
+        window = Window(size, search.sinks)
+        fulls = [row.get(None, 0) for row in own]
+        rows = [{None: full, window: shape.key_value_heads - full} for full in fulls]
+        layouts += [rows] * untrained
+    for layout in budgets:
+        layouts += [layout] * (1 + checkpoints)
+    models = ["the hybrid"]
+    models += [counted(checkpoints, "checkpoint")] * (checkpoints > 0)
+    models += [counted(untrained - 1, "rival")] * (untrained > 1)
+    models += ["the trained rival"] * trained_rival
+    *most, last = models
+    text = f" each for {', '.join(most)} and {last}" if most else f" for {last}"
+    if windows:
+        text += f", for the untrained ones at {counted(len(windows), 'more window')}"
+    if budgets:
+        more = counted(len(budgets), "more budget")
+        text += f", for the hybrid{' and checkpoints' * (checkpoints > 0)} at up to {more}"
+    # A hybrid that is made from the original takes its weights over one by one.
+    return _cost(loaded, devices, layouts, shape.parameters + shape.largest_weight, text)
 
 
-def _more_budgets(loaded: LoadedRecipe) -> int:
-    """Budgets that are scored beside the chosen one, at most."""
+def _more_budgets(loaded: LoadedRecipe, own: Layout) -> list[Layout]:
+    """Layouts that are scored beside the chosen one, at most; of all, that is the largest within.
+
+    The original's is none of all.
+    """
     budgets = loaded.recipe[EvaluateConfig].budgets
     if budgets == "chosen":
-        return 0
-    if budgets != "all":
-        return len(budgets)
-    context = loaded.recipe[PrepareConfig].calibration.length
-    search, kinds = loaded.recipe[SearchConfig], shape_of(loaded).kinds
-    price = search.front_price(kinds, loaded.recipe.model.dtype, context)
-    return len(front_slots(search, price)) - 2  # neither the chosen one nor the original
+        return []
+    layouts: list[Layout] = [*budget_rows(loaded, budgets).values()]
+    if budgets == "all":
+        within = sum(_full_heads(rows) <= _full_heads(own) for rows in layouts)
+        del layouts[max(0, within - 1)]
+    return layouts
+
+
+def _full_heads(rows: Layout) -> int:
+    return sum(row.get(None, 0) for row in rows)
 
 
 def _cost(
-    loaded: LoadedRecipe, devices: Devices, models: int, is_hybrid: bool, of_whom: str
+    loaded: LoadedRecipe,
+    devices: Devices,
+    layouts: Sequence[Layout],
+    weights: int,
+    of_whom: str,
 ) -> Cost:
-    """All suites of `models` hybrids or the original, as far as their samples are known."""
+    """All suites of a model with each of `layouts`, as far as their samples are known.
+
+    A process holds so many `weights`, and the cache of the layout with the largest.
+    """
     recipe, shape = loaded.recipe, shape_of(loaded)
-    evaluate, search = recipe[EvaluateConfig], recipe[SearchConfig]
-    rows_by_window = search.kv_heads(shape.kinds, recipe.model.dtype)
-    shares = window_shares(rows_by_window) if is_hybrid else None
-    work, facts = _work(evaluate, loaded.positions)
-    passes = sum(shape.forward_flops(w.tokens, w.length, shares, w.logits) for w in work)
+    work, facts = _work(recipe[EvaluateConfig], loaded.positions)
     samples = sum(one.samples for one in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
     number, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
-    # A hybrid that is made from the original takes its weights over one by one.
-    weights = shape.parameters + (shape.largest_weight if is_hybrid else 0)
+    flops = reads = 0.0
+    caches = [CacheSize.of(one, shape.kinds, number, state_bytes=0) for one in layouts]
+    for layout, cache in zip(layouts, caches, strict=True):
+        for one in work:
+            shares = window_shares(layout)
+            flops += shape.forward_flops(one.tokens, one.length, shares, one.logits)
+            # A token of an answer takes all weights for the rows of a batch, and its own row's
+            # cache; of processes that share prompts the first one generates.
+            each = number * shape.active_parameters / min(rows, one.most_rows)
+            reads += sharing * (one.logits or 0) * (each + cache.dynamic(one.length))
     memory = f"per process: {format_bytes(number * weights)} of weights"
     if work:
         largest = max(work, key=lambda one: min(rows, one.most_rows) * one.longest)
         longest, rows = largest.longest, min(rows, largest.most_rows)
-        cache = CacheSize.of(rows_by_window, shape.kinds, number, state_bytes=0)
-        cached = cache.dynamic(longest) if is_hybrid else cache.original(longest)
+        cached = max(cache.dynamic(longest) for cache in caches)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
         beside = beside_states(len(shape.kinds.states))
         if sharing > 1:
-            full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
             split = ContextSplit.padded(longest, sharing)
-            sent = number * pass_values(shape, rows_by_window if is_hybrid else full, split)
+            sent = number * max(pass_values(shape, layout, split) for layout in layouts)
             facts.append(
                 f"each prompt split over {sharing} processes, which send each other "
                 f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
             )
-        facts.append(f"{samples:,} samples{of_whom}")
+        facts.append(f"{counted(samples, 'sample')}{of_whom}")
+        if generated := sum(one.logits or 0 for one in work):
+            facts.append(
+                f"answers of up to {format_count(generated)} tokens to each, for which weights and "
+                "cache are read from memory"
+            )
         memory += (
-            f", {format_bytes(rows * cached)} of KV cache for {rows} samples of {longest:,}{where}"
-            f"{beside}, about {format_bytes(sizes.plain_pass(rows * longest))} in a "
-            "pass"
+            f", {format_bytes(rows * cached)} of KV cache for {counted(rows, 'sample')} of "
+            f"{longest:,}{where}{beside}, about {format_bytes(sizes.plain_pass(rows * longest))} "
+            "in a pass"
         )
     return Cost(
-        models * passes,
-        1e6 + models * samples * _SAMPLE_BYTES,
+        flops,
+        1e6 + len(layouts) * samples * _ANSWER_BYTES,
         [*facts, memory],
         (sharing,) if sharing > 1 else (max(1, samples),),
         efficiency=devices.efficiency or EFFICIENCY,
+        reads=reads,
     )
 
 
 def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], list[str]]:
-    """The samples of the suites, and what they are; those of single tasks of lm-eval are unknown.
+    """The samples of the suites, and what they are; of lm-eval's tasks those of the presets.
 
-    Of a prompt that is longer than the model's `positions` lm-eval keeps the end.
+    Others are named, since their samples are unknown. Of a prompt that is longer than the model's
+    `positions` lm-eval keeps the end.
     """
     work, facts = list[Work](), list[str]()
-    for one in benchmarks(evaluate.presets):
+    unknown = {*getattr(evaluate.suites.get("harness"), "tasks", ())}
+    for one in benchmarks([*PRESETS]):
+        section: Any = evaluate.suites.get(one.suite)
+        # Of the whole suite its own section says what it costs.
+        if not one.tasks or section is None or not {*one.tasks} <= {*section.tasks}:
+            continue
+        unknown -= {*one.tasks}
         left_out = f"; without {one.left_out}" if one.left_out else ""
-        if not one.tasks:
-            continue  # its own section says what it costs
         if not one.documents:
             facts.append(f"{one.name}: samples below, data: {one.data}{left_out}")
             continue
-        limit = getattr(evaluate.suites[one.suite], "samples", None)  # of each task
-        documents = min(one.documents, one.parts * (limit or one.documents))
+        documents = min(one.documents, one.parts * (section.samples or one.documents))  # of each
+        repeats = int(section.settings.get(one.tasks[0], {}).get("repeats", 1))
         length = one.prompt + one.answer
-        samples, read = documents * one.answers, min(length, positions or length)
+        samples, read = documents * repeats, min(length, positions or length)
         # Of answers that are only weighed, not generated, lm-eval takes all logits.
         generated = samples * one.answer if one.answer else None
         work.append(Work(samples, samples * read, read, read, logits=generated))
-        answers = f", {one.answers} answers each" if one.answers > 1 else ""
+        answers = f", {repeats} answers each" if repeats > 1 else ""
         part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(
-            f"{one.name}: {documents:,} documents of about {length:,} tokens{part}{answers}, data: "
-            f"{one.data}{left_out}"
+            f"{one.name}: {counted(documents, 'document')} of about {length:,} tokens{part}"
+            f"{answers}, data: {one.data}{left_out}"
         )
+    if unknown:
+        facts.append(f"not counted, their samples are unknown: {', '.join(sorted(unknown))}")
     for section in evaluate.suites.values():
         own_work, own_facts = section.work()
         work += own_work

@@ -38,11 +38,6 @@ class Benchmark:
     packages: tuple[str, ...] = ()
     left_out: str = ""
 
-    @property
-    def answers(self) -> int:
-        """Answers to each document."""
-        return int(self.settings.get("repeats", 1))
-
 
 # Reasoning models are sampled, and think for long (Qwen3's own settings).
 _SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "max_gen_toks": 32768}

@@ -16,6 +16,7 @@ from bosch.errors import UserError
 from data_prep.documents.source_files import files_below
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, PathText, different
+from stages.formats import counted
 from stages.inputs import Hasher, Input, hashed_files
 from stages.recipe import LoadedRecipe, position_faults
 from stages.stage import call
@@ -105,7 +106,7 @@ class PromptEvaluation(SuiteSection):
             Work(samples, samples * (length + beside), length, longest, logits=self.generated)
             for length in self.lengths
         ]
-        return work, [f"{self.title}: up to {samples:,} samples at each length"]
+        return work, [f"{self.title}: up to {counted(samples, 'sample')} at each length"]
 
     def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
         """The samples of all lengths, which hold what a chat template adds, too."""

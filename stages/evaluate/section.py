@@ -22,7 +22,8 @@ class Work:
 
     `tokens` are those of all samples; `longest` is the longest of them, with its answer, and
     `most_rows` how many are read at once, at most. Logits are computed at `logits` of the tokens,
-    where answers are generated at these; None: at all.
+    where answers are generated at these; None: at all. `kept` are the bytes of the samples
+    themselves on disk, for all models and recipes.
     """
 
     samples: int
@@ -31,6 +32,7 @@ class Work:
     longest: int
     most_rows: int = sys.maxsize
     logits: int | None = None
+    kept: int = 0
 
 
 class SuiteSection(Section):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bosch.budget import window_shares
 from bosch.model.cache_size import CacheSize, beside_states
-from stages.cost import BYTES, Cost, Devices
-from stages.formats import format_bytes
+from stages.cost import BYTES, EFFICIENCY, Cost, Devices
+from stages.formats import counted, format_bytes
 from stages.measure.stage import MeasureConfig, MeasureSettings
 from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
@@ -19,18 +19,20 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     cache = CacheSize.of(rows, shape.kinds, bytes_per_value, state_bytes=0)
     longest = max(section.lengths)
-    flops, runs = 0.0, section.repeats * section.batch_size
-    for shares in (None, window_shares(rows)):
+    flops, reads, runs = 0.0, 0.0, section.repeats * section.batch_size
+    for shares, held in ((None, cache.original), (window_shares(rows), cache.dynamic)):
         for length in section.lengths:
             decoded = section.decode_tokens
+            weights = bytes_per_value * shape.active_parameters
+            reads += section.repeats * decoded * (weights + section.batch_size * held(length))
             flops += shape.forward_flops(runs * (length + decoded), length, shares, runs * decoded)
             warm_up = min(length, 2 * MeasureSettings().chunk)
             flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares, runs)
     facts = [
-        f"{section.repeats} runs each of original and hybrid at prompts of "
+        f"{counted(section.repeats, 'run')} each of original and hybrid at prompts of "
         f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, on one device",
         f"{format_bytes(bytes_per_value * shape.parameters)} of weights, "
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
         f"{beside_states(len(shape.kinds.states))}",
     ]
-    return Cost(flops, facts=facts)
+    return Cost(flops, facts=facts, efficiency=devices.efficiency or EFFICIENCY, reads=reads)

@@ -26,7 +26,7 @@ from stages.fields import (
     different,
     regular_expression,
 )
-from stages.formats import format_hours
+from stages.formats import counted, format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
 from stages.recipe import LoadedRecipe, position_faults
@@ -231,8 +231,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     core_hours = tokens / _TOKENS_PER_CORE_SECOND / 3600
     examples = prepare.calibration.examples
     facts = [
-        f"{tokens:,} tokens in {sequences:,} sequences of {length:,}",
-        f"{examples} calibration examples of {prepare.calibration.length:,}",
+        f"{tokens:,} tokens in {counted(sequences, 'sequence')} of {length:,}",
+        f"{counted(examples, 'calibration example')} of {prepare.calibration.length:,}",
         f"{format_hours(core_hours)} on one core",
     ]
     # An id takes 4 bytes where it is packed, about 6 characters in calibration.jsonl.

@@ -215,11 +215,15 @@ class Price:
         fits = (n for n in units if self.of(self.with_sliding(n, window)) <= most)
         return next(fits, None)
 
+    @property
+    def on(self) -> str:
+        """Where the bytes are held, for people."""
+        return f" on each of {self.budget.ranks} ranks" if self.budget.ranks > 1 else ""
+
     def text(self, held: int) -> str:
         """Bytes for people, with the share of the original's."""
-        on = f" on each of {self.budget.ranks} ranks" if self.budget.ranks > 1 else ""
         return (
-            f"{format_bytes(held)}{on} of the original's {format_bytes(self.original)} at "
+            f"{format_bytes(held)}{self.on} of the original's {format_bytes(self.original)} at "
             f"{self.tokens:,} tokens ({held / self.original:.1%}, {self.budget.engine})"
         )
 

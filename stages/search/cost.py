@@ -13,7 +13,7 @@ from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.exchange import pass_values
-from stages.formats import format_bytes, format_flops, format_hours
+from stages.formats import counted, format_bytes, format_flops, format_hours
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe, Recipe
 from stages.search.budget import HELD_OUT_EVERY
@@ -49,8 +49,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         else weights * devices.local_processes
     )
     facts = [
-        f"at most {evaluations:,} evaluations of {examples * length:,} tokens "
-        f"in {sum(batches)} batches",
+        f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
+        f"in {counted(sum(batches), 'batch', 'batches')}",
         f"{format_flops(one)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
@@ -61,6 +61,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     jobs = _search_jobs(recipe, search.method)
     if sharded:
         facts.append(f"one model sharded over {processes} processes")
+        if processes > devices.local_processes:
+            facts.append(
+                f"does not run on {processes} processes: runtime.search_parallel: tensor shards "
+                f"the model over the processes of one node, {devices.local_processes} here"
+            )
         jobs = (processes,)
     elif split:
         facts.append(_exchanged(recipe, shape, processes))
@@ -109,12 +114,14 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
         front = search.front_price(shape.kinds, recipe.model.dtype, length)
         shares = [slots / (heads * front.tokens) for slots in point_slots(search, front)]
         facts.append(
-            f"a front of {len(shares)} points, {shares[0]:.1%} to {shares[-1]:.1%} of the slots of "
-            f"full layers; the original holds {format_bytes(front.original)} at {front.tokens:,} "
-            "tokens"
+            f"a front of {counted(len(shares), 'point')}, {shares[0]:.1%} to {shares[-1]:.1%} of "
+            "the slots of full layers; the original holds "
+            f"{format_bytes(front.original)}{front.on} at {front.tokens:,} tokens"
         )
+        if price.budget.keep is not None:
+            facts.append("which point search.budget.keep takes is unknown: all heads count as full")
         held_out = recipe[PrepareConfig].calibration.examples - _searched(recipe, search.method)
-        facts.append(f"{held_out} of the examples are held out and score the points")
+        facts.append(f"held out to score the points: {counted(held_out, 'example')}")
     elif search.stated_ratio is None:
         sliding = round(heads * search.ratio_for(shape.kinds, recipe.model.dtype))
         facts.append(f"so {sliding} of {heads} KV heads slide (rho = {sliding / heads:.4g})")
@@ -159,7 +166,8 @@ def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
     kinds = "both kinds" if windows == 1 else f"all {1 + windows} kinds"
     fact = (
         f"reuse: the input of a layer and its attention of {kinds}, "
-        f"{format_bytes(entry)} for the {examples} examples of a process; runtime.reuse_memory "
+        f"{format_bytes(entry)} for {counted(examples, 'example')} of a process; "
+        "runtime.reuse_memory "
     )
     if isinstance(room, int):
         return fact + f"holds {min(1.0, room / entry):.0%} of it"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from bosch.budget import LayerHeads, window_shares
 from stages.context import Runtime
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.fields import bytes_of
-from stages.formats import format_bytes, format_flops
+from stages.formats import counted, format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
@@ -38,7 +39,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     recipe, shape = loaded.recipe, shape_of(loaded)
     train, search = recipe[TrainConfig], recipe[SearchConfig]
     processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
-    steps = train.optimizer_steps
+    steps, on = train.optimizer_steps, counted(processes, "process", "processes")
     tokens, length = steps * train.batch_tokens, recipe[PrepareConfig].sequence_length
     runtime, budget = recipe.runtime, None
     faults = list(batch_faults(train, runtime, length, processes))
@@ -46,10 +47,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         budget = training_budget(loaded, processes, devices.memory, on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
-    trained = _budget_rows(loaded) or {0: search.kv_heads(shape.kinds, recipe.model.dtype)}
+    of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
+    layouts = {0: of_mask} if train.budgets is None else budget_rows(loaded, train.budgets)
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
-        for slots, rows in trained.items()
+        for slots, rows in layouts.items()
     }
     flops = mean_over_budgets(of_budgets)
     of_original = shape.training_flops(tokens, length) - unneeded
@@ -67,12 +69,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     file = bytes_of(materialize.max_shard_size)
     files = checkpoint_host_bytes(float(shape.parameters * number), file, local)
     facts = [
-        f"{steps:,} steps of {train.batch_tokens:,} tokens = {tokens:,} tokens",
-        f"{train.batch_tokens // length} sequences a step on {processes} process(es)",
+        f"{counted(steps, 'step')} of {train.batch_tokens:,} tokens = {tokens:,} tokens",
+        f"{counted(train.batch_tokens // length, 'sequence')} a step on {on}",
         f"{format_flops(flops)} without recomputation: {flops / of_original:.0%} of the original's",
         f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
         f"restart points are written, {format_bytes(files)} while checkpoints are",
-        f"on disk {checkpoints} checkpoints ({format_bytes(saved)}) and at most two "
+        f"on disk {counted(checkpoints, 'checkpoint')} ({format_bytes(saved)}) and at most two "
         f"restart points ({format_bytes(restart)})",
     ]
     if len(of_budgets) > 1:
@@ -97,12 +99,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
     if budget is None:
-        facts.append(f"does not run on {processes} process(es): {faults[0]}")
+        facts.append(f"does not run on {on}: {faults[0]}")
     else:
-        facts += _exchange_facts(loaded, runtime, processes, trained)
+        facts += _exchange_facts(loaded, runtime, processes, layouts)
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
-    return Cost(done, saved + restart, facts, jobs, efficiency)
+    return Cost(done, saved + restart, facts, jobs, efficiency, removed=restart)
 
 
 def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -112,22 +114,22 @@ def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return cost(replace(loaded, recipe=recipe), devices)
 
 
-def _budget_rows(loaded: LoadedRecipe) -> dict[int, list[LayerHeads]]:
-    """Heads by window for each budget of `train.budgets`, by its KV slots; none without it.
+def budget_rows(
+    loaded: LoadedRecipe, budgets: Literal["all"] | Sequence[int | float]
+) -> dict[int, list[LayerHeads]]:
+    """Heads by window for each of these budgets of the front, by its KV slots, ascending.
 
     Spread evenly over the layers; whatever slides has the narrowest window.
     """
     recipe, kinds = loaded.recipe, shape_of(loaded).kinds
-    search, budgets = recipe[SearchConfig], recipe[TrainConfig].budgets
-    if budgets is None:
-        return {}
+    search = recipe[SearchConfig]
     context = recipe[PrepareConfig].calibration.length
     price = search.front_price(kinds, recipe.model.dtype, context)
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
     least, _ = search.slot_range(price)
     saved = max(1, price.tokens - window.held(price.tokens))
     held = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
-    named = held[:-1] if budgets == "all" else [_slots_of(one, held) for one in budgets]
+    named = held[:-1] if budgets == "all" else sorted({_slots_of(one, held) for one in budgets})
     return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
 
 
@@ -143,9 +145,9 @@ def _exchange_facts(
     loaded: LoadedRecipe,
     runtime: Runtime,
     processes: int,
-    trained: Mapping[int, Sequence[LayerHeads]],
+    layouts: Mapping[int, Sequence[LayerHeads]],
 ) -> Iterator[str]:
-    """Bytes that processes that share sequences send in a step, the mean over `trained` budgets."""
+    """Bytes that processes that share sequences send in a step, the mean over `layouts`."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
@@ -155,7 +157,7 @@ def _exchange_facts(
     def traffic(layers: Sequence[LayerHeads]) -> float:
         return step_traffic(shape, layers, recipe[TrainConfig], runtime, length) / processes
 
-    sent = mean_over_budgets({slots: traffic(rows) for slots, rows in trained.items()})
+    sent = mean_over_budgets({slots: traffic(rows) for slots, rows in layouts.items()})
     yield (
         f"context parallelism: {length // sharing:,} tokens of a sequence on each of {sharing} "
         f"processes, which send {format_bytes(sent)} each a step: {sent / traffic(full):.0%} of "

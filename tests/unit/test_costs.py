@@ -42,17 +42,21 @@ def test_processes_speed_one_sample_up_where_they_share_it(
     assert cost.speedup(2) == speedup
 
 
-def test_a_sample_takes_no_more_of_the_disk_than_planned(tmp_path: Path) -> None:
+def test_an_answer_takes_no_more_of_the_disk_than_planned(tmp_path: Path) -> None:
+    """In samples.jsonl and, with fewer names, among the answers that runs share."""
     case = Case(tmp_path)
 
     def disk(samples: int) -> float:
-        overrides = [f"evaluate.needle.samples={samples}", "evaluate.needle.tasks=[niah_single_2]"]
+        overrides = [
+            f"evaluate.needle.samples={samples}", "evaluate.needle.tasks=[niah_single_2]",
+            "train=null",
+        ]  # fmt: skip
         loaded = load_recipe(case.file, overrides)
         needle = loaded.recipe[EvaluateConfig].suites["needle"]
         assert isinstance(needle, NeedleEvaluation)
-        return plan_costs(loaded, plan_devices(loaded))["original"].disk / len(needle.lengths)
+        return plan_costs(loaded, plan_devices(loaded))["evaluate"].disk / len(needle.lengths)
 
     question = Question(99, np.zeros(1, np.int32), ["1234567"], "x" * TAIL_CHARACTERS)
     head = {"checkpoint": "original", "suite": "needle", "task": "niah_single_2", "length": 32768}
     line = json.dumps({**head, **answer_record(question, 1.0, ["1234567"], " 1234567")})
-    assert disk(2) - disk(1) >= len(line) + 1
+    assert disk(2) - disk(1) >= 2 * (len(line) + 1)

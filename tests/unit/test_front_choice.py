@@ -212,9 +212,13 @@ def test_an_engine_that_does_not_serve_the_model_is_refused(case: Case) -> None:
 def test_the_plan_says_what_the_budget_and_the_points_are(case: Case) -> None:
     lines = "\n".join(plan_lines(load_recipe(case.file, ["search.budget.kv_cache=0.5 @ 256"])))
     assert "search.budget.kv_cache allows 64 KiB of the original's 128 KiB at 256 tokens" in lines
-    assert "a front of 8 points, " in lines and "1 of the examples are held out" in lines
+    assert "a front of 8 points, " in lines and "held out to score the points: 1 example" in lines
     # Two anchors and what a front may spend, each on the three other examples.
     assert "at most 62 evaluations of 768 tokens in 3 batches" in lines
+    unknown = "which point search.budget.keep takes is unknown: all heads count as full"
+    assert unknown not in lines
+    kept = load_recipe(case.file, ["search.budget={keep: 0.01}"])
+    assert unknown in "\n".join(plan_lines(kept))
     case.content["search"] = {"budget": {"kv_cache": "0.5 @ 256"}, "window_size": 8}
     case.save()
     lines = "\n".join(plan_lines(load_recipe(case.file, [])))

@@ -57,6 +57,15 @@ def test_answers_are_told_apart_by_what_they_depend_on(suite: Any, tmp_path: Pat
     assert all(chat[place] != plain[place] for place in plain)
 
 
+def test_samples_take_as_much_of_the_disk_as_planned(suite: Any, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        suite(rank).prepare()
+    files = [path for path in (tmp_path / "samples").rglob("*") if path.is_file()]
+    work, _ = suite().section.work()
+    planned = sum(one.kept for one in work)
+    assert 0.6 * planned < sum(path.stat().st_size for path in files) <= planned
+
+
 def test_a_task_without_its_data_is_missing_where_it_may_be(suite: Any) -> None:
     few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
     assert {one.task for one in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}

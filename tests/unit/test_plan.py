@@ -25,6 +25,7 @@ from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.cost import Cost, Devices, memory_here
+from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.shape import shape_of, stored_shape
@@ -142,6 +143,7 @@ def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None
         ("evaluate={needle: {lengths: [512, 256], samples: 2, tasks: [vt, fwe]}}", 8, "512"),
         ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], max_new_tokens: 32, "
          "samples: 40}}", 40, "544"),
+        ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], depths: 2}}", 580, "704"),
         ("evaluate={needle: null, mrcr: {data_dir: m, lengths: [512, 1024]}}", 600, "1,024"),
         ("evaluate={needle: null, presets: [short], harness: {samples: 5}}", 0, "1,024"),
     ],
@@ -151,11 +153,51 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
 ) -> None:
     cost = _costs(_load(case, changes))["evaluate"]
     (memory,) = [fact for fact in cost.facts if fact.startswith("per process: ")]
-    assert f" of KV cache for 8 samples of {longest}" in memory
-    (told,) = [fact for fact in cost.facts if " samples for the hybrid" in fact]
-    assert not samples or told.startswith(f"{samples:,} samples for the hybrid")
+    assert f" of KV cache for {2 if 'samples: 2,' in changes else 8} samples of {longest}" in memory
+    (told,) = [fact for fact in cost.facts if " samples each for the hybrid" in fact]
+    assert not samples or told.startswith(f"{samples:,} samples each")
     assert cost.jobs == (int(told.partition(" ")[0].replace(",", "")),)
     assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told", "layouts"),
+    [
+        (["train=null"], "for the hybrid", [(1, 8, 32)]),
+        (["evaluate.rivals=[intr]", "train.checkpoint_tokens=[]"],
+         "each for the hybrid, 1 checkpoint and 1 rival", [(3, 8, 32)]),
+        (["evaluate.windows=[16,32,128]", "evaluate.rivals=[intr,rand]"],
+         "each for the hybrid, 2 checkpoints and 2 rivals, for the untrained ones at 2 more "
+         "windows", [(5, 8, 32), (3, 8, 16), (3, 8, 128)]),
+        (["search.method=front", "evaluate.budgets=[0.75]"],
+         "each for the hybrid and 2 checkpoints, for the hybrid and checkpoints at up to 1 more "
+         "budget",
+         [(3, 8, 32), (3, 9, 32)]),
+        (["search.method=front", "search.points=[0.3,0.6,0.9]", "evaluate.budgets=all",
+          "train=null"],
+         "for the hybrid, for the hybrid at up to 3 more budgets",
+         [(1, 8, 32), (1, 0, 32), (1, 3, 32), (1, 14, 32)]),
+    ],
+)  # fmt: skip
+def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
+    case: Case, overrides: list[str], told: str, layouts: list[tuple[int, int, int]]
+) -> None:
+    """Of the case's 16 KV heads so many are full; 12 samples of 512 tokens, each with 128 new."""
+    cost = _costs(_load(case, *overrides))["evaluate"]
+    layers, flops = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 0.0
+    for models, full, window in layouts:
+        seen = (full * 513 * 256 + (16 - full) * window * (1025 - window) / 2) / 16
+        flops += models * 12 * (512 * 2 * layers + 4 * 4 * 64 * seen + 128 * 2 * 64 * 256)
+    assert cost.flops == pytest.approx(flops)
+    caches = [(models, 32 * (n * 512 + (16 - n) * (w - 1))) for models, n, w in layouts]
+    *_, samples, _, memory = cost.facts
+    assert samples == f"12 samples {told}"
+    held = format_bytes(2 * max(cache for _, cache in caches))
+    assert f", {held} of KV cache for 2 samples of 512, " in memory
+    # All weights for the two rows of a batch, and each row's own cache.
+    weights = 2 * (layers + 64 * 256)
+    reads = sum(models * 12 * 128 * (weights / 2 + cache) for models, cache in caches)
+    assert cost.reads == pytest.approx(reads)
 
 
 def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
@@ -167,11 +209,35 @@ def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
         assert f"HellaSwag: {hellaswag:,} documents" in facts
 
 
-def test_a_model_too_large_for_a_device_is_noted(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("harness", "samples", "told"),
+    [
+        ("harness: {tasks: [gsm8k], samples: 7}", 7, "GSM8K: 7 documents of about 1,156 tokens"),
+        ("harness: {tasks: [aime25]}", 30, "AIME 2025: 30 documents of about 12,150 tokens"),
+        ("presets: [reasoning], harness: {settings: {aime25: {repeats: 64}}}",
+         500 + 30 * (4 + 64), "(the model reads the last 1,024), 64 answers each"),
+        ("harness: {tasks: [ifeval, gsm8k, drop]}", 1319,
+         "not counted, their samples are unknown: drop, ifeval"),
+    ],
+)  # fmt: skip
+def test_tasks_of_lm_eval_count_as_the_recipe_asks_them(
+    case: Case, harness: str, samples: int, told: str
+) -> None:
+    cost = _costs(_load(case, f"evaluate={{needle: null, {harness}}}"))["original"]
+    assert cost.jobs == (samples,)
+    assert any(told in fact for fact in cost.facts)
+
+
+def test_a_model_too_large_for_a_device_is_noted(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "cpu_cores", lambda: 1)
     for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
         case.change_config(vocab_size=gib * 2**30 // 128)
-        lines = list(plan_lines(_load(case), "rtx4090"))
-        assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
+        # Of the cores of a process each has 4 GiB.
+        for hardware in ("rtx4090", "cpux6"):
+            lines = list(plan_lines(_load(case), hardware))
+            assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
 
 
 def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
@@ -193,6 +259,51 @@ def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
 
 
+def test_one_of_anything_is_told_as_one(case: Case) -> None:
+    one = (
+        "prepare.calibration.examples=1", "prepare.train_tokens=128", "train.total_tokens=128",
+        "train.batch_tokens=128", "train.checkpoint_tokens=[]", "evaluate.rivals=[intr]",
+        "evaluate.windows=[16]", "evaluate.needle.tasks=[vt]", "evaluate.needle.samples=1",
+        "search.method=front", "search.points=[0.5]", "measure={lengths: [512], repeats: 1}",
+    )  # fmt: skip
+    text = "\n".join(plan_lines(_load(case, *one), "h100x1"))
+    assert re.findall(r".*\b1 (?:more )?[a-z]+[a-rt-z]s\b.*|.*\((?:e?s)\).*", text) == []
+
+
+def test_restart_points_of_two_trainings_are_not_on_disk_together(case: Case) -> None:
+    case.change_config(vocab_size=10**6)
+    sums = []
+    for override in ("rival=null", "rival={method: intr}"):
+        (line,) = [x for x in plan_lines(_load(case, override)) if x.startswith("  in all ")]
+        sums.append(float(line.split(", ")[-1].removesuffix(" GiB on disk")))
+    # The rival's hybrid and its two checkpoints: a table of 64, and little beside it.
+    assert sums[1] - sums[0] == pytest.approx(3 * 2 * 64e6 / GIB, abs=0.02)
+
+
+def test_hours_are_those_of_operations_and_of_what_decoding_reads(case: Case) -> None:
+    """A head that slides is not read beyond its window; who generates for all is not helped."""
+    cost = Cost(flops=989e12 * 3600, reads=3350e9 * 7200, jobs=(4,), efficiency=0.5)
+    assert [cost.hours("h100", n) for n in (1, 2)] == [6, 3]
+    measure = _costs(_load(case, "measure={lengths: [512], repeats: 3, batch_size: 5}"))["measure"]
+    weights = 2 * (4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * 256)
+    original, hybrid = 16 * 32 * 512, 32 * (8 * 512 + 8 * 31)
+    assert measure.reads == 3 * 64 * (2 * weights + 5 * (original + hybrid))
+    alone, shared = (
+        _costs(_load(case, f"runtime.evaluate_parallel={way}", NPROC_PER_NODE="2"))["original"]
+        for way in ("data", "context")
+    )
+    assert shared.reads / shared.speedup(2) == 2 * alone.reads / alone.speedup(2)
+
+
+def test_the_stated_efficiency_counts_in_every_stage(case: Case) -> None:
+    loaded = _load(case, "measure={lengths: [512]}", "rival={method: intr}")
+    costs = plan_costs(loaded, plan_devices(loaded, "h100x1", 0.1))
+    worked = {name: cost.efficiency for name, cost in costs.items() if cost.flops}
+    assert worked == dict.fromkeys(
+        ["search", "measure", "original", "train", "train_rival", "evaluate"], 0.1
+    )
+
+
 def test_gradients_on_more_gpus_than_their_examples_take_as_long() -> None:
     """64 examples, an eighth in a gradient: 64 GPUs are no faster than 8."""
     hours = {
@@ -207,6 +318,13 @@ def test_gradients_on_more_gpus_than_their_examples_take_as_long() -> None:
     published = "search.method=bosch", "search.strict=true"
     one, all_64 = (_hours("qwen3_14b", "search", "h100", n, None, *published) for n in (8, 64))
     assert one == pytest.approx(8 * all_64)
+
+
+def test_a_model_sharded_over_two_nodes_is_said_not_to_run() -> None:
+    loaded = _paper("qwen3_8b", "runtime.search_parallel=tensor", "runtime.processes=8")
+    for count, runs in ((8, True), (16, False)):
+        text = "\n".join(plan_lines(loaded, f"h100x{count}"))
+        assert ("does not run on 16 processes: runtime.search_parallel: tensor" in text) != runs
 
 
 def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:

@@ -14,8 +14,12 @@ from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, Number, PathText, different
+from stages.formats import counted
 from stages.inputs import Hasher, Input, prose
 from stages.recipe import LoadedRecipe
+
+# Of a sample on disk, beside 4 bytes for each of its ids: its answers and the end of its question.
+_RECORD_BYTES = 1000
 
 
 def _ruler_files(needle: NeedleEvaluation, folder: str | None, hasher: Hasher) -> dict[str, Any]:
@@ -157,10 +161,13 @@ class NeedleEvaluation(SuiteSection):
         samples = self.samples * len(self.tasks)
         generated = self.samples * sum(map(self.new_tokens, self.tasks))
         work = [
-            Work(samples, samples * length, length, length, logits=generated)
+            Work(
+                samples, samples * length, length, length, self.samples, generated,
+                kept=samples * (4 * length + _RECORD_BYTES),
+            )
             for length in self.lengths
-        ]
-        return work, [f"RULER: {samples:,} samples at each length"]
+        ]  # fmt: skip
+        return work, [f"RULER: {counted(samples, 'sample')} at each length"]
 
 
 def missing_ruler_file(task: str, folder: str | None) -> str | None:

@@ -17,7 +17,7 @@ class Nolima(PromptEvaluation):
     title = "NoLiMa"
     public_data = "amodaresi/NoLiMa"
     read = (".txt", ".json")
-    published = 7540
+    published = 290  # needles in books, at each depth
 
     data_dir: DataFolder = Field(
         description=(
@@ -34,6 +34,11 @@ class Nolima(PromptEvaluation):
     @property
     def most_tokens(self) -> tuple[str, int]:
         return "lengths and max_new_tokens", max(self.lengths) + self.max_new_tokens
+
+    @property
+    def most_samples(self) -> int:
+        every = self.published * self.depths
+        return min(self.samples or every, every)
 
     @property
     def generated(self) -> int:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, PathText
+from stages.formats import counted
 from stages.inputs import prose
 from stages.recipe import LoadedRecipe, position_faults
 from stages.versions import installed_versions
@@ -37,7 +38,8 @@ class PositionEvaluation(SuiteSection):
 
     def work(self) -> tuple[list[Work], list[str]]:
         tokens = self.documents * self.length
-        fact = f"loss by position: {self.documents:,} documents of {self.length:,} tokens"
+        documents = counted(self.documents, "document")
+        fact = f"loss by position: {documents} of {self.length:,} tokens"
         return [Work(self.documents, tokens, self.length, self.length, most_rows=1)], [fact]
 
 
