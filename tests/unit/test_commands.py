@@ -222,23 +222,10 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "a # b",
-        "a: b",
-        "a, weight: 5",
-        "{a}",
-        "[x]",
-        "null",
-        "1e3",
-        "*b",
-        "- x",
-        "'q",
-        '"q',
-        "d\u00e9",
-        "\U0001f600",
-        "a\u200b\ufeff",
-        "...",
+        "a # b", "a: b", "a, weight: 5", "{a}", "[x]", "null", "1e3", "*b", "- x", "'q", '"q',
+        "d\u00e9", "\U0001f600", "a\u200b\ufeff", "...",
     ],
-)
+)  # fmt: skip
 def test_new_quotes_names_that_yaml_reads_otherwise(
     name: str, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
