@@ -1,4 +1,4 @@
-"""Search and evaluation whose sequences are split over gloo processes: the results of one."""
+"""Search and evaluation that gloo processes share: the results of one."""
 
 from __future__ import annotations
 
