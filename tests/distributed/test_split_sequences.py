@@ -1,4 +1,4 @@
-"""Search and evaluation whose sequences are split over gloo processes: the results of one."""
+"""Search and evaluation that gloo processes share: the results of one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_split_sequences_give_what_one_process_gives(module: str) -> None:
     assert all(f"rank {rank} agrees" in done.stdout for rank in range(2))
 
 
-def test_an_evaluation_of_split_prompts_gives_the_answers_of_one_process(tmp_path: Path) -> None:
+def test_an_evaluation_by_two_processes_gives_the_answers_of_one(tmp_path: Path) -> None:
+    """To the bit where each has samples of its own; splitting a prompt rounds otherwise."""
     model = save_tiny_model(tmp_path / "model")
     section = EvaluateConfig.model_validate(
         {
@@ -35,20 +36,22 @@ def test_an_evaluation_of_split_prompts_gives_the_answers_of_one_process(tmp_pat
         }
     )  # fmt: skip
     samples = []
-    for parallel, ranks in (("data", 1), ("context", 2)):
+    for parallel, ranks in (("data", 1), ("data", 2), ("context", 2)):
         config = StageConfig(
             section,
             ModelConfig(path=str(model), dtype="float32"),
             seed=1,
             runtime=Runtime(eval_batch_size=2, evaluate_parallel=parallel),
         )
-        work = tmp_path / parallel
+        work = tmp_path / f"{parallel} {ranks}"
         work.mkdir()
         assert run_order(order(config, {}, work, "stages.original.run:run"), ranks) == 0
+        assert not (work / "answers").exists()
         lines = (work / "samples.jsonl").read_text().splitlines()
         samples.append([json.loads(line) for line in lines])
         assert len(lines) == 8
-    for one, two in zip(*samples, strict=True):
+    assert samples[0] == samples[1]
+    for one, two in zip(samples[0], samples[2], strict=True):
         losses = one.pop("loss", []), two.pop("loss", [])
         assert one == two
         np.testing.assert_allclose(*losses, atol=1e-6, rtol=0)

@@ -458,24 +458,6 @@ def test_seconds_and_time_left_are_those_of_the_steps(
     )
 
 
-def test_restart_points_come_by_the_minute_too(
-    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[int] = []
-    publish = RestartPoints.publish
-
-    def noting_publish(self: RestartPoints, step: int, layout: Any) -> None:
-        steps.append(step)
-        publish(self, step, layout)
-
-    monkeypatch.setattr(RestartPoints, "publish", noting_publish)
-    train_here(case, tmp_path / "late", runtime={"save_every_steps": 4, "save_every_minutes": 1e-9})
-    assert steps == list(range(1, 10))
-    steps.clear()
-    train_here(case, tmp_path / "early", runtime={"save_every_steps": 4})
-    assert steps == [4, 8]
-
-
 def test_a_restart_point_of_more_deepspeed_processes_is_refused_before_the_model_is_loaded(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,17 +216,6 @@ def test_a_bound_is_never_the_best_mask_so_far():
     assert evaluator.best_on_budget == (mask, whole)
 
 
-def test_a_mask_that_two_searches_measure_is_in_the_trace_of_both():
-    """But not once more where it is the result."""
-    evaluator = evaluator_of(Layered(2, 4, 0))
-    mask = HeadMask.all_full(2, 4)
-    for phase in ("layer_importance", "head_selection", "final"):
-        evaluator.evaluate(mask, phase, "all")
-    assert [point.phase for point in evaluator.trace] == ["layer_importance", "head_selection"]
-    assert evaluator.costs()["evaluations"] == 1
-    assert evaluator.costs()["naive_full_forward_equivalents"] == 2
-
-
 @pytest.mark.parametrize(
     ("name", "units", "seeds", "most"),
     [

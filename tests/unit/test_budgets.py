@@ -7,7 +7,6 @@ import re
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,14 +14,12 @@ from pydantic import ValidationError
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.model.families import DecoderLayers, decoder_layers
-from bosch.model.materialize import materialize
+from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from stages.search.budget import Budget, Price, sliding_ratio
 from stages.search.stage import SearchConfig
-from tests.hybrid_case import small_model, tokens
 from tests.pipeline_case import Case
 from tests.tools.vllm_planner import RECORD, layers_of
 
@@ -116,30 +113,6 @@ def test_the_share_that_a_refusal_names_is_enough(tokens: int) -> None:
     assert share is not None
     price = Price(Budget(kv_cache=f"{share[1]} @ {tokens}"), _KINDS, "float32", tokens)
     assert sliding_ratio(price, window, 1) == 1
-
-
-@pytest.mark.parametrize("menu", [[9], [4, 17], [2, 6, 30]], ids=str)
-@pytest.mark.parametrize("sinks", [0, 3])
-@pytest.mark.parametrize("context", [20, 45])
-def test_generate_holds_the_bytes_of_the_price(menu: list[int], sinks: int, context: int) -> None:
-    model = small_model("qwen3")
-    kinds = decoder_layers(model.config)
-    windows = [Window(size, sinks) for size in menu]
-    price = Price(Budget(bytes=f"1MiB @ {context}"), kinds, "float32", context)
-    shape = len(kinds.full), kinds.heads
-    for seed in range(3):
-        drawn = np.random.default_rng(seed).integers(0, len(menu) + 1, shape)
-        mask = HeadMask.of_choices(drawn)
-        hybrid = materialize(model, mask, windows)
-        cache = hybrid.new_cache()
-        hybrid.generate(
-            tokens(1, context - 4), past_key_values=cache, max_new_tokens=5, do_sample=False
-        )
-        assert cache.num_bytes == price.of(mask.heads_per_layer(windows))
-    ids = tokens(1, context - 4)
-    original = model.generate(ids, max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
-    layers = original.past_key_values.layers
-    assert price.original == sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 
 
 @pytest.mark.parametrize(

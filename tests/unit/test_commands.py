@@ -89,9 +89,6 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     head = 2 * model.config.head_dim * 4
     hybrid = materialize(model, HeadMask(rows), Window(6, 2))
     hybrid.save_pretrained(tmp_path)
-    widths = {"double": 8, "half": 2}
-    hybrid.double().save_pretrained(tmp_path / "double")
-    hybrid.bfloat16().save_pretrained(tmp_path / "half")
     capsys.readouterr()  # which transformers' own imports may have written to
     assert main(["show", str(tmp_path), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -99,11 +96,6 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     for row in record["cache_bytes"]:
         held = 4 * row["tokens"] + 8 * (6 - 1 + 2)
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
-    for name, width in widths.items():
-        assert main(["show", str(tmp_path / name), "--json"]) == 0
-        counted = json.loads(capsys.readouterr().out)["cache_bytes"]
-        expected = [row["hybrid"] // 4 * width for row in record["cache_bytes"]]
-        assert [row["hybrid"] for row in counted] == expected
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "4 full KV heads of 12; the others see 6 tokens and 2 sinks\n" in shown
@@ -230,23 +222,10 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "a # b",
-        "a: b",
-        "a, weight: 5",
-        "{a}",
-        "[x]",
-        "null",
-        "1e3",
-        "*b",
-        "- x",
-        "'q",
-        '"q',
-        "d\u00e9",
-        "\U0001f600",
-        "a\u200b\ufeff",
-        "...",
+        "a # b", "a: b", "a, weight: 5", "{a}", "[x]", "null", "1e3", "*b", "- x", "'q", '"q',
+        "d\u00e9", "\U0001f600", "a\u200b\ufeff", "...",
     ],
-)
+)  # fmt: skip
 def test_new_quotes_names_that_yaml_reads_otherwise(
     name: str, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,11 @@ PAPER = [
     "bosch", "b_single", "b_multi", "b_layer",
 ]  # fmt: skip
 
+FRONT = {
+    "method": "front", "windows": [16, 64], "points": [0.4, 0.6],
+    "budget": {"kv_cache": "0.6 @ 256"},
+}  # fmt: skip
+
 
 @pytest.fixture
 def case(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
@@ -321,10 +326,7 @@ def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
     stages_of_all = in_order([*table(), own])
     monkeypatch.setitem(globals(), "table", lambda: stages_of_all)
     case.content["words"] = {"folder": str(case.corpus)}
-    case.content["search"] = {
-        "method": "front", "windows": [16, 64], "points": [0.4, 0.6],
-        "budget": {"kv_cache": "0.6 @ 256"},
-    }  # fmt: skip
+    case.content["search"] = FRONT
     case.content["evaluate"]["budgets"] = case.content["train"]["budgets"] = "all"
     case.content["measure"] = {"lengths": [512]}
     case.save()
@@ -336,10 +338,7 @@ def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
 
 
 def test_methods_of_one_window_have_the_widest_of_a_fronts(case: Case) -> None:
-    case.content["search"] = {
-        "method": "front", "windows": [16, 64], "points": [0.4, 0.6],
-        "budget": {"kv_cache": "0.6 @ 256"},
-    }  # fmt: skip
+    case.content["search"] = FRONT
     case.save()
     compared = comparison(case, "--methods", "bme", "--ratios", "0.5")
     assert not compared.failures and len(compared.results) == 1

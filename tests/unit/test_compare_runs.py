@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,83 +63,65 @@ def compare(monkeypatch: pytest.MonkeyPatch, *runs: Path) -> int:
     return main()
 
 
-def replace(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(run: Path) -> None:
-        text = (run / name).read_text()
-        assert old in text
-        (run / name).write_text(text.replace(old, new))
-
-    return change
+@pytest.fixture
+def other(run: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return Path(shutil.copytree(run, run.parent / "other"))
 
 
-def other_weight(folder: str) -> Callable[[Path], None]:
-    def change(run: Path) -> None:
-        file = run / folder / "model.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-
-    return change
-
-
-def one_more_evaluation(run: Path) -> None:
-    with (run / "search/evaluations.jsonl").open("a") as file:
-        file.write((run / "search/evaluations.jsonl").read_text().splitlines()[0] + "\n")
+def rewrite(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
 @pytest.mark.parametrize(
-    ("change", "line"),
+    ("name", "old", "new", "line"),
     [
-        (replace("prepare/train/data.arrow", "\x01", "\x02"), "data.arrow: "),
-        (
-            replace("prepare/calibration/calibration.jsonl", "3]", "4]"),
-            "line 1: ('t', 0, [1, 2, 3]",
-        ),
-        (replace("search/evaluations.jsonl", "-1.25", "-1.2500000000000002"), "line 1: ('1x2"),
-        (replace("search/evaluations.jsonl", "0.75", "0.8"), "line 2: ('1x2"),
-        (replace("search/evaluations.jsonl", "-2.5", "-2.6"), "line 3: ("),
-        (one_more_evaluation, "line 4: only in the second run"),
-        (
-            replace("search/front.json", "[[0]]", "[[1]]"),
-            "search/front.json 8 slots: [[0]] → [[1]]",
-        ),
-        (
-            replace("search/head_mask.json", "[[1]]", "[[0]]"),
-            "search/head_mask.json heads: [[1]] → [",
-        ),
-        (
-            replace("rival/mask/head_mask.json", "[[1]]", "[[0]]"),
-            "rival/mask/head_mask.json heads: [[1]]",
-        ),
-        (replace("train/metrics.jsonl", "2.5", "2.5000001"), "train line 1: (1, 64, 2.5,"),
-        (replace("train_rival/metrics.jsonl", "2.5", "2.6"), "train_rival line 1: (1, 64, 2.5,"),
-        (other_weight("train/checkpoints/tokens-64"), "train/checkpoints/tokens-64 "),
-        (other_weight("rival/model"), "rival/model "),
-        (other_weight("train_rival/checkpoints/tokens-64"), "train_rival/checkpoints/tokens-64 "),
-        (replace("evaluate/scores.json", "75", "76"), "hybrid.needle.average: 75.0 → 76.0"),
-        (replace("evaluate/samples.jsonl", ": 7", ": 8"), "hybrid needle t 512 0: {'score': 1.0,"),
-        (replace("evaluate/samples.jsonl", "1.25", "1.5"), "hybrid positions t 512 0: {'loss': "),
-        (lambda run: shutil.rmtree(run / "train"), "train line 1: only in the first run"),
+        ("prepare/train/data.arrow", "\x01", "\x02", "data.arrow: "),
+        ("prepare/calibration/calibration.jsonl", "3]", "4]", "line 1: ('t', 0, [1, 2, 3]"),
+        ("search/evaluations.jsonl", "-1.25", "-1.2500000000000002", "line 1: ('1x2"),
+        ("search/evaluations.jsonl", "0.75", "0.8", "line 2: ('1x2"),
+        ("search/evaluations.jsonl", "-2.5", "-2.6", "line 3: ("),
+        ("search/front.json", "[[0]]", "[[1]]", "search/front.json 8 slots: [[0]] → [[1]]"),
+        ("search/head_mask.json", "[[1]]", "[[0]]", "search/head_mask.json heads: [[1]] → ["),
+        ("rival/mask/head_mask.json", "[[1]]", "[[0]]", "rival/mask/head_mask.json heads: [[1]]"),
+        ("train/metrics.jsonl", "2.5", "2.5000001", "train line 1: (1, 64, 2.5,"),
+        ("train_rival/metrics.jsonl", "2.5", "2.6", "train_rival line 1: (1, 64, 2.5,"),
+        ("evaluate/scores.json", "75", "76", "hybrid.needle.average: 75.0 → 76.0"),
+        ("evaluate/samples.jsonl", ": 7", ": 8", "hybrid needle t 512 0: {'score': 1.0,"),
+        ("evaluate/samples.jsonl", "1.25", "1.5", "hybrid positions t 512 0: {'loss': "),
     ],
 )
 def test_a_changed_result_is_reported(
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: Callable[[Path], None],
-    line: str,
-) -> None:
-    other = Path(shutil.copytree(run, run.parent / "other"))
-    change(other)
+    run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    name: str, old: str, new: str, line: str,
+) -> None:  # fmt: skip
+    rewrite(other / name, old, new)
     assert compare(monkeypatch, run, other) == 1
     assert f"\n  {line}" in capsys.readouterr().out
 
 
-def test_timings_checksums_and_places_of_files_do_not_count(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_changed_weights_and_what_one_run_lacks_are_reported(
+    run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = Path(shutil.copytree(run, run.parent / "other"))
-    replace("search/evaluations.jsonl", '"seconds": 0.1', '"seconds": 0.2')(other)
+    folders = ("train/checkpoints/tokens-64", "rival/model", "train_rival/checkpoints/tokens-64")
+    for folder in folders:
+        file = other / folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    log = other / "search/evaluations.jsonl"
+    log.write_text(log.read_text() + log.read_text().splitlines()[0])
+    (other / "train/metrics.jsonl").unlink()
+    assert compare(monkeypatch, run, other) == 1
+    out = capsys.readouterr().out
+    for line in (*folders, "line 4: only in the second run", "train line 1: only in the first run"):
+        assert f"\n  {line}" in out
+
+
+def test_timings_checksums_and_places_of_files_do_not_count(
+    run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(other / "search/evaluations.jsonl", '"seconds": 0.1', '"seconds": 0.2')
     line = (other / "train/metrics.jsonl").read_text()
     (other / "train/metrics.jsonl").write_text(f"0123abcd {line}")
     (other / "baseline").mkdir()

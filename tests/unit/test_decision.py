@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from bosch.heads import HeadMask
+from bosch.model.loading import load_model
+from bosch.model.materialize import materialize
+from bosch.window import Window
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.scores import (
@@ -272,7 +276,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_stage_measures_the_hybrid_beside_its_original(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "materialize" / "model")
+    base = load_model(save_tiny_model(tmp_path / "base"))
+    mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
+    materialize(base, mask, Window(32)).save_pretrained(tmp_path / "materialize" / "model")
     config = StageConfig(
         section=MeasureConfig(lengths=[1024], decode_tokens=2, repeats=1),
         model=ModelConfig(path="unused", dtype="float32"),
@@ -284,7 +290,7 @@ def test_a_stage_measures_the_hybrid_beside_its_original(tmp_path: Path) -> None
     record = Efficiency.read(tmp_path / "work")
     assert record.settings["dtype"] == "float32" and record.settings["attention"] == "sdpa"
     assert record.machine
-    assert [point.length for point in record.hybrids][-1] == 1024
+    assert [point.length for point in record.hybrids] == [1024]
     assert summary.keys() == {"1024"} and summary["1024"]["prefill_tokens_per_second"] > 0
     assert not list((tmp_path / "work").glob("*.partial.jsonl"))
 

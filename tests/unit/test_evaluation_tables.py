@@ -308,6 +308,11 @@ def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **
     return Answered(name="harness", answers=folder, tasks=counts, **common, **more)
 
 
+def publish(tables: dict[str, Any], folder: Path) -> None:
+    hashes = file_hashes(folder, [SAMPLES])
+    Scores.model_validate({**tables, "sha256": hashes}).write(folder)
+
+
 def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> None:
     folder = AnswerFolder(tmp_path, None, 0)
     suite = answered(folder, {"original": {"a": [1.0, 0.0, 0.5], "read": [1.0]}})
@@ -371,13 +376,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert "positions" not in tables
 
     # The same against scores of another folder, which come first.
-    Scores.model_validate(
-        {
-            **tables,
-            "checkpoints": {"original": original},
-            "sha256": file_hashes(tmp_path, [SAMPLES]),
-        }
-    ).write(tmp_path)
+    publish({**tables, "checkpoints": {"original": original}}, tmp_path)
     (tmp_path / "later").mkdir()
     fresh = answered(folder, {"hybrid": {"a": [1.0, 0.0], "read": [1.0, 1.0]}})
     again = write_tables([model("hybrid")], [fresh], tmp_path / "later", tmp_path)
@@ -400,12 +399,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert half["checkpoints"]["original"] == original
     # Where the original has no score in the suite, there is nothing to compare with.
     suite.missing = {"original": "too long"}
-    Scores.model_validate(
-        {
-            **write_tables(models[:1], [suite], tmp_path, None),
-            "sha256": file_hashes(tmp_path, [SAMPLES]),
-        }
-    ).write(tmp_path)
+    publish(write_tables(models[:1], [suite], tmp_path, None), tmp_path)
     fresh.missing = {}
     alone = write_tables([model("hybrid")], [fresh], tmp_path / "later", tmp_path)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
@@ -422,7 +416,7 @@ def test_what_a_hybrid_has_no_score_of_is_no_part_of_the_originals_average(
     needle.name = "needle"
     tables = write_tables([model("original")], [first, needle], tmp_path, None)
     assert tables["checkpoints"]["original"]["harness"]["average"] == 75.0
-    Scores.model_validate({**tables, "sha256": file_hashes(tmp_path, [SAMPLES])}).write(tmp_path)
+    publish(tables, tmp_path)
     (tmp_path / "later").mkdir()
     later = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [7.0]}})
     other = answered(folder, {"hybrid": {"odd": [7.0]}})

@@ -24,7 +24,6 @@ from pipeline.run.graph import resolve
 from pipeline.run.status import differences
 from pipeline.run.store import Store
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.rivals import one_window
 from stages.materialize import run as materialize
 from stages.materialize.stage import MaterializeConfig
 from stages.report.page import front_table
@@ -264,15 +263,3 @@ def test_one_search_gives_the_models_of_two_budgets(tmp_path: Path) -> None:
         assert summary["budget"]["bytes"] <= part * summary["budget"]["original"]
         sizes.append(summary["budget"]["bytes"])
     assert sizes[0] < sizes[1]
-
-
-def test_a_rival_has_one_window_and_no_more_cache() -> None:
-    """Most sliding heads have a window of 8; 12 of 16 with it hold no more than the mask."""
-    mask = HeadMask.of_choices([[0, 1, 2, 2]] * 4)
-    file = HeadMaskFile.of(mask, _MENU, model="m", method="front", swa_ratio=0.75)
-    price = _price(ratio=0.75)
-    window, ratio = one_window(file, price, 1)
-    assert window == Window(8)
-    sliding = round(16 * ratio)
-    held = [price.of(price.with_sliding(n, window)) for n in (sliding - 1, sliding)]
-    assert held[1] <= price.of(mask.heads_per_layer(_MENU)) < held[0]

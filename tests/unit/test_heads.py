@@ -82,17 +82,6 @@ def test_a_menu_of_windows_differs_in_size_alone(windows: list[Any], said: str) 
         HeadMask.of_choices([[0, 2]]).heads_per_layer(Window(4))
 
 
-@given(_MASKS, st.data())
-def test_one_flipped_bit_changes_key_and_ratio(mask: HeadMask, data: st.DataObject) -> None:
-    layer = data.draw(st.integers(0, mask.num_layers - 1))
-    row = mask.is_full[layer].copy()
-    row[0] = not row[0]
-    other = mask.with_layer(layer, row)
-    assert other != mask and other.key != mask.key
-    step = 1 / mask.is_full.size
-    assert abs(other.swa_ratio - mask.swa_ratio) == pytest.approx(step)
-
-
 def test_a_changed_layer_leaves_the_windows_of_the_others() -> None:
     mask = HeadMask.of_choices([[0, 2], [3, 1]])
     assert mask.with_layer(0, [False, True]) == HeadMask.of_choices([[1, 0], [3, 1]])

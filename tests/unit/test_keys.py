@@ -130,21 +130,6 @@ def test_a_new_file_of_a_model_changes_the_keys_of_the_stages_that_read_it(
         before = after
 
 
-@pytest.mark.parametrize(
-    ("override", "stages"),
-    [
-        ("evaluate.rivals=[intr]", {"evaluate"}),
-        ("evaluate.windows=[8]", {"evaluate"}),
-        ("evaluate.needle.samples=3", {"original", "evaluate"}),
-    ],
-)
-def test_the_original_is_scored_again_for_what_it_is_asked_alone(
-    case: Case, override: str, stages: set[str]
-) -> None:
-    before, after = documents(case), documents(case, override)
-    assert {name for name in before if before[name] != after[name]} == stages
-
-
 def test_a_model_of_the_hub_is_its_name_and_commit(case: Case) -> None:
     """Another revision is another model, for data as well: it has another tokenizer."""
     main, other = (

@@ -83,24 +83,6 @@ def test_each_budget_is_bit_for_bit_a_directory_of_its_own(
         assert torch.equal(answer, expected[1])
 
 
-def test_budgets_differ_and_their_caches_have_the_bytes_of_their_own(
-    model: Any, front: Front
-) -> None:
-    served, ids = materialize_front(model, front), tokens(1, CONTEXT)
-    seen, held = set(), []
-    for point in front.points:
-        served.set_kv_budget(point.kv_slots)
-        cache = served.new_cache()
-        with torch.inference_mode():
-            logits = served(ids, past_key_values=cache, use_cache=True).logits
-        seen.add(logits.numpy().tobytes())
-        per_slot = 2 * served.config.head_dim * 4
-        held.append(cache.num_bytes / per_slot)
-        del cache
-    assert len(seen) == len(front.points)
-    assert held == [point.kv_slots for point in front.points]
-
-
 def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_path: Path) -> None:
     slots = [point.kv_slots for point in front.points]
     original = CONTEXT * KV_HEADS * front.num_layers

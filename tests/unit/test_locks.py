@@ -53,15 +53,6 @@ def holder(path: Path, *prefix: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def test_a_lock_is_held_and_removed(tmp_path: Path) -> None:
-    path = tmp_path / "locks" / "a.json"
-    with hold(path, "stage x", "r"):
-        mine = read_holder(path)
-        assert (mine.pid, mine.recipe) == (os.getpid(), "r")
-    assert list(path.parent.iterdir()) == []
-    assert read_holder(path) is None
-
-
 def test_a_living_holder_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     with holder(path) as process:

@@ -37,7 +37,6 @@ from stages.measure.measured_model import (
 )
 from stages.measure.process import check_kernels
 from stages.measure.results import (
-    draw_figures,
     point_of,
     results_table,
     set_against_original,
@@ -457,22 +456,6 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
         with pytest.raises(KeyboardInterrupt):
             measurement.measure(*arguments)
         assert calls == [*turns, ("stop", 0)]
-
-
-def test_figures_mark_what_had_no_memory(tmp_path: Path) -> None:
-    points = [
-        point_of(ORIGINAL, 1024, 1, [run(2.0)]),
-        point_of(HYBRID, 1024, 1, [run(1.0)]),
-        point_of(ORIGINAL, 2048, 1, [{"out_of_memory": "no room"}]),
-        point_of(HYBRID, 2048, 1, [run(3.0)]),
-    ]
-    draw_figures(points, tmp_path)
-    ratios, windows = (
-        (tmp_path / f"figure_{n}.svg").read_text() for n in ("5_ratios", "6_windows")
-    )
-    assert ratios.count("✕ out of memory") == windows.count("✕ out of memory") == 3  # one per panel
-    assert "ρ = 0.5" in ratios
-    assert "W = 8" in windows
 
 
 def test_lack_of_memory_is_told_from_other_ends(

@@ -42,11 +42,13 @@ SEARCHED = [
 
 
 class RandomScores:
-    """Scores that depend on the mask alone, in steps of 1/16, with gradients of so many passes."""
+    """Scores that depend on the mask alone, in steps, with gradients of so many passes."""
+
+    quantum = 1 / 16
 
     def __init__(self, num_layers: int, num_heads: int, seed: int, passes: float = 0.0) -> None:
         self.num_layers, self.num_key_value_heads = num_layers, num_heads
-        self.quantum, self.passes = 1 / 16, passes
+        self.passes = passes
         costs = np.random.default_rng(seed).exponential(size=(num_layers, num_heads)) ** 2
         self.costs = costs / costs.sum()
 
@@ -54,7 +56,7 @@ class RandomScores:
         self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
     ) -> Evaluation:
         lost = float(self.costs[~mask.is_full].sum())
-        score, log_likelihood = round(16 * (1 - lost)) / 16, -lost
+        score, log_likelihood = round((1 - lost) / self.quantum) * self.quantum, -lost
         loses = can_win is not None and not can_win(score, log_likelihood)
         return Evaluation(score, log_likelihood, is_bound=loses)
 
@@ -282,31 +284,20 @@ def test_a_section_becomes_settings_field_by_field() -> None:
     assert SearchConfig(swa_ratio=0.3).settings(seed=1) == SearchSettings(0.3, seed=1)
 
 
-class Planted:
+class Planted(RandomScores):
     """Every sliding unit loses its own cost and nothing else: the best masks are known.
 
     Even layers are easy, odd ones ten times harder; no two units cost the same.
     """
 
-    num_layers, num_key_value_heads, quantum = 4, 3, 1 / 64
+    quantum = 1 / 64
 
     def __init__(self, seed: int) -> None:
+        super().__init__(4, 3, seed, passes=1.0)
         rng = np.random.default_rng(seed)
         layers = np.array([1.0, 10.0, 1.2, 12.0])
         self.costs = layers[:, None] * rng.permuted(np.tile([0.5, 1.0, 2.0], (4, 1)), axis=1)
         self.costs *= rng.uniform(0.98, 1.02, self.costs.shape) / self.costs.sum()
-
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
-        lost = float(self.costs[~mask.is_full].sum())
-        return Evaluation(round(64 * (1 - lost)) / 64, -lost)
-
-    def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        return GateGradient(self.costs.tolist(), 0.0, 1.0)
-
-    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        return 1.0
 
     def cheapest(self, layers_at_once: int, sliding: Any) -> np.ndarray:
         """Full where a unit is none of the `sliding` cheapest of its group of layers."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bosch.errors import RunError
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.suite import Places
@@ -130,17 +129,3 @@ def test_one_of_several_answers_is_enough_where_upstream_says_so(
     monkeypatch.setattr(one, "generated", answer)
     one.run(MODEL, None, STOP)
     assert one.answers.read(MODEL, one.subtasks[0])[0]["score"] == score
-
-
-def test_a_sample_of_the_calibration_set_is_refused(suite: Any) -> None:
-    seen: list[int] = []
-
-    def check(sample: Any) -> None:
-        seen.append(sample.index)
-        raise RunError("shares a needle")
-
-    one = suite(calibration=SimpleNamespace(check=check), tasks=TASKS[:1], lengths=[600])
-    one.prepare()
-    with pytest.raises(RunError, match="shares a needle"):
-        one.run(MODEL, None, STOP)
-    assert seen == [0]

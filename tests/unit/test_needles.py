@@ -72,15 +72,6 @@ def test_samples_fill_the_length(task, length, tokenizer, words):
         assert length - unit < used <= length
 
 
-@pytest.mark.parametrize("task", NEEDLES)
-def test_teacher_forced_form_fills_the_length(task, tokenizer, words):
-    sample = sample_of(task, tokenizer, words, length=600, space="calibration", new=None)
-    prompt, answer = forced_ids(sample, tokenizer)
-    assert tokenizer.decode(prompt).endswith("mentioned in the provided text is:")
-    assert tokenizer.decode(answer) == f" {sample.answers[0]}"
-    assert 600 - 80 < len(prompt) + len(answer) <= 600
-
-
 @pytest.mark.parametrize("normalizer", [None, Prepend(" ")])
 def test_the_answer_goes_on_as_the_whole_text_does(normalizer, words):
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)

@@ -24,13 +24,10 @@ from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.answers import equal_but_rounding
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import Evaluation, EvaluationLog
+from bosch.objective.evaluation_log import Evaluation
 from bosch.objective.flops import sliding_pairs
 from bosch.objective.incremental_forward import answer_attention
 from bosch.objective.objective import Objective
-from bosch.search.bosch import bosch
-from bosch.search.evaluator import Evaluator
-from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.attention_case import by_rows
 from tests.hybrid_case import (
@@ -519,27 +516,6 @@ def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory
                 logits = key[row, head // 2, visible] @ query[row, head, number] * 0.3
                 expected = logits.softmax(0) @ value[row, head // 2, visible]
                 torch.testing.assert_close(whole[row, number, head], expected)
-
-
-def test_a_search_finds_the_same_mask_with_reuse_for_less():
-    def search(reuse_bytes):
-        model, calibration = searchable(seed=1)
-        objective = Objective(
-            model, calibration, Window(WINDOW), batch_size=3, reuse_bytes=reuse_bytes
-        )
-        evaluator = Evaluator(objective, EvaluationLog(None, objective.context))
-        result = bosch(evaluator, SearchSettings(0.5, budget_per_layer=6, seed=2))
-        return result, evaluator
-
-    plain, expensive = search(0)
-    reused, cheap = search(1 << 30)
-    assert reused.mask == plain.mask
-    assert [p.mask for p in cheap.trace] == [p.mask for p in expensive.trace]
-    assert [p.log_likelihood for p in cheap.trace] == [p.log_likelihood for p in expensive.trace]
-    naive = expensive.costs()["naive_full_forward_equivalents"]
-    assert cheap.costs()["naive_full_forward_equivalents"] == naive
-    assert expensive.costs()["full_forward_equivalents"] <= naive
-    assert cheap.costs()["full_forward_equivalents"] < 0.6 * naive
 
 
 def test_numbers_that_are_not_finite_end_the_search():

@@ -220,14 +220,6 @@ def test_number_of_workers_changes_nothing(corpus, monkeypatch):
     )
 
 
-def test_only_as_much_as_is_needed(corpus, monkeypatch):
-    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
-    whole = tokenise(corpus, "whole")
-    some = tokenise(corpus, "some", tokens=whole.tokens // 2)
-    assert whole.tokens // 2 < some.tokens < whole.tokens
-    assert contents(whole)[: some.documents] == contents(some)
-
-
 def test_shards_are_kept(corpus, monkeypatch):
     """Whole shards of a killed run are used; its torn temporary files are not."""
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)

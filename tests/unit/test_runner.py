@@ -219,18 +219,6 @@ def test_changed_inputs_are_found_by_content(case: Case) -> None:
     assert to_run(case, f"prepare.sources.0.path={case.folder / 'elsewhere'}") == []
 
 
-def test_changed_weights_rerun_the_search_but_not_the_data(case: Case) -> None:
-    runner(case).run()
-    weights = case.model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x07")
-    (case.model / "README.md").write_text("a model card")
-    shown = states(case)
-    assert shown["prepare"] == "cached"
-    assert shown["search"] == "to run (model.model.safetensors has other content)"
-    (case.model / "tokenizer.json").write_text('{"a": 1}')
-    assert states(case)["prepare"] == "to run (model.tokenizer.json has other content)"
-
-
 def test_a_changed_stage_version_reruns_it(case: Case) -> None:
     first = runner(case)
     first.run()

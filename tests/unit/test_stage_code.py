@@ -19,14 +19,6 @@ def test_the_code_of_every_stage_is_the_recorded_one() -> None:
     assert recorded == now, "run: python -m tests.tools.stage_code"
 
 
-def test_only_what_code_does_counts() -> None:
-    code = "def f(x):\n    return x + 1\n"
-    same = 'def f(x: int) -> int:\n    """Text."""\n    # why\n    return (x + 1)\n'
-    assert stage_code.digest(code) == stage_code.digest(same)
-    assert stage_code.digest(code) != stage_code.digest(code.replace("1", "2"))
-    assert stage_code.digest("x = 'a'") != stage_code.digest("x = 'b'")
-
-
 def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     now = stage_code.current()
     module = "stages.prepare.run"
@@ -48,21 +40,3 @@ def test_scoring_has_a_version_of_its_own() -> None:
         assert stage_code.behind(recorded, now)[stage_code.ANSWERS] == [module]
         raised = {**now, "versions": {**now["versions"], stage_code.ANSWERS: "another"}}
         assert stage_code.ANSWERS not in stage_code.behind(recorded, raised)
-
-
-@pytest.mark.parametrize(
-    ("stage", "used"),
-    [
-        ("search", "bosch.heads bosch.search.front_moves bosch.search.methods.gradients "
-                   "bosch.baselines.dcam bosch.attention.sdpa"),
-        ("prepare", "data_prep.documents.sources.jsonl data_prep.documents.records "
-                    "data_prep.documents.mds data_prep.documents.retrieval"),
-        ("train", "bosch.attention.flash"),
-        ("evaluate", "stages.evaluate.suites.helmet.samples stages.evaluate.suites.harness.suite"),
-    ],
-)  # fmt: skip
-def test_a_stage_depends_on_what_it_imports_indirectly_or_by_name(stage: str, used: str) -> None:
-    modules = stage_code.closure(f"stages.{stage}.run")
-    assert set(used.split()) <= modules
-    assert "bosch.errors" not in modules
-    assert not any(name.startswith("pipeline") for name in modules)

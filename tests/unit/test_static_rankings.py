@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bosch.baselines import blocks
 from bosch.baselines.apl import apl
@@ -33,6 +32,7 @@ from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from tests.hybrid_case import PLAIN, small_config, small_model, tokens
+from tests.unit.test_training_loss import LargestTensor
 
 WINDOW, LENGTHS = 8, (40, 33, 36)
 HALF = SearchSettings(0.5)
@@ -236,21 +236,12 @@ def test_a_ranking_reads_the_seed_of_the_search():
 def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
     """The largest tensor of a pass is a block of rows; twice the tokens make it twice as large."""
 
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.elements = max(self.elements, out.numel())
-            return out
-
     model = small_model(num_hidden_layers=1)
     for name in RANKINGS:
         sizes = []
         for length in (128, 256):
             ids = tokens(1, length)[0].tolist()
-            with Largest() as largest:
+            with LargestTensor() as largest:
                 static_mask(name, model, CalibrationSet.from_records([(ids, 1)]), WINDOW, HALF)
             sizes.append(largest.elements)
         assert sizes[1] <= 2.2 * sizes[0], name

@@ -173,6 +173,7 @@ def test_figures_of_measurements_have_a_panel_a_setting_and_a_line_a_model() -> 
     assert drawn(first[0])[1] == [
         {"series": "original", "x": 2048, "tip": "original, 2k: out of memory"}
     ]
+    assert all("✕ out of memory" in str(one.chart.to_dict(validate=False)) for one in first)
     assert [row["y"] for row in drawn(first[1])[0]] == [20.0, 60.0, 40.0]
     assert [row["y"] for row in drawn(first[2])[0]] == [10.0, 30.0, 20.0]
     assert len(drawn(first[3])[0]) == 2
