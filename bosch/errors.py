@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 
@@ -49,7 +50,7 @@ def is_disk_full(error: BaseException) -> bool:
     return any(
         isinstance(one, DiskFullError)
         or (isinstance(one, OSError) and one.errno in NO_SPACE_LEFT)
-        or "No space left on device" in str(one)
+        or any(os.strerror(number) in str(one) for number in NO_SPACE_LEFT)
         for one in causes(error)
     )
 
