@@ -237,8 +237,11 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             row = GroupCache(cached.group, keys, values)
             window = cached.group.window
             if window is not None and window.sinks and length > window.past:
+                # A token that is still to come has an entry too: it is replaced when there is one.
+                last = cached.keys.shape[2] - 1
+                first = torch.arange(window.sinks, device=cached.keys.device).clamp(max=last)
                 row.sink_keys, row.sink_values = (
-                    states[:, :, : window.sinks].expand(len(padding), -1, -1, -1)
+                    states[:, :, first].expand(len(padding), -1, -1, -1)
                     for states in (cached.keys, cached.values)
                 )
             rows.groups.append(row)
