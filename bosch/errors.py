@@ -80,5 +80,5 @@ def control_character(text: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    """`text` with such characters written as escapes (`\\x1b`): a stranger's may be in it."""
+    """`text` with what a terminal would interpret written as escapes (`\\x1b`)."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)

@@ -176,8 +176,8 @@ class HybridModelMixin:
     def set_kv_budget(self, budget: int | float | None) -> None:
         """Switch to the layout of `budget`, one of those that the model was made with.
 
-        It is named by its KV slots, or by a share of the original's that it is the largest to fit
-        into; None is the default. No weight is touched.
+        `budget` is its KV slots, or a share of the original's slots: then the largest that fits is
+        taken. None is the default. No weight is touched.
         Raises UserError where the model has no such budget, and while a cache or a manager of
         requests is held whose states are those of another layout.
         """
