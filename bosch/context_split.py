@@ -51,7 +51,7 @@ class ContextSplit:
         return max(0, chunk * self.chunk - window.past)
 
     def received(self, rank: int, window: Window | None) -> int:
-        """Tokens of a sequence of one document whose states a process is sent for a head.
+        """Tokens whose keys and values a process is sent for a head, in a sequence of one document.
 
         None is a full head. In a sequence of several documents each has sinks of its own, so a
         chunk may be sent up to S tokens more; they are not counted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 
@@ -49,7 +50,7 @@ def is_disk_full(error: BaseException) -> bool:
     return any(
         isinstance(one, DiskFullError)
         or (isinstance(one, OSError) and one.errno in NO_SPACE_LEFT)
-        or "No space left on device" in str(one)
+        or any(os.strerror(number) in str(one) for number in NO_SPACE_LEFT)
         for one in causes(error)
     )
 
@@ -79,5 +80,5 @@ def control_character(text: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    """`text` with such characters written as escapes (`\\x1b`): a stranger's may be in it."""
+    """`text` with what a terminal would interpret written as escapes (`\\x1b`)."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)

@@ -38,9 +38,10 @@ class GroupCall(NamedTuple):
     slots: Tensor | None = None
 
     def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys, all values, and their slots [B or 1, S + R], out of range where none counts.
+        """All keys, all values, and their slots [B or 1, S + R].
 
-        A sink that is among the recent keys too must not count twice.
+        A slot outside 0 .. Tk - 1 hides its key: a sink that is among the recent keys too must not
+        count twice.
         """
         key, value, slots, context = self.key, self.value, self.slots, self.context
         if slots is None:

@@ -1,4 +1,4 @@
-"""Attention logits: scale, soft-cap, extra logit per head; and dense attention as it is written.
+"""Attention logits: scale, soft-cap, extra logit per head; and attention with all of them at once.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 """
@@ -50,10 +50,10 @@ def dense_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention as it is written down: [B, HQ, T, D], the softmax in float32 at least.
+    """Attention that holds all logits at once: [B, HQ, T, D], the softmax in float32 at least.
 
-    query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. B and
-    HQ may be flattened into each other, B first.
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. Rows
+    may also be flattened into heads: query [1, B * HQ, T, D], key and value [1, B * HKV, Tk, D].
     """
     value = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     weights = dense_weights(query, key, visible, transform).to(value.dtype)

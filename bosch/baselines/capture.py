@@ -78,9 +78,13 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         # Hooks set while a layer is recomputed never fire: the backward pass follows the first
         # graph.
         stack.enter_context(recompute_layers(model))
-        embedded = model.get_input_embeddings()(ids[None]).detach().requires_grad_()
+        # Not by inputs_embeds: Gemma 4 would look for each row among those of its vocabulary.
+        hook = model.get_input_embeddings().register_forward_hook(
+            lambda _module, _inputs, embedded: embedded.detach().requires_grad_()
+        )
+        stack.callback(hook.remove)
         answer_rows = example.answer_length + 1  # no logits for the prompt
-        output = model(inputs_embeds=embedded, use_cache=False, logits_to_keep=answer_rows)
+        output = model(input_ids=ids[None], use_cache=False, logits_to_keep=answer_rows)
         logits = output.logits[0, :-1].float()
         functional.cross_entropy(logits, answer.to(logits.device)).backward()  # type: ignore[no-untyped-call]
 

@@ -23,14 +23,14 @@ def rand(num_layers: int, num_heads: int, swa_ratio: float, seed: int) -> HeadMa
 def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
     """BME: full layers at the beginning, in the middle and at the end, in equal shares."""
     full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
-    begin, rest = -(-full_layers // 3), full_layers - -(-full_layers // 3)
-    end = -(-rest // 2)
-    middle_size = full_layers - begin - end
-    middle_start = begin + (num_layers - end - begin - middle_size) // 2
+    begin = -(-full_layers // 3)
+    end = -(-(full_layers - begin) // 2)
+    middle_start = begin + (num_layers - full_layers) // 2
+    middle_stop = middle_start + full_layers - begin - end
     blocks = [
-        list(range(begin)),
-        list(range(num_layers - 1, num_layers - 1 - end, -1)),
-        list(range(middle_start, middle_start + middle_size)),
+        range(begin),
+        range(num_layers - 1, num_layers - 1 - end, -1),
+        range(middle_start, middle_stop),
     ]
     order = [layer for turn in zip_longest(*blocks) for layer in turn if layer is not None]
     return _first_full(order, num_layers, num_heads, swa_ratio)
@@ -39,7 +39,7 @@ def bme(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
 def intr(num_layers: int, num_heads: int, swa_ratio: float) -> HeadMask:
     """INTR: full layers at even spacing, in the middle of equal stretches of layers."""
     full_layers = _layers_touched(num_layers, num_heads, swa_ratio)
-    order = [int((2 * i + 1) * num_layers / (2 * full_layers)) for i in range(full_layers)]
+    order = [(2 * i + 1) * num_layers // (2 * full_layers) for i in range(full_layers)]
     return _first_full(order, num_layers, num_heads, swa_ratio)
 
 

@@ -70,10 +70,7 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.groups: list[Any] = []  # of the layout's groups, once the first states have come
 
     def check_heads(self, states: Tensor) -> None:
-        """Raise UserError for states [B, HKV, T, D] of other heads than the layout's.
-
-        A number of a shape: compiled, it is known when the graph is made.
-        """
+        """Raise UserError for states [B, HKV, T, D] where HKV is not the layout's."""
         heads = self.layout.num_key_value_heads
         if states.shape[1] != heads:
             raise UserError(
@@ -237,8 +234,11 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             row = GroupCache(cached.group, keys, values)
             window = cached.group.window
             if window is not None and window.sinks and length > window.past:
+                # A token that is still to come has an entry too: it is replaced when there is one.
+                last = cached.keys.shape[2] - 1
+                first = torch.arange(window.sinks, device=cached.keys.device).clamp(max=last)
                 row.sink_keys, row.sink_values = (
-                    states[:, :, : window.sinks].expand(len(padding), -1, -1, -1)
+                    states[:, :, first].expand(len(padding), -1, -1, -1)
                     for states in (cached.keys, cached.values)
                 )
             rows.groups.append(row)
@@ -262,7 +262,7 @@ def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
 
 
 def _last(states: Tensor, window: Window | None) -> Tensor:
-    """What a later query sees of `states`, and nothing else kept alive: a copy where it must be."""
+    """What a later query sees of `states`: a copy where a view would keep more than that alive."""
     if window is not None and states.shape[2] > window.past:
         states = states[:, :, states.shape[2] - window.past :]
     if states.untyped_storage().nbytes() == states.numel() * states.element_size():
@@ -315,7 +315,8 @@ def _cache_layer(
 class SplitCache(Cache):
     """Cache whose layers are those of a hybrid model.
 
-    `states` are the numbers of states of fixed size by layer; layout None is no attention.
+    `states` maps a layer's index to its number of states of fixed size. A layer without attention
+    has None in `layouts`.
     """
 
     def __init__(
@@ -336,7 +337,8 @@ class SplitCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, in all layers or, where one raises, none.
 
-        Raises as the layers do, and RuntimeError where recurrent states hold some that would stay.
+        Raises as the layers do, and RuntimeError where the model has recurrent states: from these
+        nothing can be taken back, except with all the rest.
         """
         check_removed(tokens_to_remove)
         layers: Iterable[Any] = self.layers

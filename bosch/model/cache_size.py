@@ -119,7 +119,7 @@ class CacheSize:
 
 
 def beside_states(layers: int) -> str:
-    """What a text adds to the KV cache alone, where `layers` have states of fixed size."""
+    """Words that follow the KV cache's bytes where `layers` layers have states of fixed size."""
     if not layers:
         return ""
     return f" beside the states of {layers} layer{'s' if layers > 1 else ''} of other kinds"

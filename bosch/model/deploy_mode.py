@@ -176,8 +176,8 @@ class HybridModelMixin:
     def set_kv_budget(self, budget: int | float | None) -> None:
         """Switch to the layout of `budget`, one of those that the model was made with.
 
-        It is named by its KV slots, or by a share of the original's that it is the largest to fit
-        into; None is the default. No weight is touched.
+        `budget` is its KV slots, or a share of the original's slots: then the largest that fits is
+        taken. None is the default. No weight is touched.
         Raises UserError where the model has no such budget, and while a cache or a manager of
         requests is held whose states are those of another layout.
         """
@@ -331,8 +331,8 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
 def adopt_cache(model: Any, cache: Any) -> None:
     """Give an empty cache of transformers the layers by which sliding heads save memory.
 
-    One that holds states already, quantises them, or offloads a fixed size with sinks stays as it
-    is, which is exact: its sliding heads hold every token, and a warning says so.
+    One that holds states already, quantises them, or offloads those of a growing size or with sinks
+    stays as it is, which is exact: its sliding heads hold every token, and a warning says so.
     """
     layers = getattr(cache, "layers", None)
     if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
@@ -340,12 +340,13 @@ def adopt_cache(model: Any, cache: Any) -> None:
     # Each model has a layer with attention, and after any pass this holds keys.
     started = any(getattr(layer, "keys", None) is not None for layer in layers)
     new: Cache | None = None
-    if not started and isinstance(cache, DynamicCache):
+    # Layers are cut to their windows, and sinks written, when attention is done. An offloaded layer
+    # has left the device by then, in a copy that may not be complete.
+    if not started and isinstance(cache, DynamicCache) and not cache.offloading:
         new = HybridCache.of(model)
         if any(getattr(layer, "record_past", False) for layer in layers):
             new.activate_past_recording()
     elif not started and isinstance(cache, StaticCache):
-        # Sinks are written when attention is done; an offloaded layer has left the device by then.
         loses_sinks = cache.offloading and any(one.sinks for one in layouts_of(model) if one)
         if not loses_sinks:
             # Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
@@ -353,8 +354,8 @@ def adopt_cache(model: Any, cache: Any) -> None:
             new = StaticHybridCache.of(model, max(lengths))
     if new is None:
         logger.warning_once(
-            f"A {type(cache).__name__} that holds states or changes them cannot take the form of a "
-            "hybrid model: its sliding heads keep all tokens and save no memory; pass "
+            f"A {type(cache).__name__} that holds, quantises or offloads states cannot take the "
+            "form of a hybrid model: its sliding heads keep all tokens and save no memory; pass "
             "model.new_cache() or an empty DynamicCache"
         )
         return

@@ -74,9 +74,9 @@ class PagedConfig:
 def _only_window(
     config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
 ) -> int | None:
-    """The window of all sliding heads, which transformers' pools and masks have one of.
+    """The window of all sliding heads; None where no head slides.
 
-    Raises UserError for a model that its pools cannot hold.
+    Raises UserError for a model that transformers' pools cannot hold: they have one window.
     """
     sliding = {window for layout in layouts if layout is not None for window in layout.windows}
     reason = pages_refusal(decoder_layers(config), sliding)
@@ -109,10 +109,11 @@ class PagedView:
         return self
 
     def __call__(self, attention_mask: Mapping[str, Tensor] | Tensor, **kwargs: Any) -> Any:
-        """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk], 0 or low.
+        """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk].
 
-        It comes by itself where all slices are of one type. A row of padding sees nothing: it may
-        see all, so that its softmax is a number.
+        A mask is 0 where a key is visible and very negative elsewhere; where all slices are of one
+        type it is passed alone. A row of padding sees nothing: it may see all, so that its softmax
+        is a number.
         """
         if isinstance(attention_mask, Tensor):
             attention_mask = {self.config.layer_types[0]: attention_mask}

@@ -30,8 +30,8 @@ _OPTION = "runtime.search_parallel: tensor"
 def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
     """The model of `load_model`, sharded over `ranks.shards` processes; called on all of them.
 
-    Raises UserError where the family has no plan or its KV heads cannot be divided, RunError where
-    a process holds more than its share of what the plan shards.
+    Raises UserError where the family has no plan or its KV heads cannot be divided, and RunError as
+    `check_shards` does.
     """
     revision, trust = options.get("revision"), options.get("trust_remote_code", False)
     config = load_config(str(path), revision=revision, trust_remote_code=trust)
@@ -71,7 +71,11 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
 
 
 def check_shards(model: Any, shards: int) -> float:
-    """Share of the weights that this process holds; raises RunError unless they are sharded."""
+    """Share of the weights that this process holds, from 0 to 1.
+
+    Raises RunError where an attention projection is not divided evenly, or more than halfway
+    between 1 in `shards` and all of the weights are here.
+    """
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
         for weight in projections:
@@ -83,6 +87,7 @@ def check_shards(model: Any, shards: int) -> float:
                 )
     total: int = sum(parameter.numel() for parameter in model.parameters())
     held: int = sum(own_shard(parameter).numel() for parameter in model.parameters())
+    # A plan may leave embeddings and norms whole.
     if held > 0.5 * (1 + 1 / shards) * total:
         raise RunError(
             f"{_OPTION}: a process still holds {held / total:.0%} of the weights; use data"

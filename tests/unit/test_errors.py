@@ -55,6 +55,7 @@ def test_a_message_shows_the_ends_of_what_is_too_long(text: str, shown: str) -> 
         (OSError(errno.EDQUOT, "quota"), "disk", "the disk of "),
         (OSError(errno.EFBIG, "too large"), "run", "a file grew beyond what the file system or"),
         (RuntimeError("[enforce fail] No space left on device"), "disk", "the disk of "),
+        (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), "disk", "the disk of "),
         (KeyError("a\nb"), "unexpected", r"unexpected KeyError: 'a\nb'; the traceback is in "),
     ],
 )

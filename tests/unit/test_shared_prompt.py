@@ -59,7 +59,7 @@ def _count_tokens(model: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["original", "0", "4"])
+@pytest.mark.parametrize("kind", ["original", "0", "4", "130"])
 @pytest.mark.parametrize("sizes", [[3, 9, 20], [1, 1], [12]])
 def test_answers_are_those_of_whole_prompts(kind: str, sizes: list[int]) -> None:
     model = _model(kind)

@@ -110,6 +110,14 @@ def test_fisher_is_the_histogram_of_autograds_own_gradients(family):
     assert computed.std() > 0.01
 
 
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_text"])
+def test_fisher_reads_models_with_embeddings_of_each_layer_in_bfloat16(family):
+    model = small_model(family).bfloat16()
+    records = [(tokens(1, 12)[0].tolist(), 4)]
+    scores = fisher(model, CalibrationSet.from_records(records), WINDOW)
+    assert np.isfinite(scores).all() and scores.any()
+
+
 def test_fisher_calls_a_head_without_influence_local():
     model, calibration = case()
     layer = model.get_decoder().layers[1].self_attn
