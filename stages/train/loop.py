@@ -291,7 +291,7 @@ class Loop:
             sharded.checkpoint_event_prologue()
         self.checkpoint_writer.write(
             tokens, self.unwrapped, averaged, self.train.lora,
-            trained=self.step * self.schedule.batch_tokens,
+            self.step * self.schedule.batch_tokens,
         )  # fmt: skip
         if sharded is not None:
             sharded.checkpoint_event_epilogue()

@@ -231,7 +231,7 @@ def test_intervals_of_turnover_hold_nothing_impossible() -> None:
     }
     settings = SimpleNamespace(methods=["bosch"], ratios=[0.3, 0.6], budgets=[4], seeds=len(shares))
     study: Any = SimpleNamespace(
-        options=settings, label="m", window=Window(4), held_out_set=[0] * 2,
+        options=settings, label="m", window=Window(4), held_out_set=[0] * 2, finished=(),
         search=lambda one, seed: SimpleNamespace(mask=masks[one.ratio, seed]),
         held_out=lambda mask: np.full((2, 2), float(mask in masks.values())),
     )  # fmt: skip
