@@ -69,7 +69,7 @@ train:
 
 evaluate:
   needle:
-    lengths: [{half}, {length}]
+    lengths: [{lengths}]
     samples: 50
 
 runtime:
@@ -144,7 +144,7 @@ def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
         model=_yaml(_from(folder, model)),
         source=source,
         length=format_length(length),
-        half=format_length(length // 2),
+        lengths=", ".join(format_length(n) for n in (length // 2, length) if n >= _SHORTEST),
         window=length // 16,
     )
 

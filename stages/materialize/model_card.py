@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bosch.heads import HeadMaskFile
+from bosch.model.cache_size import OwnWindow
 from stages.context import ModelConfig
 from stages.materialize.stage import licence_of
 from stages.versions import installed_versions
@@ -40,16 +42,27 @@ the dynamic and the static one have a hybrid form.
 
 
 def write_model_card(
-    folder: Path, mask_file: HeadMaskFile, model: ModelConfig, summary: dict[str, Any]
+    folder: Path,
+    mask_file: HeadMaskFile,
+    model: ModelConfig,
+    summary: dict[str, Any],
+    layers: Sequence[int],
 ) -> None:
-    """Write README.md into `folder`; `summary` is that of the materialize stage."""
+    """Write README.md into `folder`; `summary` is that of the materialize stage.
+
+    `layers` are the numbers of those with full attention in the base model.
+    """
     licence = base_licence(model)
-    text = model_card(mask_file, model, summary, licence)
+    text = model_card(mask_file, model, summary, layers, licence)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def model_card(
-    mask_file: HeadMaskFile, model: ModelConfig, summary: dict[str, Any], licence: dict[str, str]
+    mask_file: HeadMaskFile,
+    model: ModelConfig,
+    summary: dict[str, Any],
+    layers: Sequence[int],
+    licence: dict[str, str],
 ) -> str:
     """The card as Markdown with the front matter the hub reads."""
     local = Path(model.path).exists()
@@ -70,17 +83,23 @@ def model_card(
         plural, then = "s", ", then those of each window from the widest down"
     seed = "" if mask_file.seed is None else f" (seed {mask_file.seed})"
     transformers = installed_versions(["transformers"])["transformers"]
-    constant = summary["sliding_bytes_constant"]
+    once = f"{summary['sliding_bytes_constant']:,} once"
     before = summary["kv_cache_bytes_per_token_before"]
     after = summary["kv_cache_bytes_per_token_after"]
+    own = [OwnWindow(**window) for window in summary["own_windows"]]
+    others = sum(one.bytes(one.window) for one in own) + summary["state_bytes"]
+    where = ""
+    if others:
+        where = " in layers with full attention"
+        once += f", beside {others:,} of the other layers"
     return f"""{_FRONT}
 {chr(10).join(lines)}
 {_FRONT}
 
 # {base}, hybrid attention
 
-Of the KV heads of {base} a share of {mask_file.swa_ratio:.4g} sees a sliding window only; the
-others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}).
+Of the KV heads of {base}{where} a share of {mask_file.swa_ratio:.4g} sees a sliding window
+only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}).
 
 | | |
 |---|---|
@@ -92,7 +111,7 @@ others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}
 | head mask found by | {mask_file.method}{seed} |
 | its score in the search | {score} |
 {UNTRAINED}
-| KV cache per token | {after:,} bytes instead of {before:,}, and at most {constant:,} once |
+| KV cache per token | {after:,} bytes instead of {before:,}, and at most {once} |
 | made with | transformers {transformers} |
 
 ## Load
@@ -104,7 +123,7 @@ One row per layer, one sign per KV head in the base model's order: ■ full,
 {_legend(mask_file)}. In the weights here each layer's full heads come first{then}.
 
 ```
-{mask_rows(mask_file)}
+{_mask_rows(mask_file, layers)}
 ```
 
 {_budgets(summary)}## Limits
@@ -146,13 +165,13 @@ def note_training(folder: Path, tokens: int, averaged: int = 1) -> None:
         path.write_text(card.replace(UNTRAINED, row), encoding="utf-8")
 
 
-def mask_rows(mask_file: HeadMaskFile) -> str:
-    """The head mask as text, a row per layer."""
-    width = len(str(mask_file.num_layers - 1))
+def _mask_rows(mask_file: HeadMaskFile, layers: Sequence[int]) -> str:
+    """The head mask as text, a row for each of `layers`."""
+    width = len(str(layers[-1]))
     signs = ["■", *_signs(mask_file).values()]
     return "\n".join(
         f"{layer:>{width}}  {' '.join(signs[choice] for choice in row)}"
-        for layer, row in enumerate(mask_file.mask.choices)
+        for layer, row in zip(layers, mask_file.mask.choices, strict=True)
     )
 
 

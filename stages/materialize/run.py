@@ -109,7 +109,7 @@ def run(
     else:
         file.save(target / HEAD_MASK)
         front.save(target / FRONT)
-    write_model_card(target, file, config.model, summary)
+    write_model_card(target, file, config.model, summary, decoder_layers(hybrid.config).full)
     del hybrid
     saved = load_model(target, dtype=section.dtype, device=device)
     precision = "float32" if exact else section.dtype

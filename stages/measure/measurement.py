@@ -80,9 +80,11 @@ def measure(
                         "variant": variant.model_dump(mode="json"),
                         "settings": settings.model_dump(mode="json"),
                     }  # fmt: skip
+                    before = len(finished)
                     if not any("out_of_memory" in run for run in runs[variant]):
                         runs[variant].append(finished.once(request | basis, partial(_run, request)))
-                    bar.update(1, f"{variant.name} at {length:,}")
+                    free = len(finished) == before  # known from before, or not worth trying
+                    bar.update(1, f"{variant.name} at {length:,}", free=free)
             for variant in variants:
                 facts = next((run for run in runs[variant] if "hardware" in run), facts)
                 points.append(point_of(variant, length, settings.batch_size, runs[variant]))

@@ -61,12 +61,19 @@ class CheckpointWriter:
         self._in_float32 = set[str]()
 
     def write(
-        self, tokens: int, model: Any, averaged: Sequence[int] = (), lora: LoraConfig | None = None
+        self,
+        tokens: int,
+        model: Any,
+        averaged: Sequence[int] = (),
+        lora: LoraConfig | None = None,
+        trained: int | None = None,
     ) -> None:
         """Save `model` in the starting model's precision; every process calls it.
 
         A process waits for the others until each has written one file at most. The mean with the
-        checkpoints of the token counts `averaged` takes the place of the weights.
+        checkpoints of the token counts `averaged` takes the place of the weights. The card says
+        how many tokens the model was `trained` on, which are more or less than `tokens` where these
+        make no whole steps.
         """
         writing = self._directory / "writing"
         first = rank() == 0
@@ -87,7 +94,7 @@ class CheckpointWriter:
                 wait()
             if first:
                 copy_companions(self._model_dir, writing)
-                note_training(writing, tokens, averaged=1 + len(averaged))
+                note_training(writing, trained or tokens, averaged=1 + len(averaged))
                 replace(writing, self._directory / checkpoint_name(tokens))
 
     def write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:

@@ -289,7 +289,10 @@ class Loop:
         sharded = self.model.optimizer if self.runtime.sharding == "deepspeed" else None
         if sharded is not None:
             sharded.checkpoint_event_prologue()
-        self.checkpoint_writer.write(tokens, self.unwrapped, averaged, self.train.lora)
+        self.checkpoint_writer.write(
+            tokens, self.unwrapped, averaged, self.train.lora,
+            self.step * self.schedule.batch_tokens,
+        )  # fmt: skip
         if sharded is not None:
             sharded.checkpoint_event_epilogue()
         with disk_errors("a checkpoint's record", self.restarts.directory.parent):

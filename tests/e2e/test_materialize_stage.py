@@ -34,7 +34,7 @@ WINDOW = 16
 NUMBERS = dict.fromkeys(
     ("kv_cache_bytes_per_token_before", "kv_cache_bytes_per_token_after", "sliding_bytes_constant"),
     8,
-)
+) | {"own_windows": [], "state_bytes": 0}
 
 
 def _mask(layers: int = 2) -> HeadMaskFile:
@@ -129,15 +129,25 @@ def test_the_card_of_several_windows_tells_them_apart_and_one_of_the_hub_its_bas
         mask, windows, model="m", method="given", swa_ratio=0.75, score=0.8125, seed=4,
         sink_bias=[[0.5] * 4] * 2,
     )  # fmt: skip
-    card = model_card(file, ModelConfig(path="org/model"), NUMBERS, {"license": "mit"})
+    card = model_card(file, ModelConfig(path="org/model"), NUMBERS, [0, 1], {"license": "mit"})
     assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
     assert "| sinks | a learned sink bias in each sliding query head |" in card
-    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, {})
+    card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, [0, 1], {})
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "org/model" and "license" not in front
     assert "org/model (abc)" in card and "not stated" in card
+
+
+def test_the_card_tells_decided_layers_from_those_with_windows_or_states_of_their_own() -> None:
+    own = [{"heads": 4, "window": 5, "bytes_per_head": 64}]
+    numbers = NUMBERS | {"own_windows": own, "state_bytes": 8}
+    card = model_card(_mask(), ModelConfig(path="org/model"), numbers, [5, 11], {})
+    assert "KV heads of org/model in layers with full attention a share of 0.75" in card
+    # Four heads with the last four tokens each.
+    assert "and at most 8 once, beside 1,032 of the other layers |" in card
+    assert "\n 5  □ ■\n11  □ □\n" in card
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,7 @@ def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
             higher = [score for score in optimum["scores"] if score > own["score"]]
             assert own["score_rank"] == 1 + len(higher)
     page = (tmp_path / "optimality.md").read_text()
+    assert f"({optimum['masks_of_best_score']} mask" in page and "(1 masks)" not in page
     assert "| all full | 1.000 |" in page and "| all sliding | " in page
     for method, sets in data["methods"].items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {method} | ")]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,16 @@ def test_show_says_what_windows_sliding_heads_have(
 ) -> None:
     """Not those of a front's menu that the budget in force leaves out."""
     windows = (Window(6), Window(3))
-    masks = [HeadMask.of_choices(np.full((3, 4), kind)) for kind in (1, 2)]
-    points = [FrontPoint.of(mask, windows, 64, score=0.5, log_likelihood=-1.0) for mask in masks]
-    front = Front.of(points, windows, 64, model="m")
+    masks = [HeadMask.of_choices(np.full((3, 4), kind)) for kind in (0, 1, 2)]
+    points = [FrontPoint.of(mask, windows, 2048, score=0.5, log_likelihood=-1.0) for mask in masks]
+    front = replace(Front.of(points, windows, 2048, model="m"), chosen=1)
     materialize_front(small_model(num_hidden_layers=3), front).save_pretrained(tmp_path)
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "0 full KV heads of 12; the others see 6 tokens\n" in shown
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
+    # As kv_budget names them, without commas within.
+    assert "KV slots, of 24, 60, 24576 that kv_budget may name\n" in shown
 
 
 def test_show_names_no_other_heads_where_all_are_full(

@@ -436,7 +436,12 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
     arguments = (str(folder / "model"), None, settings, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(*arguments)
-    report = measurement.measure(*arguments)
+    free: list[bool] = []
+    bar = SimpleNamespace(update=lambda items, note, **known: free.append(known["free"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(measurement, "progress", lambda *about: nullcontext(bar))
+        report = measurement.measure(*arguments)
+    assert free == [True] * 3 + [False] * 3  # the time left is that of the runs to come
     turns = [("original", 0), ("hybrid", 0), ("original", 1)]
     assert calls == [*turns, ("stop", 0), ("hybrid", 1), ("original", 2), ("hybrid", 2)]
     assert [len(p["runs"]) for p in report["points"]] == [3, 3]

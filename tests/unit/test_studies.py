@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from bosch.objective.evaluation_log import Evaluation
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.commands import options
-from pipeline.commands.study import turnover
+from pipeline.commands.study import runs, turnover
 from pipeline.commands.study.charts import cost_curves, jaccard_maps, landscapes, stability_curves
 from pipeline.commands.study.headbench import (
     Row,
@@ -203,6 +204,22 @@ def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> Non
     assert row.cost("passes") == 3.5
 
 
+def test_searches_that_are_known_say_nothing_about_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free: list[bool] = []
+    bar = SimpleNamespace(update=lambda **known: free.append(known["free"]))
+    monkeypatch.setattr(runs, "progress", lambda *about: nullcontext(bar))
+    finished = {("bosch", 0)}
+    model: Any = SimpleNamespace(
+        options=SimpleNamespace(seeds=2),
+        finished=finished,
+        search=lambda setting, seed: finished.add((setting.method, seed)),
+    )
+    runs.measured(model, [Setting("bosch", 0.5), Setting("rand", 0.5)], has_held_out=False)
+    assert free == [True, False, False, False]
+
+
 def test_intervals_of_turnover_hold_nothing_impossible() -> None:
     """Of 6 heads 2 slide, then 4, of which 2, 1 and 0 are others: T is 1, 0.5 and 0, T_max 1."""
     shares = [
@@ -215,7 +232,7 @@ def test_intervals_of_turnover_hold_nothing_impossible() -> None:
     }
     settings = SimpleNamespace(methods=["bosch"], ratios=[0.3, 0.6], budgets=[4], seeds=len(shares))
     study: Any = SimpleNamespace(
-        options=settings, label="m", window=Window(4), held_out_set=[0] * 2,
+        options=settings, label="m", window=Window(4), held_out_set=[0] * 2, finished=(),
         search=lambda one, seed: SimpleNamespace(mask=masks[one.ratio, seed]),
         held_out=lambda mask: np.full((2, 2), float(mask in masks.values())),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,6 +60,19 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="no space"), replacing(folder) as temporary:
         temporary.mkdir()
     assert os.listdir(folder) == ["notes"] and sorted(os.listdir(tmp_path)) == ["folder", "link"]
+
+
+@pytest.mark.parametrize(("positions", "lengths"), [(300, [256]), (1024, [512, "1k"])])
+def test_a_new_recipe_leaves_room_for_answers_in_few_positions(
+    tmp_path, capsys, positions, lengths
+):
+    case, file = Case(tmp_path), tmp_path / "new.yaml"
+    path = case.model / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    assert cli.main(["new", str(case.model), "--output", str(file)]) == 0
+    assert yaml.safe_load(file.read_text())["evaluate"]["needle"]["lengths"] == lengths
+    assert "leaves no room" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -567,10 +567,10 @@ def test_wandb_that_is_not_installed_is_named(
 def test_the_final_checkpoint_can_be_the_mean_of_the_last(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    steps = {"averaged_checkpoints": 2, "checkpoint_tokens": [384, 768, 1280]}
+    steps = {"averaged_checkpoints": 2, "checkpoint_tokens": [384, 700, 1280]}
     train_here(case, tmp_path, train=steps)
     own, single = tmp_path / "checkpoints", undisturbed / "checkpoints"
-    first = load_file(own / "tokens-768" / "model.safetensors")
+    first = load_file(own / "tokens-700" / "model.safetensors")
     last = load_file(single / "tokens-1280" / "model.safetensors")
     mean = load_file(tmp_path / "checkpoints" / "tokens-1280" / "model.safetensors")
     assert mean.keys() == last.keys()
@@ -578,6 +578,7 @@ def test_the_final_checkpoint_can_be_the_mean_of_the_last(
         torch.testing.assert_close(value, (first[name] + last[name]) / 2, msg=name)
     card = (tmp_path / "checkpoints" / "tokens-1280" / "README.md").read_text()
     assert "1,280 tokens, mean of the last 2 checkpoints" in card
-    assert "mean of" not in (own / "tokens-768" / "README.md").read_text()
+    # After whole steps of 128 tokens.
+    assert "| continual pretraining | 768 tokens |" in (own / "tokens-700/README.md").read_text()
     weights = [folder / "tokens-384" / "model.safetensors" for folder in (own, single)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

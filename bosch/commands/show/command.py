@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
     others = f"; the others see {windows} tokens{sinks}" if count < total else ""
     print(f"{record['model']}: {record['model_type']}, {count} full KV heads of {total}{others}")
     if budgets := record.get("kv_budgets"):
-        names = ", ".join(f"{slots:,}" for slots in budgets)
-        print(f"a budget of {record['kv_budget']:,} KV slots, of {names} that kv_budget may name")
+        names = ", ".join(map(str, budgets))
+        print(f"a budget of {record['kv_budget']} KV slots, of {names} that kv_budget may name")
     print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
     if sliding:
         counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())

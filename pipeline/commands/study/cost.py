@@ -10,6 +10,7 @@ from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
 from pipeline.commands.study.studied_model import OURS, Setting, StudiedModel, variants
+from stages.formats import counted
 from stages.pages.tables import Table
 
 _PUBLISHED = "bosch"
@@ -71,7 +72,7 @@ def _table(ratio: float, points: Sequence[Measured]) -> Table:
         [
             point.setting.method,
             "" if point.setting.budget is None else str(point.setting.budget),
-            f"{point.cost('evaluations'):.0f}",
+            f"{point.cost('evaluations'):g}",
             *(f"{point.cost(name):.1f}" for name in _TIMES),
             *point.cells(base, is_compared=True),
         ]
@@ -125,7 +126,7 @@ def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
 def _text(model: StudiedModel) -> str:
     return (
         f"`{model.label}`, W = {model.window.size}, "
-        f"{model.about_examples}. {model.options.seeds} seeds, each with its own "
+        f"{model.about_examples}. {counted(model.options.seeds, 'seed')}, each with its own "
         "calibration set. Costs are medians over the seeds; full passes are full-forward "
         "equivalents over the calibration set, with and without exact reuse. They leave out the "
         "pass of a static ranking, which counts in the seconds alone. Seconds are processor time "

@@ -9,6 +9,7 @@ from bosch.errors import UserError
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
 from pipeline.commands.study.studied_model import Setting, StudiedModel, variants
+from stages.formats import counted
 from stages.pages.tables import Table
 
 
@@ -84,7 +85,7 @@ def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
     layers, heads = model.shape
     return (
         f"`{model.label}`, {layers} layers of {heads} KV heads, "
-        f"W = {model.window.size}, {model.about_examples}. {options.seeds} seeds, "
+        f"W = {model.window.size}, {model.about_examples}. {counted(options.seeds, 'seed')}, "
         f"κ = {max(options.budgets)}, ten times that in bosch_plus, whose budget is a tenth. "
         "With g the full heads of every layer are a multiple of g. "
         "bosch_plus and learned_gates form units of heads to which the gradient at the original "

@@ -21,7 +21,7 @@ from bosch.window import MOST_WINDOWS, Window, Windows, window_menu, windows_tex
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, interval_text, measured
 from pipeline.commands.study.studied_model import Results, Setting, StudiedModel
-from stages.formats import format_length
+from stages.formats import counted, format_length
 from stages.pages.charts import Picture, ranking
 from stages.pages.tables import Cell, Table
 from stages.report.charts import LOOK, POINTS, ranked
@@ -185,8 +185,9 @@ def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
         for row in rows:
             results = {}
             for mask in dict.fromkeys(row.masks):
+                before = len(model.finished)
                 results[mask] = model.trained(mask, row.windows)[:, 0]
-                bar.update()
+                bar.update(free=len(model.finished) == before)
             scores = np.stack([results[mask] for mask in row.masks])
             with_training.append(replace(row, trained=np.broadcast_to(scores, row.scores.shape)))
     return with_training
@@ -291,7 +292,7 @@ def _text(model: StudiedModel, kappa: int) -> str:
         trained = f"Each hybrid is scored untrained, and trained for {tokens:,} tokens. "
     return (
         f"`{model.label}`, {layers} layers of {heads} KV heads, "
-        f"W = {model.window.size}, {model.about_examples}. {options.seeds} seeds, "
+        f"W = {model.window.size}, {model.about_examples}. {counted(options.seeds, 'seed')}, "
         f"each with its own calibration set; searches have κ = {kappa}. {trained}All "
         "selectors of a ratio hold the same bytes in generate at the longest example ('cache', a "
         "share of the original's); in vLLM it depends on how full heads lie in the layers. Uniform "

@@ -17,6 +17,7 @@ from bosch.progress import progress
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.studied_model import Setting, StudiedModel, digest_of, variants
+from stages.formats import counted
 from stages.pages.tables import Table
 
 _MOST_MASKS = 20_000
@@ -158,8 +159,9 @@ def _table(
 ) -> Table:
     best = _optimum(landscape)
     title = (
-        f"ρ = {ratio:g}: {best['masks']} masks, best score {best['score']:.3f} "
-        f"({best['masks_of_best_score']} masks), best log-likelihood {best['log_likelihood']:.3f}; "
+        f"ρ = {ratio:g}: {counted(best['masks'], 'mask')}, best score {best['score']:.3f} "
+        f"({counted(best['masks_of_best_score'], 'mask')}), "
+        f"best log-likelihood {best['log_likelihood']:.3f}; "
         f"a random mask: {best['random_score']:.3f} and {best['random_log_likelihood']:.3f}"
     )
     header = (
@@ -172,7 +174,7 @@ def _table(
         rows.append(
             [
                 method,
-                f"{evaluations[method]:.0f}",
+                f"{evaluations[method]:g}",
                 _ranks([s.score_rank for s in own]),
                 f"{np.mean([s.score_gap for s in own]):.3f}",
                 _ranks([s.log_likelihood_rank for s in own]),
@@ -195,9 +197,10 @@ def _text(model: StudiedModel) -> str:
     return (
         f"All masks on budget of a model of {layers} layers with {heads} KV heads "
         f"(`{model.label}`) were measured on the calibration set of "
-        f"{len(model.calibration(0))} examples on which the methods search, and on "
-        f"{len(model.held_out_set)} held-out examples. Each method ran with {options.seeds} "
-        "seeds on the same calibration set. Rank 1 is the best; equal masks share a rank; ranks "
-        "are medians over the seeds, gaps are means. `evaluations` counts different masks, anchors "
-        "included; the gradients that bosch_plus takes are not among them."
+        f"{counted(len(model.calibration(0)), 'example')} on which the methods search, and on "
+        f"{counted(len(model.held_out_set), 'held-out example')}. Each method ran with "
+        f"{counted(options.seeds, 'seed')} on the same calibration set. Rank 1 is the best; equal "
+        "masks share a rank; ranks are medians over the seeds, gaps are means. `evaluations` "
+        "counts different masks, anchors included; the gradients that bosch_plus takes are not "
+        "among them."
     )

@@ -71,8 +71,9 @@ def measured(
         for one in settings:
             runs = []
             for seed in range(seeds):
+                before = len(model.finished)
                 runs.append(model.search(one, seed))
-                bar.update()
+                bar.update(free=len(model.finished) == before)
             held_out: tuple[Results, ...] = ()
             if has_held_out:
                 values = np.stack([model.held_out(run.mask, one.menu) for run in runs])

@@ -14,6 +14,7 @@ from pipeline.commands.study.cost import measured_by_budget
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
 from pipeline.commands.study.studied_model import SearchOutcome, Setting, StudiedModel
+from stages.formats import counted
 from stages.pages.tables import Table
 from stages.search.stage import SearchConfig
 
@@ -82,8 +83,9 @@ def _rankings(model: StudiedModel) -> list[dict[str, Any]]:
                 runs = []
                 for seed in range(options.seeds):
                     one, set_seed = Setting(_STAGE_ONE, ratio, budget), 0 if same_set else seed
+                    before = len(model.finished)
                     runs.append(model.search(one, seed, calibration_seed=set_seed))
-                    bar.update()
+                    bar.update(free=len(model.finished) == before)
                 records += [
                     _stability(ratio, budget, same_set, measure, runs)
                     for measure in ("score", "log_likelihood")
@@ -148,12 +150,13 @@ def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
 def _text(model: StudiedModel) -> str:
     kappa = model.recipe[SearchConfig].budget_per_layer
     return (
-        f"`{model.label}`, W = {model.window.size}, {model.options.seeds} "
-        "seeds. Algorithm 1 ran once per seed: first with every seed on the same "
-        "calibration set, so that only the optimiser's draws differ, then each on its own. "
+        f"`{model.label}`, W = {model.window.size}, "
+        f"{counted(model.options.seeds, 'seed')}. Algorithm 1 ran once per seed: first with every "
+        "seed on the same calibration set, so that only the optimiser's draws differ, then each on "
+        "its own. "
         "Layer importance is d of Algorithm 2, from the score as published, and from the "
         "log-likelihood of the same masks. Spearman's ρ is between each two seeds, ties at average "
         "ranks; where a run ties all layers there is no order to compare. Scores below are on "
-        f"{len(model.held_out_set)} held-out examples, with 95 % intervals over seeds "
+        f"{counted(len(model.held_out_set), 'held-out example')}, with 95 % intervals over seeds "
         f"and examples; the calibration size varies at κ = {kappa}."
     )

@@ -48,6 +48,7 @@ from pipeline.commands.study.command import StudyOptions
 from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Choice, Runner
 from stages.finished import FinishedWork, Record
+from stages.formats import counted
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
 from stages.search.processes import reuse_bytes
@@ -236,14 +237,14 @@ class StudiedModel:
     def about_examples(self) -> str:
         """Size and kind of the calibration sets and of the held-out examples, for pages."""
         form, path = self.recipe[PrepareConfig].calibration, self.options.examples
-        own = f"calibration sets of {form.examples} examples"
+        own = f"calibration sets of {counted(form.examples, 'example')}"
         if path is None:
             own += f" of {form.length} tokens"
             kind = f" of the same length and tasks ({', '.join(form.tasks)})"
         else:
             own += f" of up to {self.held_out_set.max_length} tokens from {model_label(path)}"
             kind = " of the same file"
-        return f"{own}, {len(self.held_out_set)} held-out examples{kind}"
+        return f"{own}, {counted(len(self.held_out_set), 'held-out example')}{kind}"
 
     def objective(self, examples: CalibrationSet, window: Windows | None = None) -> Objective:
         """Measures masks on `examples`; later passes reuse what earlier ones cached.

@@ -16,6 +16,7 @@ from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import interval_text, measured
 from pipeline.commands.study.studied_model import Setting, StudiedModel
+from stages.formats import counted
 from stages.pages.tables import Table
 
 _SWAPS = 3  # draws of A' for each pair of masks, as in C.1
@@ -145,12 +146,14 @@ def _text(model: StudiedModel) -> str:
     options = model.options
     diagonal = "compares different seeds of one method" if options.seeds > 1 else "has no pair: 0"
     return (
-        f"`{model.label}`, W = {model.window.size}, {options.seeds} "
-        f"seeds, κ = {options.budgets[-1]}. T is the share of the heads sliding at the smaller "
-        "ratio that are full at the larger one, T̃ that share over the largest possible one "
+        f"`{model.label}`, W = {model.window.size}, "
+        f"{counted(options.seeds, 'seed')}, κ = {options.budgets[-1]}. "
+        "T is the share of the heads sliding at the smaller ratio that are full at the larger one, "
+        "T̃ that share over the largest possible one "
         "(BOSCH §4.3). A′ takes in what turned over in place of random members (BOSCH C.1); its "
         "scores are on "
-        f"{len(model.held_out_set)} held-out examples. Jaccard distances are between the sets "
+        f"{counted(len(model.held_out_set), 'held-out example')}. "
+        "Jaccard distances are between the sets "
         f"of sliding heads, means over all pairs of seeds; the diagonal {diagonal}. Brackets: 95 % "
         "intervals."
     )
