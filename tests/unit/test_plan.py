@@ -146,6 +146,8 @@ def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None
         ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], depths: 2}}", 580, "704"),
         ("evaluate={needle: null, mrcr: {data_dir: m, lengths: [512, 1024]}}", 600, "1,024"),
         ("evaluate={needle: null, presets: [short], harness: {samples: 5}}", 0, "1,024"),
+        ("evaluate={needle: {tasks: [vt], lengths: [1024], samples: 2}, nolima: {data_dir: n, "
+         "lengths: [512], max_new_tokens: 32, samples: 40}}", 42, "544"),
     ],
 )  # fmt: skip
 def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
@@ -169,10 +171,10 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
         (["evaluate.windows=[16,32,128]", "evaluate.rivals=[intr,rand]"],
          "each for the hybrid, 2 checkpoints and 2 rivals, for the untrained ones at 2 more "
          "windows", [(5, 8, 32), (3, 8, 16), (3, 8, 128)]),
-        (["search.method=front", "evaluate.budgets=[0.75]"],
-         "each for the hybrid and 2 checkpoints, for the hybrid and checkpoints at up to 1 more "
-         "budget",
-         [(3, 8, 32), (3, 9, 32)]),
+        (["search.method=front", "evaluate.budgets=[0.75]", "evaluate.rivals=[intr]"],
+         "each for the hybrid, 2 checkpoints and 1 rival, for the hybrid and checkpoints at up to "
+         "1 more budget",
+         [(4, 8, 32), (3, 9, 32)]),
         (["search.method=front", "search.points=[0.3,0.6,0.9]", "evaluate.budgets=all",
           "train=null"],
          "for the hybrid, for the hybrid at up to 3 more budgets",
@@ -325,6 +327,11 @@ def test_a_model_sharded_over_two_nodes_is_said_not_to_run() -> None:
     for count, runs in ((8, True), (16, False)):
         text = "\n".join(plan_lines(loaded, f"h100x{count}"))
         assert ("does not run on 16 processes: runtime.search_parallel: tensor" in text) != runs
+
+
+def test_a_prompt_is_split_over_the_processes_of_all_nodes() -> None:
+    loaded = _paper("qwen3_8b", "runtime.evaluate_parallel=context", "runtime.processes=8")
+    assert plan_costs(loaded, plan_devices(loaded, "h100x16"))["evaluate"].jobs == (16,)
 
 
 def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
