@@ -175,6 +175,8 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
          "each for the hybrid, 2 checkpoints and 1 rival, for the hybrid and checkpoints at up to "
          "1 more budget",
          [(4, 8, 32), (3, 9, 32)]),
+        (["search.method=front", "evaluate.budgets=[1.0]", "train=null"],
+         "for the hybrid, for the hybrid at up to 1 more budget", [(1, 8, 32), (1, 16, 32)]),
         (["search.method=front", "search.points=[0.3,0.6,0.9]", "evaluate.budgets=all",
           "train=null"],
          "for the hybrid, for the hybrid at up to 3 more budgets",
