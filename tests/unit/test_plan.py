@@ -177,7 +177,7 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
          [(4, 8, 32), (3, 9, 32)]),
         (["search.method=front", "evaluate.budgets=[1.0]", "train=null"],
          "for the hybrid, for the hybrid at up to 1 more budget", [(1, 8, 32), (1, 16, 32)]),
-        (["search.method=front", "search.points=[0.3,0.6,0.9]", "evaluate.budgets=all",
+        (["search.method=front", "search.points=[0.3,0.301,0.6,0.9]", "evaluate.budgets=all",
           "train=null"],
          "for the hybrid, for the hybrid at up to 3 more budgets",
          [(1, 8, 32), (1, 0, 32), (1, 3, 32), (1, 14, 32)]),
@@ -282,6 +282,12 @@ def test_restart_points_of_two_trainings_are_not_on_disk_together(case: Case) ->
         sums.append(float(line.split(", ")[-1].removesuffix(" GiB on disk")))
     # The rival's hybrid and its two checkpoints: a table of 64, and little beside it.
     assert sums[1] - sums[0] == pytest.approx(3 * 2 * 64e6 / GIB, abs=0.02)
+
+
+def test_the_rival_is_trained_for_one_budget_alone(case: Case) -> None:
+    front = "search.method=front", "rival={method: intr}"
+    one, all_budgets = _costs(_load(case, *front)), _costs(_load(case, *front, "train.budgets=all"))
+    assert all_budgets["train"].flops < all_budgets["train_rival"].flops == one["train"].flops
 
 
 def test_hours_are_those_of_operations_and_of_what_decoding_reads(case: Case) -> None:
@@ -560,6 +566,7 @@ def test_hardware_names() -> None:
         (None, World(processes_per_node=4, gpus=4), ("h100", 4, 4, 4, 80 * GIB)),
         ("h200x16", World(gpus=4), ("h200", 16, 16, 8, 141 * GIB)),
         ("h200x32", World(gpus=16), ("h200", 32, 32, 16, 141 * GIB)),
+        ("cpux1", World(processes_per_node=2), ("cpu", 1, 2, 2, 2 * GIB)),
         ("a100x4", World(), ("a100", 4, 4, 4, 80 * GIB)),
     ],
 )
