@@ -382,6 +382,14 @@ def test_a_search_has_as_many_batches_as_its_objective(
     assert f" on {max(map(len, rounds))} of them" in line
 
 
+def test_a_batch_holds_no_more_than_the_examples(case: Case) -> None:
+    two, eight = (
+        _costs(_load(case, "prepare.calibration.examples=2", f"runtime.eval_batch_size={size}"))
+        for size in (2, 8)
+    )
+    assert two["search"].facts == eight["search"].facts
+
+
 # Days of training on 16 A800 that the paper reports (B.5), and the share of their peak in executed
 # operations that they imply.
 PAPER_DAYS = {"qwen3_1p7b": (1, 0.102), "qwen3_30b_a3b": (4, 0.0565)}
