@@ -25,9 +25,10 @@ from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from data_prep.tasks import ruler, samples
 from data_prep.tasks.needles import Draft
+from data_prep.tasks.questions import read_questions
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
-from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
+from data_prep.tasks.tables import ANY_ANSWER, DATA_FILES, NEW_TOKENS, RULER_NEEDLES, RulerTask
 from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from data_prep.text import TokenCounter
 from stages.evaluate.suites.needle import NeedleEvaluation
@@ -318,6 +319,15 @@ def test_pairs_of_words_are_in_the_order_of_the_alphabet():
     assert list(pairs) == plain and len(pairs) == len(plain)
     with pytest.raises(IndexError):
         pairs[len(plain)]
+
+
+def test_documents_are_drawn_where_there_are_more_than_asked_for(tokenizer, data):
+    _, documents = read_questions("qa_1", data / DATA_FILES["qa_1"])
+    task = ruler_task("qa_1", _corpus(data), 1, 4096, 32, TokenCounter(tokenizer))
+    for size, draws in ((len(documents) - 1, True), (len(documents), False)):
+        before = task.random.getstate()
+        task.draw(0, size)
+        assert (task.random.getstate() != before) == draws
 
 
 def test_missing_and_damaged_data(tmp_path, tokenizer, data):
