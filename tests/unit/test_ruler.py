@@ -269,6 +269,17 @@ def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data,
     assert len(paths) == 6
 
 
+def test_samples_of_the_built_in_words_have_a_version_of_their_own(tmp_path, tokenizer):
+    own, upstream = (
+        SampleFolder(
+            tmp_path, "niah_multikey_1", 4096, 16, 1,
+            _corpus(None, words=replace(OWN_WORDS, is_upstream=is_upstream)), tokenizer,
+        ).identity["generator"]
+        for is_upstream in (False, True)
+    )  # fmt: skip
+    assert own == upstream + 1
+
+
 def _without(folder, line, field):
     """Take a field out of a line whose checksum is right."""
     journal = Journal(folder / "samples.jsonl")
