@@ -134,7 +134,7 @@ def packed_groups(
             choices.append((cost, sum(map(len, chosen.values())), room, chosen))
     least = min(cost for cost, *_ in choices)
     affordable = [choice for choice in choices if choice[0] <= _FEWER_GROUPS * least]
-    _, _, room, chosen = min(affordable, key=lambda choice: (choice[1], choice[0]))
+    _, _, room, chosen = min(affordable, key=lambda choice: choice[1])
     return room, chosen
 
 
@@ -387,8 +387,7 @@ def served_caches(
             if refusal := padding_refusal(hybrid, originally, held, share):
                 yield ServedCache(engine, ranks, tokens, refusal=refusal)
                 continue
-            padded = max(0, held - share) if hybrid.padded_kv_heads else 0
-            yield ServedCache(engine, ranks, tokens, originally, held, padded)
+            yield ServedCache(engine, ranks, tokens, originally, held, max(0, held - share))
 
 
 def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:

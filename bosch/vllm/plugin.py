@@ -34,8 +34,6 @@ def register() -> None:
 def show_refusals_as_sentences() -> None:
     """Print a UserError that ends the process as its message, where vLLM has a traceback."""
     previous = sys.excepthook
-    if getattr(previous, "__module__", None) == __name__:
-        return
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, UserError):

@@ -43,11 +43,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
     # Weights go onto the GPUs one by one, from mapped files that all processes of a node share; on
     # a CPU each process has its own.
-    host = (
-        number * shape.parameters
-        if devices.on_gpu or sharded
-        else weights * devices.local_processes
-    )
+    host = number * shape.parameters if devices.on_gpu else weights * devices.local_processes
     facts = [
         f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
         f"in {counted(sum(batches), 'batch', 'batches')}",

@@ -162,6 +162,8 @@ def test_calibration_examples(model, corpus, tmp_path):
     tokenizer = tiny_tokenizer()
     lines = (out / "calibration" / "calibration.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
+    sizes = [len(record["input_ids"]) for record in records]
+    assert (written["shortest"], written["longest"]) == (min(sizes), max(sizes))
     assert [r["index"] for r in records] == list(range(5))
     assert [r["task"] for r in records[:3]] == ["niah_single_2", "niah_multikey_1", "niah_single_2"]
     for record in records:

@@ -184,6 +184,9 @@ def test_combinations_share_what_they_can_and_a_second_run_does_nothing(case: Ca
     assert comparison(case, *arguments, launches=again).results == first.results
     assert again.orders == []
     assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+    (first.folder / "compare.json").unlink()
+    comparison(case, *arguments, launches=again)
+    assert again.orders == [] and (first.folder / "compare.json").exists()
     comparison(case, "--methods", "bme", "--ratios", "0.5,0.75", launches=again)
     assert [order["stage"] for order in again.orders] == ["search", "materialize", "evaluate"]
 
@@ -211,17 +214,22 @@ def test_a_stage_of_all_combinations_that_fails_ends_the_comparison(
         comparison(case, "--methods", "bosch,bme", "--ratios", "0.25", launches=Launches(stop_at))
 
 
-def test_a_full_disk_ends_the_comparison(case: Case) -> None:
-    """No other combination would find more space."""
+@pytest.mark.parametrize(
+    ("status", "told"), [(DISK_FULL_STATUS, "search: the disk of .* is full"), (-9, "search: .*")]
+)
+def test_what_befalls_any_combination_ends_the_comparison(
+    case: Case, status: int, told: str
+) -> None:
+    """No other one would find more space, or be spared by who ends processes."""
 
     class Full(Launches):
         def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
             if order["section"]["values"].get("method") == "bme":
-                raise failure_of(Path(order["work_dir"]), DISK_FULL_STATUS, order, world, False)
+                raise failure_of(Path(order["work_dir"]), status, order, world, False)
             return super().__call__(order, world)
 
     launches = Full()
-    with pytest.raises(RunError, match=r"^BME at 0\.25: search: the disk of .* is full"):
+    with pytest.raises(RunError, match=rf"^BME at 0\.25: {told}"):
         comparison(case, "--methods", "bme,bosch", "--ratios", "0.25,0.5", launches=launches)
     assert [order["stage"] for order in launches.orders] == ["prepare"]
 

@@ -16,6 +16,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from bosch.this_process import heeded
 from pipeline.run import elastic
 
 
@@ -55,7 +56,7 @@ def test_its_status_is_that_of_the_first_reason(
 
     def torchrun(arguments: list[str]) -> None:
         assert arguments[0].startswith("--signals-to-handle=") and arguments[1:] == sys.argv[1:]
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in heeded(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             assert signal.getsignal(number) is elastic.forward_signal
         if ends_with is not None:
             raise ends_with
@@ -68,6 +69,36 @@ def test_its_status_is_that_of_the_first_reason(
     assert elastic.main() == status
     assert {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()} == left
     assert parents == [1, logging.CRITICAL], "its messages are the runner's own"
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "found", "named"),
+    [
+        (signal.default_int_handler, elastic.forward_signal, "SIGINT,SIGQUIT"),
+        (signal.SIG_IGN, signal.SIG_IGN, "SIGQUIT"),
+    ],
+)
+def test_an_interrupt_that_is_ignored_stays_so(
+    interrupt: Any, found: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a command that a script starts behind it; torchrun leaves the stop signals alone."""
+    seen: list[Any] = []
+
+    def torchrun(arguments: list[str]) -> None:
+        seen.extend((signal.getsignal(signal.SIGINT), arguments[0]))
+
+    monkeypatch.setenv(elastic.PARENT, "1")
+    monkeypatch.setattr(elastic, "die_with_runner", lambda: None)
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGQUIT)}
+    try:
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        assert elastic.main() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen == [found, f"--signals-to-handle={named}"]
 
 
 def test_the_handler_has_all_it_needs_before_a_signal_comes() -> None:

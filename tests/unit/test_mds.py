@@ -79,7 +79,7 @@ def change_index(folder: Path, place: str, value: object) -> None:
     for part in path:
         entry = entry[int(part) if isinstance(entry, list) else part]
     if value is DELETE:
-        del entry[last]
+        del entry[int(last) if isinstance(entry, list) else last]
     else:
         entry[int(last) if isinstance(entry, list) else last] = value
     (folder / "index.json").write_text(json.dumps(index))
@@ -132,8 +132,9 @@ def test_every_hash_of_the_library_is_verified(tmp_path, algorithm):
     data = (folder / "shard.00000.mds").read_bytes()
     module = xxhash if algorithm.startswith("xxh") else hashlib
     digest = getattr(module, algorithm)(data).hexdigest()
-    change_index(folder, "shards.0.raw_data.hashes", {algorithm: digest})
-    assert len(read_all(folder)) == 6
+    for stated in (digest, digest.upper()):
+        change_index(folder, "shards.0.raw_data.hashes", {algorithm: stated})
+        assert len(read_all(folder)) == 6
     wrong = digest[:-1] + ("0" if digest[-1] != "0" else "1")
     change_index(folder, "shards.0.raw_data.hashes", {algorithm: wrong})
     with pytest.raises(UserError, match=f"its {algorithm} is not"):
@@ -282,6 +283,7 @@ IDS = u32(*range(10))
     ("columns", "message"),
     [
         ({"input_ids": IDS, "indices": u32(0, 11, shape=(1, 2))}, "a span outside the record's 10"),
+        ({"input_ids": IDS, "indices": u32(0, 11, 0, 3, shape=(2, 2))}, "a span outside the"),
         ({"input_ids": IDS, "indices": u32(7, 3, shape=(1, 2))}, "a span outside the record"),
         ({"input_ids": IDS, "indices": ("json", b"[[-3, 5]]")}, "a span outside the record"),
         ({"input_ids": IDS, "indices": ("json", b"[[0, 1e3]]")}, "does not hold whole numbers"),
@@ -312,6 +314,14 @@ IDS = u32(*range(10))
 def test_sample_of_wrong_values(tmp_path, columns, message):
     with pytest.raises(UserError, match=rf"shard\.00000\.mds.*{message}"):
         documents(write_sample(tmp_path, **columns))
+
+
+def test_a_sample_of_more_bytes_than_its_columns_is_damaged(tmp_path):
+    folder = write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))
+    for column in ("names", "sizes", "encodings"):
+        change_index(folder, f"shards.0.column_{column}.1", DELETE)
+    with pytest.raises(UserError, match=r"sample 0 is damaged \(6 bytes are left over\)"):
+        documents(folder)
 
 
 def test_sample_with_no_span_has_no_document(tmp_path):

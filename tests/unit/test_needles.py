@@ -110,6 +110,7 @@ def test_keys_of_a_sample_are_distinct(tokenizer, words):
     sample = sample_of("niah_multikey_2", tokenizer, words, length=16384)
     assert len({key for key, _ in sample.needles}) == len(sample.needles) > 200
     assert draw_pair(Random(1), NEEDLES["niah_multikey_3"], "training", range(KEYS))
+    assert draw_pair(Random(1), NEEDLES["niah_multikey_2"], "training", range(KEYS - 1))
     with pytest.raises(UserError, match="there are 75,844 different keys for needles"):
         draw_pair(Random(1), NEEDLES["niah_multikey_2"], "training", range(KEYS))
 
@@ -131,6 +132,10 @@ def test_fit_is_found_in_few_steps(rate, guess):
     size = largest_fit(tokens, 4096, guess, 0, "task")
     assert tokens(size) <= 4096 < tokens(size) + max(guess, rate) + 1
     assert len(calls) < 20
+
+
+def test_the_shortest_sample_may_be_as_long_as_the_length():
+    assert largest_fit(lambda size: 10 + size, 10, 1.0, 0, "task") == 0
 
 
 def test_fit_ends_when_counts_never_grow():

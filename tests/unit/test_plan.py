@@ -146,6 +146,8 @@ def test_parameters_that_a_token_does_not_meet(tied: bool, experts: int) -> None
         ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], depths: 2}}", 580, "704"),
         ("evaluate={needle: null, mrcr: {data_dir: m, lengths: [512, 1024]}}", 600, "1,024"),
         ("evaluate={needle: null, presets: [short], harness: {samples: 5}}", 0, "1,024"),
+        ("evaluate={needle: {tasks: [vt], lengths: [1024], samples: 2}, nolima: {data_dir: n, "
+         "lengths: [512], max_new_tokens: 32, samples: 40}}", 42, "544"),
     ],
 )  # fmt: skip
 def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
@@ -169,11 +171,13 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
         (["evaluate.windows=[16,32,128]", "evaluate.rivals=[intr,rand]"],
          "each for the hybrid, 2 checkpoints and 2 rivals, for the untrained ones at 2 more "
          "windows", [(5, 8, 32), (3, 8, 16), (3, 8, 128)]),
-        (["search.method=front", "evaluate.budgets=[0.75]"],
-         "each for the hybrid and 2 checkpoints, for the hybrid and checkpoints at up to 1 more "
-         "budget",
-         [(3, 8, 32), (3, 9, 32)]),
-        (["search.method=front", "search.points=[0.3,0.6,0.9]", "evaluate.budgets=all",
+        (["search.method=front", "evaluate.budgets=[0.75]", "evaluate.rivals=[intr]"],
+         "each for the hybrid, 2 checkpoints and 1 rival, for the hybrid and checkpoints at up to "
+         "1 more budget",
+         [(4, 8, 32), (3, 9, 32)]),
+        (["search.method=front", "evaluate.budgets=[1.0]", "train=null"],
+         "for the hybrid, for the hybrid at up to 1 more budget", [(1, 8, 32), (1, 16, 32)]),
+        (["search.method=front", "search.points=[0.3,0.301,0.6,0.9]", "evaluate.budgets=all",
           "train=null"],
          "for the hybrid, for the hybrid at up to 3 more budgets",
          [(1, 8, 32), (1, 0, 32), (1, 3, 32), (1, 14, 32)]),
@@ -280,6 +284,12 @@ def test_restart_points_of_two_trainings_are_not_on_disk_together(case: Case) ->
     assert sums[1] - sums[0] == pytest.approx(3 * 2 * 64e6 / GIB, abs=0.02)
 
 
+def test_the_rival_is_trained_for_one_budget_alone(case: Case) -> None:
+    front = "search.method=front", "rival={method: intr}"
+    one, all_budgets = _costs(_load(case, *front)), _costs(_load(case, *front, "train.budgets=all"))
+    assert all_budgets["train"].flops < all_budgets["train_rival"].flops == one["train"].flops
+
+
 def test_hours_are_those_of_operations_and_of_what_decoding_reads(case: Case) -> None:
     """A head that slides is not read beyond its window; who generates for all is not helped."""
     cost = Cost(flops=989e12 * 3600, reads=3350e9 * 7200, jobs=(4,), efficiency=0.5)
@@ -308,7 +318,13 @@ def test_a_model_sharded_over_two_nodes_is_said_not_to_run() -> None:
     loaded = _paper("qwen3_8b", "runtime.search_parallel=tensor", "runtime.processes=8")
     for count, runs in ((8, True), (16, False)):
         text = "\n".join(plan_lines(loaded, f"h100x{count}"))
-        assert ("does not run on 16 processes: runtime.search_parallel: tensor" in text) != runs
+        told = f"does not run on {count} processes: runtime.search_parallel: tensor"
+        assert (told in text) != runs
+
+
+def test_a_prompt_is_split_over_the_processes_of_all_nodes() -> None:
+    loaded = _paper("qwen3_8b", "runtime.evaluate_parallel=context", "runtime.processes=8")
+    assert plan_costs(loaded, plan_devices(loaded, "h100x16"))["evaluate"].jobs == (16,)
 
 
 def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
@@ -348,6 +364,14 @@ def test_a_search_has_as_many_batches_as_its_objective(
     assert _costs(loaded)["search"].jobs == tuple(map(len, rounds))
     (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
     assert f" on {max(map(len, rounds))} of them" in line
+
+
+def test_a_batch_holds_no_more_than_the_examples(case: Case) -> None:
+    two, eight = (
+        _costs(_load(case, "prepare.calibration.examples=2", f"runtime.eval_batch_size={size}"))
+        for size in (2, 8)
+    )
+    assert two["search"].facts == eight["search"].facts
 
 
 # Days of training on 16 A800 that the paper reports (B.5), and the share of their peak in executed
@@ -524,6 +548,7 @@ def test_hardware_names() -> None:
         (None, World(processes_per_node=4, gpus=4), ("h100", 4, 4, 4, 80 * GIB)),
         ("h200x16", World(gpus=4), ("h200", 16, 16, 8, 141 * GIB)),
         ("h200x32", World(gpus=16), ("h200", 32, 32, 16, 141 * GIB)),
+        ("cpux1", World(processes_per_node=2), ("cpu", 1, 2, 2, 2 * GIB)),
         ("a100x4", World(), ("a100", 4, 4, 4, 80 * GIB)),
     ],
 )

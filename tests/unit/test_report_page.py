@@ -32,7 +32,7 @@ from stages.report.provenance import collect_provenance, flatten
 from stages.report.results import Results, collect_predictions, load_results
 from stages.report.stage import ReportConfig
 from stages.report.terminal import print_summary, summarize
-from stages.report.verdict import verdict
+from stages.report.verdict import Difference, verdict
 from stages.search.charts import trace
 from stages.search.live import LiveView
 from stages.search.stage import SearchConfig, TracePoint
@@ -526,3 +526,11 @@ def test_damaged_inputs_are_named(
         path.write_text(content)
     with pytest.raises(RunError, match=re.escape(str(path))):
         load_results(inputs)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_shown"),
+    [(0.0, 0.2, False), (-0.2, 0.0, False), (0.01, 0.2, True), (-0.2, -0.01, True)],
+)
+def test_an_interval_that_ends_at_0_shows_nothing(low: float, high: float, is_shown: bool) -> None:
+    assert Difference("", "nats", (low + high) / 2, low, high).is_shown == is_shown

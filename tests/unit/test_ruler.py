@@ -25,9 +25,10 @@ from bosch.errors import RunError, UserError
 from bosch.journal import Journal
 from data_prep.tasks import ruler, samples
 from data_prep.tasks.needles import Draft
+from data_prep.tasks.questions import read_questions
 from data_prep.tasks.ruler import Corpus, ruler_task
 from data_prep.tasks.samples import SampleFolder
-from data_prep.tasks.tables import ANY_ANSWER, NEW_TOKENS, RULER_NEEDLES, RulerTask
+from data_prep.tasks.tables import ANY_ANSWER, DATA_FILES, NEW_TOKENS, RULER_NEEDLES, RulerTask
 from data_prep.tasks.words import ADJECTIVES, NOUNS, PairedWords, WordLists, split_by_rule
 from data_prep.text import TokenCounter
 from stages.evaluate.suites.needle import NeedleEvaluation
@@ -268,6 +269,17 @@ def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data,
     assert len(paths) == 6
 
 
+def test_samples_of_the_built_in_words_have_a_version_of_their_own(tmp_path, tokenizer):
+    own, upstream = (
+        SampleFolder(
+            tmp_path, "niah_multikey_1", 4096, 16, 1,
+            _corpus(None, words=replace(OWN_WORDS, is_upstream=is_upstream)), tokenizer,
+        ).identity["generator"]
+        for is_upstream in (False, True)
+    )  # fmt: skip
+    assert own == upstream + 1
+
+
 def _without(folder, line, field):
     """Take a field out of a line whose checksum is right."""
     journal = Journal(folder / "samples.jsonl")
@@ -318,6 +330,15 @@ def test_pairs_of_words_are_in_the_order_of_the_alphabet():
     assert list(pairs) == plain and len(pairs) == len(plain)
     with pytest.raises(IndexError):
         pairs[len(plain)]
+
+
+def test_documents_are_drawn_where_there_are_more_than_asked_for(tokenizer, data):
+    _, documents = read_questions("qa_1", data / DATA_FILES["qa_1"])
+    task = ruler_task("qa_1", _corpus(data), 1, 4096, 32, TokenCounter(tokenizer))
+    for size, draws in ((len(documents) - 1, True), (len(documents), False)):
+        before = task.random.getstate()
+        task.draw(0, size)
+        assert (task.random.getstate() != before) == draws
 
 
 def test_missing_and_damaged_data(tmp_path, tokenizer, data):

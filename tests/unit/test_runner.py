@@ -22,10 +22,10 @@ from typing import Any, cast
 import pytest
 
 from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
-from bosch.this_process import name_processes
+from bosch.this_process import heeded, name_processes
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from pipeline.run import first_node, heartbeat, worker
+from pipeline.run import failures, first_node, heartbeat, worker
 from pipeline.run.graph import document_key, resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
@@ -660,6 +660,17 @@ def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.Monke
             time.sleep(1)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_no_signal_but_sigkill_ends_a_process_that_ends_by_itself() -> None:
+    stops = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in stops}
+    try:
+        failures.ignore_stops()
+        assert heeded(*stops) == []
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

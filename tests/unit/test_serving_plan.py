@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -250,6 +251,7 @@ def test_the_tokens_in_flight_follow_the_window(
 
 def test_requests_are_as_long_as_the_model_takes() -> None:
     assert served_tokens(2048) == (2048,)
+    assert served_tokens(32_768) == (32_768,)
     assert served_tokens(40_960) == (32_768, 40_960)
     assert served_tokens(None) == (32_768, 131_072)
 
@@ -274,7 +276,7 @@ def test_reordered_weights_are_the_same_function(family: str) -> None:
 
 
 def test_sinks_are_refused_in_one_sentence() -> None:
-    layouts = [full_first(2, 4, Window(16, 3))]
+    layouts = [full_first(4, 4, Window(16, 3)), full_first(2, 4, Window(16, 3))]
     with pytest.raises(UserError, match=r"hybrid_attention\.sinks is 3: .*sink: bias"):
         plan_of(layouts, 1)
     # Sinks of a layer without sliding heads are never used.
@@ -366,15 +368,17 @@ class _OldAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, prefix: str) -> None: ...
 
 
-def serve_two_layers(patch: pytest.MonkeyPatch, cpu: bool) -> None:
-    """Let the engine's model have two layers with one full and seven sliding heads."""
+def serve_two_layers(
+    patch: pytest.MonkeyPatch, cpu: bool, full: Sequence[int] = (1, 1), window: int = 64
+) -> None:
+    """Let the engine's model have two layers of eight heads, the others sliding."""
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
     patch.setitem(sys.modules, "vllm.platforms", platforms)
-    layouts = [full_first(1, 8, Window(64))] * 2
-    original = module_plan(two_kinds([8, 8], 8, [64, 64]))
+    layouts = [full_first(count, 8, Window(window)) for count in full]
+    original = two_kinds([8, 8], 8, [window] * 2)
     patch.setattr(cache_settings, "grouping_of", lambda config: "engine")
     patch.setattr(cache_settings, "served_layouts", lambda config: layouts)
-    patch.setattr(cache_settings, "original_plan", lambda *_: original)
+    patch.setattr(cache_settings, "original_plan", lambda _, ranks: module_plan(original, ranks))
 
 
 _BOTH = ("max_num_batched_tokens", "max_num_seqs")
@@ -420,6 +424,28 @@ def test_only_what_no_option_says_is_chosen(
     cache_settings.wrap(Arguments, "create_engine_config", cache_settings.noting_options)
     Arguments().create_engine_config()
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
+
+
+@pytest.mark.parametrize(
+    ("cpu", "steps", "refused"), [(True, 1, False), (True, 2, True), (False, 1, True)]
+)
+def test_the_ranks_are_refused_with_the_tokens_of_all_steps_at_once(
+    cpu: bool, steps: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks share five full heads and three: a GPU takes two steps at a time."""
+    serve_two_layers(monkeypatch, cpu, (5, 3), 1024)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+        cache_config=SimpleNamespace(block_size=16, user_specified_block_size=True),
+        max_concurrent_batches=steps,
+    )
+    if not refused:
+        cache_settings.choose_cache_settings(config)
+        return
+    with pytest.raises(UserError, match=r"tensor_parallel_size: 2 ranks cannot share"):
+        cache_settings.choose_cache_settings(config)
 
 
 def test_an_original_models_own_windows_are_in_its_plan() -> None:
@@ -471,6 +497,7 @@ def test_unequal_modules_need_blocks_that_are_outermost_and_compact(
                    "256 and with --block-size 16")),
         (256, 16, False, "INFO",
          (8, 16, " with --max-num-batched-tokens 8, which reads prompts slower")),
+        (256, 256, False, "WARNING", (256, 16, " with --block-size 16")),
         (40, 16, False, "INFO", None),  # steps of 8 hold 1.09 times as many
         (8, 16, False, "INFO", None),
     ],
@@ -493,11 +520,12 @@ def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
         blocks = -(-length // block) + 7 * (-(-held // block) + 1)
         return int(size // (2 * block * head) / blocks * length)
 
+    held = tokens(step, block_size)
     parallel = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=None, max_model_len=length),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, **parallel),
-        cache_config=SimpleNamespace(block_size=block_size, kv_cache_size_tokens=tokens(step, 16)),
+        cache_config=SimpleNamespace(block_size=block_size, kv_cache_size_tokens=held),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=step, max_num_seqs=4, disable_hybrid_kv_cache_manager=is_off
         ),
@@ -512,8 +540,8 @@ def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
     cache_settings.log_cache(config, cache)
     originally = size // (2 * 8 * block_size * head) * block_size
     expected = (
-        f"Hybrid KV cache: {tokens(step, 16):,} tokens in requests of 4,096; in the same memory "
-        f"{originally:,} of the original model ({tokens(step, 16) / originally:.1f} times as many)"
+        f"Hybrid KV cache: {held:,} tokens in requests of 4,096; in the same memory "
+        f"{originally:,} of the original model ({held / originally:.1f} times as many)"
     )
     if more is not None:
         expected += f"; {tokens(more[0], more[1]):,}{more[2]}"
@@ -568,8 +596,8 @@ def test_modules_of_one_kind_share_groups_of_ours(
     monkeypatch.setitem(sys.modules, "vllm.v1.core.kv_cache_planning", planning)
     monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
     scheduler = SimpleNamespace(disable_hybrid_kv_cache_manager=is_off)
-    specs = {module_name("a", 0): Spec(3), module_name("a", 1): Spec(2, 9),
-             module_name("b", 0): Spec(1), module_name("b", 1): Spec(2, 9)}  # fmt: skip
+    specs = {module_name("a", 0): Spec(1), module_name("a", 1): Spec(2, 9),
+             module_name("b", 0): Spec(3), module_name("b", 1): Spec(2, 9)}  # fmt: skip
     if draft:
         specs["draft.attention"] = Spec(4)
     found = groups_of_modules(SimpleNamespace(scheduler_config=scheduler), specs)

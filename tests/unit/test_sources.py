@@ -36,6 +36,8 @@ def test_text_folder_file_and_glob(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b" / "c.txt").write_text("\ufefftwo")
     (tmp_path / ".hidden").write_bytes(b"\xff")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "d.txt").write_text("three")
     assert read(Source("s", "text", str(tmp_path))) == ["one", "two"]
     assert read(Source("s", "text", str(tmp_path / "a.txt"))) == ["one"]
     assert read(Source("s", "text", str(tmp_path / "**" / "c*.txt"))) == ["two"]
