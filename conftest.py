@@ -21,6 +21,9 @@ _HANDLERS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_DFL,
+    # These two as the tests were started: under nohup they outlive their terminal.
+    signal.SIGHUP: signal.getsignal(signal.SIGHUP),
+    signal.SIGQUIT: signal.getsignal(signal.SIGQUIT),
 }
 
 

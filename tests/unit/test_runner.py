@@ -653,24 +653,16 @@ def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.Monke
             os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(sys, "unraisablehook", worker.interrupt_again)
-    before = signal.signal(signal.SIGUSR1, worker.interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            Signals()
-            time.sleep(1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, worker.interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Signals()
+        time.sleep(1)
 
 
 def test_no_signal_but_sigkill_ends_a_process_that_ends_by_itself() -> None:
     stops = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in stops}
-    try:
-        failures.ignore_stops()
-        assert heeded(*stops) == []
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    failures.ignore_stops()
+    assert heeded(*stops) == []
 
 
 @pytest.mark.parametrize(
