@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention import varlen as torch_varlen
 
-from bosch.attention import flash, flex, varlen
+from bosch import attention
+from bosch.attention import flex
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -30,8 +31,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         patch.setitem(sys.modules, name, sys.modules[__name__])
     patch.setattr(torch_varlen, "varlen_attn", varlen_attn)
-    for backend in (flash, varlen):  # rounding would hide faults
-        patch.setattr(backend, "HALF_DTYPES", (torch.float64, torch.float32))
+    # Rounding would hide faults.
+    patch.setattr(attention, "HALF_DTYPES", (torch.float64, torch.float32))
 
 
 def flash_attn_func(

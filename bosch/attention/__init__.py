@@ -19,7 +19,7 @@ from bosch.attention.eager import eager_weights
 from bosch.attention.kernels import HALF_DTYPES
 from bosch.attention.layout import CachedStates, HeadGroup, HeadLayout
 from bosch.attention.logit_transform import LogitTransform
-from bosch.backends import BACKENDS, check_backend, check_sinks, resolve_backend
+from bosch.backends import BACKENDS, WIDEST_HEAD, check_backend, check_sinks, resolve_backend
 
 __all__ = [
     "BACKENDS",
@@ -63,7 +63,7 @@ def fastest_backend(
     *,
     sinks: int = 0,
     dropout: float = 0.0,
-    logits: Collection[str] = (),
+    needs: Collection[str] = (),
     chunks: bool = False,
     saved_outputs: bool = False,
 ) -> str:
@@ -73,8 +73,8 @@ def fastest_backend(
     while the rest of a layer is recomputed.
 
     On a GPU: flash-attn, torch's varlen attention, flex, whichever of them is there and has the
-    dtype that attention is computed in, sinks, dropout and the model's logits
-    (`bosch.model.families.logit_needs`). Else sdpa.
+    dtype that attention is computed in, sinks, dropout and what the model needs
+    (`bosch.model.families.attention_needs`). Else sdpa.
     """
     requests = {
         "sinks": sinks > 0,
@@ -83,7 +83,7 @@ def fastest_backend(
         "saved_outputs": saved_outputs,
         "float32": dtype not in HALF_DTYPES,
     }
-    needed = {*logits, *(ability for ability, is_needed in requests.items() if is_needed)}
+    needed = {*needs, *(ability for ability, is_needed in requests.items() if is_needed)}
     for name, entry in BACKENDS.items():
         if "cpu" in entry.lacks and not needed.intersection(entry.lacks) and entry.usable():
             return name
@@ -112,7 +112,7 @@ def hybrid_attention(
     `softcap`, `head_logits` [HQ] and `sliding_only` are as in `LogitTransform`.
 
     Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout, and
-    UserError for sinks or logit transforms that the backend does not have.
+    UserError for what the backend lacks: sinks, logit transforms, dropout, a dtype, wide heads.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     transform = LogitTransform(scale, softcap, head_logits, sliding_only)
@@ -141,15 +141,28 @@ def compute_attention(call: AttentionCall) -> Tensor:
             f"the layout has {heads} KV heads, got {key_heads} with {call.query.shape[1]} query "
             "heads"
         )
+    call = call.autocast()
     check_sinks(call.backend, call.layout.sinks)
-    transform = call.transform
-    if not transform.is_plain:
-        given = {"softcap": transform.softcap, "head_logits": transform.head_logits}
-        needs = {name: "the model has" for name, value in given.items() if value is not None}
-        check_backend(call.backend, needs)
+    check_backend(call.backend, _needs(call))
     # What a cache holds differs by head: sdpa stands in for a backend without cached passes.
     stands_in = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
-    return _function("sdpa" if stands_in else call.backend)(call.autocast())
+    return _function("sdpa" if stands_in else call.backend)(call)
+
+
+def _needs(call: AttentionCall) -> dict[str, str]:
+    """What a backend must be able to do for a call, as `lacking` takes it."""
+    query, transform, needs = call.query, call.transform, {}
+    if transform.softcap is not None:
+        needs["softcap"] = "the model has"
+    if transform.head_logits is not None:
+        needs["head_logits"] = "the model has"
+    if call.dropout:
+        needs["dropout"] = f"the model's is {call.dropout}"
+    if query.dtype not in HALF_DTYPES:
+        needs["float32"] = f"the model's queries are {query.dtype}"
+    if query.shape[-1] > WIDEST_HEAD:
+        needs["wide_heads"] = f"the model's have {query.shape[-1]}"
+    return needs
 
 
 def attention_weights(call: AttentionCall) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
-from bosch.attention.kernels import FLASH_HEAD_DIM, HALF_DTYPES
 from bosch.attention.layout import CachedStates
 from bosch.attention.sdpa import sdpa_attention
 from bosch.errors import UserError
@@ -27,19 +26,12 @@ _NO_WINDOW = (-1, -1)
 def flash_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Decoding with a cache of fixed size, an extra logit per head together with dropout, and heads of
-    more than 256 dimensions go the way of the sdpa backend. Raises UserError for a dtype other than
-    float16 and bfloat16, and for padding between a row's tokens.
+    Decoding with a cache of fixed size and an extra logit per head together with dropout go the way
+    of the sdpa backend. Raises UserError for padding between a row's tokens.
     """
-    key, dtype = call.key, call.query.dtype
-    if dtype not in HALF_DTYPES:
-        raise UserError(
-            f"the flash backend computes in float16 and bfloat16, not in {dtype}: load the "
-            "model in bfloat16 or choose sdpa"
-        )
+    key = call.key
     ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
-    wide = call.query.shape[-1] > FLASH_HEAD_DIM
-    if ring or wide or (call.dropout and call.transform.head_logits is not None):
+    if ring or (call.dropout and call.transform.head_logits is not None):
         return sdpa_attention(call)
     return call.by_group(_flash)
 

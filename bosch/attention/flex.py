@@ -28,14 +28,12 @@ def flex_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
     Passes of fewer than FLEX_BLOCK queries, and those over a cache of fixed size, are computed by
-    the sdpa backend. Raises ValueError for attention dropout.
+    the sdpa backend.
     """
     query, key, value, context = call.query, call.key, call.value, call.context
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
     if context.q_length < FLEX_BLOCK or context.start is not None:
         return sdpa_attention(call)
-    if call.dropout:
-        raise ValueError("the flex backend has no attention dropout: set it to 0 or use sdpa")
     layout, transform, heads = call.layout, call.transform, query.shape[1]
     mask = context.memo(
         ("flex", layout, heads), lambda: flex_block_mask(layout, context, heads, query.device)

@@ -19,6 +19,8 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias
 
+from bosch.backends import WIDEST_HEAD
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 # Those that never hold the logits of all queries and keys, on a GPU.
 FUSED_KERNELS = [
@@ -28,7 +30,6 @@ FUSED_KERNELS = [
 ]
 # Up to this number of logits the math kernel may run: few queries, or small models in tests.
 SMALL_LOGITS = 2**24
-FLASH_HEAD_DIM = 256  # the largest that flash-attn's kernels take, and so torch's
 
 
 def fused_attention(
@@ -72,7 +73,7 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         return False
     if torch.compiler.is_compiling():  # torch cannot be asked while it traces
         dim = query.shape[-1]
-        return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= FLASH_HEAD_DIM
+        return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= WIDEST_HEAD
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
-from bosch.attention.kernels import FLASH_HEAD_DIM, HALF_DTYPES
 from bosch.attention.sdpa import sdpa_attention
 from bosch.backends.varlen import VARLEN_MODULE
 
@@ -27,14 +26,12 @@ _CAUSAL = (-1, 0)
 def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a past, padding before a token, attention dropout, heads of more than 256
-    dimensions, or a dtype other than float16 and bfloat16 are computed by the sdpa backend.
+    Passes with a past and padding before a token are computed by the sdpa backend.
     """
     context = call.context
     whole = context.q_offset == 0 and context.start is None
-    able = call.query.dtype in HALF_DTYPES and call.query.shape[-1] <= FLASH_HEAD_DIM
     padded = not (context.valid is None or context.right_padded)
-    if not whole or not able or padded or call.dropout:
+    if not whole or padded:
         return sdpa_attention(call)
     return call.by_group(_varlen)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bosch.errors import UserError
 
+WIDEST_HEAD = 256  # dimensions that flash-attn's kernels take, and so torch's
+
 # What a backend may lack: the rest of a message that begins with its name.
 _LACKS = {
     "sinks": "has no sinks",
@@ -20,6 +22,7 @@ _LACKS = {
     "dropout": "has no attention dropout",
     "softcap": "has no capped attention scores",
     "head_logits": "has no extra logit per head",
+    "wide_heads": f"takes heads of {WIDEST_HEAD} dimensions at most",
     "cache": "computes no passes with a KV cache",
     "chunks": "computes whole sequences only",
     "saved_outputs": "has no kernel of its own whose outputs could be saved",

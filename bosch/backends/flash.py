@@ -20,6 +20,6 @@ register(
         ("flash_attention_2",),
         _has_flash,
         "a GPU and the flash-attn package",
-        lacks=("sinks", "float32", "softcap", "cpu"),
+        lacks=("sinks", "float32", "softcap", "wide_heads", "cpu"),
     ),
 )

@@ -37,6 +37,7 @@ from bosch.model.families import (
     LAYER_KINDS,
     SINK_BIAS,
     Family,
+    attention_needs,
     decoder_layers,
     has_sink_bias,
     text_config,
@@ -164,8 +165,8 @@ class HybridModelMixin:
         return False
 
     def _install(self, layouts: list[HeadLayout | None]) -> None:
-        if has_sink_bias(self.config):  # type: ignore[attr-defined]
-            check_backend(self._hybrid_backend, {"head_logits": "the model has"})
+        needs = attention_needs(self.config)  # type: ignore[attr-defined]
+        check_backend(self._hybrid_backend, needs)
         set_layouts(self, layouts, self._hybrid_backend)
 
     @property

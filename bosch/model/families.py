@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from bosch.backends import WIDEST_HEAD
 from bosch.errors import UserError
 from bosch.window import Window
 
@@ -411,17 +412,20 @@ def _reason(config: Any) -> str | None:
     return None
 
 
-def logit_needs(config: Any) -> dict[str, str]:
-    """What attention's logits need of a backend besides scaled products, and who asks for it.
+def attention_needs(config: Any) -> dict[str, str]:
+    """What attention needs of a backend besides scaled products, and who asks for it.
 
-    A soft-cap (`softcap`), an extra logit per head (`head_logits`): of the family's own, or of a
-    hybrid's sliding heads.
+    A soft-cap (`softcap`), an extra logit per head (`head_logits`) of the family's own or of a
+    hybrid's sliding heads, heads of many dimensions (`wide_heads`).
     """
     needs = {}
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         needs["softcap"] = "the model has"
     if "sinks" in known_family(config).per_head or has_sink_bias(config):
         needs["head_logits"] = "the model has"
+    layers = decoder_layers(config)
+    if (dim := max(layers.head_dim, layers.own_head_dim)) > WIDEST_HEAD:
+        needs["wide_heads"] = f"the model's have {dim}"
     return needs
 
 

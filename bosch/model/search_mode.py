@@ -13,7 +13,7 @@ from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.model.families import SINK_BIAS, decoder_layers, family_of, logit_needs, text_config
+from bosch.model.families import SINK_BIAS, attention_needs, decoder_layers, family_of, text_config
 from bosch.model.interface import (
     NAME,
     attention_modules,
@@ -186,7 +186,7 @@ def was_given_sink_bias(model: Any) -> bool:
 
 def check_sink_bias(config: Any) -> None:
     """Raise UserError for a family whose heads have an extra logit of their own."""
-    if "head_logits" in logit_needs(config):
+    if "head_logits" in attention_needs(config):
         raise UserError(
             f"search.sink: models of type '{config.model_type}' have a learned sink logit in every "
             "head already, which their sliding heads keep; leave search.sink out"

@@ -19,9 +19,9 @@ from bosch.model.families import (
     HYBRID_PREFIX,
     DecoderLayers,
     Family,
+    attention_needs,
     decoder_layers,
     family_of,
-    logit_needs,
 )
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -155,9 +155,9 @@ class StoredConfig:
             family_of(self.loaded)
 
     @property
-    def logit_needs(self) -> dict[str, str]:
-        """What attention's logits need of a backend, as `logit_needs` says it."""
-        return logit_needs(self.loaded) if self._model_type in FAMILIES else {}
+    def attention_needs(self) -> dict[str, str]:
+        """What attention needs of a backend, as `attention_needs` says it."""
+        return attention_needs(self.loaded) if self._model_type in FAMILIES else {}
 
 
 def _of_base(content: dict[str, Any]) -> dict[str, Any]:

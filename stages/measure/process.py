@@ -27,7 +27,7 @@ from bosch.errors import RunError, UserError
 from bosch.hardware import cpu_cores
 from bosch.model.cache import held_bytes, shown_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import decoder_layers, logit_needs, text_config
+from bosch.model.families import attention_needs, decoder_layers, text_config
 from bosch.model.interface import NAME
 from bosch.this_process import die_with_parent
 from stages.measure.measured_model import MeasuredModel, Variant, build_model, chosen_device
@@ -54,7 +54,8 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
     ids = torch.randint(vocabulary, (rows, length), generator=generator).to(device)  # [B, T]
     with torch.inference_mode():
         kernels = attention_kernels(lambda: _warm_up(measured, ids, settings.chunk), device)
-        own_logits = measured.implementation == NAME and bool(logit_needs(measured.model.config))
+        needs = attention_needs(measured.model.config).keys() & {"softcap", "head_logits"}
+        own_logits = measured.implementation == NAME and bool(needs)
         check_kernels(measured.backend, kernels, own_logits)
         figures = _figures(measured, ids, settings, meter)
     layers = decoder_layers(measured.model.config)

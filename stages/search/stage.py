@@ -543,7 +543,7 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
 
 def _own_logits(info: ModelInfo | None) -> dict[str, str]:
     try:
-        return {} if info is None else info.logit_needs
+        return {} if info is None else info.attention_needs
     except UserError:  # the model's own checks say it
         return {}
 

@@ -21,7 +21,7 @@ from bosch.attention import fastest_backend
 from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.model.context_parallel import ContextParallel
-from bosch.model.families import HYBRID_PREFIX, logit_needs, text_config
+from bosch.model.families import HYBRID_PREFIX, attention_needs, text_config
 from bosch.model.head_table import heads_by_window, kv_budgets
 from bosch.model.loading import load_config, load_model
 from stages.context import ModelConfig, Runtime
@@ -151,7 +151,7 @@ def attention_backend(
         torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,
         sinks=config.hybrid_attention["sinks"],
         dropout=getattr(text_config(config), "attention_dropout", None) or 0.0,
-        logits=logit_needs(config),
+        needs=attention_needs(config),
         chunks=runtime.context_parallel > 1,
         saved_outputs=runtime.checkpointing == "attention",
     )

@@ -34,7 +34,7 @@ from bosch.attention.kernels import FUSED_KERNELS, fused_attention
 from bosch.backends import BackendName, lacking
 from bosch.errors import UserError
 from bosch.model.code_file import MODULES
-from bosch.model.families import logit_needs
+from bosch.model.families import attention_needs
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from tests.attention_case import Case, cases, full_first
@@ -353,15 +353,16 @@ def test_the_fastest_backend_is_the_first_that_has_what_is_needed(
     assert fastest_backend(half, sinks=4) == fastest_backend(torch.float32) == "flex"
     assert fastest_backend(half, dropout=0.1) == "flash"
     assert fastest_backend(half, sinks=4, dropout=0.1) == "sdpa"
-    assert fastest_backend(half, logits={"softcap"}) == "sdpa"
-    assert fastest_backend(half, logits={"head_logits"}) == "flash"
+    assert fastest_backend(half, needs={"softcap"}) == "sdpa"
+    assert fastest_backend(half, needs={"head_logits"}) == "flash"
+    assert fastest_backend(half, needs={"wide_heads"}) == "sdpa"
     monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: False))
     assert fastest_backend(half) == "varlen"
 
 
-def test_families_say_what_their_logits_need() -> None:
+def test_families_say_what_their_attention_needs() -> None:
     needs = {
-        family: set(logit_needs(materialize(model, mask_of(model.config), Window(5)).config))
+        family: set(attention_needs(materialize(model, mask_of(model.config), Window(5)).config))
         for family in ("qwen3", "gemma2", "gpt_oss")
         for model in (small_model(family),)
     }

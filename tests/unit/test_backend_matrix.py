@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import varlen as torch_varlen
 
+from bosch import attention
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
-    flash,
     flex,
     hybrid_attention,
     resolve_backend,
@@ -35,7 +35,7 @@ from bosch.model.static_cache import StaticHybridCacheLayer
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import WIDTHS, Case, cases, full_first
-from tests.hybrid_case import random_mask, small_model, tokens
+from tests.hybrid_case import mask_of, random_mask, small_model, tokens
 from tests.peak_memory import PeakMemory
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
@@ -118,32 +118,40 @@ def test_lengths_at_the_window_for_every_kind_of_mask(
 def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
     padding: str, rows: tuple[bool, ...], kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whole sequences without padding; with dropout it does not."""
+    """Of whole sequences without padding."""
     kernel = Mock(side_effect=fake_flash.varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
     case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
-    for dropout in (0.5, 0.0):
-        hybrid_attention(
-            *case.tensors(), case.layout(), case.context(), backend="varlen", dropout=dropout
-        )
-        assert kernel.call_count == (0 if dropout else kinds)
+    hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="varlen")
+    assert kernel.call_count == kinds
 
 
-@pytest.mark.parametrize(("dim", "is_flash"), [(256, True), (264, False)])
-@pytest.mark.parametrize("backend", ["flash", "varlen"])
-def test_heads_too_wide_for_flash_are_computed_by_sdpa(
-    backend: str, dim: int, is_flash: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("ability", "dim", "options"),
+    [
+        ("", 256, {}),
+        ("wide_heads", 264, {}),  # as Gemma 4's full heads of 512
+        ("dropout", 16, {"dropout": 0.5}),
+        ("softcap", 16, {"softcap": 2.0}),
+        ("float32", 16, {}),
+    ],
+)
+def test_a_backend_computes_what_it_is_asked_for_or_refuses_it(
+    backend: str, ability: str, dim: int, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Gemma 4's full heads of 512; flash-attn takes 256."""
-    module = sys.modules["flash_attn"] if backend == "flash" else torch_varlen
-    name = "flash_attn_func" if backend == "flash" else "varlen_attn"
-    kernel = Mock(side_effect=getattr(module, name))
-    monkeypatch.setattr(module, name, kernel)
-    states = [torch.randn(1, heads, 9, dim, dtype=torch.float64) for heads in (4, 2, 2)]
+    if ability == "float32":
+        monkeypatch.setattr(attention, "HALF_DTYPES", (torch.float16, torch.bfloat16))
+    states = [torch.randn(1, heads, 40, dim, dtype=torch.float64) for heads in (4, 2, 2)]
     layout = full_first(1, 2, Window(4))
-    out = hybrid_attention(*states, layout, backend=backend)
-    assert kernel.called == is_flash
-    torch.testing.assert_close(out, hybrid_attention(*states, layout, backend="eager"), **_NEAR)
+    if ability in BACKENDS[backend].lacks:
+        with pytest.raises(UserError, match=rf"^attention: {backend} .*; choose .*sdpa"):
+            hybrid_attention(*states, layout, backend=backend, **options)
+        return
+    out = hybrid_attention(*states, layout, backend=backend, **options)
+    if ability != "dropout":
+        expected = hybrid_attention(*states, layout, backend="eager", **options)
+        torch.testing.assert_close(out, expected, **_NEAR)
 
 
 @st.composite
@@ -252,13 +260,14 @@ def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     prepare_for_search(model, "flash")
     with pytest.raises(UserError, match="flash has no sinks, its layout has 2; choose sdpa"):
         apply_head_mask(model, random_mask(), Window(7, 2))
+    capped = small_model("gemma2")
+    capped = materialize(capped, mask_of(capped.config), Window(7))
+    with pytest.raises(UserError, match="flash has no capped attention scores, the model has"):
+        capped.set_attn_implementation("flash")
     with pytest.raises(UserError, match="attn_implementation='flash_attention_3' has no hybrid"):
         hybrid.set_attn_implementation("flash_attention_3")
-    monkeypatch.setattr(flash, "HALF_DTYPES", (torch.float16, torch.bfloat16))
-    states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(UserError, match=r"not in torch\.float32: load the model in bfloat16"):
-        hybrid_attention(states, states, states, full_first(1, 2, Window(4)), backend="flash")
-    low = states.bfloat16()
+    monkeypatch.setattr(attention, "HALF_DTYPES", (torch.float16, torch.bfloat16))
+    low = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
     out = hybrid_attention(
         low, low, low, full_first(1, 2, Window(4)), AttentionContext(4), backend="flash"
     )
@@ -322,14 +331,6 @@ def test_blocks_no_head_sees_are_not_listed() -> None:
     assert listed[0, 1].tolist() == [1] + [2] * 9
 
 
-def test_flex_refuses_dropout() -> None:
-    states = torch.randn(1, 2, 32, 16)
-    with pytest.raises(ValueError, match="no attention dropout"):
-        hybrid_attention(
-            states, states, states, full_first(1, 2, Window(4)), dropout=0.1, backend="flex"
-        )
-
-
 _CAPPED = {"softcap": 2.0}
 
 
@@ -346,7 +347,7 @@ _LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64), "sliding_on
     ("backend", "options"),
     [
         *((name, options) for name in ("eager", "sdpa") for options in ({}, _CAPPED, _LOST)),
-        *((name, options) for name in ("flash", "varlen") for options in ({}, _LOST)),
+        *(("flash", options) for options in ({}, _LOST)),
     ],
 )
 @pytest.mark.parametrize("rows", [(True,), (False,)], ids=["full", "sliding"])
@@ -365,7 +366,7 @@ def test_dropout_is_applied_on_every_path(
     backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
     """Values of one are summed to one by weights that none drops, and else to one on average."""
-    sinks = 0 if backend in ("flash", "varlen") else case.sinks
+    sinks = 0 if backend == "flash" else case.sinks
     case = replace(case, rows=rows * 4, sinks=sinks)
     query, key, value = (x.detach() for x in case.tensors())
     states = query, key, torch.ones_like(value)

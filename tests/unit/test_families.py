@@ -20,7 +20,7 @@ from bosch.heads import HeadMask
 from bosch.model import configuration
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import FAMILIES, decoder_layers, family_of, known_family, logit_needs
+from bosch.model.families import FAMILIES, attention_needs, decoder_layers, family_of, known_family
 from bosch.model.interface import attention_module, layouts_of
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, permute_heads
@@ -279,7 +279,7 @@ def test_config_json_tells_what_the_loaded_config_does(family: str) -> None:
         assert _refusal(stored.check_family) == refusal
         if refusal is None:
             assert stored.kinds == decoder_layers(config)
-            assert stored.logit_needs == logit_needs(config)
+            assert stored.attention_needs == attention_needs(config)
 
 
 _ALL_FULL = {"layer_types": ["full_attention"] * 8}
@@ -299,7 +299,8 @@ def test_what_older_files_lack(family: str, options: Any, changes: dict[str, Any
     config = AutoConfig.for_model(family, num_hidden_layers=8, **options)
     content = json.loads(config.to_json_string()) | changes
     stored = StoredConfig({name: value for name, value in content.items() if value is not None})
-    assert (stored.kinds, stored.logit_needs) == (decoder_layers(config), logit_needs(config))
+    assert stored.kinds == decoder_layers(config)
+    assert stored.attention_needs == attention_needs(config)
 
 
 _GENERIC = "its attention is not known here"

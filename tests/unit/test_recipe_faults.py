@@ -550,24 +550,26 @@ def test_stages_are_not_told_of_other_launchers_processes(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "is_uncapped"),
+    ("config", "lacking"),
     [
-        ({"model_type": "gemma2"}, False),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 30.0}, False),
-        ({"model_type": "gemma2", "attn_logit_softcapping": None}, True),
-        ({"model_type": "gpt_oss"}, True),
-        ({"model_type": "qwen3"}, True),
+        ({"model_type": "gemma2"}, "has no capped attention scores, the model has"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 30.0}, "has no capped"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, ""),
+        ({"model_type": "gpt_oss"}, ""),
+        ({"model_type": "qwen3"}, ""),
+        ({"head_dim": 256}, ""),
+        ({"head_dim": 264}, "takes heads of 256 dimensions at most, the model's have 264"),
     ],
 )
 @pytest.mark.parametrize("backend", ["flex", "flash", "varlen", "sdpa", "auto"])
-def test_capped_scores_need_a_backend_that_has_them(
-    case: Case, config: dict[str, Any], is_uncapped: bool, backend: str
+def test_a_models_attention_needs_a_backend_that_has_it(
+    case: Case, config: dict[str, Any], lacking: str, backend: str
 ) -> None:
     case.change_config(**config)
-    if is_uncapped or backend in ("sdpa", "auto"):
+    if not lacking or backend in ("sdpa", "auto"):
         load_recipe(case.file, [f"runtime.attention={backend}"])
     else:
-        assert "has no capped attention scores" in case.fault(f"runtime.attention={backend}")
+        assert f"{backend} {lacking}" in case.fault(f"runtime.attention={backend}")
 
 
 @pytest.mark.parametrize("backend", ["flex", "varlen"])

@@ -622,12 +622,12 @@ def test_a_backend_is_asked_for_all_that_the_model_has(
         text, table = config, config.hybrid_attention
         config = SimpleNamespace(hybrid_attention=table, get_text_config=lambda decoder: text)
     monkeypatch.setattr(model, "load_config", lambda *_, **options: config)
-    monkeypatch.setattr(model, "logit_needs", lambda config: {"softcap": "it"})
+    monkeypatch.setattr(model, "attention_needs", lambda config: {"softcap": "it"})
     monkeypatch.setattr(model, "fastest_backend", lambda *_, **options: asked.update(options))
     options = stage_config(runtime={"checkpointing": "attention"})
     attention_backend(folder, options.model, options.section, options.runtime)
     assert asked == {
-        "sinks": 3, "dropout": 0.1, "logits": {"softcap": "it"}, "chunks": False,
+        "sinks": 3, "dropout": 0.1, "needs": {"softcap": "it"}, "chunks": False,
         "saved_outputs": True,
     }  # fmt: skip
 
