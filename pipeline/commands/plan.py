@@ -71,8 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAMExCOUNT",
-        help="what to plan for, like h100x8, a100x16 or cpu (default: this machine's GPUs as H100, "
-        "or its cores)",
+        help="what to plan for, like h100x8, a100x16 or cpu (default: this machine's GPUs at the "
+        "speed of H100, or its cores)",
     )
     parser.add_argument(
         "--efficiency",
@@ -106,12 +106,13 @@ def plan_devices(
 ) -> Devices:
     """What is planned for: the hardware of that name, else this machine's GPUs or cores."""
     name, count = find_hardware(hardware, loaded.world)
-    memory = DEVICES[name].memory * 2**30
     # A process drives one GPU, or all cores of a machine.
     processes = loaded.world.size if name == "cpu" else count
+    memory = DEVICES[name].memory * 2**30
     if name == "cpu":  # the table's figure is a core's share of another machine
-        here = memory_here(loaded.world) if count == cpu_cores() else None
-        memory = here or count * memory / loaded.world.processes_per_node
+        memory *= count / loaded.world.processes_per_node
+    if hardware is None or (not loaded.world.gpus and (name, count) == ("cpu", cpu_cores())):
+        memory = memory_here(loaded.world) or memory
     gpus = max(loaded.world.gpus, _GPUS_PER_NODE)
     local = min(processes, loaded.world.processes_per_node if name == "cpu" else gpus)
     return Devices(name, count, processes, local, memory, efficiency)

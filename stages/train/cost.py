@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -98,6 +99,16 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
+    for name, often, samples, of in _scores(loaded):
+        runs = math.ceil(steps / often)
+        groups = max(1, processes // runtime.context_parallel)
+        tokens_read = runs * math.ceil(samples / groups) * groups * of
+        scored = shape.forward_flops(tokens_read, of, window_shares(of_mask))
+        facts.append(
+            f"{name} {counted(runs, 'time')}, on {counted(samples, 'sample')} of {of:,} tokens: "
+            f"{format_flops(scored)}"
+        )
+        done += scored
     if budget is None:
         facts.append(f"does not run on {on}: {faults[0]}")
     else:
@@ -105,6 +116,15 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
     return Cost(done, saved + restart, facts, jobs, efficiency, removed=restart)
+
+
+def _scores(loaded: LoadedRecipe) -> Iterator[tuple[str, int, int, int]]:
+    """Scores while training: what they are, every how many steps, samples and their tokens."""
+    runtime, prepare = loaded.recipe.runtime, loaded.recipe[PrepareConfig]
+    if every := runtime.needle_every_steps:
+        yield "needles", every, runtime.needle_samples, prepare.calibration.length
+    if every := runtime.heldout_every_steps:
+        yield "held-out loss", every, runtime.heldout_sequences, prepare.sequence_length
 
 
 def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.hardware import cpu_cores
 from bosch.heads import HeadMask, HeadMaskFile
@@ -28,6 +29,7 @@ from stages.cost import Cost, Devices, memory_here
 from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
 from stages.recipe import LoadedRecipe, ModelInfo, World
+from stages.search.stage import SearchConfig
 from stages.shape import shape_of, stored_shape
 from stages.train import fit
 from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
@@ -103,6 +105,26 @@ def test_layers_are_computed_again_and_the_output_head_is_not(case: Case) -> Non
         for way in ("none", "full")
     )
     assert again - once == pytest.approx(once / 3 - 2 * 256 * 64 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("options", "passes", "length"),
+    [
+        (["needle_every_steps=3", "needle_samples=5"], 2 * 6, 256),
+        (["heldout_every_steps=2", "heldout_sequences=1"], 2 * 2, 128),
+    ],
+)
+def test_the_work_of_scores_while_training_is_counted(
+    case: Case, options: list[str], passes: int, length: int
+) -> None:
+    """Of four steps; the last one is scored too, and both processes run equally many samples."""
+    room, env = "prepare.train_tokens=4k", {"NPROC_PER_NODE": "2"}  # for what is held out
+    plain = _load(case, room, **env)
+    scored = _load(case, room, *(f"runtime.{option}" for option in options), **env)
+    kinds = shape_of(scored).kinds
+    shares = window_shares(scored.recipe[SearchConfig].kv_heads(kinds, "float32"))
+    work = _costs(scored)["train"].flops - _costs(plain)["train"].flops
+    assert work == pytest.approx(shape_of(scored).forward_flops(passes * length, length, shares))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -522,6 +544,21 @@ def test_memory_of_this_machine_is_the_smallest_gpus_or_a_share_of_the_hosts(
         assert [word for word in asked if word.startswith("--id")] == wanted
     monkeypatch.setattr("stages.cost.host_memory", lambda: 100)
     assert memory_here(World(processes_per_node=4)) == 25
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gpus", "memory"),
+    [
+        (None, 2, 100), (None, 0, 100), (f"cpux{cpu_cores()}", 0, 100), ("h100x2", 2, 80 * 2**30),
+        (f"cpux{cpu_cores()}", 2, cpu_cores() * 4 * 2**30), ("cpux999", 0, 999 * 4 * 2**30),
+    ],
+)  # fmt: skip
+def test_memory_is_planned_as_this_machine_has_it_unless_another_is_named(
+    case: Case, monkeypatch: pytest.MonkeyPatch, hardware: str | None, gpus: int, memory: float
+) -> None:
+    monkeypatch.setattr(plan, "memory_here", lambda world: 100)
+    loaded = replace(_load(case), world=World(gpus=gpus))
+    assert plan_devices(loaded, hardware).memory == memory
 
 
 def test_hardware_names() -> None:
