@@ -99,7 +99,7 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "4 full KV heads of 12; the others see 6 tokens and 2 sinks\n" in shown
+    assert "4 of 12 KV heads full; the others see 6 tokens and 2 sinks\n" in shown
     assert "full KV heads by layer: 0: 1, 1: 0, 2: 3\n" in shown
     first = record["cache_bytes"][0]
     hybrid, original = (first[name] / 2**20 for name in ("hybrid", "original"))
@@ -135,7 +135,7 @@ def test_show_says_what_windows_sliding_heads_have(
     materialize_front(small_model(num_hidden_layers=3), front).save_pretrained(tmp_path)
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "0 full KV heads of 12; the others see 6 tokens\n" in shown
+    assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
     # As kv_budget names them, without commas within.
     assert "KV slots, of 24, 60, 24576 that kv_budget may name\n" in shown
@@ -148,7 +148,7 @@ def test_show_names_no_other_heads_where_all_are_full(
     materialize(model, HeadMask.all_full(3, 4), Window(6)).save_pretrained(tmp_path)
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "12 full KV heads of 12\n" in shown and "the others" not in shown
+    assert "12 of 12 KV heads full\n" in shown and "the others" not in shown
 
 
 def test_show_says_that_states_are_not_in_its_bytes(

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     windows = _either(used or sizes)
     count, total = sum(full.values()), heads * len(full)
     others = f"; the others see {windows} tokens{sinks}" if count < total else ""
-    print(f"{record['model']}: {record['model_type']}, {count} full KV heads of {total}{others}")
+    print(f"{record['model']}: {record['model_type']}, {count} of {total} KV heads full{others}")
     if budgets := record.get("kv_budgets"):
         names = ", ".join(map(str, budgets))
         print(f"a budget of {record['kv_budget']} KV slots, of {names} that kv_budget may name")

@@ -21,6 +21,8 @@ def study(model: StudiedModel) -> StudyResult:
     """
     options = model.options
     sizes = sorted({1, *options.granularities})
+    if sizes == [1]:
+        raise UserError("--granularities 1: single heads are compared with units; name one above 1")
     absent = [
         (ratio, size)
         for ratio in options.ratios
