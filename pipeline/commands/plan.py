@@ -35,6 +35,7 @@ from stages.cost import BYTES, EFFICIENCY, Cost, Devices, memory_here
 from stages.formats import format_bytes, format_flops, format_hours, format_length
 from stages.materialize.stage import MaterializeConfig
 from stages.recipe import LoadedRecipe, ModelInfo, World
+from stages.search.budget import CACHE_BYTES
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import call
@@ -233,12 +234,15 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     budget = sum(row[None] for row in mask)
     given = mask if search.method == "given" else None
     engine = engine_on(device, DEVICES[device].memory)
+    dtype = search.budget and search.budget.cache_dtype
+    stated = f", cache in {dtype}" if dtype else ""
+    number = CACHE_BYTES[dtype or loaded.recipe[MaterializeConfig].dtype]
 
     def caches_of(layers: Sequence[Mapping[Window | None, int]]) -> list[ServedCache]:
         return list(
             served_caches(
                 engine_heads(layers),
-                2 * info.kinds.head_dim * BYTES[loaded.recipe[MaterializeConfig].dtype],
+                2 * info.kinds.head_dim * number,
                 list(info.kinds.windows.values()),
                 engine=engine,
                 lengths=served_tokens(info.max_positions),
@@ -277,4 +281,4 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
         requests.setdefault(text, []).append(ranks)
     for text, same in requests.items():
         on = f"{' or '.join(map(str, same))} rank{'s' * (same[-1] > 1)}"
-        yield f"  {'vLLM':<12} a request on {on} ({engine.name}): {text}"
+        yield f"  {'vLLM':<12} a request on {on} ({engine.name}{stated}): {text}"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 HELD_OUT_EVERY = 4
 
 CacheType = Literal["float32", "bfloat16", "float16", "float8"]
-_CACHE_BYTES = {**BYTES, "float8": 1}
+CACHE_BYTES = {**BYTES, "float8": 1}
 
 
 def _at(number: Callable[[str], object], most: float, what: str) -> BeforeValidator:
@@ -171,7 +171,7 @@ class Price:
 
     @property
     def _number(self) -> int:
-        return _CACHE_BYTES[self.budget.cache_dtype or self.dtype]
+        return CACHE_BYTES[self.budget.cache_dtype or self.dtype]
 
     @cached_property
     def original(self) -> int:
