@@ -12,6 +12,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import load_json, open_regular
+from data_prep.source_files import files_below
 
 PIECE_BYTES = 2**17
 # Characters that are encoded at once; each takes more than 100 bytes while it is.
@@ -114,13 +115,7 @@ def haystack_files(
     """
     if not folder.is_dir():
         raise UserError(f"{name} {folder}: no such folder; name a folder of .txt or .md files")
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix in suffixes
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    files = sorted(path for path in files_below(folder) if path.suffix in suffixes)
     if not files:
         raise UserError(f"{name} {folder}: holds no {', '.join(suffixes)} file")
     return files

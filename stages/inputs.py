@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from bosch.errors import UserError
 from bosch.files import canonical_json
-from data_prep.documents.source_files import files_below
+from data_prep.source_files import files_below
 from stages.fields import Section
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

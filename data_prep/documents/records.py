@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from bosch.errors import RunError, UserError
 from bosch.files import JsonLimits, check_hub_cache, check_json_text, open_regular
 from data_prep.documents.filters import Filters
-from data_prep.documents.source_files import is_local
+from data_prep.source_files import is_local
 from data_prep.text import decode_utf8
 
 # A record is held whole while it is read; one of this size takes up to half a gigabyte, and so do

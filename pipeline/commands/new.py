@@ -13,8 +13,8 @@ from bosch.commands import Command
 from bosch.errors import UserError, control_character
 from bosch.files import NOT_REGULAR, write_text
 from data_prep.documents.mds_index import INDEX
-from data_prep.documents.source_files import files_below
 from data_prep.documents.sources import KINDS
+from data_prep.source_files import files_below
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
 from pipeline.recipe.model_shape import read_model

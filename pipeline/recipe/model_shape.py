@@ -22,7 +22,7 @@ from bosch.files import (
 )
 from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
-from data_prep.documents.source_files import tokenizer_files
+from data_prep.source_files import tokenizer_files
 from stages.inputs import is_hub_name
 from stages.recipe import ModelInfo
 

@@ -12,7 +12,7 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.files import canonical_json
 from bosch.weight_files import code_files, weight_files
-from data_prep.documents.source_files import tokenizer_files
+from data_prep.source_files import tokenizer_files
 from pipeline.recipe.faults import suggest
 from pipeline.run.hashing import FileHasher, NotHashed
 from stages.fields import Section

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
-from data_prep.documents.source_files import files_below
+from data_prep.source_files import files_below
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, PathText, different
 from stages.formats import counted

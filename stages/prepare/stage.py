@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
 from bosch.objective.calibration import MOST_TOKENS
-from data_prep.documents.source_files import tokenizer_files
 from data_prep.documents.sources import KINDS, SourceKind
+from data_prep.source_files import tokenizer_files
 from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
 from stages.fields import (

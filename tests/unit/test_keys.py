@@ -22,7 +22,7 @@ from transformers.models.auto.tokenization_auto import (
 
 from bosch.errors import RunError
 from bosch.files import file_stamp
-from data_prep.documents.source_files import tokenizer_files
+from data_prep.source_files import tokenizer_files
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher

@@ -15,7 +15,7 @@ from bosch.errors import RunError, UserError
 from data_prep.documents import records, sources
 from data_prep.documents.filters import Filters
 from data_prep.documents.sources import KINDS, Source, list_parts, mds, read_part
-from data_prep.text import TextFile
+from data_prep.text import TextFile, haystack_files
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -42,6 +42,24 @@ def test_text_folder_file_and_glob(tmp_path):
     assert read(Source("s", "text", str(tmp_path / "a.txt"))) == ["one"]
     assert read(Source("s", "text", str(tmp_path / "**" / "c*.txt"))) == ["two"]
     assert read(Source("s", "text", str(tmp_path / "**" / "*.txt"))) == ["one", "two"]
+
+
+def test_folders_that_are_linked_are_read(tmp_path):
+    """By a source, and among the essays of a haystack."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "here" / "texts"
+    (elsewhere / "c").mkdir(parents=True)
+    (elsewhere / "c" / "a.txt").write_text("one")
+    folder.mkdir(parents=True)
+    for name in ("b", "d"):
+        (folder / name).symlink_to(elsewhere)
+    linked = [folder / name / "c" / "a.txt" for name in ("b", "d")]
+    assert KINDS["text"].files("prepare", str(folder)) == haystack_files(folder) == linked
+    for target in (elsewhere, folder, folder.parent, tmp_path):
+        loop = elsewhere / "c" / "loop"
+        loop.symlink_to(target)
+        with pytest.raises(UserError, match=r"loop is a link to a folder that it lies in"):
+            haystack_files(folder)
+        loop.unlink()
 
 
 TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bosch.errors import UserError
 from data_prep.documents.filters import Filters
 from data_prep.documents.mds_index import Shard
-from data_prep.documents.source_files import files_of
+from data_prep.source_files import files_of
 from data_prep.text import Document
 
 PART_BYTES = 4 * 2**20

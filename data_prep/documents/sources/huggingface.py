@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from data_prep.documents.source_files import is_local
 from data_prep.documents.sources import Kind, Part, Source, records
+from data_prep.source_files import is_local
 
 
 class _HuggingFace(Kind):

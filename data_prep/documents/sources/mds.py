@@ -10,8 +10,8 @@ from typing import Any
 
 from bosch.errors import UserError
 from data_prep.documents.mds_index import INDEX, read_index
-from data_prep.documents.source_files import files_below
 from data_prep.documents.sources import Kind, Part, Source
+from data_prep.source_files import files_below
 
 
 class _Mds(Kind):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
-from data_prep.documents.source_files import files_below
+from data_prep.source_files import files_below
 from data_prep.tasks.longbench import TASKS as LONGBENCH
 from data_prep.tasks.longbench import task_of
 from stages.evaluate.section import SuiteSection

@@ -43,18 +43,32 @@ def is_local(path: str) -> bool:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files below a folder, in no order; hidden files and folders are left out.
+    """All files below a folder and folders that it links to, in no order; hidden ones are left out.
 
-    Raises UserError for what cannot be read: a link that leads nowhere, a pipe, socket or device.
+    Raises UserError for what cannot be read: a link that leads nowhere or to a folder around it, a
+    pipe, socket or device.
     """
-    for directory, folders, names in os.walk(folder):
+    for directory, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            _check_link(folder, Path(directory, name))
         for name in names:
             path = Path(directory, name)
             if name.startswith("."):
                 continue
             _require_file(path)
             yield path
+
+
+def _check_link(folder: Path, path: Path) -> None:
+    """Raise UserError for a link below `folder` that would be followed without end."""
+    if not path.is_symlink():
+        return
+    below = path.relative_to(folder).parents  # the folders that led here, links among them
+    around = {Path(os.path.realpath(folder / one)) for one in below}
+    around |= {parent for one in around for parent in one.parents}
+    if Path(os.path.realpath(path)) in around:
+        raise UserError(f"{path} is a link to a folder that it lies in; remove it")
 
 
 def _require_file(path: Path) -> None:
