@@ -17,19 +17,30 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.heads import HeadMask
+from bosch.model.cache_size import OwnWindow
+from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import suite_table
+from stages.materialize.stage import BudgetedCache
 from stages.pages import page as template
 from stages.pages.charts import Picture
+from stages.pages.tables import as_cell
 from stages.report import charts
 from stages.report import run as report
 from stages.report.index import write_index
-from stages.report.page import budget_table, cost_table, other_suites, score_table
+from stages.report.page import (
+    budget_table,
+    budget_text,
+    cost_table,
+    filters,
+    other_suites,
+    score_table,
+)
 from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
-from stages.report.results import Results, collect_predictions, load_results
+from stages.report.results import Results, collect_predictions, load_results, served_bytes
 from stages.report.stage import ReportConfig
 from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import Difference, verdict
@@ -316,6 +327,33 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
+def test_vllm_serves_own_windows_of_equal_heads_and_no_states(results: Results) -> None:
+    """The search's layers have eight KV heads of 128 bytes a token."""
+    mask = results.search.mask
+
+    def served(*own: OwnWindow, **changes: int) -> Any:
+        cache = replace(results.cache, own=own, **changes)
+        return served_bytes(cache, mask, LARGE_GPU, [2048])
+
+    rows = engine_heads(mask.mask.heads_per_layer(mask.windows))
+    for heads, windows in ((8, [64]), (16, [64, 64])):  # of one layer, of two
+        expected = served_caches(rows, 128, windows, engine=LARGE_GPU, lengths=[2048])
+        assert served(OwnWindow(heads, 64, 128)) == list(expected)
+    for refused in (
+        served(OwnWindow(12, 64, 128)), served(OwnWindow(8, 64, 256)), served(state_bytes=1)
+    ):  # fmt: skip
+        assert isinstance(refused, str)
+
+
+@pytest.mark.parametrize(("allowed", "end"), [(9, "within"), (8, "within"), (7, "more than")])
+def test_a_cache_as_large_as_its_budget_is_within_it(allowed: int, end: str) -> None:
+    cache = BudgetedCache(
+        engine="generate", ranks=1, tokens=4, bytes=8, original=32, allowed=allowed
+    )
+    text = f"25.0% of the original's, in generate, {end} the {allowed} B of the budget"
+    assert budget_text(cache) == text
+
+
 @pytest.mark.usefixtures("only_text")
 def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[str, Path]) -> None:
     report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
@@ -443,8 +481,11 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     assert (part.title, part.missing) == ("Tasks of lm-eval", [])
     assert [row[0] for row in table.rows] == ["one", "two", "both (2 of 2 tasks)"]
     assert [row[1] for row in table.rows] == ["50.0", "–", "50.0"]
-    # Every suite has a sentence, a tile and a table, whatever its name.
-    scores["checkpoints"]["hybrid"]["another"] = suite_table(one, one)
+    assert [as_cell(row[1]).share for row in table.rows] == [0.5, 0.0, 0.5]
+    # Every suite has a sentence, a tile and a table, whatever its name; with a length of any task
+    # it has a column for each.
+    mixed = one | {("four", 512): [1.0, 1.0]}
+    scores["checkpoints"]["hybrid"]["another"] = suite_table(mixed, mixed)
     scores["missing"] = {"another": {"three": "it is gone"}}
     report_fixture.write_json(file, scores)
     results = load_results(inputs)
@@ -452,10 +493,13 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     print_summary(results, summarize(results, "a run", ReportConfig()))
     averages = [line.split() for line in capsys.readouterr().out.splitlines() if "average" in line]
     untrained = [(row[0], row[-1]) for row in averages if {"hybrid", "untrained"} <= {*row}]
-    assert untrained == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "50.0")]
+    assert untrained == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "75.0")]
+    assert filters(results.scores.checkpoints.values()) == {
+        "task": [*report_fixture.TASKS, "one", "two", "four"], "length": ["512", "1k", "2k"],
+    }  # fmt: skip
     part = other_suites(results)[1]
     assert part.missing == ["another: three has no score: it is gone"]
-    assert [row[0] for table in part.tables for row in table.rows] == ["one"]
+    assert [row[0] for table in part.tables for row in table.rows] == ["one", "four", "all tasks"]
     labels = [row["label"] for row in rows_of(charts.against_original(results)[0])]
     assert "another, untrained" in labels
 
