@@ -367,6 +367,10 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[
     assert "INTR, untrained, W = 256" in page
     # A trained rival comes last, though its score is the lowest.
     assert [one.name for one in results.rivals] == ["intr", "intr-tokens-4000000"]
+    # Where it failed at the search's window, its curve has the others.
+    failed = replace(results, rivals=results.rivals[1:])
+    shown = [(row["series"], row["x"]) for row in rows_of(charts.windows(failed))]
+    assert shown[3:] == [("INTR", 64), ("INTR", 256)]
     # They are neither points of the recovery nor rivals in the first picture.
     others = rows_of(charts.recovery(results)) + rows_of(charts.standing(results))
     assert 60.0 not in [row.get("y", row["x"]) for row in others]
@@ -542,7 +546,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
     [row] = [line for line in lines if line.startswith("b | ")]
     assert row.startswith("b | Ship the hybrid after 4,000,000 tokens")
     assert " | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB" in row
-    assert row.endswith("| 26.56 USD | 2026-01-02 03:04")
+    assert row.endswith("| 13.28 | 26.56 USD | 2026-01-02 03:04")
     unread = [line for line in lines if "cannot be read" in line]
     assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
