@@ -613,10 +613,11 @@ def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
     tables = list(task_tables(result))
     assert [table.name for table in tables] == ["tasks-0.5-untrained", "tasks-0.5-trained"]
     cells = [cell for table in tables for row in table.rows for cell in row[1:]]
-    assert len(cells) == 2 * 3  # untrained and trained: original, RAND over three seeds, BME
+    # Untrained and trained, at two lengths: original, RAND over three seeds, BME.
+    assert len(cells) == 2 * 2 * 3
     targets = [cell.target for cell in cells if cell.target]
     targets += [target for cell in cells for _, target in cell.more if target]
-    assert len(targets) == 2 * (1 + 3 + 1)
+    assert len(targets) == 2 * 2 * (1 + 3 + 1)
     html = (result.folder / "compare.html").read_text()
     for target in targets:
         file, _, name = target.partition("#")
