@@ -105,6 +105,12 @@ def test_a_group_is_no_surer_than_its_only_task() -> None:
     assert own["against_original"]["samples"] == 40
 
 
+def test_the_last_checkpoint_is_that_of_the_most_tokens() -> None:
+    names = ("tokens-10000", "tokens-2000", "hybrid", "intr-tokens-90000")
+    assert Scores(checkpoints={name: {} for name in names}).last_trained == "tokens-10000"
+    assert Scores(checkpoints={"hybrid": {}}).last_trained is None
+
+
 def test_which_tasks_have_scores_that_are_no_shares() -> None:
     every = {("good", 0): [0.0, 1.0], ("high", 0): [0.5, 1.5], ("low", 4): [-0.1, 1.0]}
     assert not_shares(every).keys() == {"high", "low"}
