@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
@@ -405,16 +406,19 @@ def test_a_report_says_whose_layout_it_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
-    """And on what hardware, though the last run had no memory."""
+    """And on what hardware, though the last run had no memory: that one is not tried again."""
+    tried = Counter[tuple[str, float]]()
 
     def measured(request: Any, what: str) -> Any:
         is_hybrid = request["variant"]["kind"] == "hybrid"
+        tried[request["variant"]["kind"], request["variant"]["swa_ratio"]] += 1
         return {"out_of_memory": "full"} if is_hybrid else {**run(1.0), "hardware": {"cpu": "x"}}
 
     monkeypatch.setattr(measurement, "run_in_process", measured)
     monkeypatch.setattr(measurement, "draw_figures", lambda points, output: None)
-    settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=1)
+    settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=2)
     report = measurement.measure(str(folder / name), None, settings, tmp_path / "a" / "b")
+    assert {times: kind for (kind, _), times in tried.items()} == {2: "original", 1: "hybrid"}
     assert report["model"]["layout"] == layout and report["hardware"] == {"cpu": "x"}
     assert report["model"]["original"] == original.format(folder=folder)
 
