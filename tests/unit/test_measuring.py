@@ -38,6 +38,7 @@ from stages.measure.measured_model import (
 )
 from stages.measure.process import check_kernels
 from stages.measure.results import (
+    figures,
     point_of,
     results_table,
     set_against_original,
@@ -393,6 +394,16 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
         ["20", "original", "", "no memory"],
         ["20", "0.5", "8", "40", "2", "1000.0", "100 B", "4 B", "0.1 B"],
     ]
+
+
+def test_a_panel_shows_the_original_and_the_hybrids_of_its_window_in_its_unit() -> None:
+    wide = HYBRID.model_copy(update={"window_size": 16})
+    points = [point_of(one, 10, 1, [run(1.0, 2 * 10**9 + 1)]) for one in (ORIGINAL, HYBRID, wide)]
+    panels = figures(points)["figure_5_ratios"]
+    assert len(panels) == 2 * 3
+    for panel, window in ((panels[2], 8), (panels[5], 16)):
+        told = f"memory, 90th percentile, GB, W = {window}: original, 10: 2; ρ = 0.5, 10: 2."
+        assert panel.description == told
 
 
 @pytest.mark.parametrize(
