@@ -135,6 +135,8 @@ def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding()
     model.generation_config.eos_token_id = ids[4]
     assert texts(4) == texts(1)
     assert len({len(text) for text in texts(1).values()}) > 1
+    model.generation_config.eos_token_id = ids[0]
+    assert texts(4) == texts(1) and texts(1)[0] == ""
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:
