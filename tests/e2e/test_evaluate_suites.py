@@ -15,6 +15,7 @@ from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.longbench import category_means
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import selected
 from stages.evaluate import suite as suites
@@ -325,6 +326,7 @@ def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
     )
     assert other.tasks["longbench_trec_e"] == one.tasks["longbench_trec"]
     assert other.groups == {} and one.groups["LongBench"].of == 21
+    assert category_means().keys().isdisjoint(one.groups)  # which want a task of each category
 
 
 def test_loss_by_position(folder, tmp_path):
