@@ -128,6 +128,14 @@ def test_means_that_only_rounding_tells_apart_are_equal(results: Results) -> Non
     choice = choose(replace(results, samples={FIRST: falling, LAST: rising}))
     assert choice is not None and choice.best == FIRST
     assert choice.reason == "2 have the highest score, it is the earliest"
+    # Each task weighs the same, whatever its samples.
+    one, many = ("needle", "vt", 512), ("needle", "vt", 1024)
+    samples = {
+        FIRST: {one: [1.0], many: [0.0] * 9},
+        LAST: {one: [0.0], many: [1.0] * 3 + [0.0] * 6},
+    }
+    choice = choose(replace(results, samples=samples))
+    assert choice is not None and choice.best == FIRST
 
 
 def test_tasks_of_which_a_model_answered_a_part_are_not_compared(results: Results) -> None:
