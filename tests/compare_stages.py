@@ -16,6 +16,8 @@ from stages.search.stage import HEAD_MASK, SearchConfig, SearchSummary
 
 VERSION = 1
 SAMPLES = 40
+# By length what a task scores more than the average.
+LENGTHS = {256: 1.0, 512: -1.0}
 
 
 def hybrid_score(method: str, ratio: float, seed: int | None) -> float:
@@ -83,7 +85,7 @@ def original(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) ->
 def _cell(value: float) -> dict[str, float]:
     return {
         "score": value, "low": value - 1, "high": value + 1, "standard_error": 1.0,
-        "samples": SAMPLES,
+        "samples": SAMPLES // len(LENGTHS),
     }  # fmt: skip
 
 
@@ -94,24 +96,28 @@ def _write_scores(folder: Path, averages: Mapping[str, float]) -> None:
                 "average": value,
                 "low": value - 1,
                 "high": value + 1,
-                "vt": {"512": _cell(value)},
+                "vt": {str(length): _cell(value + more) for length, more in LENGTHS.items()},
             }
         }
         for name, value in averages.items()
     }
     Scores.model_validate({"checkpoints": checkpoints, "corpus": {}}).write(folder)
-    place = {"suite": "needle", "task": "vt", "length": 512}
+    places = {("vt", length): more for length, more in LENGTHS.items()}
+    places["odd", 512] = 600.0  # no share of 1: it has no score
     write_samples(
         folder,
         (
             {
                 "checkpoint": name,
-                **place,
+                "suite": "needle",
+                "task": task,
+                "length": length,
                 "index": i,
-                "score": value / 100,
+                "score": (value + more) / 100,
                 "output": f"says {name}",
             }
             for name, value in averages.items()
-            for i in range(SAMPLES)
+            for (task, length), more in places.items()
+            for i in range(SAMPLES // len(LENGTHS))
         ),
     )

@@ -148,8 +148,6 @@ def _generate_batch(
         mask[row, length - len(question.prompt_ids) :] = 1
     settings = GenerationConfig(
         do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
         min_new_tokens=1 if stop_at_newline else None,

@@ -227,7 +227,8 @@ def windows(results: Results) -> Picture | None:
         by_mask[METHODS[rival.name].label] = {searched.window_size: rival.suite}
     for model in results.windows:
         method, size = named_window(model.name) or (None, 0)
-        by_mask[METHODS[method or searched.method].label][size] = model.suite
+        # A rival that failed at the search's window may have scores at others.
+        by_mask.setdefault(METHODS[method or searched.method].label, {})[size] = model.suite
     rows: list[dict[str, Any]] = [
         {"series": label, "x": size, **dict(zip(("y", "low", "high"), ends, strict=True)),
          "tip": f"{label}, W = {size:,}: {format_score(ends[0])}, interval {format_score(ends[1])} "

@@ -151,16 +151,19 @@ Scored = Mapping[tuple[str, str, int], list[float]]
 def collect_scores(
     records: Iterable[Mapping[str, Any]], scores: Scores
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
-    """Scores of the samples of all models, by documents, of the tasks that have a score."""
-    by_model: dict[str, dict[tuple[str, str, int], dict[int, tuple[Any, float]]]] = {}
+    """Scores of the samples of all models, by documents, of the tasks that have a score.
+
+    `records` are in the order of samples.jsonl.
+    """
+    by_model: dict[str, dict[tuple[str, str, int], list[tuple[Any, float]]]] = {}
     for record in records:
         suite, task, length = place = record["suite"], record["task"], record["length"]
         table = scores.checkpoints.get(record["checkpoint"], {}).get(suite)
         if table is not None and length in table.tasks.get(task, {}):
-            cell = by_model.setdefault(record["checkpoint"], {}).setdefault(place, {})
-            cell[record["index"]] = record.get("document"), record["score"]
+            cells = by_model.setdefault(record["checkpoint"], {})
+            cells.setdefault(place, []).append((record.get("document"), record["score"]))
     return {
-        name: {at: by_document(by[index] for index in sorted(by)) for at, by in cells.items()}
+        name: {at: by_document(values) for at, values in cells.items()}
         for name, cells in by_model.items()
     }
 
@@ -343,7 +346,7 @@ def _needle_scores(
     windows = [one for one in every if named_window(one.name) is not None]
     own = [one for one in every if one not in rivals + windows and not named_budget(one.name)]
     return (
-        sorted(own, key=lambda one: -1 if one.tokens is None else one.tokens),
+        sorted(own, key=lambda one: one.tokens or 0),  # the original's stand first in scores.json
         sorted(rivals, key=lambda one: (named_rival(one.name) is not None, one.average)),
         windows,
     )

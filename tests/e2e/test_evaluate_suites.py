@@ -15,6 +15,7 @@ from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.tasks.longbench import category_means
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import selected
 from stages.evaluate import suite as suites
@@ -325,6 +326,7 @@ def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
     )
     assert other.tasks["longbench_trec_e"] == one.tasks["longbench_trec"]
     assert other.groups == {} and one.groups["LongBench"].of == 21
+    assert category_means().keys().isdisjoint(one.groups)  # which want a task of each category
 
 
 def test_loss_by_position(folder, tmp_path):
@@ -344,7 +346,9 @@ def test_loss_by_position(folder, tmp_path):
     losses = token_losses(model, np.asarray(ids, np.int32))
     np.testing.assert_allclose(losses, whole.numpy(), atol=1e-4)
     [record] = [r for r in read_samples(tmp_path / "work") if r["index"] == 0]
-    assert record["loss"][-1] == pytest.approx(float(whole[1023:].mean()), abs=1e-4)
+    sizes = [end - first for first, end in itertools.pairwise(table.edges)]
+    bins = [float(part.mean()) for part in whole.split(sizes)]
+    assert record["loss"] == pytest.approx(bins, abs=1e-4)
     with pytest.raises(UserError, match="no document has 40,000 tokens"):
         score_original(folder, tmp_path / "long", positions=section | {"length": 40000})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -310,7 +311,7 @@ def test_what_fails_before_the_original_is_run_leaves_the_others_their_scores(ca
 def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: Case) -> None:
     case.content["search"] = {
         "method": "front", "windows": [16, 64], "points": [0.4, 0.6, 0.8],
-        "budget": {"kv_cache": "0.6 @ 128", "cache_dtype": "float8"},
+        "budget": {"kv_cache": "0.6 @ 128", "context": 256, "cache_dtype": "float8"},
     }  # fmt: skip
     case.save()
     launches = Launches()
@@ -321,7 +322,7 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
     made = [order for order in launches.orders if order["stage"] == "materialize"]
     budgets = [order["upstream"]["search"]["values"]["budget"] for order in made]
     assert [(one["ratio"], one["kv_cache"], one["context"]) for one in budgets] == [
-        (0.5, None, 128), (0.75, None, 128),
+        (0.5, None, 256), (0.75, None, 256),
     ]  # fmt: skip
     assert {one["cache_dtype"] for one in budgets} == {"float8"}
 
@@ -512,6 +513,10 @@ def test_many_tests_show_what_is_plain_and_no_more() -> None:
     plain = {name: dict.fromkeys(ratios, 100.0 * (name == "bosch")) for name in names}
     tests = made_up(plain).tests("untrained", "needle")
     assert len(tests) == 9 * 18 and all(one.is_lower for one in tests)
+    # Of eight samples that one of two answers alone.
+    few = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 42.0}})
+    [pair] = few.tests("untrained", "needle")
+    assert 0.001 < pair.p_holm < 0.01 and f"| {pair.p_holm:.3f} | yes |" in markdown(few)
     [pair] = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}}).tests("untrained", "needle")
     assert pair.p_holm == pair.p_value
     three = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}, "dcam": {0.5: 40.0}})
@@ -533,6 +538,31 @@ def test_documents_of_several_samples_weigh_as_many() -> None:
                 result.rows[place] = replace(row, score=own.average)
     [pair] = compared.tests("untrained", "needle")
     assert (pair.method, pair.difference) == ("bme", pytest.approx(-75.0))
+    seeds = {
+        replace(one, seed=seed): result
+        for one, result in compared.results.items()
+        for seed in range(3)
+    }
+    text = markdown(replace(compared, combinations=tuple(seeds), results=seeds))
+    [(low, high)] = re.findall(r"\| Fisher \| \**75\.0 \(([\d.]+)–([\d.]+)\)", text)
+    assert float(low) < 75 < float(high)
+    uneven = SampleScores.of({("vt", 512): [1.0], ("vt", 1024): [0.0, 0.0, 0.0]})
+    assert uneven.average == 50.0
+
+
+def test_seeds_whose_samples_differ_have_a_range_from_the_lowest_to_the_highest() -> None:
+    compared = made_up({"rand": {0.5: 20.0}})
+    [(one, result)] = compared.results.items()
+    original, row = result.rows
+    seeds = {
+        replace(one, seed=seed): replace(
+            result, rows=[original, replace(row, score=score)], samples={}
+        )
+        for seed, score in enumerate((20.0, 30.0, 10.0))
+    }
+    compared = replace(compared, combinations=tuple(seeds), results=seeds)
+    assert "| RAND | 20.0 (seeds 10.0–30.0) |" in markdown(compared)
+    assert "RAND: 20.0, seeds from 10.0 to 30.0" in page(compared)
 
 
 @pytest.mark.parametrize("more", [-1.0, 1.0])
@@ -571,6 +601,10 @@ def test_the_papers_figures_stand_beside_ours_where_model_and_setting_match(case
     for change in ({"window_size": 2048}, {"sinks": 4}, {"sink": "bias"}):
         other = recipe.search.model_copy(update=change)
         assert not paper_scores(recipe.model_copy(update={"search": other}))
+    for change in ({"lengths": [4096]}, {"tasks": ["vt"]}):
+        needle = recipe.evaluate.needle.model_copy(update=change)
+        evaluate = recipe.evaluate.model_copy(update={"needle": needle})
+        assert not paper_scores(recipe.model_copy(update={"evaluate": evaluate}))
     assert not paper_scores(load_recipe(case.file, env={}).recipe)
 
 
@@ -579,10 +613,11 @@ def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
     tables = list(task_tables(result))
     assert [table.name for table in tables] == ["tasks-0.5-untrained", "tasks-0.5-trained"]
     cells = [cell for table in tables for row in table.rows for cell in row[1:]]
-    assert len(cells) == 2 * 3  # untrained and trained: original, RAND over three seeds, BME
+    # Untrained and trained, at two lengths: original, RAND over three seeds, BME.
+    assert len(cells) == 2 * 2 * 3
     targets = [cell.target for cell in cells if cell.target]
     targets += [target for cell in cells for _, target in cell.more if target]
-    assert len(targets) == 2 * (1 + 3 + 1)
+    assert len(targets) == 2 * 2 * (1 + 3 + 1)
     html = (result.folder / "compare.html").read_text()
     for target in targets:
         file, _, name = target.partition("#")

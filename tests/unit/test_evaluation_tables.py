@@ -18,6 +18,7 @@ from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
 from stages.evaluate.models import write_tables
 from stages.evaluate.scores import SAMPLES, Against, Scores, read_samples
 from stages.evaluate.suite import Suite
+from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import (
     SuiteAnswers,
     against,
@@ -103,6 +104,18 @@ def test_a_group_is_no_surer_than_its_only_task() -> None:
     own, group = table["t"]["0"], table["groups"]["group"]
     assert group["against_original"] == own["against_original"]
     assert own["against_original"]["samples"] == 40
+
+
+def test_the_last_checkpoint_is_that_of_the_most_tokens() -> None:
+    names = ("tokens-10000", "tokens-2000", "hybrid", "intr-tokens-90000")
+    assert Scores(checkpoints={name: {} for name in names}).last_trained == "tokens-10000"
+    assert Scores(checkpoints={"hybrid": {}}).last_trained is None
+
+
+def test_losses_of_as_many_documents_alone_are_compared() -> None:
+    table = position_table(2, [[1.0], [2.0]], [[0.5], [1.0]])
+    assert [one["mean"] for one in table["difference"]] == [0.75]
+    assert "difference" not in position_table(2, [[1.0], [2.0]], [[0.5]])
 
 
 def test_which_tasks_have_scores_that_are_no_shares() -> None:

@@ -21,6 +21,9 @@ from tests.tiny_data import tiny_tokenizer
     "settings",
     [
         {"no_repeat_ngram_size": 1},
+        {"repetition_penalty": 9.0},
+        {"num_beams": 3},
+        {"do_sample": True},
         {"stop_strings": ["a"]},
         {"cache_implementation": "offloaded"},
         {"suppress_tokens": [*range(3, VOCABULARY, 2)]},
@@ -38,6 +41,39 @@ def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str
     [[(_, answer)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
     assert answer == expected
     assert all(getattr(model.generation_config, name) for name in settings)
+
+
+@pytest.mark.parametrize(
+    ("answers", "ended"),
+    [
+        ([], 13),
+        (["-"], 1),
+        (["-", "E"], 12),
+        (["G"], 13),  # which the prompt has
+    ],
+)
+def test_an_answer_ends_with_the_last_text_that_is_looked_for(
+    answers: list[str], ended: int
+) -> None:
+    model, tokenizer = small_model(), tiny_tokenizer()
+    prompt = tokens(1, 20)[0].numpy().astype("int32")
+    assert "G" in decode(tokenizer, torch.from_numpy(prompt))
+    [[(_, whole)]] = generate(model, tokenizer, [Question(0, prompt, [])], 13, 1)
+    assert whole.startswith("-----------E") and "G" not in whole
+    [[(_, text)]] = generate(model, tokenizer, [Question(0, prompt, answers)], 13, 1)
+    assert text == whole[:ended]
+
+
+def test_a_line_ends_with_the_last_token_of_its_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokenizers put a space before any text."""
+    model, tokenizer = small_model(), tiny_tokenizer()
+    prompt = tokens(1, 20)[0].numpy().astype("int32")
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in "-E"]
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: ids)
+    [[(_, text)]] = generate(
+        model, tokenizer, [Question(0, prompt, [])], 13, 1, stop_at_newline=True
+    )
+    assert text == "-----------E"
 
 
 def test_end_tokens_are_ids() -> None:
@@ -99,6 +135,8 @@ def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding()
     model.generation_config.eos_token_id = ids[4]
     assert texts(4) == texts(1)
     assert len({len(text) for text in texts(1).values()}) > 1
+    model.generation_config.eos_token_id = ids[0]
+    assert texts(4) == texts(1) and texts(1)[0] == ""
 
 
 def test_one_logit_that_is_no_number_is_enough() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
@@ -37,6 +38,7 @@ from stages.measure.measured_model import (
 )
 from stages.measure.process import check_kernels
 from stages.measure.results import (
+    figures,
     point_of,
     results_table,
     set_against_original,
@@ -394,6 +396,16 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     ]
 
 
+def test_a_panel_shows_the_original_and_the_hybrids_of_its_window_in_its_unit() -> None:
+    wide = HYBRID.model_copy(update={"window_size": 16})
+    points = [point_of(one, 10, 1, [run(1.0, 2 * 10**9 + 1)]) for one in (ORIGINAL, HYBRID, wide)]
+    panels = figures(points)["figure_5_ratios"]
+    assert len(panels) == 2 * 3
+    for panel, window in ((panels[2], 8), (panels[5], 16)):
+        told = f"memory, 90th percentile, GB, W = {window}: original, 10: 2; ρ = 0.5, 10: 2."
+        assert panel.description == told
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "original"),
     [
@@ -405,16 +417,19 @@ def test_a_report_says_whose_layout_it_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
-    """And on what hardware, though the last run had no memory."""
+    """And on what hardware, though the last run had no memory: that one is not tried again."""
+    tried = Counter[tuple[str, float]]()
 
     def measured(request: Any, what: str) -> Any:
         is_hybrid = request["variant"]["kind"] == "hybrid"
+        tried[request["variant"]["kind"], request["variant"]["swa_ratio"]] += 1
         return {"out_of_memory": "full"} if is_hybrid else {**run(1.0), "hardware": {"cpu": "x"}}
 
     monkeypatch.setattr(measurement, "run_in_process", measured)
     monkeypatch.setattr(measurement, "draw_figures", lambda points, output: None)
-    settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=1)
+    settings = MeasureSettings(lengths=(64,), windows=(8,), repeats=2)
     report = measurement.measure(str(folder / name), None, settings, tmp_path / "a" / "b")
+    assert {times: kind for (kind, _), times in tried.items()} == {2: "original", 1: "hybrid"}
     assert report["model"]["layout"] == layout and report["hardware"] == {"cpu": "x"}
     assert report["model"]["original"] == original.format(folder=folder)
 

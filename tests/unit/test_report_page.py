@@ -17,19 +17,30 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.heads import HeadMask
+from bosch.model.cache_size import OwnWindow
+from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import suite_table
+from stages.materialize.stage import BudgetedCache
 from stages.pages import page as template
 from stages.pages.charts import Picture
+from stages.pages.tables import as_cell
 from stages.report import charts
 from stages.report import run as report
 from stages.report.index import write_index
-from stages.report.page import budget_table, cost_table, other_suites, score_table
+from stages.report.page import (
+    budget_table,
+    budget_text,
+    cost_table,
+    filters,
+    other_suites,
+    score_table,
+)
 from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
-from stages.report.results import Results, collect_predictions, load_results
+from stages.report.results import Results, collect_predictions, load_results, served_bytes
 from stages.report.stage import ReportConfig
 from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import Difference, verdict
@@ -316,6 +327,33 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
+def test_vllm_serves_own_windows_of_equal_heads_and_no_states(results: Results) -> None:
+    """The search's layers have eight KV heads of 128 bytes a token."""
+    mask = results.search.mask
+
+    def served(*own: OwnWindow, **changes: int) -> Any:
+        cache = replace(results.cache, own=own, **changes)
+        return served_bytes(cache, mask, LARGE_GPU, [2048])
+
+    rows = engine_heads(mask.mask.heads_per_layer(mask.windows))
+    for heads, windows in ((8, [64]), (16, [64, 64])):  # of one layer, of two
+        expected = served_caches(rows, 128, windows, engine=LARGE_GPU, lengths=[2048])
+        assert served(OwnWindow(heads, 64, 128)) == list(expected)
+    for refused in (
+        served(OwnWindow(12, 64, 128)), served(OwnWindow(8, 64, 256)), served(state_bytes=1)
+    ):  # fmt: skip
+        assert isinstance(refused, str)
+
+
+@pytest.mark.parametrize(("allowed", "end"), [(9, "within"), (8, "within"), (7, "more than")])
+def test_a_cache_as_large_as_its_budget_is_within_it(allowed: int, end: str) -> None:
+    cache = BudgetedCache(
+        engine="generate", ranks=1, tokens=4, bytes=8, original=32, allowed=allowed
+    )
+    text = f"25.0% of the original's, in generate, {end} the {allowed} B of the budget"
+    assert budget_text(cache) == text
+
+
 @pytest.mark.usefixtures("only_text")
 def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[str, Path]) -> None:
     report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
@@ -329,6 +367,10 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[
     assert "INTR, untrained, W = 256" in page
     # A trained rival comes last, though its score is the lowest.
     assert [one.name for one in results.rivals] == ["intr", "intr-tokens-4000000"]
+    # Where it failed at the search's window, its curve has the others.
+    failed = replace(results, rivals=results.rivals[1:])
+    shown = [(row["series"], row["x"]) for row in rows_of(charts.windows(failed))]
+    assert shown[3:] == [("INTR", 64), ("INTR", 256)]
     # They are neither points of the recovery nor rivals in the first picture.
     others = rows_of(charts.recovery(results)) + rows_of(charts.standing(results))
     assert 60.0 not in [row.get("y", row["x"]) for row in others]
@@ -443,8 +485,11 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     assert (part.title, part.missing) == ("Tasks of lm-eval", [])
     assert [row[0] for row in table.rows] == ["one", "two", "both (2 of 2 tasks)"]
     assert [row[1] for row in table.rows] == ["50.0", "–", "50.0"]
-    # Every suite has a sentence, a tile and a table, whatever its name.
-    scores["checkpoints"]["hybrid"]["another"] = suite_table(one, one)
+    assert [as_cell(row[1]).share for row in table.rows] == [0.5, 0.0, 0.5]
+    # Every suite has a sentence, a tile and a table, whatever its name; with a length of any task
+    # it has a column for each.
+    mixed = one | {("four", 512): [1.0, 1.0]}
+    scores["checkpoints"]["hybrid"]["another"] = suite_table(mixed, mixed)
     scores["missing"] = {"another": {"three": "it is gone"}}
     report_fixture.write_json(file, scores)
     results = load_results(inputs)
@@ -452,10 +497,13 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     print_summary(results, summarize(results, "a run", ReportConfig()))
     averages = [line.split() for line in capsys.readouterr().out.splitlines() if "average" in line]
     untrained = [(row[0], row[-1]) for row in averages if {"hybrid", "untrained"} <= {*row}]
-    assert untrained == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "50.0")]
+    assert untrained == [("Needle", "31.0"), ("Tasks", "75.0"), ("another", "75.0")]
+    assert filters(results.scores.checkpoints.values()) == {
+        "task": [*report_fixture.TASKS, "one", "two", "four"], "length": ["512", "1k", "2k"],
+    }  # fmt: skip
     part = other_suites(results)[1]
     assert part.missing == ["another: three has no score: it is gone"]
-    assert [row[0] for table in part.tables for row in table.rows] == ["one"]
+    assert [row[0] for table in part.tables for row in table.rows] == ["one", "four", "all tasks"]
     labels = [row["label"] for row in rows_of(charts.against_original(results)[0])]
     assert "another, untrained" in labels
 
@@ -498,7 +546,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
     [row] = [line for line in lines if line.startswith("b | ")]
     assert row.startswith("b | Ship the hybrid after 4,000,000 tokens")
     assert " | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB" in row
-    assert row.endswith("| 26.56 USD | 2026-01-02 03:04")
+    assert row.endswith("| 13.28 | 26.56 USD | 2026-01-02 03:04")
     unread = [line for line in lines if "cannot be read" in line]
     assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
