@@ -116,7 +116,9 @@ def remedy(runtime: Runtime, on_gpu: bool) -> str:
         "runtime.checkpointing=full": runtime.checkpointing in ("none", "attention"),
         "runtime.micro_batch_size=1": runtime.micro_batch_size not in ("auto", 1),
         "runtime.offload_activations=true": on_gpu and not runtime.offload_activations,
-        "a higher runtime.context_parallel": runtime.sharding != "deepspeed",
+        "a higher runtime.context_parallel": (
+            runtime.sharding != "deepspeed" and not runtime.compile
+        ),
         "more processes to shard over": True,
         "shorter sequences": True,
     }
