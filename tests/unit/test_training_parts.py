@@ -835,7 +835,7 @@ def test_random_numbers_of_a_step_are_those_of_its_seed_number_and_process() -> 
     [("none", True, {"a": 1}), ("none", False, {}), ("fsdp", False, {"a": 1})],
 )
 def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
-    sharding: Any, is_first: bool, state: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    sharding: Any, is_first: bool, state: dict[str, int]
 ) -> None:
     """The last one, which has the mean, needs no point. Unsharded, the first process has all."""
     calls: list[Any] = []

@@ -453,7 +453,7 @@ def test_an_empty_static_cache_of_the_user_where_layers_differ(family: str) -> N
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_attention_weights_with_eager(hybrid: Any, static: bool) -> None:
+def test_attention_weights_with_eager(static: bool) -> None:
     """Of a pass, of chunks over a cache, and of `generate`: rows of one and the same matrix."""
     ids = tokens(2, LENGTH)
     mask = torch.ones_like(ids)
