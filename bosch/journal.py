@@ -59,18 +59,12 @@ class Journal:
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror})") from error
 
-    def read_new(self) -> list[Entry]:
-        """The entries that were appended since the last call, by any process.
+    def read_new(self, make: Callable[[Entry], T]) -> list[T]:
+        """What `make` makes of each entry that any process appended since the last call.
 
-        Damaged lines are skipped, with one warning that says how many. Raises RunError where the
-        file cannot be read.
-        """
-        return self.read_new_as(lambda entry: entry)
-
-    def read_new_as(self, make: Callable[[Entry], T]) -> list[T]:
-        """What `make` makes of each entry that `read_new` would give.
-
-        A line is damaged too where `make` raises KeyError, TypeError or ValueError.
+        Damaged lines are skipped, with one warning that says how many; a line is damaged too where
+        `make` raises KeyError, TypeError or ValueError. Raises RunError where the file cannot be
+        read.
         """
         try:
             with open_regular(self.path) as file:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from bosch.backends import BackendName
 from bosch.errors import RunError
@@ -164,16 +164,6 @@ class Runtime(Section):
     log_level: Literal["debug", "info", "warning"] = Field(
         "info", description="Least severity that is logged."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _former_names(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "gradient_checkpointing" in values:
-            raise ValueError(
-                "gradient_checkpointing is now checkpointing: true is full, false is none; write "
-                "that instead"
-            )
-        return values
 
 
 AnySection = TypeVar("AnySection", bound=Section)

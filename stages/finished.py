@@ -17,7 +17,7 @@ class FinishedWork:
 
     def __init__(self, path: Path) -> None:
         self._journal = Journal(path)
-        self._results: dict[str, Record] = dict(self._journal.read_new_as(_result))
+        self._results: dict[str, Record] = dict(self._journal.read_new(_result))
 
     def __len__(self) -> int:
         return len(self._results)

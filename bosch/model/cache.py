@@ -377,11 +377,6 @@ class SplitCache(Cache):
                 held = getattr(layer, name, {})
                 held |= {n: change(states) for n, states in held.items() if states is not None}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of keys, values and other states held by all layers."""
-        return held_bytes(self)
-
 
 class HybridCache(SplitCache):
     """Cache of a hybrid model, one `HybridCacheLayer` for each layer with attention.

@@ -211,7 +211,7 @@ class EvaluationLog:
             whole.append(entry)
             return is_own
 
-        strangers = self._journal.read_new_as(take).count(False)
+        strangers = self._journal.read_new(take).count(False)
         if self._journal.damaged:  # the search publishes the file, which others read as JSON lines
             self._journal.replace(whole)
         if strangers:
@@ -237,7 +237,7 @@ class EvaluationLog:
 
     def _read_pool(self) -> None:
         if self._pool is not None:
-            pooled = self._pool.read_new_as(lambda entry: (entry["mask"], _evaluation(entry)))
+            pooled = self._pool.read_new(lambda entry: (entry["mask"], _evaluation(entry)))
             for mask, evaluation in pooled:
                 self._pooled.setdefault(mask, evaluation)
 

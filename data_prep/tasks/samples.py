@@ -136,7 +136,7 @@ class SampleFolder:
     def read(self, indices: range) -> Iterator[StoredSample]:
         """The samples of these indices, which must be there."""
         folder = self.path
-        records = Journal(folder / "samples.jsonl").read_new_as(_line)[1:]
+        records = Journal(folder / "samples.jsonl").read_new(_line)[1:]
         starts = np.cumsum([0, *(record.get("tokens", 0) for record in records)])
         ids = np.memmap(folder / "ids.bin", np.int32, mode="r")
         for index in indices:
@@ -178,7 +178,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
 
     That one and later ones are taken out of the journal.
     """
-    entries = journal.read_new_as(_line)
+    entries = journal.read_new(_line)
     head = entries[0] if entries and "fit" in entries[0] else None
     records: list[dict[str, Any]] = []
     start = 0

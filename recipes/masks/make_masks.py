@@ -100,7 +100,7 @@ def _of_study(recipe: Path, folder: Path) -> Iterator[tuple[str, HeadMaskFile, d
     ).stdout.strip()
     commands = [json.loads(path.read_text())["command"] for path in sorted(folder.glob("*.json"))]
     best: dict[str, dict[str, Any]] = {}
-    for entry in Journal(folder / "results.jsonl").read_new():
+    for entry in Journal(folder / "results.jsonl").read_new(dict):
         key = entry["key"]
         if key["kind"] != "search" or key["settings"]["seed"] != loaded.seed:
             continue

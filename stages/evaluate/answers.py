@@ -98,7 +98,7 @@ class AnswerFolder:
         """Answers by sample index; a question whose line is torn or damaged has none."""
         answers: Answers = {}
         for path in sorted(self._folder(model).glob(f"{_stem(subtask)}.*.jsonl")):
-            for index, record in Journal(path).read_new_as(_answer):
+            for index, record in Journal(path).read_new(_answer):
                 answers.setdefault(index, record)
         return answers
 

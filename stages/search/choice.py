@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Literal
 
+from bosch.budget import LayerHeads
 from bosch.errors import UserError
 from bosch.front import Front
 from bosch.search.allotment import spaced_slots
 from stages.formats import format_bytes
+from stages.prepare.stage import PrepareConfig
+from stages.recipe import LoadedRecipe
 from stages.search.budget import HELD_OUT_EVERY, Price
 from stages.search.stage import SearchConfig
+from stages.shape import shape_of
 
 
 def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
@@ -27,6 +33,33 @@ def front_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
     """
     least, most = section.slot_range(price)
     return tuple(sorted({least, *point_slots(section, price), most}))
+
+
+def budget_rows(
+    loaded: LoadedRecipe, budgets: Literal["all"] | Sequence[int | float]
+) -> dict[int, list[LayerHeads]]:
+    """Heads by window for each of these budgets of the front, by its KV slots, ascending.
+
+    Spread evenly over the layers; whatever slides has the narrowest window.
+    """
+    recipe, kinds = loaded.recipe, shape_of(loaded).kinds
+    search = recipe[SearchConfig]
+    context = recipe[PrepareConfig].calibration.length
+    price = search.front_price(kinds, recipe.model.dtype, context)
+    heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
+    least, _ = search.slot_range(price)
+    saved = max(1, price.tokens - window.held(price.tokens))
+    held = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
+    named = held[:-1] if budgets == "all" else sorted({_slots_of(one, held) for one in budgets})
+    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
+
+
+def _slots_of(budget: int | float, held: Sequence[int]) -> int:
+    """KV slots of a budget by its name, as `budget_slots` reads it: a share, or from 2 on slots."""
+    if budget > 1:
+        return int(budget)
+    most = budget * held[-1] * (1 + 1e-12)
+    return max((slots for slots in held if slots <= most), default=held[0])
 
 
 def chosen_point(front: Front, price: Price) -> int:

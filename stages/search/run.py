@@ -179,7 +179,7 @@ def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) 
     given = HeadMaskFile.load(str(section.mask)).sink_bias if section.method == "given" else None
     recorded = None
     if objective.ranks.is_first:
-        lines = Journal(work_dir / _SINK_BIAS).read_new_as(lambda entry: entry["values"])
+        lines = Journal(work_dir / _SINK_BIAS).read_new(lambda entry: entry["values"])
         recorded = lines[-1] if lines else None
     values: SinkBias | None = given or objective.ranks.from_first(recorded)
     if values is None:

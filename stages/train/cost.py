@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from bosch.budget import LayerHeads, window_shares
 from stages.context import Runtime
@@ -15,7 +14,7 @@ from stages.formats import counted, format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.recipe import LoadedRecipe
-from stages.search.choice import front_slots
+from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.train.budgets import mean_over_budgets
@@ -134,33 +133,6 @@ def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return cost(replace(loaded, recipe=recipe), devices)
 
 
-def budget_rows(
-    loaded: LoadedRecipe, budgets: Literal["all"] | Sequence[int | float]
-) -> dict[int, list[LayerHeads]]:
-    """Heads by window for each of these budgets of the front, by its KV slots, ascending.
-
-    Spread evenly over the layers; whatever slides has the narrowest window.
-    """
-    recipe, kinds = loaded.recipe, shape_of(loaded).kinds
-    search = recipe[SearchConfig]
-    context = recipe[PrepareConfig].calibration.length
-    price = search.front_price(kinds, recipe.model.dtype, context)
-    heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
-    least, _ = search.slot_range(price)
-    saved = max(1, price.tokens - window.held(price.tokens))
-    held = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
-    named = held[:-1] if budgets == "all" else sorted({_slots_of(one, held) for one in budgets})
-    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
-
-
-def _slots_of(budget: int | float, held: Sequence[int]) -> int:
-    """KV slots of a budget by its name, as `budget_slots` reads it: a share, or from 2 on slots."""
-    if budget > 1:
-        return int(budget)
-    most = budget * held[-1] * (1 + 1e-12)
-    return max((slots for slots in held if slots <= most), default=held[0])
-
-
 def _exchange_facts(
     loaded: LoadedRecipe,
     runtime: Runtime,
@@ -192,7 +164,7 @@ def _memory_facts(loaded: LoadedRecipe, budget: Budget, devices: Devices) -> Ite
         yield f"runtime.checkpointing = auto is {chosen} with this memory"
     yield f"per process {budget.verdict}"
     if not budget.fits:
-        yield remedy(loaded, devices.processes, devices.memory, devices.on_gpu)
+        yield remedy(budget.runtime, devices.on_gpu)
     offloaded = budget.memory.offloaded * devices.local_processes
     if offloaded:
         yield f"host memory a node for the inputs of layers: {format_bytes(offloaded)}"

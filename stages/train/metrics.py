@@ -52,7 +52,7 @@ class MetricsLog:
     ) -> None:
         path = work_dir / METRICS
         self._journal = Journal(path)
-        records = self._journal.read_new_as(_step)
+        records = self._journal.read_new(_step)
         self.records = [record for record in records if record["step"] <= done_steps]
         if len(self.records) < done_steps:
             logger.warning(

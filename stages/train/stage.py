@@ -223,7 +223,7 @@ class TrainingStep(Record):
 def read_metrics(train: Path) -> list[TrainingStep]:
     """Every logged training step."""
     journal = Journal(train / METRICS)
-    steps = journal.read_new_as(TrainingStep.model_validate)
+    steps = journal.read_new(TrainingStep.model_validate)
     if journal.damaged or not steps:
         raise RunError(f"{journal.path}: missing or damaged; {RUN_AGAIN}")
     return steps

@@ -13,12 +13,14 @@ training has seen, the answer given, with 95 % intervals. Finished trainings in 
 from __future__ import annotations
 
 import functools
+import shutil
 import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bosch.analysis.intervals import Interval, share
@@ -30,24 +32,26 @@ from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
 from bosch.window import Window
+from data_prep.documents.packing import Packed, write_dataset
 from pipeline.recipe.load import ROOT
 from recipes.study.make_composition_model import (
+    BATCH,
     EXAMPLES,
     KINDS,
     LENGTH,
     exact_match,
     examples,
+    training_batch,
 )
 from stages.context import StageConfig
 from stages.materialize.stage import MODEL
 from stages.pages.tables import Table
-from stages.prepare.stage import CALIBRATION
+from stages.prepare.stage import CALIBRATION, PACKED_DATA
 from stages.train.loss import install_loss
 from stages.train.run import run
 from stages.train.stage import TrainConfig, checkpoint_folders
 from stages.train.watch import make_needle_watch
 from tests.benchmarks.distillation import RECIPE, run_stages, train_config
-from tests.benchmarks.distillation_study import config_of, make_packed, save_hybrid
 
 
 class Composition:
@@ -62,8 +66,14 @@ class Composition:
     questions = 384
 
     def prepared(self, folder: Path, seed: int, steps: int) -> Path:
-        """The folder with packed sequences, and the calibration set if it needs one."""
-        return make_packed(folder / f"prepare-{seed}", seed, steps)
+        """The folder with packed sequences of new texts, and the calibration set if needed."""
+        prepared = folder / f"prepare-{seed}"
+        if not prepared.exists():
+            first = 100_000 * (seed + 1)  # far from the steps that made the model
+            rows = (row for step in range(steps) for row in training_batch(first + step)[0])
+            packed = (Packed(row.numpy().astype(np.int32), [LENGTH], [0]) for row in rows)
+            write_dataset(prepared / PACKED_DATA, packed, steps * BATCH, LENGTH)
+        return prepared
 
     def calibration(self, prepared: Path) -> CalibrationSet:
         """What the gates' gradients are taken on."""
@@ -71,8 +81,13 @@ class Composition:
         return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
     def config(self, seed: int, overrides: list[str]) -> StageConfig[TrainConfig]:
-        many = ["prepare.train_tokens=1B", "train.total_tokens=1B", "train.checkpoint_tokens=[]"]
-        return config_of(self.name, seed, 1, *many, *overrides)
+        """At the rate that the model was made with."""
+        return train_config(f"recipes/study/{self.name}.yaml", [
+            f"seed={seed}", "materialize.dtype=float32", f"prepare.sequence_length={LENGTH}",
+            "prepare.train_tokens=1B", "train.total_tokens=1B", "train.checkpoint_tokens=[]",
+            f"train.batch_tokens={BATCH * LENGTH}", "train.learning_rate=1e-3",
+            "train.warmup_ratio=0.1", "train.mixed_precision=no", *overrides,
+        ])  # fmt: skip
 
     def score(self, model: Any, prepared: Path) -> Interval:
         """Share of the samples whose answers are all right."""
@@ -170,7 +185,9 @@ def rows_of(study: Study, folder: Path, seed: int, steps: int) -> list[list[str]
     if not hybrid.exists():
         front = nested_front(study, prepared)
         base = load_model(study.base, dtype="float32")
-        save_hybrid(materialize_front(base, front), study.base, hybrid.parent)
+        materialize_front(base, front).save_pretrained(hybrid)
+        for file in study.base.glob("tokenizer*.json"):
+            shutil.copy(file, hybrid)
         front.save(hybrid / "front.json")
     front = Front.load(hybrid / "front.json")
     shared = trained(study, folder, f"shared-{steps}", seed, steps, ["train.budgets=all"])

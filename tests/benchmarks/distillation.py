@@ -13,7 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,57 +95,35 @@ def tokens_back(original: float, start: float, scores: Mapping[int, float]) -> d
     return back
 
 
-def print_medians(reached: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Print the tokens of all seeds for each variant, and their median where no seed lacks them."""
-    for name, results in reached.items():
-        for share in ("90%", "99%"):
-            counts = [result[share] for result in results]
-            known = [count for count in counts if count is not None]
-            median = statistics.median(known) if len(known) == len(counts) else None
-            print(f"{name:<28} {share}: {counts}, median {median}")
-
-
-def compare(
-    folder: Path,
-    seeds: Sequence[int],
-    variants: Iterable[str],
-    scores_of: Callable[[str, int, dict[str, Path]], dict[int, float]],
-) -> None:
-    """Print a line for each variant and seed, then the medians.
-
-    `scores_of(variant, seed, inputs)` trains on the outputs of earlier stages, and returns the
-    needle score by tokens.
-    """
+def main(folder: Path, seeds: list[int]) -> None:
+    """Print a line for each variant and seed, then the medians where no seed lacks its score."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = run_stages(folder, "materialize", *SETTINGS)
     inputs = {name: (outputs / name).resolve() for name in ("prepare", "materialize")}
-    reached: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    reached: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     for seed in seeds:
         config = config_of(seed, [])
         original = score_of(ROOT / "recipes/quickstart/base_model", config, inputs["prepare"])
         start = score_of(inputs["materialize"] / MODEL, config, inputs["prepare"])
         for name, results in reached.items():
-            scores = scores_of(name, seed, inputs)
+            work_dir = folder / f"{name.replace(' ', '-')}-{seed}"
+            work_dir.mkdir(exist_ok=True)
+            run(config_of(seed, VARIANTS[name]), inputs, work_dir)
+            scores = {
+                step.tokens: step.needle_score
+                for step in read_metrics(work_dir)
+                if step.needle_score is not None
+            }
             result = tokens_back(original, start, scores)
             result |= {"start": start, "original": original, "best": max(scores.values())}
             results.append(result)
             line = {"variant": name, "seed": seed, **result, "scores": [*scores.values()]}
             print(json.dumps(line), flush=True)
-    print_medians(reached)
-
-
-def main(folder: Path, seeds: list[int]) -> None:
-    def train(name: str, seed: int, inputs: dict[str, Path]) -> dict[int, float]:
-        work_dir = folder / f"{name.replace(' ', '-')}-{seed}"
-        work_dir.mkdir(exist_ok=True)
-        run(config_of(seed, VARIANTS[name]), inputs, work_dir)
-        return {
-            step.tokens: step.needle_score
-            for step in read_metrics(work_dir)
-            if step.needle_score is not None
-        }
-
-    compare(folder, seeds, VARIANTS, train)
+    for name, results in reached.items():
+        for share in ("90%", "99%"):
+            counts = [result[share] for result in results]
+            median = None if None in counts else statistics.median(counts)
+            print(f"{name:<28} {share}: {counts}, median {median}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from bosch.attention import AttentionContext, HeadLayout, causal, hybrid_attention
-from bosch.model.cache import HybridCache
+from bosch.model.cache import HybridCache, held_bytes
 from bosch.window import Window
 from stages.measure.process import memory_meter
 from tests.attention_case import by_rows, full_first
@@ -130,7 +130,7 @@ def test_decoding_a_token() -> None:
     original, hybrid, layout = DynamicCache(), HybridCache([_deploy()]), _deploy()
     original.update(key, value, 0)
     hybrid.update(key, value, 0)[0].settle(AttentionContext(DECODE_LENGTH))
-    held = hybrid.num_bytes
+    held = held_bytes(hybrid)
     entries = FULL * DECODE_LENGTH + (KV_HEADS - FULL) * Window(WINDOW).past
 
     def original_step() -> None:

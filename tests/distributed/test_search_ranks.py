@@ -156,6 +156,6 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(tmp_path, monkeypatch):
         sharding.load_sharded(tmp_path, Ranks(shards=2), dtype="float32")
 
 
-def test_a_model_that_is_not_really_sharded_is_found(tmp_path):
+def test_a_model_that_is_not_really_sharded_is_found():
     with pytest.raises(RunError, match="instead of 1 in 2"):
         sharding.check_shards(small_model("qwen3"), 2)

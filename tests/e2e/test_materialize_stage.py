@@ -18,6 +18,7 @@ from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
 from bosch.front import Front
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.model.cache import held_bytes
 from bosch.model.loading import load_model
 from bosch.model.search_mode import apply_head_mask
 from bosch.window import Window
@@ -178,7 +179,7 @@ def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Pat
         with torch.inference_mode():
             logits = model(ids, past_key_values=cache).logits
             torch.testing.assert_close(logits, original(ids).logits, rtol=2e-2, atol=1e-5)
-        assert cache.num_bytes == served.cache_bytes
+        assert held_bytes(cache) == served.cache_bytes
     assert load_model(folder, dtype="float32").kv_budget == slots[2]
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"`kv_budget={slots[2]}`" in card and f"| {slots[0]} | {read.budgets[0].share} |" in card
@@ -222,7 +223,7 @@ def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
     cache = model.new_cache()
     with torch.inference_mode():
         model(torch.ones(1, 100, dtype=torch.long), past_key_values=cache)
-    assert cache.num_bytes == 100 * per_head + summary["sliding_bytes_constant"]
+    assert held_bytes(cache) == 100 * per_head + summary["sliding_bytes_constant"]
 
 
 def test_base_and_hybrid_are_not_held_together(

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 import bosch  # noqa: F401
 from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
-from bosch.journal import Journal
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
@@ -32,7 +31,7 @@ from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog
 from stages.train.run import build_loop
 from stages.train.schedule import make_schedule
-from stages.train.stage import TrainConfig
+from stages.train.stage import TrainConfig, read_metrics
 from stages.train.storage import RestartPoints, restart_step
 from tests.offloaded_training import train_offloaded
 from tests.training_case import (
@@ -99,8 +98,7 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
     assert summary["checkpoints"] == {"tokens-384": 3, "tokens-1280": 10}
     assert [r["step"] for r in records] == list(range(1, 11))
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
-    seconds = [r["checkpoint_seconds"] for r in Journal(undisturbed / "metrics.jsonl").read_new()]
-    assert seconds[3] > 0  # by then three steps were done
+    assert read_metrics(undisturbed)[3].checkpoint_seconds > 0  # by then three steps were done
 
 
 @pytest.mark.parametrize("masking", [False, True])

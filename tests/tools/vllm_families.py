@@ -209,7 +209,7 @@ def main() -> None:
                 original = _tried(finished, {"family": family, "form": "original", **versions})
                 print(f"{family}, original: {original}", flush=True)
     if options.page or not options.families:
-        entries = Journal(options.results).read_new()
+        entries = Journal(options.results).read_new(dict)
         outcomes = {
             (entry["key"]["family"], entry["key"]["form"]): Outcome(**entry["result"])
             for entry in entries

@@ -73,11 +73,11 @@ def test_a_journal_holds_all_that_was_acknowledged(tmp_path: Path) -> None:
     for state in enough(states, 12):
         state.restore(folder)
         journal = Journal(path)
-        there = journal.read_new()
+        there = journal.read_new(dict)
         assert there == entries[: len(there)], str(state)
         assert len(there) >= min(state.progress, 3), str(state)
         journal.append(*entries[len(there) :])
-        assert Journal(path).read_new() == entries, str(state)
+        assert Journal(path).read_new(dict) == entries, str(state)
 
 
 def test_a_restart_point_that_was_saved_is_there_and_whole(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
     for _ in range(2):
         log_of(tmp_path, "mine")
     [pool] = (tmp_path / "pool").iterdir()
-    assert len(Journal(pool).read_new()) == 1
+    assert len(Journal(pool).read_new(dict)) == 1
     assert evaluation_in(log_of(tmp_path, "other"), mask) == Evaluation(0.5, -1.25)
 
 
@@ -173,7 +173,7 @@ def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, 
     log_of(tmp_path, "one").append(mask, Evaluation(1.0, -0.5), "anchors")
     [pool] = (tmp_path / "pool").iterdir()
     for path in (pool, tmp_path / "one" / "evaluations.jsonl"):
-        [entry] = Journal(path).read_new()
+        [entry] = Journal(path).read_new(dict)
         for lost in ("mask", "score", "round_likelihoods"):
             Journal(path).append({name: entry[name] for name in entry if name != lost})
     log = log_of(tmp_path, "one")

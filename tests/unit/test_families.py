@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.model import configuration
-from bosch.model.cache import state_bytes
+from bosch.model.cache import held_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import FAMILIES, attention_needs, decoder_layers, family_of, known_family
 from bosch.model.interface import attention_module, layouts_of
@@ -247,13 +247,13 @@ def test_caches_hold_what_the_formula_says(family: str) -> None:
     assert len(size.own) == len(set(kinds.windows.values()))
     cache = hybrid.new_cache()
     text = hybrid.generate(ids, past_key_values=cache, **options)
-    assert cache.num_bytes == 2 * size.dynamic(ids.shape[1] + 3)
+    assert held_bytes(cache) == 2 * size.dynamic(ids.shape[1] + 3)
     static = hybrid.generate(
         ids, cache_implementation="static", return_dict_in_generate=True, **options
     )
     assert torch.equal(static.sequences, text)
     room = static.past_key_values.get_max_length()
-    assert static.past_key_values.num_bytes == 2 * size.static(room)
+    assert held_bytes(static.past_key_values) == 2 * size.static(room)
 
 
 def test_a_count_for_each_layer_with_full_attention_and_no_other() -> None:

@@ -131,9 +131,7 @@ def test_a_documents_score_is_its_first_metric_under_the_first_filter() -> None:
 
 
 @pytest.mark.parametrize(("most", "samples"), [(None, 3), (2, 2), (4, 3)])
-def test_samples_of_a_task_and_which_of_them_share_a_text(
-    tmp_path: Path, most: int | None, samples: int
-) -> None:
+def test_samples_of_a_task_and_which_of_them_share_a_text(most: int | None, samples: int) -> None:
     given: Any = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1}
     suite = HarnessSuite(name="harness", section=HarnessEvaluation(samples=most), **given)
     documents = [{"context": text} for text in "aab"]

@@ -36,7 +36,7 @@ def written(path: Path) -> bytes:
 def test_entries_come_back_and_lines_are_plain_json(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal.jsonl"
     lines = written(path).decode().splitlines()
-    assert Journal(path).read_new() == ENTRIES
+    assert Journal(path).read_new(dict) == ENTRIES
     for line, entry in zip(lines, ENTRIES, strict=True):
         fields = json.loads(line)
         assert len(fields.pop("crc32")) == 8
@@ -51,11 +51,11 @@ def test_a_file_torn_at_any_byte(tmp_path: Path) -> None:
         path.write_bytes(content[:size])
         whole = ENTRIES[: sum(end <= size for end in ends)]
         follower = Journal(path)
-        assert follower.read_new() == whole
+        assert follower.read_new(dict) == whole
         Journal(path).append(NEW)
-        assert follower.read_new() == [NEW]
+        assert follower.read_new(dict) == [NEW]
         reader = Journal(path)
-        assert reader.read_new() == [*whole, NEW]
+        assert reader.read_new(dict) == [*whole, NEW]
         assert follower.damaged == reader.damaged == 0
 
 
@@ -68,7 +68,7 @@ def test_a_damaged_byte_costs_its_own_line_only(tmp_path: Path, change) -> None:
         Journal(path).append(NEW)
         damaged = content[:place].count(b"\n")
         reader = Journal(path)
-        assert reader.read_new() == [*ENTRIES[:damaged], *ENTRIES[damaged + 1 :], NEW]
+        assert reader.read_new(dict) == [*ENTRIES[:damaged], *ENTRIES[damaged + 1 :], NEW]
         assert reader.damaged == 1
 
 
@@ -78,7 +78,7 @@ def test_damaged_lines_are_counted_in_one_warning(
     path = tmp_path / "journal.jsonl"
     content = written(path)
     path.write_bytes(content.replace(b"step", b"stop").replace(b"deep", b"dear") + b"torn")
-    assert Journal(path).read_new() == ENTRIES[1:3]
+    assert Journal(path).read_new(dict) == ENTRIES[1:3]
     assert caplog.messages == [f"{path}: 2 damaged lines are not used"]
     Journal(path).append(NEW)
     assert caplog.messages[1:] == [f"{path}: cut off a torn last line"]
@@ -109,13 +109,13 @@ def test_writers_at_the_same_time_lose_no_entry_and_a_reader_follows(tmp_path: P
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        entries += follower.read_new()
-    entries += follower.read_new()
+        entries += follower.read_new(dict)
+    entries += follower.read_new(dict)
     pairs = [(entry["writer"], entry["number"]) for entry in entries]
     assert sorted(pairs) == [(i, n) for i in range(3) for n in range(50)]
     assert all(sorted(own) == own for i in range(3) for own in [[n for w, n in pairs if w == i]])
     assert follower.damaged == 0
-    assert Journal(path).read_new() == entries
+    assert Journal(path).read_new(dict) == entries
 
 
 def test_an_append_waits_for_another_writer(
@@ -140,10 +140,10 @@ def test_replaced_entries_are_not_read_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     written(path)
     journal = Journal(path)
-    journal.replace(journal.read_new()[:2])
+    journal.replace(journal.read_new(dict)[:2])
     journal.append(NEW)
-    assert journal.read_new() == [NEW]
-    assert Journal(path).read_new() == [*ENTRIES[:2], NEW]
+    assert journal.read_new(dict) == [NEW]
+    assert Journal(path).read_new(dict) == [*ENTRIES[:2], NEW]
 
 
 def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) 
     with pytest.raises(RunError, match="cannot be written"):
         Journal(tmp_path / "file" / "journal.jsonl").append({})
     with pytest.raises(RunError, match="cannot be read"):
-        Journal(tmp_path).read_new()
+        Journal(tmp_path).read_new(dict)
 
 
 def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> None:
@@ -163,14 +163,14 @@ def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> N
         with path.open("ab") as file:
             file.write(head + f'{zlib.crc32(head):08x}"}}\n'.encode())
     journal = Journal(path)
-    assert journal.read_new_as(lambda entry: operator.index(entry["step"])) == [1, 4]
+    assert journal.read_new(lambda entry: operator.index(entry["step"])) == [1, 4]
     assert journal.damaged == 5
 
 
 def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "journal.jsonl")
     with pytest.raises(RunError, match=r"journal\.jsonl: cannot be read \(is a pipe"):
-        Journal(tmp_path / "journal.jsonl").read_new()
+        Journal(tmp_path / "journal.jsonl").read_new(dict)
 
 
 def never() -> dict[str, object]:

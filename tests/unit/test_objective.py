@@ -378,7 +378,7 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
     assert "layers' inputs are still reused" in caplog.text
 
 
-def test_room_for_reuse_is_what_is_free_beside_a_gradient(tmp_path, monkeypatch):
+def test_room_for_reuse_is_what_is_free_beside_a_gradient(monkeypatch):
     model = small_model()
     needed = memory.activation_sizes(model).gradient(2, 64, WINDOW)
     monkeypatch.setattr(memory, "free_host_memory", lambda: 4 * needed + 100)

@@ -39,11 +39,6 @@ FOUR = {"question": "Which?", "choices": [*"wxyz"]}
 LONG_ROW = {"id": 1, "context": "A long text.", "input": "Which?", "options": ["red", "blue"]}
 PROC = {"input_prompt": "Do it.", "metadata": json.dumps({"ground_truth_cities": "Oslo**Rome",
         "ground_truth_durations": "2**3"})}  # fmt: skip
-PLAN = (
-    "<Plan>**Day 1-2:** Visiting Oslo for 2 days.\n**Day 2:** Fly from Oslo to Rome.\n"
-    "**Day 2-4:** Visiting Rome for 3 days.</Plan>"
-)
-SOLVING = "<Solving Procedure>Think.</Solving Procedure>"
 
 # By task: its splits, a record as the public data has it, and an answer that is right. An index
 # stands for the choice that is right.

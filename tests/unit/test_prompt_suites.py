@@ -494,7 +494,7 @@ def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
     assert time.process_time() - started < 20
 
 
-def test_a_needle_set_is_hashed_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
+def test_a_needle_set_is_hashed_wherever_it_lies(tmp_path: Path) -> None:
     """Answers to another set would be taken for its own."""
     nolima_case.write_case(tmp_path / "data")
     (tmp_path / "set.json").write_text(json.dumps(nolima_case.NEEDLE_SET))

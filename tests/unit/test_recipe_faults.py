@@ -144,7 +144,6 @@ def test_relative_paths_start_where_they_were_written(
         ("search.swa_ratio=null", "search: names no budget; set swa_ratio, or one of ratio, kv_ca"),
         ("search.sinks=100", "search.window_size: 32 with 100 sinks is not shorter"),
         ("runtime.processes=3", "on 3 process(es)"),
-        ("runtime.gradient_checkpointing=true", "is now checkpointing: true is full"),
         ("evaluate.presets=[shorts]", "evaluate.presets.0: expected short, long, reasoning, found"),
         ("evaluate.needle=null", "evaluate: names nothing to evaluate"),
         (

@@ -283,7 +283,7 @@ def test_samples_of_the_built_in_words_have_a_version_of_their_own(tmp_path, tok
 def _without(folder, line, field):
     """Take a field out of a line whose checksum is right."""
     journal = Journal(folder / "samples.jsonl")
-    entries = journal.read_new()
+    entries = journal.read_new(dict)
     del entries[line][field]
     journal.replace(entries)
 

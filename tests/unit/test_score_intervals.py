@@ -27,7 +27,6 @@ from bosch.analysis.intervals import (
     student,
     visible_loss,
 )
-from stages.evaluate.tables import SuiteAnswers
 from tests.benchmarks import coverage
 
 LEAST = 0.91  # 0.93 less the noise of these few draws
@@ -272,24 +271,6 @@ def test_a_test_of_equal_scores_leaves_room_for_the_next_example(
 ) -> None:
     ones, room = np.ones((2, 48)), 1 - 0.025 ** (1 / samples)
     assert crossed_test(ones, ones, counts) == pytest.approx((0.0, -room, room, 1.0))
-
-
-@pytest.mark.parametrize(
-    "contexts", [[[1.0] * 10, [0.0] * 10, [1.0, 0.0] * 5], [[1.0] * 10, [0.0], [1.0, 0.0] * 5],
-                 [[1.0], [0.0] * 10, [1.0, 0.0]], [[1.0] * 3, [1.0]], [[0.0] * 3, [0.0]]],
-)  # fmt: skip
-def test_questions_about_one_context_are_one_sample(contexts: list[list[float]]) -> None:
-    head = {"checkpoint": "a", "suite": "harness", "task": "infinitebench_longbook_qa_en"}
-    records = [
-        {**head, "length": 0, "document": str(number), "score": score}
-        for number, scores in enumerate(contexts)
-        for score in scores
-    ]
-    [found] = SuiteAnswers.of(records, "a", "harness").scores.values()
-    every = [score for scores in contexts for score in scores]
-    assert len(found) == len(contexts) and all(0 <= value <= 1 for value in found)
-    assert mean_of(found) == pytest.approx(np.mean(every))  # the benchmark's own score
-    assert effective_count(found) <= len(contexts) < len(every)
 
 
 UNEQUAL = [1] * 90 + [10] * 10

@@ -95,7 +95,7 @@ def test_python_docs_are_the_library_and_its_help():
     assert any(text.startswith('The "assert" statement') for text in texts)
 
 
-def test_order_of_parts_is_drawn(monkeypatch):
+def test_order_of_parts_is_drawn():
     source = Source("s", "python_docs")
     first, again, other = (list(list_parts(source, seed, 128)) for seed in (0, 0, 1))
     assert first == again != other

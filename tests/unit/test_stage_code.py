@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.tools import stage_code
 
 
@@ -19,7 +17,7 @@ def test_the_code_of_every_stage_is_the_recorded_one() -> None:
     assert recorded == now, "run: python -m tests.tools.stage_code"
 
 
-def test_a_change_is_told_until_the_version_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_is_told_until_the_version_is_raised() -> None:
     now = stage_code.current()
     module = "stages.prepare.run"
     recorded = {**now, "modules": {**now["modules"], module: "other"}}

@@ -272,7 +272,7 @@ def test_headbench_counts_states_of_fixed_size_in_both_caches() -> None:
     original, cache = model(ids, use_cache=True).past_key_values, hybrid.new_cache()
     hybrid(ids, past_key_values=cache)
     study: Any = SimpleNamespace(model=model, held_out_set=SimpleNamespace(max_length=20))
-    assert cache_shares(study, mask, Window(5)) == (cache.num_bytes / held_bytes(original), None)
+    assert cache_shares(study, mask, Window(5)) == (held_bytes(cache) / held_bytes(original), None)
 
 
 def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:

@@ -425,7 +425,7 @@ def test_an_empty_cache_of_transformers_saves_what_a_hybrid_one_does(
     assert all(type(layer) is kind for layer in cache.layers)
     own = hybrid.new_static_cache(LENGTH) if number == 2 else hybrid.new_cache()
     hybrid(ids, past_key_values=own)
-    assert held_bytes(cache) == own.num_bytes
+    assert held_bytes(cache) == held_bytes(own)
 
 
 @pytest.mark.parametrize("assisted", [False, True])
@@ -453,7 +453,7 @@ def test_an_empty_static_cache_of_the_user_where_layers_differ(family: str) -> N
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_attention_weights_with_eager(hybrid: Any, static: bool) -> None:
+def test_attention_weights_with_eager(static: bool) -> None:
     """Of a pass, of chunks over a cache, and of `generate`: rows of one and the same matrix."""
     ids = tokens(2, LENGTH)
     mask = torch.ones_like(ids)

@@ -25,7 +25,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, "-m", "tests.tools.vllm_families", *FAMILIES, "--results", str(results)],
         cwd=ROOT, check=True,
     )  # fmt: skip
-    entries = Journal(results).read_new()
+    entries = Journal(results).read_new(dict)
     return {e["key"]["family"]: e["result"] for e in entries if e["key"]["form"] == "hybrid"}
 
 
