@@ -164,7 +164,7 @@ def _memory_facts(loaded: LoadedRecipe, budget: Budget, devices: Devices) -> Ite
         yield f"runtime.checkpointing = auto is {chosen} with this memory"
     yield f"per process {budget.verdict}"
     if not budget.fits:
-        yield remedy(budget.runtime, devices.on_gpu)
+        yield remedy(loaded, devices.processes, devices.memory, devices.on_gpu)
     offloaded = budget.memory.offloaded * devices.local_processes
     if offloaded:
         yield f"host memory a node for the inputs of layers: {format_bytes(offloaded)}"

@@ -1,13 +1,15 @@
-"""Whether training fits into the memory of a process."""
+"""Whether training fits into the memory of a process, and which settings would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bosch.budget import LayerHeads
 from bosch.errors import UserError
 from bosch.hardware import host_memory
+from bosch.model.families import split_fault
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.cost import memory_here
@@ -17,7 +19,7 @@ from stages.recipe import LoadedRecipe
 from stages.shape import shape_of
 from stages.train.footprint import TrainingMemory, training_memory
 from stages.train.schedule import make_schedule
-from stages.train.stage import CHECKPOINTING, TrainConfig, checkpointing_faults
+from stages.train.stage import CHECKPOINTING, TrainConfig, batch_faults, checkpointing_faults
 
 # CUDA context, NCCL's buffers and the kernels' own workspaces, on a GPU.
 _DEVICE_OVERHEAD = 2.0 * 2**30
@@ -109,20 +111,66 @@ def budget_of(
     return next((one for one in ways if one.is_safe), ways[-1])
 
 
-def remedy(runtime: Runtime, on_gpu: bool) -> str:
-    """What lowers the memory of a process, of that which is not set yet, as a sentence's end."""
-    helps = {
-        "runtime.sharding=fsdp": runtime.sharding == "none",
-        "runtime.checkpointing=full": runtime.checkpointing in ("none", "attention"),
-        "runtime.micro_batch_size=1": runtime.micro_batch_size not in ("auto", 1),
-        "runtime.offload_activations=true": on_gpu and not runtime.offload_activations,
-        "a higher runtime.context_parallel": (
-            runtime.sharding != "deepspeed" and not runtime.compile
-        ),
-        "more processes to shard over": True,
-        "shorter sequences": True,
-    }
-    return f"what takes less: {', '.join(name for name, less in helps.items() if less)}"
+def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:
+    """The fewest settings with which training would fit, as a sentence's end.
+
+    Where none of them leaves the margin on these processes, those that may fit.
+    """
+    train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
+    splits = loaded.info is None or split_fault(loaded.info.loaded) is None
+    may_fit = ""
+    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits):
+        if may_fit and count > processes:
+            break
+        if any(batch_faults(train, runtime, length, count)):
+            continue
+        budget = budget_of(train, runtime, length, shape_of(loaded), count, capacity, on_gpu)
+        if budget.is_safe:
+            return f"it fits with {' and '.join(names)}"
+        if budget.fits and not may_fit:
+            may_fit = f"it may fit with {' and '.join(names)}"
+    return may_fit or (
+        "no sharding, checkpointing, context parallelism or number of processes makes it fit; "
+        "shorten sequences"
+    )
+
+
+def _alternatives(
+    runtime: Runtime, processes: int, splits: bool
+) -> Iterator[tuple[list[str], Runtime, int]]:
+    """Changes of what is not part of any result, fewest changes and fewest processes first.
+
+    `splits`: sequences of this model can be split over processes.
+    """
+    changes: dict[str, dict[str, object]] = {}
+    if runtime.checkpointing not in ("auto", "full"):
+        changes["runtime.checkpointing=full"] = {"checkpointing": "full"}
+    if runtime.micro_batch_size != 1:
+        changes["runtime.micro_batch_size=1"] = {"micro_batch_size": 1}
+    if runtime.sharding == "none":
+        changes["runtime.sharding=fsdp"] = {"sharding": "fsdp"}
+    if not runtime.offload_activations:
+        changes["runtime.offload_activations=true"] = {"offload_activations": True}
+    sharing = [runtime.context_parallel]
+    if splits and runtime.sharding != "deepspeed" and not runtime.compile:
+        sharing += [n for n in (2, 4, 8, 16, 32) if n > runtime.context_parallel]
+    for factor, split in itertools.product((1, 2, 4, 8, 16, 32), sharing):
+        count = processes * factor
+        for size in range(len(changes) + 1):
+            for chosen in itertools.combinations(changes, size):
+                update = {key: value for name in chosen for key, value in changes[name].items()}
+                changed = runtime.model_copy(update={**update, "context_parallel": split})
+                if changed.sharding != "none" and count < 2:
+                    continue
+                if any(checkpointing_faults(changed, changed.checkpointing)):
+                    continue
+                names = list(chosen)
+                if split != runtime.context_parallel:
+                    names.append(f"runtime.context_parallel={split}")
+                if factor > 1:
+                    names.append(f"{count} processes instead of {processes}")
+                if names:
+                    yield names, changed, count
 
 
 def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
@@ -147,5 +195,5 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
         raise UserError(
             f"{loaded.file}: training needs {format_bytes(budget.need)} on each of {count} "
             f"process(es), of {format_bytes(capacity)} there; "
-            f"{remedy(budget.runtime, on_gpu)} (plan shows what holds it)"
+            f"{remedy(loaded, count, capacity, on_gpu)} (plan shows what takes it)"
         )

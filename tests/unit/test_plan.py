@@ -32,7 +32,7 @@ from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of, stored_shape
 from stages.train import fit
-from stages.train.fit import refuse_what_cannot_fit, training_budget
+from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
 from tests.pipeline_case import Case
 
 SHAPE = {
@@ -434,27 +434,33 @@ def test_a_sliding_head_costs_its_window_and_an_idle_expert_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "names"),
+    ("overrides", "processes", "names"),
     [
-        (["runtime.checkpointing=none"], "runtime.checkpointing=full"),
-        (["runtime.micro_batch_size=4"], "runtime.micro_batch_size=1"),
-        (["runtime.sharding=none"], "runtime.sharding=fsdp"),
-        ([], "runtime.offload_activations=true"),
+        (["runtime.checkpointing=none"], 16, "runtime.checkpointing=full"),
+        (["runtime.micro_batch_size=4"], 16, "runtime.micro_batch_size=1"),
+        (["runtime.sharding=none"], 16, "runtime.sharding=fsdp"),
+        ([], 4, "runtime.offload_activations=true"),
+        (
+            ["runtime.offload_activations=true", "train.teacher=original"],
+            4,
+            "runtime.context_parallel=",
+        ),
+        ([], 2, "processes instead of 2"),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_settings_that_take_less(
-    overrides: list[str], names: str
+def test_what_does_not_fit_is_said_with_the_setting_that_helps(
+    overrides: list[str], processes: int, names: str
 ) -> None:
-    """Of those that are not set: what takes less is then advised no more."""
-    needs = []
-    for settings in (overrides, [names]):
-        loaded = _paper("qwen3_14b", *settings)
-        text = "\n".join(plan_lines(loaded, "a800x2"))
-        assert "does not fit" in text
-        (advice,) = re.findall("what takes less: (.*)", text)
-        assert (names in advice) == (settings is overrides)
-        needs.append(training_budget(loaded, 2, 1.0, True).need)
-    assert needs[1] < needs[0]
+    text = "\n".join(plan_lines(_paper("qwen3_14b", *overrides), f"a800x{processes}"))
+    assert "does not fit" in text
+    assert names in text
+
+
+def test_what_helps_fits_with_the_margin_of_fragmentation() -> None:
+    text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "h100x8"))
+    (settings,) = re.findall("does not fit\n.*it fits with (.*)", text)
+    helped = _paper("qwen3_30b_a3b", *settings.split(" and "))
+    assert "GiB of 80 GiB: fits" in "\n".join(plan_lines(helped, "h100x8"))
 
 
 @pytest.mark.parametrize(
@@ -477,10 +483,21 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
     assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
 
 
+def test_the_remedy_is_the_one_change_that_suffices() -> None:
+    """Two processes can share a model already."""
+    settled = ["runtime.checkpointing=full", "runtime.micro_batch_size=1"]
+    loaded = _paper("qwen3_1p7b", "runtime.sharding=none", *settled)
+    sharded = _paper("qwen3_1p7b", "runtime.sharding=fsdp", *settled)
+    alone, shared = (training_budget(recipe, 2, 1.0, True).need for recipe in (loaded, sharded))
+    found = remedy(loaded, 2, (alone + shared) / 2, True)
+    assert found == "it fits with runtime.sharding=fsdp"
+    assert "no sharding" in remedy(loaded, 2, 2.0**20, True)
+
+
 def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     refuse_what_cannot_fit(_load(case))
     case.change_config(num_hidden_layers=400, hidden_size=2**18, layer_types=None)
-    with pytest.raises(UserError, match=r"on each of 1 process.*; what takes less: "):
+    with pytest.raises(UserError, match=r"training needs .* on each of 1 process"):
         refuse_what_cannot_fit(_load(case))
     assert main(["run", str(case.file)]) == 2
     assert "training needs" in capsys.readouterr().err
