@@ -119,7 +119,7 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     splits = loaded.info is None or split_fault(loaded.info.loaded) is None
     may_fit = ""
-    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits):
+    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits, on_gpu):
         if may_fit and count > processes:
             break
         if any(batch_faults(train, runtime, length, count)):
@@ -136,7 +136,7 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
 
 
 def _alternatives(
-    runtime: Runtime, processes: int, splits: bool
+    runtime: Runtime, processes: int, splits: bool, on_gpu: bool
 ) -> Iterator[tuple[list[str], Runtime, int]]:
     """Changes of what is not part of any result, fewest changes and fewest processes first.
 
@@ -149,7 +149,7 @@ def _alternatives(
         changes["runtime.micro_batch_size=1"] = {"micro_batch_size": 1}
     if runtime.sharding == "none":
         changes["runtime.sharding=fsdp"] = {"sharding": "fsdp"}
-    if not runtime.offload_activations:
+    if on_gpu and not runtime.offload_activations:  # a CPU has its activations in host memory
         changes["runtime.offload_activations=true"] = {"offload_activations": True}
     sharing = [runtime.context_parallel]
     if splits and runtime.sharding != "deepspeed" and not runtime.compile:

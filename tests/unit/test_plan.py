@@ -494,6 +494,15 @@ def test_the_remedy_is_the_one_change_that_suffices() -> None:
     assert "no sharding" in remedy(loaded, 2, 2.0**20, True)
 
 
+def test_nothing_is_moved_to_the_host_where_it_is_already() -> None:
+    loaded = _paper("qwen3_14b")
+    need = training_budget(loaded, 4, 1.0, True).need
+    moved = "runtime.offload_activations=true"
+    assert [moved in remedy(loaded, 4, 0.9 * need, on_gpu) for on_gpu in (True, False)] == [
+        True, False,
+    ]  # fmt: skip
+
+
 def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     refuse_what_cannot_fit(_load(case))
     case.change_config(num_hidden_layers=400, hidden_size=2**18, layer_types=None)
