@@ -496,11 +496,8 @@ def test_the_remedy_is_the_one_change_that_suffices() -> None:
 
 def test_nothing_is_moved_to_the_host_where_it_is_already() -> None:
     loaded = _paper("qwen3_14b")
-    need = training_budget(loaded, 4, 1.0, True).need
-    moved = "runtime.offload_activations=true"
-    assert [moved in remedy(loaded, 4, 0.9 * need, on_gpu) for on_gpu in (True, False)] == [
-        True, False,
-    ]  # fmt: skip
+    advice = [remedy(loaded, 4, 80 * GIB, on_gpu) for on_gpu in (True, False)]
+    assert ["runtime.offload_activations=true" in one for one in advice] == [True, False]
 
 
 def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
