@@ -68,7 +68,8 @@ class Watcher:
     def fault(self) -> RunError | None:
         """Why nothing more is to be expected of the first node."""
         record = read_json(self._file)
-        if record != self._seen:
+        # A network file system may fail to read it for a moment: that is no sign of life.
+        if record is not None and record != self._seen:
             self._seen, self._since, self.alive = record, time.monotonic(), True
         ended = record.get("ended") if isinstance(record, dict) else None
         if self.alive and ended:

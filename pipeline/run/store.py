@@ -99,6 +99,7 @@ class Store:
         if afresh or not work.is_dir() or work.is_symlink():
             self.discard(stage, key)
         make_folder(work)
+        last_written = newest_below(work)  # perhaps what is removed now
         remove(work / MANIFEST)
         remove_temporaries(work)
         remove_empty_folders(work)
@@ -111,7 +112,7 @@ class Store:
         state = self.state(stage, key)
         attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
-            attempts[-1]["ended"] = max(newest_below(work), attempts[-1]["started"])
+            attempts[-1]["ended"] = max(last_written, attempts[-1]["started"])
         attempts.append({"started": time.time(), "gpus": gpus})
         write_json(self.state_file(stage, key), {"attempts": attempts})
         return work

@@ -22,6 +22,7 @@ from typing import Any, cast
 import pytest
 
 from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
+from bosch.files import write_json
 from bosch.this_process import heeded, name_processes
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
@@ -592,6 +593,16 @@ def test_a_node_does_not_wait_for_a_first_one_that_is_not_there(
 ) -> None:
     with pytest.raises(LostRankError, match="the first node sent no heartbeat in"):
         on_node(case, 1).run()
+
+
+def test_an_old_record_that_cannot_be_read_for_a_moment_is_no_sign_of_life(tmp_path: Path) -> None:
+    file = tmp_path / "first_node.json"
+    write_json(file, {"run": "1", "ended": "the disk is full", "lost": False})
+    watcher, record = first_node.Watcher(file), file.read_text()
+    for content in ("", record):
+        file.write_text(content)
+        assert watcher.fault() is None
+    assert not watcher.alive
 
 
 def test_a_node_does_not_wait_for_a_stage_that_the_first_leaves_out(
