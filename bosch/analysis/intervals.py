@@ -235,17 +235,23 @@ def crossed_mean(
 
 
 def crossed_difference(
-    first: npt.ArrayLike, second: npt.ArrayLike, *, is_score: bool = False
+    first: npt.ArrayLike,
+    second: npt.ArrayLike,
+    *,
+    is_score: bool = False,
+    has_paired_seeds: bool = False,
 ) -> Estimate:
     """Mean of `first` minus mean of `second`, [S, E] each, on the same examples.
 
-    What is hard for both cancels. Seeds vary for each side on its own: seed 3 of one method has
-    nothing to do with seed 3 of another. Scores that agree on every example may differ on the next
-    one, so their interval is no narrower than the exact one of no event in E. Raises ValueError
-    when the examples differ in number.
+    What is hard for both cancels. Seeds vary for each side on its own, since seed 3 of one method
+    has nothing to do with seed 3 of another; with `has_paired_seeds` a seed is of both. Scores that
+    agree on every example may differ on the next one, so their interval is no narrower than the
+    exact one of no event in E. Raises ValueError when the examples differ in number.
     """
     a, b = _matrix(first), _matrix(second)
     mean, (by_example, *by_seed) = _paired_parts(a, b)
+    if has_paired_seeds:
+        by_seed = _axis_variances(a - b)[:1]
     half = _half_width([by_example if is_score else _of_losses(by_example), *by_seed])
     if half is None:
         return Estimate(mean, None, None)

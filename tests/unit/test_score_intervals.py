@@ -204,6 +204,8 @@ def test_seeds_of_either_side_vary(compared: Any) -> None:
     one, other = compared(same, varying), compared(varying, same)
     assert (other.low, other.high) == pytest.approx((-one.high, -one.low))
     assert one.high - one.low > 3 * (compared(same, same).high - compared(same, same).low)
+    together = crossed_difference(varying + 0.1, varying, has_paired_seeds=True)
+    assert together == pytest.approx((0.1, 0.1, 0.1))
 
 
 @pytest.mark.parametrize("count", [5, 12, 40, 300])

@@ -21,6 +21,7 @@ from bosch.analysis.intervals import (
     crossed_mean,
     crossed_test,
     holm,
+    share,
 )
 from bosch.analysis.optimality import Standing
 from bosch.errors import UserError
@@ -244,6 +245,22 @@ def test_intervals_of_turnover_hold_nothing_impossible() -> None:
     assert -1 <= swap["score_lost"]["low"] < swap["score_lost"]["high"] <= 1
     settings.seeds = 1
     assert "the diagonal has no pair: 0." in turnover.study(study).text
+
+
+@pytest.mark.parametrize(("entering", "room"), [([0], share(0.0, 2).high), ([4], 0.0)])
+def test_other_heads_of_equal_score_leave_room_for_a_loss(entering: list[int], room: float) -> None:
+    """The masks' scores are all 1; where nothing turns over, A' is A and loses nothing."""
+    masks = {0.3: [*entering], 0.6: [2, 3, 4, 5]}
+    settings = SimpleNamespace(methods=["bosch"], ratios=[*masks], budgets=[4], seeds=3)
+    study: Any = SimpleNamespace(
+        options=settings, label="m", window=Window(4), held_out_set=[0] * 2, finished=(),
+        search=lambda one, seed: SimpleNamespace(
+            mask=HeadMask.from_swa_kv_heads([masks[one.ratio]], 6)
+        ),
+        held_out=lambda mask: np.ones((2, 2)),
+    )  # fmt: skip
+    [swap] = turnover.study(study).data["swap_test"]
+    assert swap["score_lost"] == {"mean": 0.0, "low": -room, "high": room}
 
 
 def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bosch.analysis.intervals import Estimate, crossed_mean
+from bosch.analysis.intervals import Estimate, crossed_difference, crossed_mean
 from bosch.analysis.turnover import mean_distances, swapped, turnover
 from bosch.heads import HeadMask
 from bosch.search.methods import METHODS
@@ -94,21 +94,19 @@ def _swap(
     """Held-out results of A_l and A'_l; the draws of A' are averaged within a seed."""
     small, large = masks[method][pair[0]], masks[method][pair[1]]
     own = np.stack([model.held_out(mask) for mask in large])  # [S, E, 2]
-    changed = np.stack(
-        [
-            np.mean([model.held_out(swapped(a, b, draw)) for draw in range(_SWAPS)], axis=0)
-            for a, b in zip(small, large, strict=True)
-        ]
-    )
+    swaps = [[swapped(a, b, n) for n in range(_SWAPS)] for a, b in zip(small, large, strict=True)]
+    changed = np.stack([np.mean([model.held_out(a) for a in draws], axis=0) for draws in swaps])
+    is_same = all({*draws} == {mask} for mask, draws in zip(large, swaps, strict=True))
     record: dict[str, Any] = {"method": method, "small": pair[0], "large": pair[1]}
     for column, name in enumerate(("score", "log_likelihood")):
         mine, theirs = own[:, :, column], changed[:, :, column]
         is_score = name == "score"
         record[name] = crossed_mean(mine, is_score=is_score)._asdict()
         record[f"swapped_{name}"] = crossed_mean(theirs, is_score=is_score)._asdict()
-        # Both sides of a seed belong together: the values are their differences.
-        lost, most = crossed_mean(mine - theirs), 1.0 if is_score else np.inf
-        record[f"{name}_lost"] = lost.within(-most, most)._asdict()
+        lost = crossed_difference(mine, theirs, is_score=is_score, has_paired_seeds=True)
+        if is_same:  # nothing turned over: a mask loses nothing against itself
+            lost = Estimate(0.0, 0.0, 0.0)
+        record[f"{name}_lost"] = lost._asdict()
     return record
 
 
