@@ -133,7 +133,8 @@ class Runner:
             self.hasher.save()
             return 0
         print(
-            f"{self.name}: {len(todo)} of {counted(len(self.chosen), 'stage')} to run: {', '.join(todo)}",
+            f"{self.name}: {len(todo)} of {counted(len(self.chosen), 'stage')} to run: "
+            f"{', '.join(todo)}",
             flush=True,
         )
         for name in todo:

@@ -392,13 +392,13 @@ def test_options_that_a_study_does_not_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(tmp_path)
-    for study, options, sentence in (
+    for study, given, sentence in (
         ("cost", ["--with-training"], "--with-training: study headbench reads it, cost does not"),
         ("headbench", ["train=null", "--with-training"], "the recipe has no section train"),
         ("turnover", ["--sizes", "2,4"], "--sizes: study stability reads it, turnover does not"),
         ("stability", ["--granularities", "2"], "--granularities: study granularity reads it, "),
     ):
-        assert main(["study", study, str(case.file), *options]) == 2
+        assert main(["study", study, str(case.file), *given]) == 2
         assert sentence in capsys.readouterr().err
     for name, value in (("NNODES", "2"), ("MASTER_ADDR", "one"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
