@@ -33,7 +33,7 @@ def folder_name(value: str) -> str:
         raise ValueError(
             f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-'"
         )
-    if value in _RESERVED:
+    if value.lower() in _RESERVED:  # file systems of macOS take Store for store
         raise ValueError(f"'{value}' is a name of the store's own; choose another")
     return value
 

@@ -80,14 +80,19 @@ def key_value_list(rng: Random, characters: int) -> Document:
 
 def two_hops(rng: Random, characters: int) -> Document:
     """Keys that point to other keys, which hold values; queries for the value behind a pointer."""
-    lines, answers = [], []
+    lines, answers, used = [], [], set[str]()
     length = 0
     limit = characters * rng.uniform(0.3, 0.6)
-    while length < limit:
+    for _ in range(characters):  # there may be fewer keys than the document has room for
         start, middle, value = word_key(rng), word_key(rng), _letters(rng, _DIGITS, 4)
+        if start == middle or {start, middle} & used:
+            continue  # a key with two lines has two answers
+        used |= {start, middle}
         lines += [f"{start} points to {middle}.\n", f"{middle} holds {value}.\n"]
         answers.append((start, middle, value))
         length += len(lines[-1]) + len(lines[-2])
+        if length >= limit:
+            break
     rng.shuffle(lines)
     document = [Segment(line) for line in lines]
     while length < characters:

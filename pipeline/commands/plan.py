@@ -6,6 +6,7 @@ Every number is an estimate with its assumption beside it. T is a sequence's tok
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,12 +58,12 @@ def find_hardware(text: str | None, world: World) -> tuple[str, int]:
     """Name and count of what to plan for: `h100x8`, else the GPUs or the cores found here."""
     if text is None:
         return ("h100", world.size) if world.gpus else ("cpu", cpu_cores())
-    match = re.fullmatch(rf"({'|'.join(DEVICES)})(?:x(\d+))?", text.lower())
-    if match is None or match[2] == "0":
+    match = re.fullmatch(rf"({'|'.join(DEVICES)})(?:x0*([1-9]\d{{,8}}))?", text.lower())
+    if match is None:
         near = suggest(text.lower(), list(DEVICES))
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(
-            f"--hardware {text}: expected one of {', '.join(DEVICES)}, as in h100x8{hint}"
+            f"--hardware {text:.60}: expected one of {', '.join(DEVICES)}, as in h100x8{hint}"
         )
     return match[1], int(match[2] or (cpu_cores() if match[1] == "cpu" else 1))
 
@@ -85,10 +86,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError("expected a share above 0 and at most 1")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a share above 0 and at most 1, got {text!r:.60}")
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
@@ -114,8 +115,10 @@ def plan_devices(
         memory *= count / loaded.world.processes_per_node
     if hardware is None or (not loaded.world.gpus and (name, count) == ("cpu", cpu_cores())):
         memory = memory_here(loaded.world) or memory
-    gpus = max(loaded.world.gpus, _GPUS_PER_NODE)
-    local = min(processes, loaded.world.processes_per_node if name == "cpu" else gpus)
+    local = loaded.world.processes_per_node
+    if hardware is not None and name != "cpu":
+        local = max(loaded.world.gpus, _GPUS_PER_NODE)
+    local = min(processes, local)
     return Devices(name, count, processes, local, memory, efficiency)
 
 

@@ -13,6 +13,7 @@ from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
+from stages.formats import counted
 from stages.recipe import LoadedRecipe
 from stages.report.stage import PAGE
 
@@ -63,7 +64,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     ran = runner.run()
     name, folder = loaded.recipe.name, typed_path(results)
     if ran == 0:
-        print(f"{name}: nothing to do; all {len(runner.chosen)} stages are up to date in {folder}")
+        stages = counted(len(runner.chosen), "stage is", "stages are")
+        print(f"{name}: nothing to do; {stages} up to date in {folder}")
     else:
         print(f"{name}: finished; the results are in {folder}")
     page = results / "report" / PAGE

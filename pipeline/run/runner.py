@@ -35,7 +35,7 @@ from pipeline.run.launch import Launcher, end_leftovers, launch
 from pipeline.run.locks import hold
 from pipeline.run.status import StageState, differences, inspect, inspect_output
 from pipeline.run.store import Store
-from stages.formats import format_seconds
+from stages.formats import counted, format_seconds
 from stages.recipe import LoadedRecipe, World
 from stages.stage import call
 from stages.versions import installed_versions
@@ -133,7 +133,8 @@ class Runner:
             self.hasher.save()
             return 0
         print(
-            f"{self.name}: {len(todo)} of {len(self.chosen)} stages to run: {', '.join(todo)}",
+            f"{self.name}: {len(todo)} of {counted(len(self.chosen), 'stage')} to run: "
+            f"{', '.join(todo)}",
             flush=True,
         )
         for name in todo:

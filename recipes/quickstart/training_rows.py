@@ -98,7 +98,8 @@ class Rows:
                 flush()
                 pieces = self.encode(segment.text).ids
                 ids.extend(pieces)
-                weights.extend([FIRST_ANSWER_WEIGHT] + [ANSWER_WEIGHT] * (len(pieces) - 1))
+                # No answer, no weight: a span that is repeated may end after its first word.
+                weights.extend([FIRST_ANSWER_WEIGHT, *[ANSWER_WEIGHT] * len(pieces)][: len(pieces)])
             else:
                 plain.append(segment.text)
         flush()

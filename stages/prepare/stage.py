@@ -243,7 +243,7 @@ STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
     PrepareConfig,
-    version=6,
+    version=7,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,

@@ -39,7 +39,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=19,
+    version=20,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     needs=None,
     seeded=False,

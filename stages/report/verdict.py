@@ -114,10 +114,10 @@ def _what_shows(against: Against) -> str:
     if against.relation != "undecided":
         return ""
     if against.visible_loss is None:
-        return f"; {against.samples} samples are too few to tell the two apart"
+        return f"; {against.samples:,} samples are too few to tell the two apart"
     return (
-        f"; {against.samples} samples do not decide whether it differs: they would show a loss of "
-        f"{against.visible_loss:.1f} points"
+        f"; {against.samples:,} samples do not decide whether it differs: they would show a loss "
+        f"of {against.visible_loss:.1f} points"
     )
 
 

@@ -37,7 +37,8 @@ def test_run_status_and_a_second_run(case: Case) -> None:
     assert "stage search runs" in first.stdout
     second = case.call("run", PYTHONPROFILEIMPORTTIME="1")
     assert "pydantic" in imports_of(second.stderr) and "torch" not in imports_of(second.stderr)
-    assert second.stdout.startswith("tiny: nothing to do; all 7 stages are up to date")
+    assert second.stdout.startswith("tiny: nothing to do; 7 stages are up to date")
+    assert "nothing to do; 1 stage is up to" in case.call("run", "--until", "prepare").stdout
     dry = case.call("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search")
     assert dry.stdout.splitlines()[1:] == [
         "  prepare  cached",

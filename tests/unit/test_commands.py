@@ -196,7 +196,7 @@ def test_plan_takes_a_share_of_the_peak(
     assert hours("0.5") > hours("1") > 0
     with pytest.raises(SystemExit, match="2"):
         main(["plan", str(case.file), "--efficiency", share])
-    assert "--efficiency" in capsys.readouterr().err
+    assert "--efficiency: expected a share above 0 and at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

@@ -576,8 +576,9 @@ def test_hardware_names() -> None:
     assert find_hardware(None, world)[0] == "cpu"
     with pytest.raises(UserError, match="did you mean h100"):
         find_hardware("h10x8", world)
-    with pytest.raises(UserError, match="expected one of"):
-        find_hardware("h100x0", world)
+    for none in ("h100x0", "h100x00", "cpux000", "h100x" + "9" * 5000):
+        with pytest.raises(UserError, match="expected one of"):
+            find_hardware(none, world)
 
 
 @pytest.mark.parametrize(
@@ -589,6 +590,7 @@ def test_hardware_names() -> None:
         ("cpux6", World(processes_per_node=2), ("cpu", 6, 2, 2, 12 * GIB)),
         ("cpux6", World(2, 0, 3, "h", 1), ("cpu", 6, 6, 3, 8 * GIB)),
         (None, World(processes_per_node=4, gpus=4), ("h100", 4, 4, 4, 80 * GIB)),
+        (None, World(2, 0, 4, "h", 1, gpus=4), ("h100", 8, 8, 4, 80 * GIB)),
         ("h200x16", World(gpus=4), ("h200", 16, 16, 8, 141 * GIB)),
         ("h200x32", World(gpus=16), ("h200", 32, 32, 16, 141 * GIB)),
         ("cpux1", World(processes_per_node=2), ("cpu", 1, 2, 2, 2 * GIB)),

@@ -83,6 +83,7 @@ def test_relative_paths_start_where_they_were_written(
             "evaluate.harness.settings.aime25: expected keys below it, found 5",
         ),
         ("search.swa_ratio=1.5", "search.swa_ratio: expected a value at most 1, found 1.5"),
+        ("name=Store", "name: 'Store' is a name of the store's own; choose another"),
         ("name=index.html", "name: 'index.html' is a name of the store's own; choose another"),
         ("search.swa_ratio=nan", "search.swa_ratio: "),
         ("train.learning_rate=.inf", "train.learning_rate: expected a finite number"),

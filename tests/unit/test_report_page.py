@@ -296,6 +296,7 @@ def scores_of(
         ([0] * 5, [1] * 5, [], "; 5 samples are too few to tell the two apart.", "? 0.0"),
         ([1] * 7 + [0] * 5, [1] * 12, [], "; 12 samples do not decide whether it differs: they "
          "would show a loss of 57.8 points.", "? 58.3"),
+        ([1, 0] * 500, [0, 1] * 500, [], "; 1,000 samples do not decide whether", "? 50.0"),
         ([1] * 300, [1] * 300, [], "keeps 100.0 % [98.8, 101.2]", "≈ 100.0"),
         ([0] * 9 + [1] * 3, [1] * 12, [], "keeps 25.0 % [", "25.0"),
         ([1] * 12, [0] * 12, [], "scores +100.0 [", "100.0"),

@@ -7,9 +7,11 @@ import itertools
 from random import Random
 
 import pytest
+from transformers import AutoTokenizer
 
 from data_prep.documents.retrieval import (
     Document,
+    Segment,
     key_value_list,
     needle_document,
     repeated_spans,
@@ -17,7 +19,8 @@ from data_prep.documents.retrieval import (
     retrieval_documents,
     two_hops,
 )
-from tests.ruler_case import essay_text
+from recipes.quickstart.training_rows import FIRST_ANSWER_WEIGHT, PROMPT_WEIGHT, Rows
+from tests.ruler_case import TOKENIZER, essay_text
 
 PROSE = essay_text(2000).split()
 KINDS = {
@@ -31,7 +34,7 @@ DIGESTS = {
     "list": "94799c19225de6a4",
     "needle": "981bef0dd50bde59",
     "repeat": "357ca545a484598b",
-    "hops": "ffac3a334c4471a7",
+    "hops": "9f6fb715d612ac5b",
     "stream": "e1fc114c6a0c1c32",
 }
 
@@ -61,6 +64,21 @@ def test_a_document_has_about_the_length_that_is_asked_for(kind: int) -> None:
         for segment in document:  # an answer stands earlier, as such or line by line
             assert not segment.is_answer or set(segment.text.split()) <= set(_words(earlier))
             earlier += segment.text
+
+
+def test_hops_of_a_long_document_have_one_answer() -> None:
+    lines = "".join(segment.text for segment in two_hops(Random(0), 100_000)).splitlines()
+    keys = [line.split()[0] for line in lines if " holds " in line or " points to " in line]
+    assert len(keys) == len({*keys}) > 1000
+
+
+def test_weights_of_a_training_row_stand_at_their_tokens() -> None:
+    """Also after an answer without text."""
+    rows = Rows(AutoTokenizer.from_pretrained(TOKENIZER), ["text"], PROSE)
+    document = [Segment("a"), Segment("", True), Segment("b"), Segment("c", True)]
+    ids, weights = rows.document(document)
+    at = PROMPT_WEIGHT
+    assert weights == [at, at, FIRST_ANSWER_WEIGHT, 0.1] and len(ids) == 4
 
 
 def _words(text: str) -> list[str]:

@@ -246,7 +246,7 @@ def test_two_recipes_share_equal_stages(case: Case) -> None:
     assert to_run(case) == []
 
 
-def test_until_from_and_force(case: Case) -> None:
+def test_until_from_and_force(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     assert runner(case, until="search").run() == 2
     assert to_run(case) == NAMES[2:]
     with pytest.raises(UserError, match="--from train: the earlier stage materialize is not there"):
@@ -254,6 +254,7 @@ def test_until_from_and_force(case: Case) -> None:
     # Training does not need the original's scores.
     assert runner(case, until="materialize").run() == 1
     assert runner(case, start="train", until="train").run() == 1
+    assert "1 of 1 stage to run: train" in capsys.readouterr().out
     assert runner(case, start="materialize").run() == 3
     assert states(case, force=("train",))["train"] == "to run (--force)"
     assert states(case, force=("train",))["report"] == "to run (input train is made again)"

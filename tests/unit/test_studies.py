@@ -405,15 +405,17 @@ def test_options_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.split() == ["2", "False"], done.stderr
 
 
-def test_only_headbench_trains_and_by_the_recipes_own_section(
+def test_options_that_a_study_does_not_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(tmp_path)
-    for study, override, sentence in (
-        ("cost", "seed=1", "--with-training: headbench is the study that trains, not cost"),
-        ("headbench", "train=null", "--with-training: the recipe has no section train"),
+    for study, given, sentence in (
+        ("cost", ["--with-training"], "--with-training: study headbench reads it, cost does not"),
+        ("headbench", ["train=null", "--with-training"], "the recipe has no section train"),
+        ("turnover", ["--sizes", "2,4"], "--sizes: study stability reads it, turnover does not"),
+        ("stability", ["--granularities", "2"], "--granularities: study granularity reads it, "),
     ):
-        assert main(["study", study, str(case.file), override, "--with-training"]) == 2
+        assert main(["study", study, str(case.file), *given]) == 2
         assert sentence in capsys.readouterr().err
     for name, value in (("NNODES", "2"), ("MASTER_ADDR", "one"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

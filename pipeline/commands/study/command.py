@@ -59,7 +59,8 @@ class StudyOptions(Section):
 
 
 _ONE_WINDOW = "bosch"  # a method that knows one window
-_TRAINS = "headbench"
+# Options that one study alone reads.
+_OF_ONE = {"sizes": "stability", "granularities": "granularity", "with_training": "headbench"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +81,7 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
     recipe = loaded.recipe.model_copy(update={"search": search})
     require_one_node("study", loaded.world)
-    if options.with_training:
-        _check_training(loaded, arguments.study)
+    _check_options(options, loaded, arguments.study)
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
     command = shlex.join([PROGRAM, *arguments.arguments])
     # By name, as stages are: torch is loaded after the options are checked.
@@ -95,8 +95,10 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_training(loaded: LoadedRecipe, study: str) -> None:
-    if study != _TRAINS:
-        raise UserError(f"--with-training: {_TRAINS} is the study that trains, not {study}")
-    if loaded.recipe.get(TrainConfig) is None:
+def _check_options(options: StudyOptions, loaded: LoadedRecipe, study: str) -> None:
+    for name in sorted(options.model_fields_set & _OF_ONE.keys()):
+        if study != _OF_ONE[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option}: study {_OF_ONE[name]} reads it, {study} does not")
+    if options.with_training and loaded.recipe.get(TrainConfig) is None:
         raise UserError("--with-training: the recipe has no section train")

@@ -201,6 +201,5 @@ def _text(model: StudiedModel) -> str:
         f"{counted(len(model.held_out_set), 'held-out example')}. Each method ran with "
         f"{counted(options.seeds, 'seed')} on the same calibration set. Rank 1 is the best; equal "
         "masks share a rank; ranks are medians over the seeds, gaps are means. `evaluations` "
-        "counts different masks, anchors included; the gradients that bosch_plus takes are not "
-        "among them."
+        "counts different masks, anchors included; gradients are not among them."
     )
