@@ -44,7 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Run what is to run and say where the results are; 1 where a task has no score."""
-    choice = Choice(options.until, options.start, tuple(options.force), options.wait)
+    choice = Choice(
+        options.until, options.start, tuple(options.force), options.wait, options.dry_run
+    )
     runner = Runner(loaded, choice)
     if options.dry_run:
         print_states(

@@ -62,12 +62,13 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Choice:
-    """Which stages a run may touch: `--until`, `--from`, `--force`, and whether it waits."""
+    """Which stages a run may touch: `--until`, `--from`, `--force`; whether it waits, or is dry."""
 
     until: str | None = None
     start: str | None = None
     force: tuple[str, ...] = ()
     wait: bool = False
+    dry: bool = False
 
 
 class Runner:
@@ -85,7 +86,8 @@ class Runner:
         self.hasher: FileHasher = self.store.hasher()
         # Before the files are hashed, which may take one node longer than another.
         signs = self.store.root / self.name / "first_node.json"
-        several, leads = loaded.world.nodes > 1, loaded.world.node_rank == 0
+        several = loaded.world.nodes > 1 and not choice.dry
+        leads = loaded.world.node_rank == 0
         self._heart = Heart(signs) if several and leads else None
         self._first_node = Watcher(signs) if several and not leads else None
         self.nodes = resolve(loaded, self.hasher)

@@ -39,7 +39,10 @@ def test_run_status_and_a_second_run(case: Case) -> None:
     assert "pydantic" in imports_of(second.stderr) and "torch" not in imports_of(second.stderr)
     assert second.stdout.startswith("tiny: nothing to do; 7 stages are up to date")
     assert "nothing to do; 1 stage is up to" in case.call("run", "--until", "prepare").stdout
-    dry = case.call("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search")
+    # Of the first of two nodes, which gives the other one no sign of life.
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    dry = case.call("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **nodes)
+    assert not list(case.runs.rglob("first_node.json"))
     assert dry.stdout.splitlines()[1:] == [
         "  prepare  cached",
         "  search   to run (search.swa_ratio changed 0.5 → 0.75)",
