@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -146,9 +147,11 @@ def test_an_original_with_windows_of_its_own_is_measured_without_options(
 def test_processor_time_is_taken_where_it_is_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of memory the peaks of all passes."""
-    ticks, peaks = count(), iter([50, 10, 20, 30, 40])
-    meter = process.MemoryMeter("planned", lambda: None, lambda: next(peaks), lambda: 7)
+    """Of memory the peak of each pass by itself."""
+    ticks, peaks, passes = count(), [50, 10, 20, 30, 40], count()
+    meter = process.MemoryMeter(
+        "planned", lambda: next(passes), lambda: peaks[next(passes) // 2], lambda: 7
+    )
     monkeypatch.setattr(process, "memory_meter", lambda device: meter)
     monkeypatch.setattr(process, "time", SimpleNamespace(process_time=lambda: next(ticks)))
     figures = process.measure_run(request(folder, "model", ORIGINAL, 20, clock="processor"))
@@ -159,6 +162,17 @@ def test_processor_time_is_taken_where_it_is_asked_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="--clock processor: it does not see what a GPU does"):
         chosen_device(MeasureSettings(clock="processor"))
+
+
+def test_memory_of_the_processor_is_what_the_system_says_in_bytes() -> None:
+    """The peak holds what is free again, until the next one begins."""
+    meter, large, little = process.memory_meter(torch.device("cpu")), 2**27, 2**23
+    meter.restart()
+    np.ones(large, np.int8)
+    assert meter.now() == pytest.approx(psutil.Process().memory_info().rss, abs=little)
+    assert meter.peak() - meter.now() == pytest.approx(large, abs=little)
+    meter.restart()
+    assert 0 <= meter.peak() - meter.now() < little
 
 
 def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) -> None:
