@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import lm_eval.tasks
+import numpy as np
 import pytest
+import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask, TaskConfig
 from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -17,6 +20,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from bosch.errors import RunError, UserError
 from stages.evaluate.answers import Subtask
 from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness import suite as harness_suite
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.evaluate.suites.harness.suite import HarnessSuite, record_of
 from stages.evaluate.suites.harness.tasks import (
@@ -143,6 +147,35 @@ def test_samples_of_a_task_and_which_of_them_share_a_text(
         assert suite.samples(subtask) == samples
         assert len({suite.document(subtask, index) for index in range(3)}) == distinct
     assert suite.document(subtask, 0) is None
+
+
+def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents 2 to 71 of 80, of two questions each; lm-eval counts those of a chunk."""
+    chunks: list[tuple[int, list[tuple[int, str]]]] = []
+
+    def evaluate(lm: Any, tasks: Any, samples: dict[str, list[int]], **_: Any) -> dict[str, Any]:
+        asked = [(one.doc_id, one.args) for one in tasks["tasks"]["own"]._instances]
+        chunks.append((torch.initial_seed(), asked))
+        own = [{**logged("none", acc=1.0), "doc_id": index} for index in samples["own"]]
+        return {"samples": {"own": own}}
+
+    monkeypatch.setattr("lm_eval.evaluator.evaluate", evaluate)
+    monkeypatch.setattr(harness_suite, "language_model", lambda *_: None)
+    suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=None, answers=None,
+                         rank=0, world=1, batch_size=1)  # fmt: skip
+    subtask, places = Subtask("own", 0), range(2, 72)
+    suite._tasks[subtask] = SimpleNamespace(aggregation=lambda: {"acc": np.mean})
+    suite._requests[subtask] = {
+        index: [Instance("generate_until", {}, (index, part), part, ("own", index, 1)) for part in
+                range(2)] for index in range(80)
+    }  # fmt: skip
+    records = [one for batch in suite.answer(subtask, places, None) for one in batch]
+    assert [one["index"] for one in records] == [*places]
+    assert [len(asked) for _, asked in chunks] == [128, 12]
+    assert len({seed for seed, _ in chunks}) == 2
+    for first, (_, asked) in zip((2, 66), chunks, strict=True):
+        assert asked == [(at, (first + at, part)) for at in range(len(asked) // 2) for part in
+                         range(2)]  # fmt: skip
 
 
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:
