@@ -52,9 +52,13 @@ def test_a_prompt_is_the_users_turn_and_its_end_may_begin_the_answer() -> None:
 
 
 def test_the_answers_beginning_is_found_where_texts_begin_with_a_space() -> None:
+    """And where a space is a token by itself."""
     tokenizer = nolima_case.tokenizer()
-    tokenizer.backend_tokenizer.normalizer = Prepend(" ")
     tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
+    prompt = encode_prompt(tokenizer, f"What is it?{PREFIX}")
+    plain = tokenizer.decode(ChatTemplate(tokenizer).ids(prompt, PREFIX))
+    assert plain == f"<user>What is it?<end><assistant>{PREFIX}"
+    tokenizer.backend_tokenizer.normalizer = Prepend(" ")
     chat = ChatTemplate(tokenizer)
     ids = chat.ids(encode_prompt(tokenizer, f"What is it?{PREFIX}"), PREFIX)
     text = tokenizer.decode(ids)
