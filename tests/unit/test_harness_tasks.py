@@ -29,6 +29,7 @@ from stages.evaluate.suites.harness.tasks import (
     read_records,
     refuse_unscorable,
 )
+from tests.tiny_data import tiny_tokenizer
 
 FOLDERS = (
     "mmlu", "gpqa", "arc", "bbh", "leaderboard", "babilong", "minerva_math", "glue", "longbench",
@@ -176,6 +177,39 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
     for first, (_, asked) in zip((2, 66), chunks, strict=True):
         assert asked == [(at, (first + at, part)) for at in range(len(asked) // 2) for part in
                          range(2)]  # fmt: skip
+
+
+def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    row = {"question": "1 + 1?", "answer": "2 #### 2"}
+    for folder, count in (("one", 2), ("two", 3)):
+        for split in ("train", "test"):
+            _write(
+                tmp_path / folder / f"gsm8k/{split}.jsonl",
+                [row] * (6 if split == "train" else count),
+            )
+
+    def digest(
+        chat: Any = None, tokenizer: Any = tokenizer, folder: str = "one", **section: Any
+    ) -> str:
+        section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / folder), **section}
+        suite = HarnessSuite(
+            name="harness", section=HarnessEvaluation(**section), tokenizer=tokenizer,
+            answers=None, rank=0, world=1, batch_size=1, chat=chat,
+        )  # fmt: skip
+        suite.prepare()
+        [subtask] = suite.subtasks
+        return subtask.digest
+
+    assert digest(samples=1) == digest()
+    digests = {
+        digest(), digest(max_length=9), digest(num_fewshot=0), digest(folder="two"),
+        digest(chat=SimpleNamespace(digest="template")), digest(tokenizer=tiny_tokenizer()),
+        digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
+    }  # fmt: skip
+    assert len(digests) == 7
 
 
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:

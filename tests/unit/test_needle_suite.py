@@ -89,10 +89,8 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
         yield [(question, " ".join(question.answers)) for question in questions[:1]]
         yield [(question, "nothing") for question in questions[1:]]
 
-    suites = [
-        suite(rank, yarn={900: 2.0}, lengths=[700, 900], tasks=["vt", "niah_multikey_1"])
-        for rank in (0, 1)
-    ]
+    changes = {"tasks": ["vt", "niah_multikey_1"], "yarn": {900: 2.0}, "yarn_original_length": 500}
+    suites = [suite(rank, lengths=[700, 900], **changes) for rank in (0, 1)]
     for made, one in zip((2, 4), suites, strict=True):
         one.prepare()
         assert len(list((tmp_path / "samples").glob("*/ids.bin"))) == made
@@ -104,8 +102,8 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
         one.run(MODEL, None, STOP)  # nothing is asked twice
     assert asked == [(indices, new) for indices in ([0, 2], [1]) for new in (30, 128, 30, 128)]
     card = tmp_path / "README.md"
-    assert stretches == [(None, None, card)] * 2 + [(2.0, None, card)] * 2 + [
-        (None, None, card), (None, None, card), (2.0, None, card), (2.0, None, card),
+    assert stretches == [(None, 500, card)] * 2 + [(2.0, 500, card)] * 2 + [
+        (None, 500, card), (None, 500, card), (2.0, 500, card), (2.0, 500, card),
     ]  # fmt: skip
     for subtask in suites[0].subtasks:
         answers = suites[0].answers.read(MODEL, subtask)
