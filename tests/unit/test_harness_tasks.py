@@ -114,6 +114,23 @@ def test_a_tasks_own_settings_go_before_those_of_its_group(manager: TaskManager)
         assert task.given["generation_kwargs"] == expected != theirs
 
 
+@pytest.mark.usefixtures("stubs")
+def test_settings_are_laid_over_what_a_group_gives_its_tasks(tmp_path: Path) -> None:
+    """A group that asks for other answers of a task keeps all that the recipe does not name."""
+    (tmp_path / "task.yaml").write_text(
+        "task: one\noutput_type: generate_until\ngeneration_kwargs: {max_gen_toks: 5, top_k: 3}\n"
+    )
+    own = "{task: one, generation_kwargs: {max_gen_toks: 7, until: [x]}}"
+    (tmp_path / "group.yaml").write_text(f"group: own\ntask: [{own}]\n")
+    manager = TaskManager(include_path=[str(tmp_path)], include_defaults=False)
+    settings = {"own": {"generation_kwargs": {"temperature": 0.5, "max_gen_toks": 9}}}
+    loaded = load_tasks(manager, "own", HarnessEvaluation(tasks=["own"], settings=settings))
+    [task] = loaded.tasks.values()
+    assert task.given["generation_kwargs"] == {
+        "max_gen_toks": 9, "until": ["x"], "temperature": 0.5,
+    }  # fmt: skip
+
+
 def logged(kind: str, **values: float) -> dict[str, Any]:
     """What lm-eval logs of a document under one filter."""
     more = {"arguments": [["y" + "x" * 300]], "filtered_resps": ["a", "b"]}
@@ -179,6 +196,28 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
                          range(2)]  # fmt: skip
 
 
+def test_a_chat_template_is_around_some_tasks_of_longbench(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark asks those with worked examples, and those about code, without one."""
+    chat = SimpleNamespace(ids=lambda ids: [7, *ids])
+    suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, chat=chat,
+                         answers=None, rank=0, world=1, batch_size=1)  # fmt: skip
+    document = {"context": "c", "input": "q", "answers": ["q"], "all_classes": ["q"]}
+    task = SimpleNamespace(config=SimpleNamespace(doc_to_text="{{context}}"), eval_docs=[document])
+    first: dict[str, int] = {}
+    for name in ("trec", "lcc", "hotpotqa", "gov_report"):
+        suite._tasks[subtask := Subtask(f"longbench_{name}", 0)] = task
+
+        def generated(loaded: Any, questions: Any, *_: Any, **__: Any) -> Any:
+            first[name] = int(questions[0].prompt_ids[0])
+            yield [(questions[0], "q")]
+
+        monkeypatch.setattr(suite, "generated", generated)
+        assert len(list(suite.answer(subtask, [0], None))) == 1
+    assert {name for name, id in first.items() if id == 7} == {"hotpotqa", "gov_report"}
+
+
 def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
     manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,21 +276,33 @@ def test_a_variant_reads_the_files_of_the_task_on_the_same_data(
 ) -> None:
     _write(tmp_path / "gsm8k/test.jsonl", [{}])
     index = manager.task_index
-    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)).keys() == {"test"}
+    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path), {}).keys() == {"test"}
     own = tmp_path / "gsm8k_cot" / "test.jsonl"
     _write(own, [{}])
-    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)) == {"test": own}
+    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path), {}) == {"test": own}
     _write(tmp_path / "mmlu_flan/test.jsonl", [{}])
     name = "mmlu_flan_cot_zeroshot_anatomy"
-    assert harness_tasks.local_files(index, name, str(tmp_path)) == {}
+    assert harness_tasks.local_files(index, name, str(tmp_path), {}) == {}
+    for other, found in (("x", {"test"}), ("y", set())):
+        configs = {"own": "x", "own_other": other}
+        index = {
+            task: SimpleNamespace(cfg={"dataset_path": "p", "dataset_name": data})
+            for task, data in configs.items()
+        }
+        _write(tmp_path / "own/test.jsonl", [{}])
+        assert harness_tasks.local_files(index, "own_other", str(tmp_path), {}).keys() == found
 
 
 def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path: Path) -> None:
     row = {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}
     _write(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
-    section = HarnessEvaluation(tasks=["mnli"], data_dir=str(tmp_path), hub=False)
-    loaded = load_tasks(manager, "mnli", section)
-    assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == 3
+    _write(tmp_path / "mnli/own.jsonl", [row] * 2)
+    for settings, count in (({}, 3), ({"mnli": {"validation_split": "own"}}, 2)):
+        section = HarnessEvaluation(
+            tasks=["mnli"], data_dir=str(tmp_path), hub=False, settings=settings
+        )
+        loaded = load_tasks(manager, "mnli", section)
+        assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:
