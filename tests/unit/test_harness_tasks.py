@@ -201,21 +201,23 @@ def test_a_chat_template_is_around_some_tasks_of_longbench(
 ) -> None:
     """The benchmark asks those with worked examples, and those about code, without one."""
     chat = SimpleNamespace(ids=lambda ids: [7, *ids])
-    suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, chat=chat,
-                         answers=None, rank=0, world=1, batch_size=1)  # fmt: skip
+    suite = HarnessSuite(
+        name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, chat=chat, answers=None,
+        rank=0, world=1, batch_size=1,
+    )  # fmt: skip
     document = {"context": "c", "input": "q", "answers": ["q"], "all_classes": ["q"]}
     task = SimpleNamespace(config=SimpleNamespace(doc_to_text="{{context}}"), eval_docs=[document])
-    first: dict[str, int] = {}
+    first: list[int] = []
+
+    def generated(loaded: Any, questions: Any, *_: Any, **__: Any) -> Any:
+        first.append(int(questions[0].prompt_ids[0]))
+        yield [(questions[0], "q")]
+
+    monkeypatch.setattr(suite, "generated", generated)
     for name in ("trec", "lcc", "hotpotqa", "gov_report"):
         suite._tasks[subtask := Subtask(f"longbench_{name}", 0)] = task
-
-        def generated(loaded: Any, questions: Any, *_: Any, **__: Any) -> Any:
-            first[name] = int(questions[0].prompt_ids[0])
-            yield [(questions[0], "q")]
-
-        monkeypatch.setattr(suite, "generated", generated)
         assert len(list(suite.answer(subtask, [0], None))) == 1
-    assert {name for name, id in first.items() if id == 7} == {"hotpotqa", "gov_report"}
+    assert [one == 7 for one in first] == [False, False, True, True]
 
 
 def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from collections import Counter
 from contextlib import nullcontext
@@ -115,10 +116,11 @@ def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> Non
         str(folder / "model"), None, ORIGINAL, MeasureSettings(dtype="float32", device="cpu")
     )
     assert auto.implementation == "sdpa"
-    ours = request(folder, "model", ORIGINAL, 20, original_attention="hybrid", random_weights=True)
-    figures = process.measure_run(ours)
+    options = {"original_attention": "hybrid", "random_weights": True, "dtype": "bfloat16"}
+    figures = process.measure_run(request(folder, "model", ORIGINAL, 20, **options))
     assert figures["attention"]["implementation"] == "bosch"
-    assert figures["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES
+    assert figures["kv_cache_bytes"] == 4 * 20 * HEAD_BYTES // 2
+    assert figures["model"]["weights_bytes"] == 2 * figures["model"]["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,9 @@ def test_processor_time_is_taken_where_it_is_asked_for(
         chosen_device(MeasureSettings(clock="processor"))
 
 
-def test_memory_of_the_processor_is_what_the_system_says_in_bytes() -> None:
+def test_memory_of_the_processor_is_what_the_system_says_in_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The peak holds what is free again, until the next one begins."""
     meter, large, little = process.memory_meter(torch.device("cpu")), 2**27, 2**23
     meter.restart()
@@ -173,6 +177,10 @@ def test_memory_of_the_processor_is_what_the_system_says_in_bytes() -> None:
     assert meter.peak() - meter.now() == pytest.approx(large, abs=little)
     meter.restart()
     assert 0 <= meter.peak() - meter.now() < little
+    limits: list[Any] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    process.limit_memory(torch.device("cpu"), large)
+    assert limits == [(resource.RLIMIT_DATA, (large, large))]
 
 
 def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) -> None:
