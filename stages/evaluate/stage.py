@@ -211,7 +211,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=24,
+    version=25,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=20,
+    version=21,
     key="evaluate",
     after=("materialize",),
     model="weights",

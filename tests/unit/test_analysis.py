@@ -113,10 +113,12 @@ def test_swap_keeps_the_budget_and_takes_in_what_turned_over(
 
 
 def test_swap_draws_its_victims() -> None:
-    small = mask_of([i in (0, 1) for i in range(12)])
+    """Also those that slide at both ratios."""
+    small = mask_of([i in (0, 1, 6) for i in range(12)])
     large = mask_of([i >= 6 for i in range(12)])
     results = {swapped(small, large, seed) for seed in range(20)}
     assert len(results) > 5
+    assert {(1, 2) in units(result) for result in results} == {False, True}
 
 
 def naive_rank(run: list[float], value: float) -> float:

@@ -47,14 +47,24 @@ def test_a_prompt_is_the_users_turn_and_its_end_may_begin_the_answer() -> None:
     assert len(ids) == chat.tokens + len(prompt)
     for ids in (chat.ids([0, 0, *body]), chat.ids(body, " a beginning that is not there")):
         assert tokenizer.decode(ids) == "<user>What is it?</user><assistant>"
-    tokenizer.chat_template = f"{TEMPLATE}!"
-    assert chat.digest != ChatTemplate(tokenizer).digest
+    turns = [{"role": role, "content": role} for role in ("user", "assistant")]
+    assert chat.text(turns, add_generation_prompt=False) == "<user>user</user><assistant>assistant"
+    digests = {chat.digest}
+    for template, bos in ((f"{TEMPLATE}!", "a"), ("{{ bos_token }}" + TEMPLATE, "a"),
+                          ("{{ bos_token }}" + TEMPLATE, "b")):  # fmt: skip
+        tokenizer.chat_template, tokenizer.bos_token = template, bos
+        digests.add(ChatTemplate(tokenizer).digest)
+    assert len(digests) == 4
 
 
 def test_the_answers_beginning_is_found_where_texts_begin_with_a_space() -> None:
+    """And where a space is a token by itself."""
     tokenizer = nolima_case.tokenizer()
-    tokenizer.backend_tokenizer.normalizer = Prepend(" ")
     tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
+    prompt = encode_prompt(tokenizer, f"What is it?{PREFIX}")
+    plain = tokenizer.decode(ChatTemplate(tokenizer).ids(prompt, PREFIX))
+    assert plain == f"<user>What is it?<end><assistant>{PREFIX}"
+    tokenizer.backend_tokenizer.normalizer = Prepend(" ")
     chat = ChatTemplate(tokenizer)
     ids = chat.ids(encode_prompt(tokenizer, f"What is it?{PREFIX}"), PREFIX)
     text = tokenizer.decode(ids)

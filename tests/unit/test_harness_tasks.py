@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import lm_eval.tasks
+import numpy as np
 import pytest
+import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask, TaskConfig
 from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -17,6 +20,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from bosch.errors import RunError, UserError
 from stages.evaluate.answers import Subtask
 from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness import suite as harness_suite
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.evaluate.suites.harness.suite import HarnessSuite, record_of
 from stages.evaluate.suites.harness.tasks import (
@@ -25,6 +29,7 @@ from stages.evaluate.suites.harness.tasks import (
     read_records,
     refuse_unscorable,
 )
+from tests.tiny_data import tiny_tokenizer
 
 FOLDERS = (
     "mmlu", "gpqa", "arc", "bbh", "leaderboard", "babilong", "minerva_math", "glue", "longbench",
@@ -109,6 +114,23 @@ def test_a_tasks_own_settings_go_before_those_of_its_group(manager: TaskManager)
         assert task.given["generation_kwargs"] == expected != theirs
 
 
+@pytest.mark.usefixtures("stubs")
+def test_settings_are_laid_over_what_a_group_gives_its_tasks(tmp_path: Path) -> None:
+    """A group that asks for other answers of a task keeps all that the recipe does not name."""
+    (tmp_path / "task.yaml").write_text(
+        "task: one\noutput_type: generate_until\ngeneration_kwargs: {max_gen_toks: 5, top_k: 3}\n"
+    )
+    own = "{task: one, generation_kwargs: {max_gen_toks: 7, until: [x]}}"
+    (tmp_path / "group.yaml").write_text(f"group: own\ntask: [{own}]\n")
+    manager = TaskManager(include_path=[str(tmp_path)], include_defaults=False)
+    settings = {"own": {"generation_kwargs": {"temperature": 0.5, "max_gen_toks": 9}}}
+    loaded = load_tasks(manager, "own", HarnessEvaluation(tasks=["own"], settings=settings))
+    [task] = loaded.tasks.values()
+    assert task.given["generation_kwargs"] == {
+        "max_gen_toks": 9, "until": ["x"], "temperature": 0.5,
+    }  # fmt: skip
+
+
 def logged(kind: str, **values: float) -> dict[str, Any]:
     """What lm-eval logs of a document under one filter."""
     more = {"arguments": [["y" + "x" * 300]], "filtered_resps": ["a", "b"]}
@@ -143,6 +165,92 @@ def test_samples_of_a_task_and_which_of_them_share_a_text(most: int | None, samp
     assert suite.document(subtask, 0) is None
 
 
+def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents 2 to 71 of 80, of two questions each; lm-eval counts those of a chunk."""
+    chunks: list[tuple[int, list[tuple[int, str]]]] = []
+
+    def evaluate(lm: Any, tasks: Any, samples: dict[str, list[int]], **_: Any) -> dict[str, Any]:
+        asked = [(one.doc_id, one.args) for one in tasks["tasks"]["own"]._instances]
+        chunks.append((torch.initial_seed(), asked))
+        own = [{**logged("none", acc=1.0), "doc_id": index} for index in samples["own"]]
+        return {"samples": {"own": own}}
+
+    monkeypatch.setattr("lm_eval.evaluator.evaluate", evaluate)
+    monkeypatch.setattr(harness_suite, "language_model", lambda *_: None)
+    suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=None, answers=None,
+                         rank=0, world=1, batch_size=1)  # fmt: skip
+    subtask, places = Subtask("own", 0), range(2, 72)
+    suite._tasks[subtask] = SimpleNamespace(aggregation=lambda: {"acc": np.mean})
+    suite._requests[subtask] = {
+        index: [Instance("generate_until", {}, (index, part), part, ("own", index, 1)) for part in
+                range(2)] for index in range(80)
+    }  # fmt: skip
+    records = [one for batch in suite.answer(subtask, places, None) for one in batch]
+    assert [one["index"] for one in records] == [*places]
+    assert [len(asked) for _, asked in chunks] == [128, 12]
+    assert len({seed for seed, _ in chunks}) == 2
+    for first, (_, asked) in zip((2, 66), chunks, strict=True):
+        assert asked == [(at, (first + at, part)) for at in range(len(asked) // 2) for part in
+                         range(2)]  # fmt: skip
+
+
+def test_a_chat_template_is_around_some_tasks_of_longbench(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The benchmark asks those with worked examples, and those about code, without one."""
+    chat = SimpleNamespace(ids=lambda ids: [7, *ids])
+    suite = HarnessSuite(
+        name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, chat=chat, answers=None,
+        rank=0, world=1, batch_size=1,
+    )  # fmt: skip
+    document = {"context": "c", "input": "q", "answers": ["q"], "all_classes": ["q"]}
+    task = SimpleNamespace(config=SimpleNamespace(doc_to_text="{{context}}"), eval_docs=[document])
+    first: list[int] = []
+
+    def generated(loaded: Any, questions: Any, *_: Any, **__: Any) -> Any:
+        first.append(int(questions[0].prompt_ids[0]))
+        yield [(questions[0], "q")]
+
+    monkeypatch.setattr(suite, "generated", generated)
+    for name in ("trec", "lcc", "hotpotqa", "gov_report"):
+        suite._tasks[subtask := Subtask(f"longbench_{name}", 0)] = task
+        assert len(list(suite.answer(subtask, [0], None))) == 1
+    assert [one == 7 for one in first] == [False, False, True, True]
+
+
+def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    row = {"question": "1 + 1?", "answer": "2 #### 2"}
+    for folder, count in (("one", 2), ("two", 3)):
+        for split in ("train", "test"):
+            _write(
+                tmp_path / folder / f"gsm8k/{split}.jsonl",
+                [row] * (6 if split == "train" else count),
+            )
+
+    def digest(
+        chat: Any = None, tokenizer: Any = tokenizer, folder: str = "one", **section: Any
+    ) -> str:
+        section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / folder), **section}
+        suite = HarnessSuite(
+            name="harness", section=HarnessEvaluation(**section), tokenizer=tokenizer,
+            answers=None, rank=0, world=1, batch_size=1, chat=chat,
+        )  # fmt: skip
+        suite.prepare()
+        [subtask] = suite.subtasks
+        return subtask.digest
+
+    assert digest(samples=1) == digest()
+    digests = {
+        digest(), digest(max_length=9), digest(num_fewshot=0), digest(folder="two"),
+        digest(chat=SimpleNamespace(digest="template")), digest(tokenizer=tiny_tokenizer()),
+        digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
+    }  # fmt: skip
+    assert len(digests) == 7
+
+
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:
     for subject, answer in (("anatomy", 0), ("astronomy", 1)):
         row = {"question": f"A question of {subject}?", "choices": ["a", "b", "c", "d"]}
@@ -168,21 +276,33 @@ def test_a_variant_reads_the_files_of_the_task_on_the_same_data(
 ) -> None:
     _write(tmp_path / "gsm8k/test.jsonl", [{}])
     index = manager.task_index
-    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)).keys() == {"test"}
+    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path), {}).keys() == {"test"}
     own = tmp_path / "gsm8k_cot" / "test.jsonl"
     _write(own, [{}])
-    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path)) == {"test": own}
+    assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path), {}) == {"test": own}
     _write(tmp_path / "mmlu_flan/test.jsonl", [{}])
     name = "mmlu_flan_cot_zeroshot_anatomy"
-    assert harness_tasks.local_files(index, name, str(tmp_path)) == {}
+    assert harness_tasks.local_files(index, name, str(tmp_path), {}) == {}
+    for other, found in (("x", {"test"}), ("y", set())):
+        configs = {"own": "x", "own_other": other}
+        index = {
+            task: SimpleNamespace(cfg={"dataset_path": "p", "dataset_name": data})
+            for task, data in configs.items()
+        }
+        _write(tmp_path / "own/test.jsonl", [{}])
+        assert harness_tasks.local_files(index, "own_other", str(tmp_path), {}).keys() == found
 
 
 def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path: Path) -> None:
     row = {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}
     _write(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
-    section = HarnessEvaluation(tasks=["mnli"], data_dir=str(tmp_path), hub=False)
-    loaded = load_tasks(manager, "mnli", section)
-    assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == 3
+    _write(tmp_path / "mnli/own.jsonl", [row] * 2)
+    for settings, count in (({}, 3), ({"mnli": {"validation_split": "own"}}, 2)):
+        section = HarnessEvaluation(
+            tasks=["mnli"], data_dir=str(tmp_path), hub=False, settings=settings
+        )
+        loaded = load_tasks(manager, "mnli", section)
+        assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
 
 
 def _write(path: Path, records: list[dict[str, Any]]) -> None:

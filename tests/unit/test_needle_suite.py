@@ -86,10 +86,11 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
 
     def generated(loaded: Any, questions: Any, new_tokens: int) -> Any:
         asked.append(([question.index for question in questions], new_tokens))
-        yield [(question, " ".join(question.answers[:1])) for question in questions[:1]]
+        yield [(question, " ".join(question.answers)) for question in questions[:1]]
         yield [(question, "nothing") for question in questions[1:]]
 
-    suites = [suite(rank, yarn={900: 2.0}, max_new_tokens=7) for rank in (0, 1)]
+    changes = {"tasks": ["vt", "niah_multikey_1"], "yarn": {900: 2.0}, "yarn_original_length": 500}
+    suites = [suite(rank, lengths=[700, 900], **changes) for rank in (0, 1)]
     for made, one in zip((2, 4), suites, strict=True):
         one.prepare()
         assert len(list((tmp_path / "samples").glob("*/ids.bin"))) == made
@@ -99,15 +100,16 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
         one.run(MODEL, None, STOP)
         assert one.count_unanswered(MODEL) == 0
         one.run(MODEL, None, STOP)  # nothing is asked twice
-    assert asked == [([0, 2], 7)] * 4 + [([1], 7)] * 4
+    assert asked == [(indices, new) for indices in ([0, 2], [1]) for new in (30, 128, 30, 128)]
     card = tmp_path / "README.md"
-    assert stretches == [(None, None, card)] * 2 + [(2.0, None, card)] * 2 + [
-        (None, None, card), (None, None, card), (2.0, None, card), (2.0, None, card),
+    assert stretches == [(None, 500, card)] * 2 + [(2.0, 500, card)] * 2 + [
+        (None, 500, card), (None, 500, card), (2.0, 500, card), (2.0, 500, card),
     ]  # fmt: skip
     for subtask in suites[0].subtasks:
         answers = suites[0].answers.read(MODEL, subtask)
         assert {index: one["score"] for index, one in answers.items()} == {0: 1.0, 1: 1.0, 2: 0.0}
-        assert answers[2]["output"] == "nothing" and len(answers[2]["answers"]) == 1
+        assert answers[2]["output"] == "nothing"
+        assert len(answers[2]["answers"]) == (5 if subtask.task == "vt" else 1)
 
 
 @pytest.mark.parametrize(("any_answer", "score"), [((), 0.25), (("niah_multivalue",), 1.0)])

@@ -219,7 +219,8 @@ def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
     *_, samples, _, memory = cost.facts
     assert samples == f"12 samples {told}"
     held = format_bytes(2 * max(cache for _, cache in caches))
-    assert f", {held} of KV cache for 2 samples of 512, " in memory
+    in_pass = format_bytes(2 * 2 * 512 * (4 * 64 + 3 * 128))
+    assert f", {held} of KV cache for 2 samples of 512, about {in_pass} in a pass" in memory
     # All weights for the two rows of a batch, and each row's own cache.
     weights = 2 * (layers + 64 * 256)
     reads = sum(models * 12 * 128 * (weights / 2 + cache) for models, cache in caches)
@@ -317,9 +318,13 @@ def test_hours_are_those_of_operations_and_of_what_decoding_reads(case: Case) ->
     cost = Cost(flops=989e12 * 3600, reads=3350e9 * 7200, jobs=(4,), efficiency=0.5)
     assert [cost.hours("h100", n) for n in (1, 2)] == [6, 3]
     measure = _costs(_load(case, "measure={lengths: [512], repeats: 3, batch_size: 5}"))["measure"]
-    weights = 2 * (4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * 256)
+    layers, table = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 64 * 256
     original, hybrid = 16 * 32 * 512, 32 * (8 * 512 + 8 * 31)
-    assert measure.reads == 3 * 64 * (2 * weights + 5 * (original + hybrid))
+    assert measure.reads == 3 * 64 * (2 * 2 * (layers + table) + 5 * (original + hybrid))
+    # Prompt and answer, and a warm-up of the prompt and a token: logits of 65 tokens in all.
+    seen = 513 / 2 + (513 / 2 + 32 * (1025 - 32) / 2 / 512) / 2
+    every = (512 + 64 + 512 + 1) * (2 * 2 * layers + 4 * 4 * 64 * seen)
+    assert measure.flops == pytest.approx(3 * 5 * (every + 2 * 65 * 2 * table))
     alone, shared = (
         _costs(_load(case, f"runtime.evaluate_parallel={way}", NPROC_PER_NODE="2"))["original"]
         for way in ("data", "context")

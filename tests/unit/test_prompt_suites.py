@@ -369,12 +369,14 @@ def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
 
     def generated(loaded: Any, questions: Any, new_tokens: int, *, one_line: bool) -> Any:
         limits.append(([one.new_tokens for one in questions], new_tokens, one_line))
-        yield [(question, "x") for question in questions]
+        yield [(question, rows[question.index]["answer"]) for question in questions[::-1]]
 
     monkeypatch.setattr(suite, "generated", generated)
     model = Evaluated("original", ModelConfig(path="x"))
     suite.run(model, None, SimpleNamespace(update=lambda *_, **__: None))
     assert limits == [([23, 99], 99, False)]
+    for index, record in suite.answers.read(model, suite.subtasks[0]).items():
+        assert record["answers"] == [rows[index]["answer"]] and record["score"] == 1.0
 
 
 @pytest.mark.parametrize("is_instruct", [False, True])

@@ -95,6 +95,7 @@ def test_relative_paths_start_where_they_were_written(
         ("train.liger=t", "train.liger: expected true or false, found 't'"),
         ("train.liger=1", "train.liger: expected true or false, found 1"),
         ("seed=1:30", "seed: expected a whole number"),
+        ("seed=010", "seed: expected a whole number"),
         ("search.window_size=1:30", "search.window_size: '1:30' is not a count"),
         ("prepare.train_tokens=010:00", "prepare.train_tokens: '010:00' is not a count"),
         ("prepare.train_tokens=" + "9" * 400, "not valid YAML: a number of 400 digits"),

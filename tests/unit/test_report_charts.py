@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,7 +24,17 @@ from stages.formats import (
     format_share,
     signed,
 )
-from stages.pages.charts import Axis, Picture, curves, save, save_panels, styles
+from stages.pages.charts import (
+    Axis,
+    AxisForm,
+    Picture,
+    Style,
+    curves,
+    save,
+    save_panels,
+    styles,
+)
+from stages.pages.colours import COLOURS
 from stages.pages.tables import Cell, Group, Table
 from stages.report.charts import extent
 
@@ -36,7 +47,7 @@ def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> No
         for name in ("one <series>", "two")
         for x in (1.0, 2.0)
     ]
-    look = styles(["one <series>", "two"])
+    look = styles(["one <series>", "two"], {"two": Style("untrained", dashed=True)})
     chart = curves(rows, Axis("tokens", "length", log=True), Axis("y"), look)
     picture = Picture("name", chart, "a & b.", "Heading")
     other = Picture("other", curves(rows[:2], Axis("x"), Axis("y"), look), "c.")
@@ -44,6 +55,8 @@ def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> No
     text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
     assert "var(" not in text and "one &lt;series&gt;" in text
+    dashed = re.findall(r'<path [^>]*stroke="(#\w+)"[^>]*stroke-dasharray="6,4"', text)
+    assert {*dashed} == {COLOURS["untrained"][0]}
     assert [one.text for one in root if one.tag.endswith("title")] == ["a & b.; c."]
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     # On a page they are the style sheet's.
@@ -63,18 +76,23 @@ def test_intervals_are_drawn_of_the_points_that_have_one(
 
 
 @pytest.mark.parametrize(
-    ("highest", "labels"),
+    ("form", "highest", "labels"),
     [
-        (0.5, ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]),
-        (5000.0, ["0", "1k", "2k", "3k", "4k", "5k"]),
-        (5e9, ["0", "1B", "2B", "3B", "4B", "5B"]),
+        ("count", 0.5, ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]),
+        ("count", 5000.0, ["0", "1k", "2k", "3k", "4k", "5k"]),
+        ("count", 5e9, ["0", "1B", "2B", "3B", "4B", "5B"]),
+        *(("bytes", size, [label]) for size, label in (
+            (512, "512 B"), (1536, "1.5 KiB"), (3 * 2**19, "1.5 MiB"), (5 * 2**29, "2.5 GiB"),
+        )),
+        *(("length", length, [label]) for length, label in ((3072, "3k"), (1000, "1,000"))),
     ],
-)
-def test_an_axis_of_counts_says_the_numbers_that_are_drawn(
-    tmp_path: Path, highest: float, labels: list[str]
+)  # fmt: skip
+def test_an_axis_says_the_numbers_that_are_drawn(
+    tmp_path: Path, form: AxisForm, highest: float, labels: list[str]
 ) -> None:
     rows = [{"series": "one", "x": 7.0, "y": y, "tip": ""} for y in (0.0, highest)]
-    chart = curves(rows, Axis("", values=[7.0]), Axis("", "count", zero=True), styles(["one"]))
+    y = Axis("", form, zero=True, values=[highest] if len(labels) == 1 else None)
+    chart = curves(rows, Axis("", values=[7.0]), y, styles(["one"]))
     save(chart, tmp_path / "plot.svg")
     root = ElementTree.fromstring((tmp_path / "plot.svg").read_text(encoding="utf-8"))
     texts = [one.text for one in root.iter() if one.tag.endswith("text") and one.text]

@@ -217,7 +217,7 @@ def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
 
 def test_of_each_score_the_worst_samples_are_shown() -> None:
     place = {"checkpoint": "hybrid", "suite": "needle", "task": "vt", "length": 1024}
-    text = {"question": "r" * 300, "answers": ["a", 7], "output": "x" * 401}
+    text = {"question": "r" * 300, "answers": ["a", 7], "output": "x" * 400 + "y"}
     records = [
         {**place, **text, "index": index, "score": score}
         for index, score in ((4, 0.5), (0, 1.0), (1, 0.5), (2, 0.0), (3, 0.25))

@@ -346,9 +346,13 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     digest = first.sha256(file)
     first.save()
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
+    [known] = json.loads(cache.read_text()).values()
+    for place in range(len(known) - 1):  # size, both times, inode, device
+        other = [value + (at == place) for at, value in enumerate(known[:-1])]
+        cache.write_text(json.dumps({str(file): [*other, digest]}))
+        with pytest.raises(NotHashed):
+            FileHasher(cache, budget_bytes=0).sha256(file)
     file.write_text("two")
-    with pytest.raises(NotHashed):
-        FileHasher(cache, budget_bytes=0).sha256(file)
     assert FileHasher(cache).sha256(file) != digest
     second = FileHasher(tmp_path / "other.json", budget_bytes=3).sha256(file)
     for damaged in ("{ torn", "[]", json.dumps({str(file): 5}), json.dumps({str(file): [5]})):
@@ -356,13 +360,16 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert FileHasher(cache).sha256(file) == second != digest
 
 
-def test_a_hash_is_kept_only_of_a_file_that_has_settled(tmp_path: Path) -> None:
+def test_a_hash_is_kept_only_of_a_file_that_has_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was just written may change again within a tick of its clock."""
+    monkeypatch.setattr("pipeline.run.hashing.SETTLED_NS", 10**12)
     file, cache = tmp_path / "a", tmp_path / "cache.json"
     file.write_text("one")
     hasher = FileHasher(cache)
     now = time.time_ns()
-    for age_ns, known in ((-1_000_000_000, False), (1_000_000_000, True)):
+    for age_ns, known in ((-(10**12), False), (5 * 10**11, False), (2 * 10**12, True)):
         os.utime(file, ns=(now, now - age_ns))
         digest = hasher.sha256(file)
         hasher.save()
@@ -385,6 +392,8 @@ def test_a_hash_is_not_kept_of_a_file_that_was_changed_as_it_was_read(
     monkeypatch.setattr("pipeline.run.hashing.file_digest", change_meanwhile)
     hasher = FileHasher(cache)
     hasher.sha256(file)
+    hasher.save()
+    assert not cache.exists()
     monkeypatch.undo()
     assert hasher.sha256(file) == file_digest(file)
 

@@ -131,7 +131,7 @@ class HarnessSuite(Suite):
                 "files": {
                     split: file_digest(path)
                     for split, path in local_files(
-                        manager.task_index, name, self.section.data_dir
+                        manager.task_index, name, self.section.data_dir, settings
                     ).items()
                 },
                 "settings": json.dumps(settings, default=repr, sort_keys=True),

@@ -78,7 +78,11 @@ def without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[
     manager = task_manager(names)
     leaves = [one for name in names for one in leaf_configs(manager, name)]
     absent = [
-        name for name in leaves if not local_files(manager.task_index, name, section.data_dir)
+        name
+        for name in leaves
+        if not local_files(
+            manager.task_index, name, section.data_dir, section.settings.get(name, {})
+        )
     ]
     if absent:
         listed = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if absent[3:] else "")
@@ -272,7 +276,7 @@ def _changes(
     for key, value in settings.items():
         is_mapping = isinstance(value, Mapping)
         changes[key] = {**(whole.get(key) or {}), **value} if is_mapping else value
-    files = local_files(index, entry.name, section.data_dir)
+    files = local_files(index, entry.name, section.data_dir, changes)
     if not files and not section.hub:
         raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
     if files:
@@ -347,8 +351,10 @@ def _leaf_names(group: Any) -> Iterator[str]:
         yield from _leaf_names(child) if name is None else [name]
 
 
-def local_files(index: Mapping[str, Any], name: str, data_dir: str | None) -> dict[str, Path]:
-    """Files of a task below the data folder, by split.
+def local_files(
+    index: Mapping[str, Any], name: str, data_dir: str | None, changes: Mapping[str, Any]
+) -> dict[str, Path]:
+    """Files of a task below the data folder, by split; `changes` may name other splits.
 
     LongBench: <folder>/longbench/<task>.jsonl, as its data.zip has them; else
     <folder>/<task>/<split>.jsonl. A task on the same data whose name `name` begins with lends its
@@ -361,7 +367,7 @@ def local_files(index: Mapping[str, Any], name: str, data_dir: str | None) -> di
         file = root / "longbench" / f"{name.removeprefix(longbench.PREFIX)}.jsonl"
         return {"test": file} if file.is_file() else {}
     config = index[name].cfg
-    splits = _splits(config)
+    splits = _splits({**config, **changes})
     words = name.split("_")
     for count in range(len(words), 0, -1):
         folder = "_".join(words[:count])
