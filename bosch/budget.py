@@ -13,15 +13,22 @@ KEEP_TAIL = 0.05  # error rate of the one-sided limits of held-out scores, by wh
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 
+def share_of(count: int, ratio: float) -> int:
+    """ceil(ratio · count), robust to the last bits of a float.
+
+    0.07 * 100 is 7.000000000000001 in floats, and gives 7.
+    """
+    return math.ceil(ratio * count * (1.0 - 1e-12))
+
+
 def swa_budget(n_units: int, ratio: float) -> int:
     """Number of sliding units among `n_units` at ratio rho: ceil(rho * n) (BOSCH Algorithm 1).
 
-    Robust to the last bits of a float: 0.07 * 100 is 7.000000000000001 in floats, and gives 7.
     Any ratio above 0 gives at least one unit. Raises ValueError when `ratio` is outside [0, 1].
     """
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"ratio must lie in [0, 1], got {ratio}")
-    return min(n_units, math.ceil(ratio * n_units * (1.0 - 1e-12)))
+    return min(n_units, share_of(n_units, ratio))
 
 
 def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) -> bool:

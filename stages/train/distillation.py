@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bosch.budget import share_of
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.head_table import head_table, heads_by_window
@@ -153,5 +154,5 @@ def largest(values: Tensor, valid: Tensor, share: float) -> Tensor:
     chosen = torch.zeros_like(valid)
     values = values.masked_fill(~valid, -math.inf)
     for row, count in enumerate(valid.sum(1).tolist()):
-        chosen[row, values[row].topk(math.ceil(share * count)).indices] = True
+        chosen[row, values[row].topk(share_of(count, share)).indices] = True
     return chosen

@@ -40,7 +40,7 @@ from stages.train.model import (
     shard_and_fill,
     shard_teacher,
 )
-from stages.train.optimizer import make_optimizer
+from stages.train.optimizer import make_optimizer, parameter_groups
 from stages.train.parallel import (
     check_offloading_possible,
     check_sharding_possible,
@@ -214,6 +214,11 @@ def _prepared_model(
         if distillation is not None:
             shard_teacher(distillation.teacher, read_weights(), device)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, train))
+    if runtime.sharding == "fsdp":
+        # accelerate tells weights apart by their memory, and takes all empty shards for one.
+        groups = parameter_groups(model, train.weight_decay)
+        for group, whole in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = whole["params"]
     check_sharding_runs(model, runtime)
     if context_parallel is not None:
         context_parallel.check(accelerator.unwrap_model(model))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bosch.budget import share_of
 from bosch.errors import UserError
 from stages.context import Runtime
 from stages.train.stage import TrainConfig, batch_faults
@@ -71,7 +72,7 @@ def make_schedule(
         micro_batch_size=micro,
         accumulation=own // micro,
         steps=steps,
-        warmup_steps=math.ceil(train.warmup_ratio * steps),
+        warmup_steps=share_of(steps, train.warmup_ratio),
         min_lr_ratio=train.min_lr_ratio,
         checkpoint_steps=train.checkpoint_steps,
     )

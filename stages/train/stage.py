@@ -414,7 +414,7 @@ STAGE = Stage(
     "train",
     "stages.train.run:run",
     TrainConfig,
-    version=8,
+    version=9,
     field=Field(None, description="Continual pretraining; left out, nothing is trained."),
     needs=("prepare", "materialize"),
     # What is wrong with the evaluation shows before days are spent.

@@ -203,6 +203,20 @@ def test_after_a_lost_node_more_processes_go_on_from_a_whole_point(
     assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
 
 
+def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_path: Path) -> None:
+    """Three rows over four processes: the last one has empty shards alone of such weights."""
+    changes: dict[str, Any] = {
+        "train": {"lora": {"rank": 3}},
+        "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
+    }
+    whole = train_in_processes(case, tmp_path / "whole", 4, **changes)
+    assert whole.returncode == 0, whole.stderr
+    assert train_in_processes(case, tmp_path / "cut", 4, kill_at_step=4, **changes).returncode
+    done = train_in_processes(case, tmp_path / "cut", 4, **changes)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
 def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path) -> None:
     done = train_in_processes(
         case, tmp_path, 2, module="tests.checked_checkpoints", max_shard_size="40KB",

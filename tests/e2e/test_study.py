@@ -368,7 +368,7 @@ def without_change(folder: Path) -> LoadedRecipe:
     """A recipe whose training changes no weight."""
     changes = [
         *SMALL, "prepare.train_tokens=8k", f"runtime.output_root={folder / 'runs'}",
-        "train={total_tokens: 512, batch_tokens: 256, learning_rate: 1e-30, warmup_ratio: 0, "
+        "train={total_tokens: 600, batch_tokens: 256, learning_rate: 1e-30, warmup_ratio: 0, "
         "checkpoint_tokens: [], mixed_precision: 'no'}", "materialize.dtype=float32",
     ]  # fmt: skip
     return load_recipe(RECIPE, changes)
@@ -398,7 +398,7 @@ def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path
         assert record["trained_score"] == record["score"], record["method"]
         assert record["trained_score_of_each_seed"] == record["score_of_each_seed"]
     assert len(result.figures["scores"]) == 2
-    assert "trained for 512 tokens" in result.text
+    assert "trained for 512 tokens" in result.text, "two whole steps"
 
 
 def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_path: Path) -> None:

@@ -196,6 +196,9 @@ def test_only_predicted_tokens_are_among_the_largest() -> None:
     valid = torch.tensor([[True, True, False, True], [True, True, True, False]])
     chosen = torch.tensor([[True, True, False, False], [False, True, True, False]])
     assert torch.equal(largest(values, valid, 0.5), chosen)
+    # In floats a little more than 7 of 100.
+    hundred = torch.arange(100.0)[None]
+    assert largest(hundred, hundred >= 0, 0.07).sum() == 7
 
 
 SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original", "teacher_tokens": 0.5}

@@ -47,6 +47,17 @@ def test_a_pass_on_a_cpu_has_at_most_2048_tokens(sequences: int, micro: int) -> 
     assert schedule(on_gpu=True, **options).micro_batch_size == 1
 
 
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warm"),
+    [
+        (0.1, 1, 1), (0.1, 11, 2), (1.0, 10, 10), (0.0, 10, 0),
+        (0.07, 100, 7), (0.28, 100, 28),  # a little more in floats
+    ],
+)  # fmt: skip
+def test_warm_up_is_its_share_of_the_steps_rounded_up(ratio: float, steps: int, warm: int) -> None:
+    assert schedule(total_tokens=128 * steps, warmup_ratio=ratio).warmup_steps == warm
+
+
 def test_learning_rate_is_a_cosine_between_peak_and_least() -> None:
     planned = schedule(total_tokens=128 * 11, warmup_ratio=2 / 11, min_lr_ratio=0.2)
     assert planned.learning_rate_factor(6) == pytest.approx(0.6)  # half way: the mean of 1 and 0.2

@@ -288,7 +288,8 @@ def _text(model: StudiedModel, kappa: int) -> str:
     layers, heads = model.shape
     trained = "Untrained hybrids. "
     if options.with_training:
-        tokens = model.recipe[TrainConfig].total_tokens
+        train = model.recipe[TrainConfig]
+        tokens = train.optimizer_steps * train.batch_tokens
         trained = f"Each hybrid is scored untrained, and trained for {tokens:,} tokens. "
     return (
         f"`{model.label}`, {layers} layers of {heads} KV heads, "
