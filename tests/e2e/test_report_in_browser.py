@@ -147,7 +147,7 @@ def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path])
     [heading] = _shown(browser, f'[id="samples-hybrid-needle-{TASKS[0]}-1024"]')
     top = browser.execute_script("return arguments[0].getBoundingClientRect().top", heading)
     assert -1 <= top < 900
-    assert "output 62 of hybrid" in heading.find_element("xpath", "..").text
+    assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
     # A tile's average leads to all samples of its model.
     browser.find_element("css selector", '.tile a[href="#samples-original"]').click()
     assert _shown(browser, '[id="samples-original"][open]')
@@ -161,7 +161,7 @@ def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path])
     chosen.click()
     assert "predictions-" in browser.current_url
     [heading] = _shown(browser, f'[id="{browser.current_url.partition("#")[2]}"]')
-    assert "output 62 of hybrid" in heading.find_element("xpath", "..").text
+    assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
 
 
 def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> None:

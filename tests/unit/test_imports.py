@@ -54,7 +54,7 @@ FLOORS = {
         ("commands",),
         ("console",),
     ),
-    "data_prep": (("text",), ("tasks",), ("documents",)),
+    "data_prep": (("source_files",), ("text",), ("tasks",), ("documents",)),
     "pipeline": (("recipe",), ("run",), ("commands",), ("cli",), ("__main__",)),
 }
 USES = {
