@@ -52,6 +52,7 @@ def compare(model: Any, shared: SharedReading, name: str) -> None:
                     for one in (cache, expected)
                 ]
                 torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
+    for lengths in (*LENGTHS, (1,)):
         questions = [
             Question(n, np.asarray(tokens(1, length, seed=n)[0], np.int32), [])
             for n, length in enumerate(lengths)

@@ -75,6 +75,8 @@ class SharedReading:
 
     def cache(self, model: Any, ids: Tensor, mask: Tensor) -> HybridCache | None:
         """Read prompts [B, T] but their last tokens: the first one's cache, as `read` has it."""
+        if ids.shape[1] == 1:  # nothing comes before the last
+            return None
         return self._split.read(model, ids[:, :-1], mask[:, :-1])
 
     @torch.inference_mode()

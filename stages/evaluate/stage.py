@@ -211,7 +211,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=25,
+    version=26,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",

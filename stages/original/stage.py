@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=21,
+    version=22,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,6 +251,34 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
         digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
     }  # fmt: skip
     assert len(digests) == 7
+
+
+def test_documents_and_their_digest_are_those_of_every_process(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPQA draws the order of its options; settings may hold functions, parts of functions too."""
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    wrong = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
+    rows = [{"Question": f"{n}?", "Correct Answer": "right", **wrong} for n in range(9)]
+    _write(tmp_path / "gpqa_main_zeroshot/train.jsonl", rows)
+    subtasks, documents = set(), []
+    for drawn in range(2):  # each process has drawn other numbers, and has functions of its own
+        random.seed(drawn)
+        options = {"doc_to_text": partial(lambda document: document["Question"])}
+        suite = HarnessSuite(
+            name="harness", tokenizer=tokenizer, answers=None, rank=drawn, world=2, batch_size=1,
+            section=HarnessEvaluation(
+                tasks=["gpqa_main_zeroshot"], data_dir=str(tmp_path), hub=False,
+                settings={"gpqa_main_zeroshot": options},
+            ),
+        )  # fmt: skip
+        suite.prepare()
+        [subtask] = suite.subtasks
+        subtasks.add(subtask)
+        documents += [[*suite._tasks[subtask].eval_docs] for _ in range(2)]
+    assert len(subtasks) == 1
+    assert all(one == documents[0] for one in documents)
+    assert len({document["answer"] for document in documents[0]}) > 1
 
 
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:

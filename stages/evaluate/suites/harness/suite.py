@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,6 +44,8 @@ CHUNK = 64
 _FEWSHOT_SEED = 1234
 # Benchmarks whose questions may share their context.
 _OF_CONTEXTS = ("infinitebench_", "longbench_")
+# Of a function's repr, which differs in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # The first of these that a task has is its score.
 _METRICS = ("math_verify", "acc_norm", "acc", "exact_match", "f1", "score")
 
@@ -134,7 +137,7 @@ class HarnessSuite(Suite):
                         manager.task_index, name, self.section.data_dir, settings
                     ).items()
                 },
-                "settings": json.dumps(settings, default=repr, sort_keys=True),
+                "settings": _ADDRESS.sub("", json.dumps(settings, default=repr, sort_keys=True)),
                 "shots": [task.config.num_fewshot, _FEWSHOT_SEED],
                 "version": installed_versions(["lm-eval"]),
                 "max_length": self.section.max_length,

@@ -8,9 +8,10 @@ import importlib.util
 import io
 import json
 import logging
+import random
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -36,6 +37,8 @@ _DATA_LIMITS = JsonLimits(2**30, 6_000_000)
 _EXECUTES_NOTHING = re.compile(
     r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_[\d.]+k"
 )
+# With this seed lm-eval draws the order of a document's options, as in GPQA.
+_DOCUMENT_SEED = 0
 # Scores whose mean tells a mean from every other way to aggregate them (sum, median, maximum).
 _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
@@ -236,7 +239,9 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
         try:
             own = {**settings, **section.settings.get(entry.name, {})}
             changes = _changes(manager.task_index, entry, overrides or {}, own, section)
+            random.seed(_DOCUMENT_SEED)  # worked examples are made with the task
             task = original(entry, changes)
+            _seed_documents(task)
             if task.config.repeats > 1:
                 score_all_answers(task)
             _check_task(task)
@@ -285,6 +290,22 @@ def _changes(
     if section.num_fewshot is not None:
         changes["num_fewshot"] = section.num_fewshot
     return changes
+
+
+def _seed_documents(task: Any) -> None:
+    """Let a task make the same documents in every process, and each time that lm-eval asks."""
+    for own in (task.config, task.config.fewshot_config):
+        if callable(own.process_docs):
+            own.process_docs = _seeded(own.process_docs)
+
+
+def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(process)
+    def seeded(dataset: Any) -> Any:
+        random.seed(_DOCUMENT_SEED)
+        return process(dataset)
+
+    return seeded
 
 
 def score_all_answers(task: Any) -> None:
