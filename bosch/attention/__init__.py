@@ -143,7 +143,8 @@ def compute_attention(call: AttentionCall) -> Tensor:
         )
     call = call.autocast()
     check_sinks(call.backend, call.layout.sinks)
-    check_backend(call.backend, _needs(call))
+    if needs := _needs(call):
+        check_backend(call.backend, needs)
     # What a cache holds differs by head: sdpa stands in for a backend without cached passes.
     stands_in = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
     return _function("sdpa" if stands_in else call.backend)(call)

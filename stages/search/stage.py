@@ -528,10 +528,10 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
         requests["sinks"] = f"search.sinks asks for {sinks}"
     if recipe.model.dtype == "float32":
         requests["float32"] = "model.dtype asks for float32"
-    own_logits = _own_logits(loaded.info)
-    requests |= own_logits
+    own_needs = _needs_of_model(loaded.info)
+    requests |= own_needs
     if recipe[SearchConfig].sink is not None:
-        if "head_logits" in own_logits:
+        if "head_logits" in own_needs:
             yield (
                 "search.sink: the model's heads have a learned sink logit of their own, which "
                 "sliding heads keep; leave search.sink out"
@@ -541,7 +541,7 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
         yield f"runtime.attention: {message}"
 
 
-def _own_logits(info: ModelInfo | None) -> dict[str, str]:
+def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
     try:
         return {} if info is None else info.attention_needs
     except UserError:  # the model's own checks say it

@@ -98,16 +98,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
-    for name, often, samples, of in _scores(loaded):
-        runs = math.ceil(steps / often)
-        groups = max(1, processes // runtime.context_parallel)
-        tokens_read = runs * math.ceil(samples / groups) * groups * of
-        scored = shape.forward_flops(tokens_read, of, window_shares(of_mask))
-        facts.append(
-            f"{name} {counted(runs, 'time')}, on {counted(samples, 'sample')} of {of:,} tokens: "
-            f"{format_flops(scored)}"
-        )
-        done += scored
+    for fact, of_scores in _scores(loaded, of_mask, processes):
+        facts.append(fact)
+        done += of_scores
     if budget is None:
         facts.append(f"does not run on {on}: {faults[0]}")
     else:
@@ -117,13 +110,29 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return Cost(done, saved + restart, facts, jobs, efficiency, removed=restart)
 
 
-def _scores(loaded: LoadedRecipe) -> Iterator[tuple[str, int, int, int]]:
-    """Scores while training: what they are, every how many steps, samples and their tokens."""
+def _scores(
+    loaded: LoadedRecipe, layers: Sequence[LayerHeads], processes: int
+) -> Iterator[tuple[str, float]]:
+    """Scores while training of a mask of `layers`: what is said of each, and its operations."""
     runtime, prepare = loaded.recipe.runtime, loaded.recipe[PrepareConfig]
-    if every := runtime.needle_every_steps:
-        yield "needles", every, runtime.needle_samples, prepare.calibration.length
-    if every := runtime.heldout_every_steps:
-        yield "held-out loss", every, runtime.heldout_sequences, prepare.sequence_length
+    steps = loaded.recipe[TrainConfig].optimizer_steps
+    groups = max(1, processes // runtime.context_parallel)
+    for name, every, samples, length in (
+        ("needles", runtime.needle_every_steps, runtime.needle_samples, prepare.calibration.length),
+        (
+            "held-out loss", runtime.heldout_every_steps, runtime.heldout_sequences,
+            prepare.sequence_length,
+        ),
+    ):  # fmt: skip
+        if every:
+            runs = math.ceil(steps / every)  # the last step is scored too
+            tokens = runs * math.ceil(samples / groups) * groups * length
+            flops = shape_of(loaded).forward_flops(tokens, length, window_shares(layers))
+            yield (
+                f"{name} {counted(runs, 'time')}, on {counted(samples, 'sample')} of {length:,} "
+                f"tokens: {format_flops(flops)}",
+                flops,
+            )
 
 
 def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
