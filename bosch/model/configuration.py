@@ -123,7 +123,7 @@ def _restored(content: dict[str, Any], config_class: Any, is_hybrid: bool) -> di
     content = dict(content)
     for name in _ACTIVATIONS:
         value = content.pop(BASE_PREFIX + name, None)
-        if content.get(name) == _REFUSAL:
+        if isinstance(content.get(name), list):  # of any version's words
             content[name] = value
     types = config_class.attribute_map.get("layer_types", "layer_types")
     if types in config_class.__dataclass_fields__ and is_hybrid and content.get(types) is None:

@@ -143,6 +143,13 @@ def test_a_missing_activation_is_not_taken_from_the_family(folder: Path) -> None
     assert "hidden_act" in _message_of(lambda: load_model(folder))
 
 
+def test_a_hybrid_with_another_versions_words_in_place_of_its_activation(folder: Path) -> None:
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"hidden_act": ["other words"]}))
+    assert load_model(folder).config.hidden_act == content["base_hidden_act"]
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
 def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(

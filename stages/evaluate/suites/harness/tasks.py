@@ -191,10 +191,13 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
 
 
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
-    """Raise UserError for tasks that run code of the model, or whose score is no share of 1."""
+    """Raise UserError for tasks that run a model's code, have no share of 1 or no file of their own."""
     for name in names:
         configs = leaf_configs(manager, name)
         faults = {
+            "is defined inside its group, where lm-eval takes neither local data nor settings": [
+                one for one in configs if "::" in one
+            ],
             "runs code that the model writes, which this project does not do": [
                 one
                 for one, config in configs.items()
@@ -220,13 +223,6 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     Raises UserError when lm-eval knows no such name, or its tasks cannot be scored here.
     """
     refuse_unscorable(manager, [name])
-    leaves = leaf_configs(manager, name)
-    inside = [one for one in leaves if "::" in one]
-    if inside and not section.hub:
-        raise UserError(
-            f"{_WHERE}: the data of {inside[0]} comes from the hub alone; set "
-            "evaluate.harness.hub: true or leave it out"
-        )
     # Silence warnings that are irrelevant to a recipe.
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
