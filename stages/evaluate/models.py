@@ -40,7 +40,7 @@ from stages.evaluate.scores import (
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Places, Suite
-from stages.evaluate.tables import SuiteAnswers, not_shares, suite_records, suite_table
+from stages.evaluate.tables import SuiteAnswers, not_shares, suite_table
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def write_tables(
         for model in models:
             for suite in suites:
                 if model.name not in suite.missing:
-                    records = list(suite_records(suite, model))
+                    records = list(suite.records(model))
                     key = (model.name, suite.name)
                     answers[key] = SuiteAnswers.of(records, *key)
                     yield from records

@@ -6,37 +6,15 @@ documents, and tokens of a prompt and of an answer, about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 from data_prep.tasks.tables import RulerTask
 from stages.evaluate.prompts import PromptEvaluation
+from stages.evaluate.section import Benchmark
 from stages.evaluate.suites import SUITES
 
 PresetName = Literal["short", "long", "reasoning"]
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """Tasks of a suite of `evaluate`, and what they take; without tasks it is the whole suite.
-
-    Of lm-eval's groups `parts` is how many tasks the documents belong to. `settings` change each of
-    the tasks, as lm-eval writes them in a task's file. `packages` are modules that their scores
-    need. `left_out`: parts that are no tasks here, and why.
-    """
-
-    name: str
-    data: str
-    tasks: tuple[str, ...] = ()
-    suite: str = "harness"
-    documents: int = 0
-    parts: int = 1
-    prompt: int = 0
-    answer: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()
-    left_out: str = ""
 
 
 # Reasoning models are sampled, and think for long (Qwen3's own settings).

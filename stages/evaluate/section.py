@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stages.fields import Section
@@ -12,8 +12,6 @@ from stages.recipe import LoadedRecipe
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from stages.evaluate.presets import Benchmark
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,28 @@ class Work:
     most_rows: int = sys.maxsize
     logits: int | None = None
     kept: int = 0
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Tasks of a suite of `evaluate`, and what they take; without tasks it is the whole suite.
+
+    Of lm-eval's groups `parts` is how many tasks the documents belong to. `settings` change each of
+    the tasks, as lm-eval writes them in a task's file. `packages` are modules that their scores
+    need. `left_out`: parts that are no tasks here, and why.
+    """
+
+    name: str
+    data: str
+    tasks: tuple[str, ...] = ()
+    suite: str = "harness"
+    documents: int = 0
+    parts: int = 1
+    prompt: int = 0
+    answer: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    left_out: str = ""
 
 
 class SuiteSection(Section):

@@ -6,17 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from bosch.errors import RunError
 from bosch.progress import Progress
 from data_prep.documents.calibration import CalibrationNeedles
 from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.shared_reading import SharedReading
-
-if TYPE_CHECKING:
-    from stages.evaluate.tables import SuiteAnswers
+from stages.evaluate.tables import SuiteAnswers
 
 # Records of answers, a batch at a time.
 Records = Iterator[list[dict[str, Any]]]
@@ -88,6 +87,25 @@ class Suite(ABC):
                     if self.shared is None or self.shared.is_first:
                         journal.append(*records)
                     bar.update(len(records), note=self.note(subtask))
+
+    def records(self, model: Evaluated) -> Iterator[dict[str, Any]]:
+        """The model's answers in the order of subtask and index, as lines of samples.jsonl.
+
+        Raises RunError when answers are missing.
+        """
+        for subtask in self.subtasks:
+            answers, count = self.answers.read(model, subtask), self.samples(subtask)
+            absent = count - len(answers.keys() & set(range(count)))
+            if absent:
+                raise RunError(
+                    f"{model.name}: {subtask.task} at {subtask.length} lacks {absent} of {count} "
+                    "answers; run again to make up the rest"
+                )
+            head = {"checkpoint": model.name, "suite": self.name}
+            for index in range(count):
+                record = {**head, "task": subtask.task, "length": subtask.length, **answers[index]}
+                document = self.document(subtask, index)
+                yield record if document is None else {**record, "document": document}
 
     def own_table(self, answers: SuiteAnswers, original: SuiteAnswers | None) -> Any:
         """A model's table where the suite's is none of scores, else None."""

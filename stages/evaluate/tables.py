@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bosch.analysis.intervals import (
@@ -17,9 +17,7 @@ from bosch.analysis.intervals import (
     mean_score,
     weights_of,
 )
-from bosch.errors import RunError
-from stages.evaluate.answers import Evaluated, TaskGroup
-from stages.evaluate.suite import Suite
+from stages.evaluate.answers import TaskGroup
 
 if TYPE_CHECKING:
     from lm_eval.config.group import AggMetricConfig
@@ -30,26 +28,6 @@ SubtaskScores = Mapping[tuple[str, int], Sequence[float]]
 MetricScores = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
 # Scores that count as one, and the original's on the same samples.
 _Part = tuple[Sequence[float], Sequence[float] | None]
-
-
-def suite_records(suite: Suite, model: Evaluated) -> Iterator[dict[str, Any]]:
-    """The model's answers in the order of subtask and index, as lines of samples.jsonl.
-
-    Raises RunError when answers are missing.
-    """
-    for subtask in suite.subtasks:
-        answers, count = suite.answers.read(model, subtask), suite.samples(subtask)
-        absent = count - len(answers.keys() & set(range(count)))
-        if absent:
-            raise RunError(
-                f"{model.name}: {subtask.task} at {subtask.length} lacks {absent} of {count} "
-                "answers; run again to make up the rest"
-            )
-        head = {"checkpoint": model.name, "suite": suite.name}
-        for index in range(count):
-            record = {**head, "task": subtask.task, "length": subtask.length, **answers[index]}
-            document = suite.document(subtask, index)
-            yield record if document is None else {**record, "document": document}
 
 
 def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:

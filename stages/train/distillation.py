@@ -86,7 +86,7 @@ class TeacherLoss:
         self._tokens = tokens
         self._split = context_parallel
 
-    def loss_of(
+    def __call__(
         self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
     ) -> HeadLoss:
         """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from bosch.objective.answers import scaled_logits
 from stages.train.footprint import chunk_tokens
 from stages.train.stage import ROUTER_LOSS
 
-if TYPE_CHECKING:
-    from stages.train.distillation import TeacherLoss
-
 IGNORED = -100  # label of a position that is not predicted
 
 # Sum over the tokens of a slice of [0, N), from their logits [n, V] in float32.
@@ -31,6 +28,8 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
+# That of a micro-batch: from the config, ids, next tokens or IGNORED, and positions, [B, T] each.
+BatchLoss = Callable[[Any, Tensor, Tensor, Tensor | None], HeadLoss]
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -166,7 +165,7 @@ def install_loss(
     model: Any,
     *,
     liger: bool = False,
-    distillation: TeacherLoss | None = None,
+    distillation: BatchLoss | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> None:
     """Make `model` return its loss alone, from a forward pass without cache and without logits.
@@ -212,7 +211,7 @@ def install_loss(
         if measure is not None:
             loss_of = partial(head_loss, config=config, chunk_loss=noted(measure, flat, values))
         elif distillation is not None:
-            loss_of = distillation.loss_of(config, input_ids, targets, position_ids)
+            loss_of = distillation(config, input_ids, targets, position_ids)
         elif fused:
             loss_of = partial(liger_cross_entropy, labels=flat, config=config)
         else:

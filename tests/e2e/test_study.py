@@ -26,8 +26,7 @@ from data_prep.documents.calibration import forced_records
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import haystack_words
 from pipeline.cli import main
-from pipeline.commands.study import headbench
-from pipeline.commands.study.command import StudyOptions
+from pipeline.commands.study import StudyOptions, headbench
 from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.studied_model import Setting, StudiedModel
 from pipeline.recipe.load import LoadedRecipe, load_recipe

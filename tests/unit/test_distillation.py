@@ -157,7 +157,7 @@ def test_neither_models_logits_are_ever_whole(
     targets = torch.randint(0, 1000, (2, 32))
     teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)
     with LargestTensor() as held:
-        teacher.loss_of(small_config(), targets, targets, None)(head, states).backward()
+        teacher(small_config(), targets, targets, None)(head, states).backward()
     assert held.elements == 8 * 1000  # the head's weight and its gradient
     assert states.grad is not None
 

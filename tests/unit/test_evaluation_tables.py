@@ -23,7 +23,6 @@ from stages.evaluate.tables import (
     SuiteAnswers,
     against,
     not_shares,
-    suite_records,
     suite_table,
 )
 
@@ -332,7 +331,7 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
     assert [
         (line["checkpoint"], line["suite"], line["task"], line["length"], line["index"],
          line["score"], line.get("document"))
-        for line in suite_records(suite, model("original"))
+        for line in suite.records(model("original"))
     ] == [
         ("original", "harness", "a", 0, 0, 1.0, None),
         ("original", "harness", "a", 0, 1, 0.0, None),
@@ -340,12 +339,12 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
         ("original", "harness", "read", 0, 0, 1.0, "text"),
     ]  # fmt: skip
     with pytest.raises(RunError, match=r"^hybrid: a at 0 lacks 3 of 3 answers"):
-        list(suite_records(suite, model("hybrid")))
+        list(suite.records(model("hybrid")))
     # One of more samples than there are now stands for none of them.
     folder.journal(model("original"), Subtask("read", 0)).append({"index": 7, "score": 1.0})
     suite.tasks["read"] = 2
     with pytest.raises(RunError, match=r"^original: read at 0 lacks 1 of 2 answers"):
-        list(suite_records(suite, model("original")))
+        list(suite.records(model("original")))
 
 
 def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:

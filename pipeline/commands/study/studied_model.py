@@ -44,7 +44,7 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.needles import SeedSpace
 from data_prep.text import haystack_words
 from pipeline.commands.paths import model_label
-from pipeline.commands.study.command import StudyOptions
+from pipeline.commands.study import StudyOptions
 from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Choice, Runner
 from stages.finished import FinishedWork, Record

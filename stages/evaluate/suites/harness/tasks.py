@@ -191,7 +191,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
 
 
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
-    """Raise UserError for tasks that run a model's code, have no share of 1 or no file of their own."""
+    """Raise UserError for tasks that run a model's code, or have no share of 1 or no file."""
     for name in names:
         configs = leaf_configs(manager, name)
         faults = {
