@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bosch.errors import RunError
 from bosch.hardware import DEVICES, host_memory
-from stages.recipe import World
+from stages.stage import World
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Share of a device's peak that is reached in practice, recomputation counted as work.

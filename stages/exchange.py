@@ -9,7 +9,7 @@ from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
 from bosch.model.families import split_fault
 from bosch.window import Window
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 if TYPE_CHECKING:  # it loads torch, and the checks of recipes do not
     from bosch.objective.decoder_shape import DecoderShape

@@ -12,8 +12,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 if TYPE_CHECKING:
     from typing import Self
 
-    from stages.recipe import Recipe
-
 # Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
 # in batches of 2M are 1,192 steps.
@@ -189,7 +187,3 @@ class Section(BaseModel):
     def environment(self) -> dict[str, Any]:
         """What results depend on beside values and files: packages whose content is used."""
         return {}
-
-    def completed(self, recipe: Recipe) -> Self:
-        """The section with the defaults that the rest of the recipe fills in."""
-        return self

@@ -12,9 +12,9 @@ from bosch.model.head_table import budget_slots, kv_budgets, original_slots
 from bosch.search.methods import METHODS
 from stages.fields import MOST, different, parse_count
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
 from stages.search.budget import named_share
 from stages.search.stage import SearchConfig
+from stages.stage import LoadedRecipe
 
 
 def _slots_or_share(value: object) -> object:

@@ -6,7 +6,7 @@ import functools
 
 from bosch.errors import UserError
 from bosch.objective.decoder_shape import DecoderShape
-from stages.recipe import LoadedRecipe, ModelInfo
+from stages.stage import LoadedRecipe, ModelInfo
 
 
 def shape_of(loaded: LoadedRecipe) -> DecoderShape:

@@ -15,7 +15,7 @@ from typing import Any
 from bosch.errors import RunError, StoppedError, UserError
 from bosch.this_process import STOP_SIGNALS
 from stages.context import StageConfig
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 VERSION = 1
 

@@ -13,8 +13,7 @@ from stages.cost import Cost, Devices
 from stages.fields import Count, PathText, Section
 from stages.inputs import prose
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage
 
 
 class WordsConfig(Section):

@@ -23,8 +23,7 @@ from pipeline.recipe.stage_list import STAGES
 from pipeline.run import launch
 from pipeline.run.runner import Choice, Runner
 from pipeline.run.worker import execute
-from stages.recipe import World
-from stages.stage import Stage
+from stages.stage import Stage, World
 from tests.rank_processes import Forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,7 +35,7 @@ from stages.fields import (  # noqa: E402
     parse_flag,
     parse_number,
 )
-from stages.recipe import recipe_type  # noqa: E402
+from stages.stage import recipe_type  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 

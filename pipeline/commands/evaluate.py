@@ -37,7 +37,7 @@ from stages.evaluate.scores import (
 from stages.fields import path_text
 from stages.formats import format_length, format_score
 from stages.pages.tables import Table
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_name
 
 COMMAND = RecipeCommand("score checkpoints, of a running training too, or any model directory")

@@ -21,7 +21,7 @@ from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.formats import format_length
 from stages.inputs import is_hub_name
-from stages.recipe import folder_name
+from stages.stage import folder_name
 
 COMMAND = Command("write a recipe for your own model, with a smoke test")
 SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"

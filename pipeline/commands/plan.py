@@ -35,11 +35,10 @@ from pipeline.recipe.load import missing_inputs
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices, memory_here
 from stages.formats import format_bytes, format_flops, format_hours, format_length
 from stages.materialize.stage import MaterializeConfig
-from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.budget import CACHE_BYTES
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
-from stages.stage import call
+from stages.stage import LoadedRecipe, ModelInfo, World, call
 
 COMMAND = RecipeCommand(
     "say what a run needs and costs before it starts",

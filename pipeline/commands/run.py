@@ -14,8 +14,8 @@ from pipeline.commands.status import print_states
 from pipeline.run.runner import Choice, Runner
 from stages.evaluate.scores import Scores
 from stages.formats import counted
-from stages.recipe import LoadedRecipe
 from stages.report.stage import PAGE
+from stages.stage import LoadedRecipe
 
 COMMAND = RecipeCommand("bring the stages of a recipe up to date")
 

@@ -12,7 +12,7 @@ from pipeline.commands import RecipeCommand
 from pipeline.run.graph import resolve
 from pipeline.run.status import StageState, inspect
 from pipeline.run.store import Store
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 COMMAND = RecipeCommand(
     "say for each stage whether it is cached, to run, running or failed, and why",

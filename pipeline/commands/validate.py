@@ -12,8 +12,7 @@ from pipeline.commands import RecipeCommand
 from pipeline.recipe.load import listing
 from pipeline.recipe.model_shape import cached_snapshot, file_faults, has_tokenizer
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
-from stages.stage import call
+from stages.stage import LoadedRecipe, call
 
 COMMAND = RecipeCommand("check a recipe, its model and its input files", json=True, fetch=False)
 

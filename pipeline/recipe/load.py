@@ -23,8 +23,7 @@ from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import parse_yaml, read_mapping
 from stages.fields import Section
 from stages.inputs import Origins, absolute, input_faults
-from stages.recipe import LoadedRecipe, Recipe, recipe_type
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Recipe, Stage, recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNEL_FILESYSTEMS = ("/proc", "/sys")
@@ -140,8 +139,8 @@ def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
 
 def _completed(recipe: Recipe, stages: Sequence[Stage[Any]]) -> Recipe:
     """The recipe with the defaults that fields fill in for each other."""
-    keys = [stage.key for stage in stages if getattr(recipe, stage.key) is not None]
-    changes = {key: getattr(recipe, key).completed(recipe) for key in keys}
+    present = [s for s in stages if s.field is not None and getattr(recipe, s.key) is not None]
+    changes = {s.key: s.completed(getattr(recipe, s.key), recipe) for s in present}
     return recipe.model_copy(update=changes)
 
 

@@ -24,7 +24,7 @@ from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.source_files import tokenizer_files
 from stages.inputs import is_hub_name
-from stages.recipe import ModelInfo
+from stages.stage import ModelInfo
 
 # Configurations of published models, without weights: `_name_or_path` is the name on the hub.
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"

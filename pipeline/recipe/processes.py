@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from bosch.errors import UserError
-from stages.recipe import World
+from stages.stage import World
 
 # What launchers, schedulers and accelerate leave in the environment about other processes than
 # those that a stage is started on. Libraries would read them: a RANK alone lets a single process

@@ -17,8 +17,7 @@ from pipeline.recipe.faults import suggest
 from pipeline.run.hashing import FileHasher, NotHashed
 from stages.fields import Section
 from stages.inputs import Hasher, section_identity
-from stages.recipe import LoadedRecipe
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from pipeline.run.failures import (
     disk_full_message,
 )
 from pipeline.run.worker import PARENT
-from stages.recipe import World
+from stages.stage import World
 
 # Runs the stage that an order describes on the given processes, and returns its summary.
 Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]

@@ -36,8 +36,7 @@ from pipeline.run.locks import hold
 from pipeline.run.status import StageState, differences, inspect, inspect_output
 from pipeline.run.store import Store
 from stages.formats import counted, format_seconds
-from stages.recipe import LoadedRecipe, World
-from stages.stage import call
+from stages.stage import LoadedRecipe, World, call
 from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.exchange import pass_values
 from stages.formats import counted, format_bytes, format_count
-from stages.recipe import LoadedRecipe
 from stages.rival.stage import RivalConfig
 from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe
 from stages.train.stage import TrainConfig
 
 Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask

@@ -18,8 +18,7 @@ from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, PathText, different
 from stages.formats import counted
 from stages.inputs import Hasher, Input, hashed_files
-from stages.recipe import LoadedRecipe, position_faults
-from stages.stage import call
+from stages.stage import LoadedRecipe, call, position_faults
 
 if TYPE_CHECKING:
     from stages.evaluate.chat import ChatTemplate

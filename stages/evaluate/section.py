@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stages.fields import Section
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 if TYPE_CHECKING:
     from typing import Self

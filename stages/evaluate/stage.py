@@ -19,9 +19,8 @@ from stages.evaluate.suites import SUITES
 from stages.exchange import split_faults
 from stages.fields import Count, Flag, Section, different
 from stages.kv_budgets import KvBudgets, front_faults
-from stages.recipe import LoadedRecipe, Recipe
 from stages.search.stage import SearchConfig, window_faults
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Recipe, Stage
 
 if TYPE_CHECKING:
     from typing import Self
@@ -213,6 +212,7 @@ STAGE = Stage(
     EvaluateConfig,
     version=26,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
+    completed=EvaluateConfig.completed,
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",
     distributed=True,

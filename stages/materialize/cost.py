@@ -6,8 +6,8 @@ from bosch.objective.decoder_shape import DecoderShape
 from stages.cost import BYTES, Cost, Devices
 from stages.formats import format_bytes
 from stages.materialize.stage import MaterializeConfig
-from stages.recipe import LoadedRecipe
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe
 
 # Up to this size base and hybrid are compared in float32, which allows a small tolerance.
 FLOAT32_PARAMETERS = 2_000_000_000

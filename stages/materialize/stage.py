@@ -14,9 +14,8 @@ from bosch.model.stored_config import StoredConfig
 from bosch.search.methods import METHODS
 from stages.fields import Section, file_size
 from stages.published import RUN_AGAIN, Record, Summary
-from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage
 
 
 class MaterializeConfig(Section):

@@ -7,9 +7,9 @@ from bosch.model.cache_size import CacheSize, beside_states
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import counted, format_bytes
 from stages.measure.stage import MeasureConfig, MeasureSettings
-from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:

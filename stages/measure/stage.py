@@ -10,9 +10,8 @@ from pydantic import AfterValidator, Field
 from bosch.backends import lacking
 from stages.fields import Bytes, Count, Counts, Ratios, Section, rising
 from stages.published import Record, Summary
-from stages.recipe import LoadedRecipe, position_faults
 from stages.search.stage import SearchConfig
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage, position_faults
 
 DEFAULT_RATIOS, DEFAULT_WINDOW = (0.25, 0.5, 0.75, 0.875), 1024
 

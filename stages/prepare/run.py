@@ -29,7 +29,7 @@ from stages.prepare.stage import (
     SourceConfig,
     Statistics,
 )
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from stages.fields import (
 from stages.formats import counted, format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
-from stages.recipe import LoadedRecipe, position_faults
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage, position_faults
 
 # Tokens a core tokenises in a second, with a fast tokenizer on prose and code.
 _TOKENS_PER_CORE_SECOND = 250_000

@@ -9,7 +9,7 @@ from stages.stage import Stage
 if TYPE_CHECKING:
     from typing import Self
 
-    from stages.recipe import Recipe
+    from stages.stage import Recipe
 
 from pydantic import Field
 
@@ -41,6 +41,7 @@ STAGE = Stage(
     ReportConfig,
     version=20,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
+    completed=ReportConfig.completed,
     needs=None,
     seeded=False,
 )

@@ -9,8 +9,7 @@ from pydantic import Field
 from stages.evaluate.stage import UnsearchedMethod
 from stages.fields import Section
 from stages.materialize.stage import STAGE as MATERIALIZE
-from stages.recipe import LoadedRecipe
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage
 from stages.train.stage import TrainConfig
 
 

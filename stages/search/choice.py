@@ -12,10 +12,10 @@ from bosch.front import Front
 from bosch.search.allotment import spaced_slots
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
 from stages.search.budget import HELD_OUT_EVERY, Price
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe
 
 
 def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:

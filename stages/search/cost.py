@@ -15,11 +15,11 @@ from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.exchange import pass_values
 from stages.formats import counted, format_bytes, format_flops, format_hours
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe, Recipe
 from stages.search.budget import HELD_OUT_EVERY
 from stages.search.choice import point_slots
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe, Recipe
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:

@@ -9,8 +9,8 @@ from bosch.errors import UserError
 from bosch.heads import HeadMaskFile
 from bosch.search.given import given_mask
 from stages.formats import format_bytes
-from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.stage import LoadedRecipe
 
 
 def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:

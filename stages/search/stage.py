@@ -22,7 +22,6 @@ from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, r
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
-from stages.recipe import LoadedRecipe, ModelInfo, Recipe
 from stages.search.budget import (
     Budget,
     Price,
@@ -31,7 +30,7 @@ from stages.search.budget import (
     named_share,
     sliding_ratio,
 )
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
 
 if TYPE_CHECKING:
     from typing import Self
@@ -554,6 +553,7 @@ STAGE = Stage(
     SearchConfig,
     version=17,
     field=Field(description="Which KV heads become sliding."),
+    completed=SearchConfig.completed,
     needs=("prepare",),
     model="weights",
     distributed=True,

@@ -13,10 +13,10 @@ from stages.fields import bytes_of
 from stages.formats import counted, format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
 from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe
 from stages.train.budgets import mean_over_budgets
 from stages.train.fit import Budget, remedy, training_budget
 from stages.train.footprint import (

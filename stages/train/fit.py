@@ -15,8 +15,8 @@ from stages.context import Runtime
 from stages.cost import memory_here
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
 from stages.shape import shape_of
+from stages.stage import LoadedRecipe
 from stages.train.footprint import TrainingMemory, training_memory
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTING, TrainConfig, batch_faults, checkpointing_faults

@@ -20,9 +20,8 @@ from stages.fields import Count, Flag, Number, Ratio, Section, rising
 from stages.kv_budgets import KvBudgets, front_faults
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
-from stages.recipe import LoadedRecipe, position_faults
 from stages.search.stage import SearchConfig, window_faults
-from stages.stage import Stage
+from stages.stage import LoadedRecipe, Stage, position_faults
 from stages.train.budgets import LARGEST, SCARCEST
 
 

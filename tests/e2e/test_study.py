@@ -31,8 +31,8 @@ from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.studied_model import Setting, StudiedModel
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.run.launch import Launcher
-from stages.recipe import World
 from stages.search.stage import STAGE
+from stages.stage import World
 from tests.pipeline_case import in_process
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "study" / "enumerable.yaml"

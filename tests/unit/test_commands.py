@@ -38,7 +38,7 @@ from pipeline.recipe.yaml_file import parse_yaml
 from pipeline.run import log
 from pipeline.run.failures import Terminated
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 from tests.elsewhere import ROOT
 from tests.hybrid_case import mask_of, small_model
 from tests.pipeline_case import Case, fake_table

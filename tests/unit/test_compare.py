@@ -39,8 +39,7 @@ from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
 from stages.pages import page as template
 from stages.pages.charts import Picture
-from stages.recipe import World
-from stages.stage import Stage
+from stages.stage import Stage, World
 from tests import own_stage
 from tests.compare_stages import hybrid_score
 from tests.golden_page import COMPARED, golden

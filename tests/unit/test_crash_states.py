@@ -16,7 +16,7 @@ from pipeline.run.worker import execute
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import World
+from stages.stage import World
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
 from tests.crash_states import State, recorded

@@ -15,8 +15,8 @@ from bosch.errors import RunError
 from pipeline.run.launch import launch
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.measure.measurement import run_in_process
-from stages.recipe import World
 from stages.report.stage import ReportConfig
+from stages.stage import World
 from tests.pipeline_case import ROOT, Case
 from tests.search_case import order
 

@@ -25,7 +25,7 @@ from stages.evaluate.scores import SelectedScores, write_samples
 from stages.evaluate.stage import STAGE as EVALUATE
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
-from stages.recipe import World
+from stages.stage import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 RIGHT = {"original": 19, "hybrid": 10, "tokens-8": 18, "tokens-16": 19}

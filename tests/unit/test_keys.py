@@ -35,7 +35,7 @@ from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.suites.nolima import Nolima
 from stages.inputs import hashed_files, section_identity
 from stages.prepare.stage import SourceConfig
-from stages.recipe import World
+from stages.stage import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}

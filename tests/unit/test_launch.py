@@ -19,7 +19,7 @@ from pipeline.recipe.load import ROOT
 from pipeline.run import launch as launcher
 from pipeline.run.failures import DISK_FULL_STATUS, LOST_RANK_STATUS
 from pipeline.run.launch import launch, torchrun_options
-from stages.recipe import World
+from stages.stage import World
 from tests.pipeline_case import gone
 
 

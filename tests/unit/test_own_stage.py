@@ -14,8 +14,8 @@ from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Choice, Runner
-from stages.recipe import LoadedRecipe
 from stages.report import index
+from stages.stage import LoadedRecipe
 from tests import own_stage
 from tests.pipeline_case import Case, fake_table, in_process
 

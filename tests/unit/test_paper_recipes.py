@@ -11,7 +11,7 @@ import pytest
 from bosch.errors import UserError
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {

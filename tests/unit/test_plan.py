@@ -28,9 +28,9 @@ from pipeline.recipe.load import load_recipe
 from stages.cost import Cost, Devices, memory_here
 from stages.formats import format_bytes
 from stages.materialize.cost import device_bytes
-from stages.recipe import LoadedRecipe, ModelInfo, World
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of, stored_shape
+from stages.stage import LoadedRecipe, ModelInfo, World
 from stages.train import fit
 from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
 from tests.pipeline_case import Case

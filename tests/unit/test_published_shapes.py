@@ -14,8 +14,8 @@ from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.model_shape import SHAPES, read_model
-from stages.recipe import ModelInfo
 from stages.shape import stored_shape
+from stages.stage import ModelInfo
 from tests.pipeline_case import Case
 
 # Parameters that the models' cards and files state.

@@ -27,7 +27,7 @@ from stages.fields import (
     split,
 )
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import World
+from stages.stage import World
 from tests.pipeline_case import ROOT, Case, truncate
 
 

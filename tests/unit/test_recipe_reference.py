@@ -16,7 +16,7 @@ import pytest
 from pipeline.recipe.faults import known_paths
 from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import read_mapping
-from stages.recipe import recipe_type
+from stages.stage import recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
 _PINS = (ROOT / "launch" / "tested" / "pipeline.txt").read_text(encoding="utf-8")

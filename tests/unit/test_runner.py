@@ -36,7 +36,7 @@ from pipeline.run.store import Store
 from pipeline.run.worker import execute
 from stages.context import StageConfig
 from stages.published import Manifest
-from stages.recipe import LoadedRecipe, World
+from stages.stage import LoadedRecipe, World
 from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
 

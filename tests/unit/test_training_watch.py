@@ -26,8 +26,8 @@ from data_prep.documents.calibration import write_calibration
 from data_prep.text import haystack_words
 from stages.context import Runtime
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import ModelInfo
 from stages.shape import stored_shape
+from stages.stage import ModelInfo
 from stages.train import decisions
 from stages.train import run as training
 from stages.train import watch as watching

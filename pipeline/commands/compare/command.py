@@ -37,9 +37,9 @@ from pipeline.run.runner import Choice, Runner
 from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Ratios, Section
 from stages.formats import format_seconds
-from stages.recipe import LoadedRecipe, Recipe
 from stages.search.budget import Budget
 from stages.search.stage import SearchConfig
+from stages.stage import LoadedRecipe, Recipe
 from stages.train.stage import TrainConfig
 
 COMMAND = RecipeCommand("run methods at several ratios and print the paper's tables", json=True)

@@ -23,10 +23,10 @@ from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.tables import SuiteAnswers
 from stages.materialize.stage import MODEL, MaterializeSummary
-from stages.recipe import Recipe
 from stages.report.charts import interval_of
 from stages.report.results import Search, cache_size, served_bytes
 from stages.search.stage import HEAD_MASK, SearchConfig, SearchSummary
+from stages.stage import Recipe
 from stages.train.stage import checkpoint_tokens
 
 # Rows of BOSCH Tables 1 and 2, by the kind of method.

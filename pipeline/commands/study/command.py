@@ -16,8 +16,8 @@ from pipeline.commands.paths import typed_path
 from pipeline.commands.study import StudyOptions
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import require_one_node
-from stages.recipe import LoadedRecipe
 from stages.search.stage import SearchConfig
+from stages.stage import LoadedRecipe
 from stages.train.stage import TrainConfig
 
 COMMAND = RecipeCommand(

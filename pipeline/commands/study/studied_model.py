@@ -50,10 +50,10 @@ from pipeline.run.runner import Choice, Runner
 from stages.finished import FinishedWork, Record
 from stages.formats import counted
 from stages.prepare.stage import PrepareConfig
-from stages.recipe import LoadedRecipe
 from stages.search.processes import reuse_bytes
 from stages.search.stage import STAGE as SEARCH
 from stages.search.stage import SearchConfig
+from stages.stage import LoadedRecipe
 from stages.train.stage import STAGE as TRAIN
 from stages.train.stage import TrainConfig, checkpoint_folders
 

@@ -15,8 +15,7 @@ from data_prep.tasks.longbench import task_of
 from stages.evaluate.section import SuiteSection
 from stages.fields import Count, Flag, Line, PathText, different
 from stages.inputs import Hasher, Input, hashed_files
-from stages.recipe import LoadedRecipe, position_faults
-from stages.stage import call
+from stages.stage import LoadedRecipe, call, position_faults
 from stages.versions import installed_versions
 
 NO_HARNESS = (

@@ -16,7 +16,7 @@ from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, Number, PathText, different
 from stages.formats import counted
 from stages.inputs import Hasher, Input, prose
-from stages.recipe import LoadedRecipe
+from stages.stage import LoadedRecipe
 
 # Of a sample on disk, beside 4 bytes for each of its ids: its answers and the end of its question.
 _RECORD_BYTES = 1000

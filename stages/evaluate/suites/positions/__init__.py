@@ -12,7 +12,7 @@ from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, PathText
 from stages.formats import counted
 from stages.inputs import prose
-from stages.recipe import LoadedRecipe, position_faults
+from stages.stage import LoadedRecipe, position_faults
 from stages.versions import installed_versions
 
 
