@@ -7,6 +7,7 @@ from typing import Any
 
 from bosch.errors import RunError
 from bosch.files import read_json, write_text
+from bosch.window import Window, windows_text
 from stages.formats import format_bytes, format_score, format_share
 from stages.pages.page import render
 from stages.pages.tables import Cell, Table
@@ -60,7 +61,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         model.name if model.is_absolute() else summary["model"],
         summary["method"],
         format_share(summary["swa_ratio"]),
-        f"{summary['window_size']:,}",
+        windows_text([Window(n) for n in summary.get("window_sizes") or [summary["window_size"]]]),
         *(format_score(needle[which]) for which in ("original", "hybrid", "trained")),
         f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}",
         f"{hours:,.2f}" if hours else "",

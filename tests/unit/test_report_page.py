@@ -532,6 +532,7 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
     manifest = (published["search"] / "manifest.json").read_text()
     for name, content in (
         ("b", None),
+        ("menu", summary | {"window_sizes": [64, 128]}),
         ("a<b>", {"title": "older"}),
         ("c", "{"),
         ("d", {"needle": None, "kv_cache_bytes_per_token": 5}),
@@ -548,10 +549,11 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
     assert row.startswith("b | Ship the hybrid after 4,000,000 tokens")
     assert " | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB" in row
     assert row.endswith("| 13.28 | 26.56 USD | 2026-01-02 03:04")
+    assert any(line.startswith("menu | ") and " | 64 and 128 | " in line for line in lines)
     unread = [line for line in lines if "cannot be read" in line]
     assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
-    assert links == [f"{name}/report/index.html" for name in ("a<b>", "b", "c", "d")]
+    assert links == [f"{name}/report/index.html" for name in ("a<b>", "b", "c", "d", "menu")]
 
 
 @pytest.mark.parametrize(
