@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionLayer,
 )
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import CachedGroup, CachedStates, HeadGroup, HeadLayout, gather_sinks
@@ -29,6 +30,10 @@ from bosch.errors import UserError
 from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 from bosch.window import Window
+
+# transformers' name of a cache among what a pass takes and returns: "past_key_values", from
+# transformers 5.24 on "cache".
+CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 
 @dataclass
@@ -486,5 +491,5 @@ def state_bytes(model: Any) -> int:
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        model.get_decoder()(input_ids=token, past_key_values=cache, use_cache=True)
+        model.get_decoder()(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
     return _storage_bytes(state for layer in cache.layers for state in _states(layer))

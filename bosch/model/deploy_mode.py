@@ -25,12 +25,13 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils import logging as transformers_logging
 
 from bosch.attention import HeadLayout
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
-from bosch.model.cache import HybridCache, SplitCacheLayer
+from bosch.model.cache import CACHE_NAME, HybridCache, SplitCacheLayer
 from bosch.model.cache_users import check_cached_layout, forget_users, note_user
 from bosch.model.configuration import choosing_attention, hybrid_config_class, is_hybrid
 from bosch.model.families import (
@@ -231,7 +232,7 @@ class HybridModelMixin:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        cache_of_user = model_kwargs.get("past_key_values")
+        cache_of_user = model_kwargs.get(CACHE_NAME)
         if cache_of_user is not None or generation_config.use_cache is False:
             if cache_of_user is not None:
                 adopt_cache(self, cache_of_user)
@@ -252,7 +253,7 @@ class HybridModelMixin:
                 f"cache_implementation='{generation_config.cache_implementation}' has no hybrid "
                 "form: choose dynamic or static"
             )
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE_NAME] = cache
 
     def _static_cache(
         self, generation_config: Any, batch_size: int, max_cache_length: int
@@ -389,12 +390,15 @@ def _prepare_pass(
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
-    if kwargs.get("cache") is not None:  # continuous batching: its masks and pages are there
+    for old_name in ALL_CACHE_NAMES[1:] if CACHE_NAME not in kwargs else ():
+        if old_name in kwargs:  # which transformers renames within the decoder
+            kwargs[CACHE_NAME] = kwargs.pop(old_name)
+    if kwargs.get("pages") is not None:  # continuous batching: its masks and pages are there
         return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
             check_shows_weights(required_state(module))
-    past, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    past, use_cache = kwargs.get(CACHE_NAME), kwargs.get("use_cache")
     positions = kwargs.get("position_ids")
     if kwargs.get("attention_mask") is not None:
         positions = None
@@ -421,10 +425,10 @@ def _prepare_pass(
     if past is not None:
         adopt_cache(decoder, past)
     elif use_cache:
-        kwargs["past_key_values"] = HybridCache.of(decoder)
+        kwargs[CACHE_NAME] = HybridCache.of(decoder)
     kwargs["use_cache"] = past is not None if use_cache is None else use_cache
-    if kwargs.get("past_key_values") is not None and not torch.compiler.is_compiling():
-        check_cached_layout(decoder, kwargs["past_key_values"])
+    if kwargs.get(CACHE_NAME) is not None and not torch.compiler.is_compiling():
+        check_cached_layout(decoder, kwargs[CACHE_NAME])
     return (), kwargs
 
 

@@ -151,7 +151,7 @@ def attention_forward(
     call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
         return state.attend(module, call), None
-    if kwargs.get("cache") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
+    if kwargs.get("pages") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
         return paged_attention(module, call, kwargs), None
     if not isinstance(context, AttentionContext):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
@@ -257,18 +257,21 @@ def masks_for_generate(
     inputs_embeds: Tensor,
     attention_mask: Any = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Any:
     """The mask `generate` passes with a static cache: the 2-D padding mask.
 
-    It is padded to the cache's length; transformers' own function would build a 4-D mask.
+    It is padded to the cache's length; transformers' own function would build a 4-D mask. The cache
+    is called `past_key_values` before transformers 5.24.
     """
-    if attention_mask is None or not isinstance(past_key_values.get_seq_length(), Tensor):
+    cache = past_key_values if cache is None else cache
+    if attention_mask is None or not isinstance(cache.get_seq_length(), Tensor):
         return attention_mask
     # Layers with states of their own read the padding of this pass at the mask's end.
     if inputs_embeds.shape[1] > 1 and decoder_layers(config).states:
         return attention_mask
-    return padded_mask(attention_mask, past_key_values.get_max_length())
+    return padded_mask(attention_mask, cache.get_max_length())
 
 
 def register_attention() -> None:

@@ -123,7 +123,9 @@ class PagedView:
             visible[name] = seen | ~seen.any(dim=-1, keepdim=True)
         # A mask of four dimensions stays as it is on its way; attention takes that of each type.
         any_mask = next(iter(attention_mask.values()))
-        return self._model(attention_mask=any_mask, visible=visible, **kwargs)
+        # By another name: an attention module would store all its heads in a `cache`, as one slice.
+        pages = kwargs.pop("cache")
+        return self._model(attention_mask=any_mask, visible=visible, pages=pages, **kwargs)
 
 
 def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str, Any]) -> Tensor:
@@ -134,7 +136,7 @@ def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str
     """
     query, key, value, layout = call.query, call.key, call.value, call.layout
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
-    cache = options["cache"]
+    cache = options["pages"]
     size, q_per_kv = cache.config.num_key_value_heads, query.shape[1] // key.shape[1]
     outputs = []
     for group, slices in zip(layout.groups, cache.config.slices[module], strict=True):

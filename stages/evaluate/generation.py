@@ -18,6 +18,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from bosch.model.cache import CACHE_NAME
 from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 from stages.evaluate.shared_reading import SharedReading
@@ -163,7 +164,7 @@ def _generate_batch(
             output = model.generate(
                 ids,
                 attention_mask=mask,
-                past_key_values=cache,
+                **{CACHE_NAME: cache},
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([numbers]),
                 stopping_criteria=StoppingCriteriaList(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from bosch.model.cache import HybridCache, keeps_every_token, padded_rows
+from bosch.model.cache import CACHE_NAME, HybridCache, keeps_every_token, padded_rows
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class SharedPrompt:
         if cache is None:
             return None
         output = self._model(
-            input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True
+            input_ids=ids[:, cache.get_seq_length() :], use_cache=True, **{CACHE_NAME: cache}
         )
         return output.logits
 
@@ -87,7 +87,7 @@ class SharedPrompt:
     @torch.inference_mode()
     def _compute(self, ids: Tensor) -> None:
         cache = self._new_cache()
-        self._model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
         self._ids, self._cache = ids, cache
 
 

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from bosch.backends import BACKENDS
 from bosch.errors import RunError, UserError
 from bosch.hardware import cpu_cores
-from bosch.model.cache import held_bytes, shown_bytes, state_bytes
+from bosch.model.cache import CACHE_NAME, held_bytes, shown_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import attention_needs, decoder_layers, text_config
 from bosch.model.interface import NAME
@@ -84,7 +84,7 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
 
 def _pass(measured: MeasuredModel, ids: Tensor, cache: Any) -> Tensor:
     """One forward pass; returns the next token of each row, [B, 1]."""
-    out = measured.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    out = measured.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
     return out.logits[:, -1:].argmax(-1)  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ from transformers import LogitsProcessorList
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
+from bosch.model.cache import CACHE_NAME
 from data_prep.tasks import longbench
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from stages.evaluate.answers import Subtask, TaskGroup, digest_of
@@ -256,7 +257,7 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
         def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
             cache = shared.cache(context, kwargs["attention_mask"])
             if cache is not None:
-                kwargs["past_key_values"] = cache
+                kwargs[CACHE_NAME] = cache
             numbers = Numbers()
             kwargs["logits_processor"] = LogitsProcessorList([numbers])
             output = super()._model_generate(context, *args, **kwargs)

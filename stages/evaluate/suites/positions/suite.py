@@ -16,6 +16,7 @@ import torch
 
 from bosch.analysis.intervals import student
 from bosch.errors import UserError
+from bosch.model.cache import CACHE_NAME
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import Subtask, digest_of
@@ -117,9 +118,9 @@ def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = Non
     cache, losses = None, []
     for start in range(0, tokens.shape[1] - 1, _CHUNK):
         chunk = tokens[:, start : min(start + _CHUNK, tokens.shape[1] - 1)]
-        output = model(chunk, past_key_values=cache, use_cache=True)
+        output = model(chunk, use_cache=True, **{CACHE_NAME: cache})
         check_numbers(output.logits)
-        cache = output.past_key_values
+        cache = output[CACHE_NAME]
         targets = tokens[0, start + 1 : start + 1 + chunk.shape[1]]
         loss = torch.nn.functional.cross_entropy(
             output.logits[0].float(), targets, reduction="none"
