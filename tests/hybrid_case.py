@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from bosch.heads import HeadMask
+from bosch.model.families import FAMILIES
 from bosch.model.loading import auto_class
 from bosch.model.search_mode import mask_shape
 
@@ -155,6 +156,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "conv", "full_attention"], "num_dense_layers": 1,
         "moe_intermediate_size": 16, **_EXPERTS,
     },
+    "lara_mini": {
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, **_EXPERTS,
+        **_DELTA_NET, "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "linear_attention"],
+    },
     "lfm3": {"head_dim": 8, "layer_types": ["full_attention", "conv", "full_attention"]},
     **{family: {} for family in _TEXT},
 }  # fmt: skip
@@ -179,7 +185,7 @@ _VISION = {
     "embed_dim": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
-FAMILY_NAMES = tuple(_EXTRA)
+FAMILY_NAMES = tuple(name for name in _EXTRA if FAMILIES[name].is_installed)
 # Families with experts, and the changes that give some of them theirs.
 EXPERT_CHANGES: dict[str, dict[str, Any]] = {
     **{name: {} for name, extra in _EXTRA.items() if any("experts" in key for key in extra)},
@@ -213,8 +219,8 @@ OTHER_LAYERS = (
 LIKE_ANOTHER = frozenset((
     "aria_text", "bamba", "beam", "biogpt", "cohere2_moe", "cwm", "dots1", "exaone_moe", "flint",
     "gemma4_unified_text", "granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "jamba",
-    "kolibri1", "lfm2_moe", "mellum", "nanochat", "persimmon", "qwen2_vl", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_vl_moe", "vaultgemma",
+    "kolibri1", "lara_mini", "lfm2_moe", "mellum", "nanochat", "persimmon", "qwen2_vl",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "vaultgemma",
 ))  # fmt: skip
 ALL_FAMILIES = "BOSCH_ALL_FAMILIES" in os.environ
 SAMPLE = tuple(name for name in FAMILY_NAMES if ALL_FAMILIES or name not in LIKE_ANOTHER)

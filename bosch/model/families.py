@@ -139,6 +139,7 @@ _OTHERS = (
     ),
     Family("gpt_oss", per_head=("sinks",), separates_documents=False),
     Family("hyperclovax", logit_factor="logits_scaling", logit_divisor=""),
+    Family("lara_mini", separates_documents=False, mixes_states=True),
     Family("laguna", gated=True, per_head=("g_proj",)),
     Family("lfm3", gated=True, per_head=("g_proj",), separates_documents=False),
     Family("nemotron_h", attention="mixer", separates_documents=False),
@@ -178,19 +179,19 @@ _TYPES_BY_REASON = {
     "it is an embedding model": ("cohere_compass_text",),
     "its layers have different numbers of KV heads": ("dots3_note", "dots3_note_text"),
     "it is the text decoder of a model that is not known here as a whole": (
-        "hunyuan_vl_text", "paddleocr_vl_text",
+        "apertus1p5_text", "hunyuan_vl_text", "paddleocr_vl_text",
     ),
     "its layers of linear attention have a cache of their own": ("minimax",),
     "its attention is sparse by blocks": ("minimax_m3_vl_text",),
     "its attention has logits of relative positions": ("inkling_text", "inkling2_text"),
     "its layers share the weights of their attention": ("zamba", "zamba2"),
     "its heads are mixed by convolutions": ("zaya",),
-    "its layers are run several times in a pass": ("hrm_text",),
+    "its layers are run several times in a pass": ("dory", "hrm_text", "inkling2_loop_text"),
     "no layer of it has full attention": ("rwkv", "xlstm"),
     "it is several decoders in one": ("blt",),
     "its model does not name its decoder": ("modernbert-decoder",),
-    "it is loaded as a model of type llama, with a configuration of its own": (
-        "internlm3", "iquestcoder",
+    "it is loaded as a model of another type, with a configuration of its own": (
+        "exaone", "internlm3", "iquestcoder", "sarvam_moe",
     ),
     "it reads the keys and values of another model": (
         "gemma4_assistant", "gemma4_unified_assistant",
