@@ -92,7 +92,9 @@ class Ranks:
 def limit_collectives(minutes: float) -> None:
     """From now on a collective fails after `minutes` of waiting for another process."""
     if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes))
+        # The name that torch 2.14 gives it.
+        limit = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+        limit(timedelta(minutes=minutes))
 
 
 @contextmanager

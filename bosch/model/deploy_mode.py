@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils import logging as transformers_logging
 
 from bosch.attention import HeadLayout
@@ -390,9 +389,9 @@ def _prepare_pass(
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
-    for old_name in ALL_CACHE_NAMES[1:] if CACHE_NAME not in kwargs else ():
-        if old_name in kwargs:  # which transformers renames within the decoder
-            kwargs[CACHE_NAME] = kwargs.pop(old_name)
+    old = kwargs.pop("past_key_values", None)  # which a later transformers renames further within
+    if old is not None and kwargs.get(CACHE_NAME) is None:
+        kwargs[CACHE_NAME] = old
     if kwargs.get("pages") is not None:  # continuous batching: its masks and pages are there
         return (), kwargs
     if kwargs.get("output_attentions"):

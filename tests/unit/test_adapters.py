@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from bosch.errors import UserError
 from bosch.model.cache import HybridCache
@@ -22,7 +23,7 @@ from stages.train import trainable
 from tests.hybrid_case import LAYERS, logits_of, random_mask, small_model, tokens
 
 WINDOW, SINKS, LENGTH, NEW = 7, 2, 40, 8
-MISSING = "the extra 'adapt' is not installed"
+MISSING = "the extra 'adapt' is not installed, or older than transformers asks for"
 
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guide/load.md"
@@ -42,12 +43,12 @@ def _offloaded(model: Any) -> Any:
 
 
 def _wrapped(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason=MISSING)
+    peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
 def _adapted(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason=MISSING)
+    peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     return model
 
@@ -108,7 +109,7 @@ def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
 
 
 def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason=MISSING)
+    peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     hybrid, ids = _hybrid(tmp_path / "plain"), torch.arange(4 * LENGTH).reshape(4, -1) % 13 + 3
     before = {name: weight.clone() for name, weight in hybrid.state_dict().items()}
     names = {"model": hybrid}
@@ -160,7 +161,7 @@ def test_a_head_mask_on_a_base_within_adapters() -> None:
 
 
 def test_a_prefix_by_peft() -> None:
-    peft = pytest.importorskip("peft", reason=MISSING)
+    peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     hybrid, ids = materialize(small_model(), random_mask(), Window(7)), tokens(2, 20)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(hybrid, config).eval()
