@@ -389,7 +389,7 @@ def _prepare_pass(
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
-    old = kwargs.pop("past_key_values", None)  # which a later transformers renames further within
+    old = kwargs.pop("past_key_values", None)  # transformers 5.24 renames it after this hook
     if old is not None and kwargs.get(CACHE_NAME) is None:
         kwargs[CACHE_NAME] = old
     if kwargs.get("pages") is not None:  # continuous batching: its masks and pages are there
