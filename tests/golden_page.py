@@ -7,12 +7,16 @@ writes the reports again, `python -m tests.golden_comparison` the comparison; lo
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from stages.report import run as report
 from tests import report_fixture
@@ -155,11 +159,14 @@ def golden(page: str) -> str:
 
 
 def golden_report(publish: Callable[[Path], dict[str, Path]], folder: Path) -> str:
-    """What the golden file says of the report of published stages: its page, then summary.json."""
-    inputs = publish(folder)
-    summary = report.run(report_fixture.config(inputs), inputs, folder / "report")
+    """What the golden file says of a report: page, summary.json and what the terminal shows."""
+    inputs, printed = publish(folder), io.StringIO()
+    with contextlib.redirect_stdout(printed), mock.patch.dict(os.environ, COLUMNS="80"):
+        summary = report.run(report_fixture.config(inputs), inputs, folder / "report")
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
-    return golden(page) + "".join(f"{name}: {_text(value)}\n" for name, value in summary.items())
+    lines = [f"{name}: {_text(value)}" for name, value in summary.items()]
+    lines += ["", *map(str.rstrip, printed.getvalue().splitlines())]
+    return golden(page) + "\n".join(lines) + "\n"
 
 
 def main() -> None:

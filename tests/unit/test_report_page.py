@@ -464,6 +464,7 @@ def test_what_has_no_score_is_said_with_the_reason(
         assert "gsm8k has no score: it has no data" in text
     assert page.index(f"{failed} has no score") < page.index("KV cache per token")
     assert (f"Could not be evaluated: {reason}" in page) == (failed != "intr")
+    assert ("hybrid untrained not evaluated" in out) == (failed == "hybrid")
     if failed == "tokens-4000000":
         assert summary["verdict"].endswith(f"could not be evaluated: {reason}.")
         assert summary["needle"]["trained"] is None
