@@ -24,6 +24,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "runtime.processes=3",
         "runtime.evaluate_parallel=context", "runtime.sharding=none", "train.batch_tokens=3M",
         "runtime.micro_batch_size=1", "runtime.context_parallel=3", "prepare.sequence_length=48k",
+        "runtime.needle_every_steps=100", "runtime.needle_samples=50",
     )),
     ("qwen3_8b_r075", "a800x16", (
         "train.lora={rank: 8}", "train.freeze=attention_only", "train.teacher=original",

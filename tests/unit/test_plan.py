@@ -488,6 +488,25 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
     assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
 
 
+def test_without_sharding_one_node_holds_the_whole_restart_point() -> None:
+    held = {"none": "20.4 GiB", "fsdp": "10.2 GiB"}
+    for sharding, size in held.items():
+        lines = "\n".join(
+            plan_lines(_paper("qwen3_1p7b", f"runtime.sharding={sharding}"), "h100x16")
+        )
+        assert f"{size} while restart points are written" in lines
+
+
+def test_the_inputs_of_layers_are_on_the_node_of_their_process() -> None:
+    changes = ("runtime.offload_activations=true", "runtime.checkpointing=full")
+    loaded = _paper("qwen3_14b", *changes, "runtime.micro_batch_size=1")
+    found = [
+        next(line for line in plan_lines(loaded, hardware) if "for the inputs of layers" in line)
+        for hardware in ("h100x8", "h100x16")
+    ]
+    assert found[0] == found[1]
+
+
 def test_the_remedy_is_the_one_change_that_suffices() -> None:
     """Two processes can share a model already."""
     settled = ["runtime.checkpointing=full", "runtime.micro_batch_size=1"]
