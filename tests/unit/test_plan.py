@@ -488,6 +488,15 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
     assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
 
 
+def test_the_margin_of_fragmentation_is_a_gpus_and_checkpointing_leaves_it() -> None:
+    none, auto = (_paper("qwen3_1p7b", f"runtime.checkpointing={way}") for way in ("none", "auto"))
+    kept = training_budget(none, 8, GIB, True)
+    assert kept.margin > 0 == training_budget(none, 8, GIB, False).margin
+    for memory, is_none in ((kept.need + 1.01 * kept.margin, True), (kept.need + 1, False)):
+        chosen = training_budget(auto, 8, memory, True).runtime.checkpointing
+        assert (chosen == "none") == is_none
+
+
 def test_without_sharding_one_node_holds_the_whole_restart_point() -> None:
     held = {"none": "20.4 GiB", "fsdp": "10.2 GiB"}
     for sharding, size in held.items():
