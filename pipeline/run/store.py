@@ -112,7 +112,7 @@ class Store:
         state = self.state(stage, key)
         attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
-            attempts[-1]["ended"] = max(last_written, attempts[-1]["started"])
+            attempts[-1]["ended"] = last_written
         attempts.append({"started": time.time(), "gpus": gpus})
         write_json(self.state_file(stage, key), {"attempts": attempts})
         return work
@@ -164,7 +164,7 @@ class Store:
         work = self.work(stage, key)
         attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
         attempts[-1]["ended"] = time.time()
-        # The clock may have been set back in between.
+        # The clock may have been set back in between, or a killed attempt have written nothing.
         seconds = [max(one["ended"] - one["started"], 0) for one in attempts]
         gpus = [one.get("gpus", facts.get("gpus", 0)) for one in attempts]
         remove_empty_folders(work)

@@ -44,7 +44,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
-    folder = publish(store)
+    (fill(store) / "empty").mkdir()  # which the manifest could not tell from an added one
+    folder = store.publish("search", DOCUMENT, {"summary": {"x": 1}}, store.hasher())
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["key"] == KEY
     assert manifest["identity"] == DOCUMENT
