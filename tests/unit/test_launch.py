@@ -7,17 +7,30 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bosch.errors import DamagedWorkError, DiskFullError, LostRankError, RunError, UserError
+from bosch.errors import (
+    DamagedWorkError,
+    DiskFullError,
+    LostRankError,
+    RunError,
+    StoppedError,
+    UserError,
+)
 from bosch.files import write_json
 from pipeline.recipe.load import ROOT
 from pipeline.run import launch as launcher
-from pipeline.run.failures import DISK_FULL_STATUS, LOST_RANK_STATUS
+from pipeline.run.failures import (
+    DISK_FULL_STATUS,
+    LOST_RANK_STATUS,
+    REQUEUE_STATUS,
+    Terminated,
+)
 from pipeline.run.launch import launch, torchrun_options
 from stages.stage import World
 from tests.pipeline_case import gone
@@ -131,6 +144,27 @@ def test_no_process_and_no_folder_is_left_of_a_stage(
     assert worker.exists() and not (worker.parent / f"work.control-{node_rank}").exists()
 
 
+@pytest.mark.parametrize(
+    ("status", "error"), [(REQUEUE_STATUS, StoppedError), (1, Terminated), (-9, Terminated)]
+)
+def test_a_stage_that_is_told_to_stop_has_saved_its_work_only_if_it_says_so(
+    worker: Path, monkeypatch: pytest.MonkeyPatch, status: int, error: type[BaseException]
+) -> None:
+    ends, signals = iter((Terminated(), status)), list[int]()
+
+    def wait() -> int:
+        end = next(ends)
+        if isinstance(end, Terminated):
+            raise end
+        return end
+
+    child = SimpleNamespace(wait=wait, send_signal=signals.append)
+    monkeypatch.setattr(launcher, "children_end", lambda *_: nullcontext(child))
+    with pytest.raises(error):
+        launch({"stage": "search", "work_dir": str(worker)}, World())
+    assert signals == [signal.SIGUSR1]
+
+
 @pytest.mark.parametrize("kills", [0, 1])
 def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
     worker: Path, monkeypatch: pytest.MonkeyPatch, kills: int
@@ -160,6 +194,7 @@ def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LOST = {"kind": "unexpected", "message": "unexpected DistBackendError: gone"}
 USER, RUN = {"kind": "user", "message": "a: b"}, {"kind": "run", "message": "search: full"}
+OTHER_RUN = {"kind": "run", "message": "search: empty"}
 DISK = {"kind": "disk", "message": "no space"}
 DAMAGED = {"kind": "damaged", "message": "no end"}
 HANGS = {"kind": "lost", "message": "rank 0 hangs"}
@@ -170,6 +205,7 @@ FROZE = {"kind": "frozen", "message": "rank 0 froze"}
     ("files", "status", "processes", "kind", "message"),
     [
         ({"failure.0": LOST, "failure.1": RUN}, 1, 2, RunError, "search: full"),
+        ({"failure.0": RUN, "failure.1": OTHER_RUN}, 1, 2, RunError, "search: full"),
         ({"failure.0": RUN, "failure.1": USER}, 1, 2, UserError, "search: a: b"),
         ({"failure.0": RUN, "failure.1": DAMAGED}, 1, 2, DamagedWorkError, "search: no end"),
         ({"ended": {"rank": 3}, "failure.0": LOST}, 1, 4, RunError,
