@@ -75,6 +75,7 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
     assert allotted(values, costs, 31, narrowest=now).tolist() == [[0, 0, 0, 1]]
     assert allotted(values, costs, 22).tolist() == [[0, 0, 1, 1]]
     assert allotted(values, costs, 40).tolist() == [[0, 0, 0, 0]]  # all of an exact budget
+    assert allotted(values, costs, 4).tolist() == [[1, 1, 1, 1]]
     alike = np.tile([4.0, 0.0], (1, 2, 1))  # at no price one is full and the other is not
     assert allotted(alike, costs, 11).sum() == 1
     assert allotted(alike, costs, 10.5).sum() == 2
