@@ -6,6 +6,7 @@ The static one does it in memory of a fixed size, and decoding with it compiles 
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,21 @@ from bosch.model.cache import HybridCache, HybridCacheLayer, held_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.deploy_mode import adopt_cache
 from bosch.model.families import DecoderLayers
+from bosch.model.interface import masks_for_generate
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask
 from bosch.model.static_cache import StaticHybridCache, StaticHybridCacheLayer
 from bosch.window import Window
 from tests.attention_case import full_first
-from tests.hybrid_case import KV_HEADS, LAYERS, mask_of, random_mask, small_model, tokens
+from tests.hybrid_case import (
+    KV_HEADS,
+    LAYERS,
+    mask_of,
+    random_mask,
+    small_config,
+    small_model,
+    tokens,
+)
 
 WINDOW, LENGTH = 6, 30
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -507,3 +517,11 @@ def test_a_static_cache_has_the_room_that_is_asked_for() -> None:
     options = {"max_cache_len": 40, "max_new_tokens": 2, "return_dict_in_generate": True}
     output = _hybrid(0).generate(tokens(1, 5), cache_implementation="static", **options)
     assert output.past_key_values.get_max_length() == 40
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_mask_for_a_static_cache_by_either_of_its_names(name: str) -> None:
+    cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3), get_max_length=lambda: 6)
+    mask = torch.tensor([[0, 1, 1, 1]])
+    padded = masks_for_generate(small_config(), torch.zeros(1, 1, 48), mask, **{name: cache})
+    assert padded.tolist() == [[False, True, True, True, True, True]]

@@ -27,9 +27,10 @@ PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 20, 11)]
 
 
 def _hybrid(
-    family: str = "qwen3", window: Window | None = None, mask: Callable[[Any], HeadMask] = mask_of
-) -> Any:
-    model = small_model(family)
+    family: str = "qwen3", window: Window | None = None, mask: Callable[[Any], HeadMask] = mask_of,
+    **changes: Any,
+) -> Any:  # fmt: skip
+    model = small_model(family, **changes)
     if family == "llama":
         set_sink_bias(model, torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).tolist())
     hybrid = materialize(model, mask(model.config), window or Window(WINDOW))
@@ -76,6 +77,14 @@ def test_tokens_are_those_of_generate(
     )
     assert [output.generated_tokens for output in outputs.values()] == expected
     assert _greedy(hybrid, PROMPTS[1]) == expected[1], "the model is as it was"
+
+
+def test_slices_share_the_heads_of_every_group_evenly() -> None:
+    full = torch.tensor([[True, True, False, False, False]] * 3).numpy()
+    heads = {"num_attention_heads": 10, "num_key_value_heads": 5}
+    hybrid = _hybrid(mask=lambda _: HeadMask(full), **heads)
+    outputs = hybrid.generate_batch(PROMPTS[:1], continuous_batching_config=_options())
+    assert [one.generated_tokens for one in outputs.values()] == [_greedy(hybrid, PROMPTS[0])]
 
 
 def test_requests_hold_the_pages_that_the_formula_says() -> None:
