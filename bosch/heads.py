@@ -242,7 +242,9 @@ class HeadMaskFile:
         """The file of `mask`, with the model and the search that it comes from.
 
         `sink_bias` [L][HQ] is the extra logit of each query head where sliding heads have one.
+        Raises ValueError where the mask has more windows than the menu.
         """
+        mask.windows_per_layer(windows)
         return cls(  # with Python's own numbers, since numpy's cannot be written
             model,
             method,

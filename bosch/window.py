@@ -7,6 +7,7 @@ converted anywhere else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,6 +113,11 @@ def kv_slots(rows: Iterable[Mapping[Window | None, int]], tokens: int) -> int:
         for row in rows
         for window, count in row.items()
     )
+
+
+def named_share(least: int, original: int) -> str:
+    """A share that allows `least` bytes or slots: rounded down, it would name fewer."""
+    return f"{math.ceil(least / original * 1e6) / 1e6:g}"
 
 
 def windows_text(windows: Windows) -> str:

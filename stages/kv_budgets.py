@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.model.head_table import budget_slots, kv_budgets, original_slots
 from bosch.search.methods import METHODS
+from bosch.window import named_share
 from stages.fields import MOST, different, parse_count
 from stages.prepare.stage import PrepareConfig
-from stages.search.budget import named_share
 from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe
 

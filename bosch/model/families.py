@@ -139,7 +139,7 @@ _OTHERS = (
     ),
     Family("gpt_oss", per_head=("sinks",), separates_documents=False),
     Family("hyperclovax", logit_factor="logits_scaling", logit_divisor=""),
-    Family("lara_mini", separates_documents=False, mixes_states=True),
+    Family("lara_mini", separates_documents=False),
     Family("laguna", gated=True, per_head=("g_proj",)),
     Family("lfm3", gated=True, per_head=("g_proj",), separates_documents=False),
     Family("nemotron_h", attention="mixer", separates_documents=False),

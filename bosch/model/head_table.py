@@ -18,7 +18,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers
-from bosch.window import Window, kv_slots, rising_menu
+from bosch.window import Window, kv_slots, named_share, rising_menu
 
 _MENU = ({"window_size", "sinks"}, {"window_sizes", "sinks"})
 _COUNTS = ({"full_kv_heads_per_layer"}, {"full_kv_heads_per_layer", "swa_kv_heads_per_layer"})
@@ -120,7 +120,7 @@ def budget_slots(config: Any, budget: int | float | None) -> int | None:
         most = budget * original * (1 + 1e-12)  # a share of slots that was rounded down names them
         fitting = [slots for slots in budgets if slots <= most]
     if not fitting:
-        names = ", ".join(f"{slots} ({slots / original:.3g})" for slots in budgets)
+        names = ", ".join(f"{slots} ({named_share(slots, original)})" for slots in budgets)
         raise UserError(
             f"{where}: kv_budget is {budget!r:.60}; the model has budgets of {names} KV slots at "
             f"{table['context']:,} tokens, in brackets their share of the original's: name the "

@@ -23,7 +23,7 @@ from bosch.vllm.plan import (
     layers_refusal,
     module_plan,
 )
-from bosch.window import Window
+from bosch.window import Window, named_share
 from stages.cost import BYTES
 from stages.fields import (
     MOST,
@@ -276,11 +276,6 @@ def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
         raise UserError(too_small(price, window))
     assert swa_budget(heads, sliding / heads) == sliding
     return sliding / heads
-
-
-def named_share(least: int, original: int) -> str:
-    """A share that allows `least` bytes or slots: rounded down, it would be refused again."""
-    return f"{math.ceil(least / original * 1e6) / 1e6:g}"
 
 
 def too_small(price: Price, window: Window) -> str:

@@ -16,7 +16,7 @@ from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
-from bosch.window import MOST_WINDOWS, SINK_TOKENS, Window, rising_menu
+from bosch.window import MOST_WINDOWS, SINK_TOKENS, Window, named_share, rising_menu
 from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
@@ -27,7 +27,6 @@ from stages.search.budget import (
     Price,
     engine_faults,
     keep_fault,
-    named_share,
     sliding_ratio,
 )
 from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage

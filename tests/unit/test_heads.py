@@ -78,8 +78,11 @@ def test_a_menu_of_windows_differs_in_size_alone(windows: list[Any], said: str) 
     menu = [w if isinstance(w, Window) else Window(w) for w in windows]
     with pytest.raises(ValueError, match=f"must differ in size .* found {said}$"):
         window_menu(menu)
-    with pytest.raises(ValueError, match="the mask has 2 windows, the menu 1"):
-        HeadMask.of_choices([[0, 2]]).heads_per_layer(Window(4))
+    mask, said = HeadMask.of_choices([[0, 2]]), "the mask has 2 windows, the menu 1"
+    with pytest.raises(ValueError, match=said):
+        mask.heads_per_layer(Window(4))
+    with pytest.raises(ValueError, match=said):
+        HeadMaskFile.of(mask, Window(4), model="m", method="rand", swa_ratio=0.5)
 
 
 def test_a_changed_layer_leaves_the_windows_of_the_others() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_generate(
 
 
 def test_slices_share_the_heads_of_every_group_evenly() -> None:
-    full = torch.tensor([[True, True, False, False, False]] * 3).numpy()
+    full = np.array([[True, True, False, False, False]] * 3)
     heads = {"num_attention_heads": 10, "num_key_value_heads": 5}
     hybrid = _hybrid(mask=lambda _: HeadMask(full), **heads)
     outputs = hybrid.generate_batch(PROMPTS[:1], continuous_batching_config=_options())
