@@ -78,6 +78,7 @@ def test_a_measured_process_imports_nothing_from_there(
     more_hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(more_hostile)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # one that names this folder means it
     with pytest.raises(RunError, match="KeyError: 'settings'"):
         run_in_process({}, "it")
 
