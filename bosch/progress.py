@@ -50,7 +50,7 @@ class Progress:
         left = ""
         worked = self.done - self._free
         if self.total and worked:
-            left = f", {seconds * (self.total - self.done) / worked:.0f} s left"
+            left = f", {seconds * max(0, self.total - self.done) / worked:.0f} s left"
         tail = f", {note}" if note else ""
         logger.info(
             "%s: %s%s %s, %.0f s%s%s",

@@ -1,4 +1,5 @@
-"""Searches to compare with, not in the paper: whole mask, single heads and layers, learned gates.
+"""Searches to compare with, not in the paper: whole mask, single heads and layers, gradients,
+learned gates.
 
 Each finds a mask with exactly ceil(rho N) sliding units.
 """

@@ -55,7 +55,7 @@ def measure(
 
     `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
     original, which is otherwise the hybrid's own weights with every head full. Models take turns at
-    each length, each run in a process of its own; a length at which one has no memory left is a
+    each length, each run in a process of its own; a length at which one runs out of memory is a
     result. An interrupted measurement resumes where it stopped, unless the machine, the packages or
     the models have changed. Raises UserError for faulty input, RunError when a run fails otherwise.
     """
@@ -97,7 +97,7 @@ def measure(
         "stages/pages/results.html",
         title="Throughput and memory",
         subtitle=_title(report),
-        text="Medians over runs; a cross marks a length that had no memory.",
+        text="Medians over runs; a cross marks a length that ran out of memory.",
         command="",
         figures=list(figures(points).values()),
         tables=[results_table(points)],
@@ -270,7 +270,7 @@ def _outcome(result: dict[str, Any]) -> dict[str, Any]:
 def lack_of_memory(
     status: int, output: str, killed_before: int | None, killed_now: Callable[[], int | None]
 ) -> str | None:
-    """Why a process that left no result had no memory; None when it ended by something else."""
+    """Why a process that left no result ran out of memory; None when it ended by something else."""
     if status == -signal.SIGKILL:
         now = killed_now()
         if now is None or killed_before is None or now > killed_before:

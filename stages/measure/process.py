@@ -228,7 +228,7 @@ def limit_memory(device: torch.device, limit: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that there was no memory left, on any device."""
+    """Whether an exception means that memory ran out, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     signs = ("can't allocate memory", "std::bad_alloc", "CUDA out of memory", "ALLOC_FAILED")

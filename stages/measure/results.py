@@ -76,7 +76,7 @@ def point_of(
 
 
 def set_against_original(points: Sequence[dict[str, Any]]) -> None:
-    """Add to every hybrid's point its figures over the original's, None where one had no memory."""
+    """Add to every hybrid's point its figures over the original's, None where one ran out of memory."""
     originals = {p["length"]: p for p in points if p["model"] == "original"}
     for point in points:
         original = originals[point["length"]]
@@ -102,7 +102,7 @@ def _row(point: dict[str, Any]) -> list[str]:
     if point["model"] == "hybrid":
         row[1:] = [f"{point['swa_ratio']:.3g}", _windows(point)]
     if point["out_of_memory"]:
-        return [*row, "no memory"]
+        return [*row, "out of memory"]
     return [
         *row,
         format_count(point["prefill_tokens_per_second"]),

@@ -47,9 +47,7 @@ def run(
 
     Raises UserError when a source or the tokenizer is missing or damaged; names file and place.
     """
-    # A part's tokens stay open until they are packed: 2.5B tokens are some thousand parts.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files()
     written = Statistics.finished(work_dir)
     if written is None:
         model = config.model
@@ -68,6 +66,17 @@ def run(
         **written.model_dump(include={"documents", "tokens", "sequences", "bytes_per_token"}),
         "calibration_examples": written.calibration["examples"],
     }
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as the system allows.
+
+    A part's tokens stay open until they are packed: 2.5B tokens are some thousand parts.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Unlimited on macOS, which takes no more than OPEN_MAX all the same.
+    allowed = 10_240 if most == resource.RLIM_INFINITY else most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
 def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
@@ -141,7 +150,7 @@ def write_training_data(
         share, target = stream.tokens / tokens, weight / sum(weights)
         if share < target / 2:  # the others' documents are so long that the tokens ended before
             logger.warning(
-                "source %s has %.2g %% of the training data, and its weight asks for %.2g %%: "
+                "source %s has %.3g %% of the training data, and its weight asks for %.3g %%: "
                 "documents are taken whole; raise prepare.train_tokens or set max_tokens for the "
                 "other sources",
                 stream.name, 100 * share, 100 * target,

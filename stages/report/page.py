@@ -212,7 +212,7 @@ def speed_table(results: Results) -> Table | None:
         sizes = (point.memory_peak_bytes, point.kv_cache_bytes)
         name = [format_length(point.length), point.model]
         if point.out_of_memory:
-            name[1] += ", no memory"
+            name[1] += ", out of memory"
         rows.append([*name, *(_or_dash(v, format_count) for v in values),
                      *(_or_dash(size, format_bytes) for size in sizes)])  # fmt: skip
     header = ("context (tokens)", "model", "prefill, tokens/s", "decoding, tokens/s",
@@ -370,7 +370,7 @@ def front_table(front: Front) -> Table:
             (
                 f"{index + 1}{', chosen' if index == front.chosen else ''}",
                 f"{point.kv_slots:,}",
-                format_bytes(point.bytes or 0),
+                _or_dash(point.bytes, format_bytes),
                 f"{point.kv_slots / front.points[-1].kv_slots:.1%}",
                 str(point.full_kv_heads),
                 f"{mask.swa_ratio:.3f}",

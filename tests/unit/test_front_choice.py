@@ -161,6 +161,7 @@ def test_the_picture_and_the_table_mark_the_chosen_point() -> None:
     text = front_picture(front).json
     assert text.count('"series":"chosen"') == text.count('"series":"original"') == 1
     assert [row[0] for row in front_table(front).rows] == ["1", "2, chosen", "3", "4"]
+    assert {row[2] for row in front_table(_front()).rows} == {"–"}, "a size that was not computed"
 
 
 @pytest.fixture

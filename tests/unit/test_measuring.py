@@ -418,7 +418,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     assert results_table(points).rows == [
         ["10", "original", "", "5", "0.5", "9000.0", "100 B", "4 B", "0.2 B"],
         ["10", "0.5", "8", "20", "2", "1000.0", "50 B", "8 B", "0.4 B"],
-        ["20", "original", "", "no memory"],
+        ["20", "original", "", "out of memory"],
         ["20", "0.5", "8", "40", "2", "1000.0", "100 B", "4 B", "0.1 B"],
     ]
 
@@ -444,7 +444,7 @@ def test_a_report_says_whose_layout_it_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
-    """And on what hardware, though the last run had no memory: that one is not tried again."""
+    """And on what hardware, though the last run ran out of memory: that one is not tried again."""
     tried = Counter[tuple[str, float]]()
 
     def measured(request: Any, what: str) -> Any:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -40,6 +41,7 @@ from bosch.window import Window
 from pipeline import cli
 from pipeline.commands import status
 from pipeline.run.failures import disk_full_message, output_is_full
+from stages.prepare.run import allow_open_files
 from tests.pipeline_case import Case
 
 
@@ -398,3 +400,17 @@ def test_known_items_do_not_shorten_the_time_left(caplog, monkeypatch):
     bar.update(10, "layer 3: best score 0.500")
     # 10 evaluations in 20 s: 40 more take 80 s.
     assert "search: 60/100 evaluations, 20 s, 80 s left, layer 3: best score 0.500" in caplog.text
+    clock.now = 40.0
+    bar.update(50)  # more than there were to be
+    assert "search: 110/100 evaluations, 40 s, 0 s left" in caplog.text
+
+
+@pytest.mark.parametrize("most", [4096, resource.RLIM_INFINITY])
+def test_no_process_asks_for_unlimited_files(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS names no limit and refuses a soft limit of none."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    allow_open_files()
+    ((soft, hard),) = asked
+    assert hard == most and soft == (most if most > 0 else 10_240)
