@@ -94,7 +94,7 @@ def register_model(model_type: str) -> None:
     if not family.is_installed:  # in an older transformers, as vLLM's builds pin it
         raise UserError(
             f"transformers {version('transformers')} has no models of type '{model_type}': "
-            "docs/reference/families.md names the first version that has them; install that or a later one"
+            "docs/reference/families.md names the first version with it; install that or a newer"
         )
     config, model = hybrid_config_class(family), hybrid_model_class(family)
     AutoConfig.register(family.hybrid_type, config, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from bosch.commands import Command
 from bosch.errors import RunError, UserError
 from bosch.files import hash_fault, read_json
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
+from stages.evaluate.suites import SUITES, suite_title
 from stages.inputs import is_hub_name
 from stages.pages.tables import Group, Table
 from stages.published import Manifest
@@ -130,28 +130,18 @@ def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
     """Entries of `.eval_results`: the scores of tasks whose data is a dataset of the hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
-    suite = scores.checkpoints[name].get("harness")
-    if suite is None:
-        return []
-    # By name: it loads lm-eval, which takes seconds.
-    harness = importlib.import_module("stages.evaluate.suites.harness.tasks")
-    manager = harness.task_manager(list(suite.tasks))
-    entries = []
-    for task, by_length in suite.tasks.items():
-        if task not in manager.task_index:
-            continue
-        config = harness.leaf_configs(manager, task).get(task, {})
-        dataset = str(config.get("dataset_path", ""))
-        if is_hub_name(dataset, Path("/")):
-            entries += [
-                EvalResultEntry(
-                    dataset_id=dataset,
-                    task_id=str(config.get("dataset_name") or "default"),
-                    value=round(score.score, 4),
-                    notes=f"lm-evaluation-harness, {task}, {score.samples} samples",
-                )
-                for score in by_length.values()
-            ]
+    entries = [
+        EvalResultEntry(
+            dataset_id=dataset,
+            task_id=config,
+            value=round(score.score, 4),
+            notes=f"{suite_title(suite)}: {task}, {score.samples} samples",
+        )
+        for suite, table in scores.checkpoints[name].items()
+        if suite in SUITES
+        for task, (dataset, config) in SUITES[suite].hub_tasks(list(table.tasks)).items()
+        for score in table.tasks[task].values()
+    ]
     return list(eval_result_entries_to_yaml(entries))
 
 

@@ -102,6 +102,16 @@ class SuiteSection(Section):
             changes["settings"] = {**settings, **own.settings}
         return self.model_copy(update=changes)
 
+    @classmethod
+    def hub_tasks(cls, tasks: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Those of some tasks whose data is a dataset of the hub: its name and its config's."""
+        return {}
+
+    @property
+    def is_papers(self) -> bool:
+        """Whether its average measures what the NIAH averages of BOSCH's Table 1 do."""
+        return False
+
     def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
         """What its scores depend on in the model's card."""
         return {}

@@ -76,7 +76,7 @@ def point_of(
 
 
 def set_against_original(points: Sequence[dict[str, Any]]) -> None:
-    """Add to every hybrid's point its figures over the original's, None where one ran out of memory."""
+    """Add to every hybrid's point its figures over the original's, None where there is none."""
     originals = {p["length"]: p for p in points if p["model"] == "original"}
     for point in points:
         original = originals[point["length"]]

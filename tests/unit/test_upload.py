@@ -110,7 +110,7 @@ def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
         {
             "dataset": {"id": "openai/gsm8k", "task_id": "main"},
             "value": 41.5,
-            "notes": "lm-evaluation-harness, gsm8k, 64 samples",
+            "notes": "Tasks of lm-eval: gsm8k, 64 samples",
         }
     ]
 

@@ -20,7 +20,6 @@ from bosch.vllm.plan import LARGE_GPU
 from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.tables import SuiteAnswers
 from stages.materialize.stage import MODEL, MaterializeSummary
 from stages.report.charts import interval_of
@@ -164,7 +163,7 @@ class Comparison:
     """All combinations of a comparison and the results there are so far.
 
     `failures` says why a combination has none. `paper` holds the published scores of untrained
-    hybrids by ratio and method, where they compare.
+    hybrids by suite, ratio and method, where they compare.
     """
 
     recipe: str
@@ -174,7 +173,7 @@ class Comparison:
     with_training: bool
     results: Mapping[Combination, Result] = field(default_factory=dict)
     failures: Mapping[Combination, str] = field(default_factory=dict)
-    paper: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+    paper: Mapping[str, Mapping[float, Mapping[str, float]]] = field(default_factory=dict)
 
     @property
     def ratios(self) -> list[float]:
@@ -371,23 +370,20 @@ def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
 _WINDOW = 1024
 
 
-def paper_scores(recipe: Recipe) -> Mapping[float, Mapping[str, float]]:
-    """NIAH averages of untrained hybrids by ratio and method (BOSCH Table 1).
+def paper_scores(recipe: Recipe) -> dict[str, dict[float, dict[str, float]]]:
+    """NIAH averages of untrained hybrids by suite, ratio and method (BOSCH Table 1).
 
     Empty for another model, window, sinks, tasks or lengths, and with a sink bias; the number of
     samples may differ.
     """
-    search = recipe[SearchConfig]
-    evaluate, usual = recipe.get(EvaluateConfig), NeedleEvaluation()
-    needle = evaluate.suites.get("needle") if evaluate is not None else None
-    if not isinstance(needle, NeedleEvaluation):
-        return {}
+    search, evaluate = recipe[SearchConfig], recipe.get(EvaluateConfig)
+    by_ratio = _published().get(Path(recipe.model.path).name)
     if search.window.size != _WINDOW or search.sinks or search.sink is not None:
+        by_ratio = None
+    if by_ratio is None or evaluate is None:
         return {}
-    if set(needle.tasks) != set(usual.tasks) or set(needle.lengths) != set(usual.lengths):
-        return {}
-    by_ratio = _published().get(Path(recipe.model.path).name, {})
-    return {float(ratio): methods for ratio, methods in by_ratio.items()}
+    scores = {float(ratio): methods for ratio, methods in by_ratio.items()}
+    return {name: scores for name, suite in evaluate.suites.items() if suite.is_papers}
 
 
 @functools.cache

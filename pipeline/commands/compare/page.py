@@ -209,8 +209,7 @@ def score_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def _score_table(comparison: Comparison, models: Models, suite: str, title: str) -> Table:
-    # The published averages are of needle tasks, untrained.
-    paper = comparison.paper if (models, suite) == ("untrained", "needle") else {}
+    paper = comparison.paper.get(suite, {}) if models == "untrained" else {}
     _, original = comparison.originals[suite, "", 0]
     tests = comparison.tests(models, suite)
     header = ["Method"]

@@ -105,6 +105,10 @@ class HarnessEvaluation(SuiteSection):
         optional = {one for name in self.optional for one in self.expanded(name)}
         return [name for name in self.task_names if name not in optional]
 
+    @classmethod
+    def hub_tasks(cls, tasks: Sequence[str]) -> dict[str, tuple[str, str]]:
+        return dict(call("stages.evaluate.suites.harness.tasks:hub_tasks", tasks))
+
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         if not self.tasks:
             yield f"{where}.tasks: names no task; set some, or evaluate.presets"

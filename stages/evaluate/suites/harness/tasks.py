@@ -23,6 +23,7 @@ from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
+from stages.inputs import is_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,18 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
                 yield f"{group}::{one}", member if isinstance(member, Mapping) else {}
 
     return dict(of_name(name))
+
+
+def hub_tasks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Those of some tasks whose data is a dataset of the hub: its name and its config's."""
+    manager = task_manager(names)
+    found = {}
+    for name in names:
+        config = leaf_configs(manager, name).get(name, {}) if name in manager.task_index else {}
+        dataset = str(config.get("dataset_path", ""))
+        if is_hub_name(dataset, Path("/")):
+            found[name] = dataset, str(config.get("dataset_name") or "default")
+    return found
 
 
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:

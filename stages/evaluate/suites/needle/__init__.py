@@ -86,6 +86,11 @@ class NeedleEvaluation(SuiteSection):
         """Words that samples are made of, and what splits sentences."""
         return {"words": words_identity(), "sentences": sentences_identity()}
 
+    @property
+    def is_papers(self) -> bool:
+        usual = type(self)()
+        return set(self.tasks) == set(usual.tasks) and set(self.lengths) == set(usual.lengths)
+
     def new_tokens(self, task: str) -> int:
         """Tokens that a model may generate in a task."""
         return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
