@@ -75,7 +75,7 @@ def attention_backward_flops(gradient, query, key, value, *args, **kwargs):
 
 @contextlib.contextmanager
 def counted_flops():
-    """What torch itself counts; it has no formulas for the CPU's attention kernels."""
+    """What torch itself counts; before 2.15 it has no formulas for the CPU's attention kernels."""
     kernels = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
