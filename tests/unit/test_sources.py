@@ -167,7 +167,7 @@ DAMAGED = {
         ("a.jsonl.zst", LONG[: len(LONG) // 2], r"a\.jsonl\.zst: cannot be read to its end"),
         ("a.jsonl", lines(["x"]) + b'{"text": "a\\ud800b"}\n', "line 2: .* half a surrogate pair"),
         ("a.jsonl", lines(["x"]) + b"[" * 100_000 + b"\n", "line 2: a record .* nested too deeply"),
-        ("a.jsonl", b'{"text": ' + b'{"a":' * 9000 + b"\n", "line 1: a record .* too deeply"),
+        ("a.jsonl", b'{"text": ' + b'{"a":' * 100_000 + b"\n", "line 1: a record .* too deeply"),
         ("a.jsonl", b'{"text": "a\x00b"}\n', "line 1: not a complete JSON record .Invalid control"),
         ("a.jsonl", b"\x00" * 50, "line 1: not a complete JSON record"),
         ("a.txt", b"", "the folder .* holds no .jsonl"),
