@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from functools import partial
@@ -15,7 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bosch.attention import fastest_backend
 from bosch.backends import BACKENDS, resolve_backend
@@ -135,6 +140,9 @@ def recompute_activations(model: Any, saved: str = "") -> None:
             return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        # runtime.offload_activations moves layers' inputs alone; newer versions of torch ask.
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+            options["respect_saved_tensors_hooks"] = False
     # The method's name since transformers 5.23, and the one before.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     next(getattr(model, name) for name in names if hasattr(model, name))(options)
