@@ -23,7 +23,6 @@ from bosch.this_process import is_alive, process_place
 TEMPORARY = ".tmp-"
 # Host (or PID namespace) and PID of the process that writes a temporary file.
 _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
-_CHUNK = 4 * 1024**2
 # Size, times and inode of a file, and of the link that leads to it.
 Stamp = list[int]
 _ALMOST_FULL_BYTES = 1024**2
@@ -272,15 +271,12 @@ def _refuse(path: str | os.PathLike[str]) -> NoReturn:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file's bytes. Raises OSError, with the file's name."""
-    digest = hashlib.sha256()
     with open_regular(path, buffering=0) as file:
         try:
-            while block := file.read(_CHUNK):
-                digest.update(block)
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         except OSError as error:
             error.filename = str(path)
             raise
-    return digest.hexdigest()
 
 
 def file_stamp(path: str | os.PathLike[str]) -> Stamp:
