@@ -255,10 +255,8 @@ class VariableTracking(RulerTask):
     def draw(self, index: int, size: int) -> Draft:
         names, chain = self._chain()
         value = chain[0].split("=")[-1].strip()
-        lines = [NOISE_LINE] * size
-        places = sorted(self.random.sample(range(size), len(chain)))
-        for offset, (place, line) in enumerate(zip(places, chain, strict=True)):
-            lines.insert(place + offset, line)
+        places = self.random.sample(range(size), len(chain))
+        lines = hide(chain[::-1], [NOISE_LINE] * size, places)
         context = "\n".join(lines).replace(". \n", ".\n")
         prefix = (
             " Answer: According to the chain(s) of variable assignment in the text above, "
