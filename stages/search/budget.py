@@ -273,18 +273,13 @@ def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
         return price.budget.ratio
     sliding = price.fewest_sliding(window, price.most, granularity)
     if sliding is None:
-        raise UserError(too_small(price, window))
+        least = price.of(price.with_sliding(heads, window))
+        share = named_share(least, price.original)
+        raise UserError(
+            f"search.budget.{price.budget.name}: {format_bytes(price.most)} is less than the "
+            f"{format_bytes(least)} that all heads with a window of {window} hold at "
+            f"{price.tokens:,} tokens ({price.budget.engine}, {share} of the original's); "
+            "choose more, or a smaller window"
+        )
     assert swa_budget(heads, sliding / heads) == sliding
     return sliding / heads
-
-
-def too_small(price: Price, window: Window) -> str:
-    """The error message for a budget that all heads sliding with the smallest window do not fit."""
-    least = price.of(price.with_sliding(len(price.kinds.full) * price.kinds.heads, window))
-    share = named_share(least, price.original)
-    return (
-        f"search.budget.{price.budget.name}: {format_bytes(price.most)} is less than the "
-        f"{format_bytes(least)} that all heads with a window of {window} hold at "
-        f"{price.tokens:,} tokens ({price.budget.engine}, {share} of the original's); "
-        "choose more, or a smaller window"
-    )
