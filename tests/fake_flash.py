@@ -155,15 +155,7 @@ def backward(
 
 
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    *states: Tensor,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -172,39 +164,13 @@ def _flash_attn_backward(
     softcap: float,
     alibi_slopes: Tensor | None,
     deterministic: bool,
-    rng_state: Tensor | None = None,
 ) -> None:
-    assert causal and not dropout_p and not softcap and q.shape[-1] % 8 == 0
-    states = dout, q, k, v, out, softmax_lse, dq, dk, dv
-    backward(*states, None, softmax_scale, (window_size_left, window_size_right))
+    """Of either function: behind dO, Q, K, V, O, lse, dQ, dK, dV the borders and longest lengths
+    of sequences.
+    """
+    assert causal and not dropout_p and not softcap and states[1].shape[-1] % 8 == 0
+    borders = states[9:11] or None
+    backward(*states[:9], borders, softmax_scale, (window_size_left, window_size_right))
 
 
-def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> None:
-    assert causal and not dropout_p and not softcap and q.shape[-1] % 8 == 0
-    borders = cu_seqlens_q, cu_seqlens_k
-    states = dout, q, k, v, out, softmax_lse, dq, dk, dv
-    backward(*states, borders, softmax_scale, (window_size_left, window_size_right))
+_flash_attn_varlen_backward = _flash_attn_backward
