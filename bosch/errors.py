@@ -55,6 +55,17 @@ def is_disk_full(error: BaseException) -> bool:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on any device; by its name, since torch may not be loaded."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    signs = (
+        "can't allocate memory", "std::bad_alloc", "CUDA out of memory",
+        "CUDA error: out of memory", "ALLOC_FAILED",
+    )  # fmt: skip
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and those that it was raised from or while handling, latest first.
 

@@ -32,7 +32,8 @@ def folder_name(value: str) -> str:
     """A recipe's name, which names its folder; raises ValueError for what cannot."""
     if not _NAME.fullmatch(value):
         raise ValueError(
-            f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-'"
+            f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-', "
+            "beginning with a letter or digit"
         )
     if value.lower() in _RESERVED:  # file systems of macOS take Store for store
         raise ValueError(f"'{value}' is a name of the store's own; choose another")

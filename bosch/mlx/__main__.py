@@ -13,6 +13,10 @@ _NO_DRAFTS = (
     "--draft-model: the windows of a hybrid cannot take back the tokens of a draft that are "
     "refused; leave it out, or run this model with transformers"
 )
+_NO_BATCHES = (
+    "mlx-lm batches no hybrid with sinks; ask for one sequence at a time, or run this model with "
+    "transformers"
+)
 
 
 def main() -> int:
@@ -26,7 +30,8 @@ def main() -> int:
     except ValueError as fault:
         if "HybridLayerCache" not in str(fault) and "SinkLayerCache" not in str(fault):
             raise
-        print(f"error: {_NO_DRAFTS}", file=sys.stderr)
+        said = _NO_BATCHES if "batching" in str(fault) else _NO_DRAFTS
+        print(f"error: {said}", file=sys.stderr)
         return 2
     return 0
 

@@ -18,6 +18,7 @@ from bosch.errors import (
     UserError,
     causes,
     is_disk_full,
+    is_out_of_memory,
 )
 from bosch.files import TEMPORARY
 from bosch.this_process import STOP_SIGNALS
@@ -60,7 +61,7 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
         return {"kind": "disk" if is_disk_full(error) else "run", "message": message}
     if isinstance(error, RunError):
         return {"kind": "run", "message": str(error)}
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
+    if is_out_of_memory(error):
         return {"kind": "run", "message": "out of memory; see runtime for smaller batches"}
     return {"kind": "unexpected", "message": unexpected(error, log_file)}
 
@@ -91,11 +92,6 @@ def no_space(error: BaseException, folder: Path | None) -> str | None:
     inside = full is None or (folder is not None and folder in full.parents)
     place = folder if inside else full
     return NO_SPACE if place is None else disk_full_message(place)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's memory ran out; by its name, since torch may not be loaded."""
-    return type(error).__name__ == "OutOfMemoryError"
 
 
 def _full_folder(error: BaseException) -> Path | None:

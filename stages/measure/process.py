@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging as transformers_logging
 
 from bosch.backends import BACKENDS
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.hardware import cpu_cores
 from bosch.model.cache import CACHE_NAME, held_bytes, shown_bytes, state_bytes
 from bosch.model.cache_size import CacheSize
@@ -225,14 +225,6 @@ def limit_memory(device: torch.device, limit: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
     else:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, on any device."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    signs = ("can't allocate memory", "std::bad_alloc", "CUDA out of memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 _SIGNS = ("attention", "attn", "flash", "fmha", "softmax")

@@ -102,7 +102,6 @@ class Table:
     def print(self) -> None:
         """Draw the table on the terminal, with a line between groups."""
         table = TerminalTable(
-            title=Text(self.title) if self.title else None, title_justify="left",
             box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
         )  # fmt: skip
         for number, name in enumerate(self.header):
@@ -123,6 +122,8 @@ class Table:
             unbounded = console.options.update(max_width=_WIDEST)
             width = Measurement.get(console, unbounded, table).maximum
             console = Console(width=max(width, console.width))
+        if self.title:  # on its own: as the table's it would be broken at the table's width
+            console.print(Text(self.title, style="table.title"))
         console.print(table)
 
     def _is_number(self, column: int) -> bool:

@@ -23,7 +23,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from bosch.errors import DamagedWorkError, DiskFullError, RunError, UserError, is_disk_full
+from bosch.errors import (
+    DamagedWorkError,
+    DiskFullError,
+    RunError,
+    UserError,
+    is_disk_full,
+    is_out_of_memory,
+)
 from bosch.files import (
     almost_full,
     file_digest,
@@ -163,15 +170,16 @@ class RestartPoints:
         """Around the loading of a point: one that cannot be loaded is set aside as damaged.
 
         Raises DamagedWorkError, upon which the stage starts again and resumes from the point
-        before. Other errors pass where memory ran out or another process was lost.
+        before. Other errors pass where memory ran out, another process was lost or the system could
+        not read: the point's hashes have just been right, and it is no worse for them.
         """
         try:
             yield
-        except (RunError, UserError, MemoryError, torch.OutOfMemoryError):
+        except (RunError, UserError, OSError):
             raise
         # CheckpointException, of shards that could not be read, is no Exception.
         except (Exception, CheckpointException) as error:
-            if connection_broke(error):
+            if connection_broke(error) or is_out_of_memory(error):
                 raise
             aside = point.with_name(_UNREADABLE + point.name)
             with suppress(FileNotFoundError):  # another process was first
@@ -219,7 +227,13 @@ class RestartPoints:
         with disk_errors("a restart point", self.directory.parent):
             own = {f"process-{rank()}": torch.full((1,), rank())}
             dcp.save(own, checkpoint_id=place, process_group=self._group)
+        try:
             dcp.load(received, checkpoint_id=place, process_group=self._group)
+        except CheckpointException as error:  # of one or more processes, told to all
+            raise RunError(
+                f"not every process can read what all have written below {place}: "
+                "runtime.output_root has to be on a disk that all nodes share"
+            ) from error
         assert received[f"process-{other}"].item() == other
         wait(self._group)
         if rank() == 0:
@@ -376,7 +390,7 @@ def copy_companions(model_dir: Path, place: Path) -> None:
 def disk_errors(what: str, directory: Path) -> Iterator[None]:
     """Say what could not be written, and how much room is left, when writing fails.
 
-    The processes also talk while they write: a connection that broke is no fault of the disk.
+    The processes also talk while they write: a broken connection is no disk error, nor is a GPU's.
 
     Raises RunError when the file system refused, DiskFullError where no space was left: torch's
     writer of archives says then only that it is at another position than it expects.
@@ -386,12 +400,13 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        if connection_broke(error) or isinstance(error, torch.OutOfMemoryError):
+        if connection_broke(error) or is_out_of_memory(error) or "CUDA error" in str(error):
             raise
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:  # of any process
             cause = next(iter(error.failures.values()))[0]
-        free, reason = shutil.disk_usage(directory).free, " ".join(str(cause).split())
+        there = next(one for one in (directory, *directory.absolute().parents) if one.is_dir())
+        free, reason = shutil.disk_usage(there).free, " ".join(str(cause).split())
         torch_alone = not isinstance(cause, OSError) and almost_full(directory)
         kind = DiskFullError if is_disk_full(cause) or torch_alone else RunError
         raise kind(

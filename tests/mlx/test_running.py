@@ -295,6 +295,19 @@ def test_a_draft_model_is_refused(folder: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("error: --draft-model: ")
 
 
+def test_what_mlx_lm_does_not_batch_is_named(folder: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "benchmark", "--model", str(folder), "--batch-size", "2", "--prompt-tokens", "8",
+         "--generation-tokens", "2", "--num-trials", "1"],
+        cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False,
+    )  # fmt: skip
+    if _sinks(folder):
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: mlx-lm batches no hybrid with sinks")
+    else:
+        assert done.returncode == 0, done.stderr
+
+
 def test_caches_of_another_model_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="caches of another one"):
         model[0](mx.array([[1, 2]]), cache=make_prompt_cache(model[0])[1:])

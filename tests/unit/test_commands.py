@@ -122,6 +122,13 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
     ids = torch.zeros(1, counted["tokens"], dtype=torch.long)
     cache = hybrid(ids, use_cache=True).past_key_values
     assert counted["hybrid"] == held_bytes(cache)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    if "text_config" in content:  # where only the whole model's is written
+        del content["text_config"]["dtype"]
+        file.write_text(json.dumps(content))
+        assert main(["show", str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["cache_bytes"][0] == counted
 
 
 def test_show_says_what_windows_sliding_heads_have(

@@ -22,7 +22,7 @@ import torch
 
 from bosch.attention import BACKENDS
 from bosch.budget import swa_budget
-from bosch.errors import RunError, UserError
+from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.heads import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.loading import full_attention_config, load_config, load_model
@@ -508,12 +508,15 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
 def test_lack_of_memory_is_told_from_other_ends(
     tmp_path: Path,
 ) -> None:
-    assert process.is_out_of_memory(MemoryError())
-    assert process.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    for sign in ("can't allocate memory", "std::bad_alloc", "CUDA out of memory", "ALLOC_FAILED"):
-        assert process.is_out_of_memory(RuntimeError(f"an allocator: {sign}"))
-        assert not process.is_out_of_memory(ValueError(sign))
-    assert not process.is_out_of_memory(RuntimeError("shape mismatch"))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    for sign in (
+        "can't allocate memory", "std::bad_alloc", "CUDA out of memory", "ALLOC_FAILED",
+        "CUDA error: out of memory",
+    ):  # fmt: skip
+        assert is_out_of_memory(RuntimeError(f"an allocator: {sign}"))
+        assert not is_out_of_memory(ValueError(sign))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 5\noom_kill 3\n")
     reason = partial(measurement.lack_of_memory, killed_now=partial(killed_by_kernel, counts))

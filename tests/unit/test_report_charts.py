@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -129,6 +130,9 @@ def test_one_table_on_the_terminal_in_markdown_and_csv(capsys: pytest.CaptureFix
     TABLE.print()
     out = capsys.readouterr().out
     assert "Scores" in out and "1,024" in out and "**" not in out
+    title = "Scores after training, with 95 % intervals"
+    replace(TABLE, title=title).print()
+    assert title in capsys.readouterr().out, "it is broken at the width of its table"
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=9))

@@ -339,7 +339,9 @@ def test_a_checkpoint_that_is_gone_ends_training_and_costs_no_restart_point(tmp_
     "error",
     [
         torch.OutOfMemoryError("x"), MemoryError("x"), RunError("x"), UserError("x"),
-        RuntimeError("Connection reset by peer"),
+        RuntimeError("Connection reset by peer"), OSError(errno.ESTALE, "Stale file handle"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
     ],
 )  # fmt: skip
 def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
@@ -433,6 +435,20 @@ def test_a_full_disk_is_told_in_one_sentence(
         points.rehearse(1.0)
 
 
+def test_a_disk_that_nodes_do_not_share_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a process reads is not there, though it could write."""
+    points, load = restart_points(tmp_path, checkpoint_tokens=[]), storage.dcp.load
+
+    def elsewhere(*args: Any, checkpoint_id: Path, **options: Any) -> None:
+        load(*args, checkpoint_id=checkpoint_id.with_name("other"), **options)
+
+    monkeypatch.setattr(storage.dcp, "load", elsewhere)
+    with pytest.raises(RunError, match=r"^not every process .* a disk that all nodes share$"):
+        points.rehearse(1.0)
+
+
 @pytest.mark.parametrize(
     ("error", "free", "is_full"),
     [
@@ -453,6 +469,17 @@ def test_a_disk_without_space_is_told_from_one_that_refuses(
         raise error
     assert isinstance(failure.value, DiskFullError) == is_full
     assert str(failure.value).endswith(f"GB free): {error}")
+
+
+def test_a_folder_that_is_gone_is_a_fault_of_the_disk_and_a_gpus_error_is_none(
+    tmp_path: Path,
+) -> None:
+    gone = tmp_path / "run" / "train"
+    with pytest.raises(RunError, match=r"GB free\): .*No such file"), disk_errors("x", gone):
+        (gone / "file").touch()
+    message = "CUDA error: an illegal memory access was encountered"
+    with pytest.raises(RuntimeError, match=message), disk_errors("x", tmp_path):
+        raise RuntimeError(message)
 
 
 def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: Path) -> None:

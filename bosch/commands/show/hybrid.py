@@ -18,10 +18,10 @@ def hybrid_record(model: str) -> dict[str, Any]:
     """Heads, windows and bytes; raises UserError for a model that is no hybrid."""
     config = load_config(model)
     if not is_hybrid(config):
-        raise UserError(f"{model} is no hybrid model; expected one that bosch has made")
+        raise UserError(f"{model} is no hybrid model; expected a model that bosch has written")
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
-    # Models of 8-bit weights cache 16 bits; so much is assumed of an unknown dtype.
-    itemsize = max(getattr(text_config(config).dtype, "itemsize", 2), 2)
+    # Models of 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
+    itemsize = max(getattr(text_config(config).dtype or config.dtype, "itemsize", 2), 2)
     size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # only a pass has the states
     by_layer = {
         name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}

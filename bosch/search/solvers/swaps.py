@@ -18,8 +18,9 @@ def one_plus_one(problem: Problem, seed: int) -> None:
 
     One parent, one child per step, the child replaces the parent when it is no worse. The original
     flips each bit with probability 1/n and so leaves the budget almost always; here each step
-    exchanges k sliding units for k full ones, k - 1 binomial with the same 1/n. Spends the
-    problem's budget from a random start; the same seed, the same steps.
+    exchanges k sliding units for k full ones, k - 1 binomial with the same 1/n. From a random
+    start; the same seed, the same steps. Spends the problem's budget, unless 200 draws in a row are
+    known, as where it is nearly the number of all masks.
     """
     rng = np.random.default_rng(seed)
     parent = random_bits(problem.size, problem.quota, rng)
@@ -58,8 +59,9 @@ def annealing(problem: Problem, seed: int) -> None:
     """Simulated annealing (Kirkpatrick et al. 1983) by swaps on budget.
 
     The temperature falls in equal ratios over the budget. Losses that tie are compared by
-    log-likelihood where the problem breaks ties. Spends the problem's budget from a random start;
-    the same seed, the same steps.
+    log-likelihood where the problem breaks ties. From a random start; the same seed, the same
+    steps. Spends the problem's budget, unless it is cold and knows every mask around a local
+    optimum: of 12 units with 6 sliding, that leaves half of 600 evaluations.
     """
     problem.race = False  # it goes on from worse masks, whose bounds look nearly best
     rng = np.random.default_rng(seed)
