@@ -137,9 +137,6 @@ def stage_environment(world: World, work_dir: str) -> dict[str, str]:
     if not world.gpus:
         # Otherwise deepspeed, where it is installed, warns in every process that it found none.
         env.setdefault("DS_ACCELERATOR", "cpu")
-        # A thread that has to wait sleeps. Spinning, it keeps a core from those that it waits for
-        # where the machine has other work, and stages take twice as long.
-        env.setdefault("OMP_WAIT_POLICY", "passive")
     if not sys.stderr.isatty():
         env.setdefault("TQDM_DISABLE", "1")
     return env

@@ -60,12 +60,12 @@ def test_options_of_torchrun(world: World, options: list[str]) -> None:
         (World(), {}, {
             "BOSCH_WORK_DIR": "/w", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1",
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": None, "TOKENIZERS_PARALLELISM": "false",
-            "DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "passive", "WORLD_SIZE": None,
+            "DS_ACCELERATOR": "cpu", "WORLD_SIZE": None,
         }),
         (World(2, 0, 1), {"WORLD_SIZE": "7"}, {"BOSCH_WORK_DIR": "/w", "WORLD_SIZE": None}),
         (World(2, 1, 4, gpus=4), {"PYTHONPATH": "/a::/b"}, {
             "BOSCH_WORK_DIR": "/w node 1", "OMP_NUM_THREADS": "2", "DS_ACCELERATOR": None,
-            "OMP_WAIT_POLICY": None, "PYTHONPATH": f"{ROOT}:/a:/b",
+            "PYTHONPATH": f"{ROOT}:/a:/b",
         }),
         (World(processes_per_node=16), {}, {"OMP_NUM_THREADS": "1"}),
         (World(processes_per_node=2), {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "5"}),
