@@ -1,4 +1,4 @@
-"""What a stage is to the pipeline, and a recipe: one that was read and checked, for its stages.
+"""Types that describe a stage, a recipe, and a recipe that was read and checked.
 
 `recipe[SearchConfig]` is the section of that type; `recipe.get(TrainConfig)` is None where the
 recipe leaves it out. Whoever adds a stage adds a package with a `stage.py` that sets STAGE, and a
@@ -36,7 +36,7 @@ def folder_name(value: str) -> str:
             "beginning with a letter or digit"
         )
     if value.lower() in _RESERVED:  # file systems of macOS take Store for store
-        raise ValueError(f"'{value}' is a name of the store's own; choose another")
+        raise ValueError(f"'{value}' is reserved for the store; choose another")
     return value
 
 
@@ -100,7 +100,7 @@ class ModelInfo(StoredConfig):
 
 
 def no_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """The check of a stage whose fields are right each by itself."""
+    """The check of a stage without rules between fields."""
     yield from ()
 
 
@@ -110,7 +110,7 @@ def as_it_is(section: OwnSection, recipe: Recipe) -> OwnSection:
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """What the function `module:name` returns, whose module may be heavy; () without a name."""
+    """Import `module:name`, call it and return its result; () for an empty name."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(*arguments) if module else ()
 

@@ -1,7 +1,6 @@
 """Optimality gap: how far a mask is from the best mask on budget, found by measuring every one.
 
-It needs a model so small that all C(N, ceil(rho N)) masks
-(BOSCH Eq. 1) can be evaluated.
+It needs a model so small that all C(N, ceil(rho N)) masks (BOSCH Eq. 1) can be evaluated.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from bosch.objective.evaluation_log import Evaluation
 
 @dataclass(frozen=True)
 class Standing:
-    """A mask among all masks on its budget; rank 1 is the best, equal masks share a rank.
+    """A mask among all masks on its budget; rank 1 is the best, masks of equal values share one.
 
-    `score_gap` and `log_likelihood_gap` are what is missing to the best mask by that measure
-    (0 at best). `best_by_score` counts the masks that share the highest score.
+    `score_gap` and `log_likelihood_gap` are differences to the best mask by each, 0 at best.
+    `best_by_score` counts the masks that share the highest score.
     """
 
     score: float

@@ -40,7 +40,7 @@ def masked_attention(
     """
     logits, compiling = transform.head_logits, torch.compiler.is_compiling()
     if not transform.is_plain:
-        # Families' own logits keep the sums of the dense way to the bit.
+        # Families' own logits are computed densely, so that results are transformers' to the bit.
         fused = transform.sliding_only and transform.softcap is None and not dropout
         if logits is None or not fused or query.device.type != "cpu" or compiling:
             return _unfused(query, key, value, transform, dropout, mask, is_causal)
@@ -96,7 +96,7 @@ def _unfused(
 
 
 def causal_attention(call: GroupCall) -> Tensor:
-    """Causal attention over every key, [B, HQ, T, D]; a mask is made only where none can be spared.
+    """Causal attention over every key, [B, HQ, T, D]; a mask is made only where it is needed.
 
     A plain chunk after a past needs none, except on the CPU with gradients or dropout.
     """
@@ -137,7 +137,7 @@ def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
     """Causal attention within each part of a row, [B, HQ, T, D]: nothing between parts.
 
     `parts` are the lengths of each row's documents, or of its padding and its tokens. A causal part
-    needs no mask and half of the products.
+    needs no mask and half of the query-key products.
     """
     rows, offset = [], call.context.q_offset
     for number, lengths in enumerate(parts):
@@ -160,7 +160,7 @@ def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
 def attention_after_past(
     query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, dropout: float
 ) -> Tensor | None:
-    """Causal attention of queries that are the last of the keys; None where no kernel has it."""
+    """Causal attention of queries that are the last of the keys; None if no kernel supports it."""
     states = (query, key, value)
     if not transform.is_plain or any(x.stride(-1) != 1 for x in states):
         return None

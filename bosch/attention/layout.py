@@ -43,7 +43,8 @@ class HeadLayout:
     """
 
     groups: tuple[HeadGroup, ...]
-    # Worked out once, for every pass of every layer asks.
+    # Fields, since every layer reads them in every pass: a cached_property would break the one
+    # graph of a compiled search.
     num_key_value_heads: int = field(init=False, compare=False, repr=False)
     windows: tuple[Window, ...] = field(init=False, compare=False, repr=False)
     sinks: int = field(init=False, compare=False, repr=False)
@@ -127,7 +128,7 @@ class HeadLayout:
             return self._make_index(group, q_per_kv, device)
         key = ("merged" if group is None else group.window, q_per_kv, device)
         if key not in self._indices:
-            # Made as an inference tensor it could not serve a later pass with gradients.
+            # An inference tensor could not be used by autograd later.
             with torch.inference_mode(False):
                 self._indices[key] = self._make_index(group, q_per_kv, device)
         return self._indices[key]
@@ -175,11 +176,11 @@ class CachedStates:
         return any(group.slots is not None for group in self.groups)
 
     def to(self, dtype: torch.dtype) -> CachedStates:
-        """The same in another dtype, to compute with alone."""
+        """The same in another dtype, without `done`."""
         return CachedStates([group.to(dtype) for group in self.groups])
 
     def settle(self, context: AttentionContext) -> None:
-        """Tell the cache layer that handed these out that the pass `context` is done with them."""
+        """Call `done`: the pass `context` needs the states no longer."""
         if self.done is not None:
             self.done(context)
 

@@ -49,7 +49,7 @@ def razor(
 def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, int]) -> Tensor:
     """Means over rows m of alpha(m, m - K + offset) on the probe: [2, HQ] (Eq. 20 and 21).
 
-    Rows with no such key are left out. Of a row two entries and its log-sum-exp are kept.
+    Rows with no such key are left out. Two entries and the log-sum-exp of each row are kept.
     """
     total = states.query.shape[1]
     sums = torch.zeros(2, len(states.query), dtype=torch.float64, device=states.query.device)

@@ -22,12 +22,12 @@ _TERMINAL = {_BEST: "bold", _SECOND: "underline"}
 
 @dataclass(eq=False, repr=False)
 class Cell(str):
-    """A cell's text, which it is itself, with what only some forms of a table show.
+    """The text of a cell, with formatting that only some outputs use.
 
-    `rank`: 1 is bold, 2 underlined, 0 neither; who gives it says what it means. `target`: the
-    link of the text on a page. `more`: small texts below it, each with its link. `share`: strength
-    of its tint, 0 to 1; None: no tint. `task`, `length`: what the page's filter knows the first
-    cell's row, or the header's column by.
+    `rank`: 1 is bold, 2 underlined, 0 neither; its meaning is up to the caller. `target`: the link
+    of the text on a page. `more`: small texts below it, each with its link. `share`: strength of
+    its tint, 0 to 1; None: no tint. `task`, `length`: the values by which the page's filter selects
+    this row, if the cell is its first, or this column, if it is in the header.
     """
 
     text: InitVar[str]
@@ -59,7 +59,7 @@ class Table:
     """A table with its title; cells are texts, or `Cell`s.
 
     Columns after the first `text_columns` hold numbers and are aligned right; None: all hold texts.
-    `name` is its place on a page, `note` stands beside its title there.
+    `name` is its id on a page, `note` stands beside its title there.
     """
 
     title: str
@@ -131,7 +131,7 @@ class Table:
 
 
 def as_cell(text: str) -> Cell:
-    """A text as a cell that knows no more than it."""
+    """A text as a cell without formatting."""
     return text if isinstance(text, Cell) else Cell(text)
 
 
@@ -141,5 +141,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text in which no stroke ends a cell of Markdown."""
-    return text.replace("|", "\\|")
+    """A text that ends neither its cell of Markdown nor the row."""
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -22,7 +22,7 @@ class ReportConfig(Section):
         ge=0,
         description="Price of an hour of one GPU, to state costs; default: GPU hours alone.",
     )
-    currency: Line = Field("USD", description="What the price is in.")
+    currency: Line = Field("USD", description="Currency of the price.")
 
     def completed(self, recipe: Recipe) -> Self:
         """With the recipe's name as title where there is none."""

@@ -1,4 +1,4 @@
-"""Continual pretraining of the hybrid model (BOSCH B.5) in a loop of its own: `loop.py`.
+"""Continual pretraining of the hybrid model (BOSCH B.5); its loop is in `loop.py`.
 
 Started on every process with the same work directory; torchrun's variables say how many there are.
 """
@@ -124,7 +124,7 @@ def build_loop(
     )
     data.arrange(schedule, config.seed)
     model_dir = inputs["materialize"] / MODEL
-    # Before DeepSpeed, which would shard the empty model that is counted.
+    # Before DeepSpeed is set up: it would shard the meta model used for counting.
     model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
     budgets, layers = None, heads_by_window(model_config)
     if train.budgets is not None:
@@ -215,7 +215,7 @@ def _prepared_model(
             shard_teacher(distillation.teacher, read_weights(), device)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, train))
     if runtime.sharding == "fsdp":
-        # accelerate tells weights apart by their memory, and takes all empty shards for one.
+        # accelerate matches weights by data pointer, and all empty shards have the same.
         groups = parameter_groups(model, train.weight_decay)
         for group, whole in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = whole["params"]
@@ -230,7 +230,7 @@ def _write_summary(
 ) -> None:
     """Write summary.json last: with it, the work directory is finished.
 
-    Raises RunError where something was added to the checkpoints, which would be published as one.
+    Raises RunError where something was added to the checkpoints, all of which are published.
     """
     schedule, hashes = loop.schedule, restarts.checkpoint_hashes()
     added = added_entries(

@@ -65,8 +65,8 @@ class RestartPoints:
 
     torch.distributed.checkpoint writes a point while training continues. A point holds a record of
     its step, its layout and the SHA-256 of its files, written last; beside the points lies one for
-    each checkpoint. A point without its whole files, or after a checkpoint without its own, is not
-    used: training goes back to the one before, else to the start.
+    each checkpoint. A point is used only if its files, and those of every earlier checkpoint, are
+    complete: else training goes back to the one before, or to the start.
 
     Every process hashes its share of the files, right after writing and again before resuming, all
     at the same time. Of 14B parameters over 16 processes, 168 GB in all, that is 10.5 GB each, or

@@ -1,4 +1,4 @@
-"""`bosch repair MODEL_DIR --from CHECKPOINT_DIR`: give a fine-tuned hybrid its recall back."""
+"""`bosch repair MODEL_DIR --from CHECKPOINT_DIR`: restore the recall of a fine-tuned hybrid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hybrid's configuration says of its heads and of its KV cache."""
+"""A hybrid's heads and the bytes of its KV cache, from its configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hybrid_record(model: str) -> dict[str, Any]:
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
     # Models of 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
     itemsize = max(getattr(text_config(config).dtype or config.dtype, "itemsize", 2), 2)
-    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # only a pass has the states
+    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # known only after a forward pass
     by_layer = {
         name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
         if name.endswith("_per_layer")

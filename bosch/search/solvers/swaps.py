@@ -17,7 +17,7 @@ def one_plus_one(problem: Problem, seed: int) -> None:
     """The (1+1) evolutionary algorithm (Droste et al. 2002), with swaps instead of bit flips.
 
     One parent, one child per step, the child replaces the parent when it is no worse. The original
-    flips each bit with probability 1/n and so leaves the budget almost always; here each step
+    flips each bit with probability 1/n and so almost never meets the budget; here each step
     exchanges k sliding units for k full ones, k - 1 binomial with the same 1/n. From a random
     start; the same seed, the same steps. Spends the problem's budget, unless 200 draws in a row are
     known, as where it is nearly the number of all masks.
@@ -35,7 +35,7 @@ def one_plus_one(problem: Problem, seed: int) -> None:
 
 
 def _unknown_child(problem: Problem, parent: Bits, rng: np.random.Generator) -> Bits | None:
-    """A mutation of `parent` not evaluated before; wider steps when the near ones are used up."""
+    """A mutation of `parent` not evaluated before; larger swaps after half of the tries."""
     most = min(problem.quota, problem.size - problem.quota)
     if most == 0:
         return None
@@ -63,7 +63,7 @@ def annealing(problem: Problem, seed: int) -> None:
     steps. Spends the problem's budget, unless it is cold and knows every mask around a local
     optimum: of 12 units with 6 sliding, that leaves half of 600 evaluations.
     """
-    problem.race = False  # it goes on from worse masks, whose bounds look nearly best
+    problem.race = False  # it accepts worse masks and needs their loss, not a bound
     rng = np.random.default_rng(seed)
     parent = random_bits(problem.size, problem.quota, rng)
     parent_value = problem.value(parent)
