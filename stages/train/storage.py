@@ -175,12 +175,13 @@ class RestartPoints:
         """
         try:
             yield
-        except (RunError, UserError, OSError):
+        except (RunError, UserError):
             raise
         # CheckpointException, of shards that could not be read, is no Exception.
         except (Exception, CheckpointException) as error:
-            if connection_broke(error) or is_out_of_memory(error):
-                raise
+            cause = _cause(error)
+            if connection_broke(cause) or is_out_of_memory(cause) or isinstance(cause, OSError):
+                raise cause from None
             aside = point.with_name(_UNREADABLE + point.name)
             with suppress(FileNotFoundError):  # another process was first
                 os.rename(point, aside)
@@ -386,6 +387,13 @@ def copy_companions(model_dir: Path, place: Path) -> None:
             shutil.copyfile(path, place / path.name)
 
 
+def _cause(error: BaseException) -> BaseException:
+    """The error of the first process that has one, where torch tells those of all in one."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
 @contextmanager
 def disk_errors(what: str, directory: Path) -> Iterator[None]:
     """Say what could not be written, and how much room is left, when writing fails.
@@ -400,11 +408,9 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        if connection_broke(error) or is_out_of_memory(error) or "CUDA error" in str(error):
-            raise
-        cause: BaseException = error
-        if isinstance(error, CheckpointException) and error.failures:  # of any process
-            cause = next(iter(error.failures.values()))[0]
+        cause = _cause(error)
+        if connection_broke(cause) or is_out_of_memory(cause) or "CUDA error" in str(cause):
+            raise cause from None
         there = next(one for one in (directory, *directory.absolute().parents) if one.is_dir())
         free, reason = shutil.disk_usage(there).free, " ".join(str(cause).split())
         torch_alone = not isinstance(cause, OSError) and almost_full(directory)

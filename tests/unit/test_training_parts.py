@@ -349,8 +349,13 @@ def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
 ) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
     point = save_point(points, 8)
-    with pytest.raises(type(error)), points.loading(point):
-        raise error
+    # As it is, and as torch tells it of some process of all.
+    for raised in (error, CheckpointException("read", {1: (error, None)})):  # type: ignore[dict-item]
+        if isinstance(error, RunError | UserError) and raised is not error:
+            continue  # torch raises none of ours
+        with pytest.raises(type(error)) as caught, points.loading(point):
+            raise raised
+        assert caught.value is error
     assert points.latest() == point
 
 
@@ -477,9 +482,11 @@ def test_a_folder_that_is_gone_is_a_fault_of_the_disk_and_a_gpus_error_is_none(
     gone = tmp_path / "run" / "train"
     with pytest.raises(RunError, match=r"GB free\): .*No such file"), disk_errors("x", gone):
         (gone / "file").touch()
-    message = "CUDA error: an illegal memory access was encountered"
-    with pytest.raises(RuntimeError, match=message), disk_errors("x", tmp_path):
-        raise RuntimeError(message)
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    for raised in (error, CheckpointException("write", {0: (error, None)})):  # type: ignore[dict-item]
+        with pytest.raises(RuntimeError) as caught, disk_errors("x", tmp_path):
+            raise raised
+        assert caught.value is error
 
 
 def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: Path) -> None:
