@@ -19,7 +19,8 @@ from bosch.commands import (
 from bosch.errors import RunError, UserError, printable
 from bosch.version import VERSION
 
-_PIPELINE = Path(__file__).resolve().parents[1] / "pipeline" / "__main__.py"
+_CHECKOUT = Path(__file__).resolve().parents[1]
+_PIPELINE = _CHECKOUT / "pipeline" / "__main__.py"
 _NEEDS = (
     "needs the checkout, of which only the library is installed here: clone the repository and "
     "run launch/setup.sh"
@@ -28,7 +29,8 @@ _NEEDS = (
 
 def main() -> int:
     """Run the installed program; in a checkout the pipeline's command line takes its place."""
-    if _PIPELINE.is_file():
+    # In site-packages a package of this name is another's.
+    if _PIPELINE.is_file() and (_CHECKOUT / "launch" / "setup.sh").is_file():
         # Not imported here: the pipeline sets its import path before it loads anything.
         os.execv(sys.executable, [sys.executable, str(_PIPELINE), *sys.argv[1:]])
     return library_main(sys.argv[1:])

@@ -156,3 +156,10 @@ def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
         "repository and run launch/setup.sh; the library's own commands are "
         + ", ".join(command_help([bosch.commands]))
     )
+
+
+def test_a_package_of_another_named_pipeline_is_not_run(site: Path, tmp_path: Path) -> None:
+    shutil.copytree(site, tmp_path / "site")
+    (tmp_path / "site" / "pipeline").mkdir()
+    (tmp_path / "site" / "pipeline" / "__main__.py").write_text("raise SystemExit('another')")
+    assert _bosch(tmp_path / "site", "--version").stdout == f"bosch {VERSION}\n"
