@@ -196,8 +196,9 @@ def _set(content: dict[str, Any], keys: list[str], value: Any, override: str) ->
 
 def _index(items: list[Any], key: str, path: str, override: str) -> int:
     if not key.isdecimal() or len(key) > 6 or int(key) >= len(items):
+        positions = f"'{key}' is none of its positions 0 to {len(items) - 1}"
         raise UserError(
-            f"override '{override}': {path} is a list of {len(items)}; "
-            f"'{key}' is none of its positions 0 to {len(items) - 1}"
+            f"override '{override}': {path} is a list of {len(items)}"
+            + (f"; {positions}" if items else "")
         )
     return int(key)

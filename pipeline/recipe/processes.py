@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -33,8 +34,9 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
     present = sum(1 for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal())
     if visible is None:
         return present
-    chosen = [item for item in visible.split(",") if item.strip() not in ("", "-1", "NoDevFiles")]
-    return min(present, len(chosen))
+    # CUDA reads the list as far as the first entry that is no device.
+    devices = (item.strip() not in ("", "-1", "NoDevFiles") for item in visible.split(","))
+    return min(present, sum(takewhile(bool, devices)))
 
 
 def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.environ) -> World:
@@ -48,7 +50,7 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
     rank = _integer(env, "NODE_RANK", 0, least=0)
     if rank >= nodes:
         raise UserError(f"NODE_RANK={rank}: expected a value below NNODES={nodes}")
-    if env.get("NPROC_PER_NODE", "auto") not in ("auto", "gpu"):
+    if env.get("NPROC_PER_NODE", "").strip() not in ("", "auto", "gpu"):
         processes = _integer(env, "NPROC_PER_NODE", 1, least=1)
     else:
         processes = max(gpus, 1) if configured == "auto" else configured

@@ -64,12 +64,12 @@ _set_resolvers()
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; raises UserError naming `where` and the line."""
+    """The value of a YAML text, an alias as a copy; raises UserError with `where` and the line."""
     if len(text) > _MOST_BYTES:
         raise UserError(f"{where}: is longer than {_MOST_BYTES:,} characters; that is no recipe")
     try:
         _check_limits(text)
-        return yaml.load(text, Loader=_Loader)
+        return _unshared(yaml.load(text, Loader=_Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -81,38 +81,52 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where}: not valid YAML: {reason}") from None
 
 
+def _unshared(value: Any) -> Any:
+    """A copy in which what an alias stands for is a value of its own: overrides set one place."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
 def _check_limits(text: str) -> None:
     """Raise a YAML error for text that nests, repeats or counts beyond the limits above.
 
-    The parser's events are enough: nothing is built yet, and an alias counts as often as the value
-    it stands for.
+    The parser's events are enough: nothing is built yet, and an alias counts as the value it stands
+    for, in number and in depth.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, tuple[int, int]] = {}  # values, and how deep they nest
     open_nodes: list[tuple[str | None, int]] = []  # anchor, values before it
+    deepest = [0]  # of the values in each open node
     values = 0
     event: Any
     for event in yaml.parse(text, Loader=_Base):
         problem = None
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
+            depth = 1 + deepest.pop()
+            deepest[-1] = max(deepest[-1], depth)
             if anchor is not None:
-                sizes[anchor] = values - before
+                sizes[anchor] = values - before, depth
             continue
+        depth = 0
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
                 problem = f"the alias '*{event.anchor}' stands before or inside its value"
-            values += sizes.get(event.anchor or "", 0)
+            size, depth = sizes.get(event.anchor or "", (0, 0))
+            values += size
+            deepest[-1] = max(deepest[-1], depth)
         elif isinstance(event, yaml.ScalarEvent):
             values += 1
             problem = _scalar_problem(event)
             if event.anchor is not None:
-                sizes[event.anchor] = 1
+                sizes[event.anchor] = 1, 0
         elif isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, values))
+            deepest.append(0)
             values += 1
         if getattr(event, "tag", None) is not None:
             problem = f"the tag {event.tag}; write the plain value"
-        if len(open_nodes) > _MOST_DEPTH:
+        if len(open_nodes) + depth > _MOST_DEPTH:
             problem = f"more than {_MOST_DEPTH} values inside each other"
         if values > _MOST_VALUES:
             problem = f"more than {_MOST_VALUES:,} values, aliases counted each time"

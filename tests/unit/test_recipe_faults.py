@@ -12,7 +12,7 @@ import pytest
 
 from bosch.errors import UserError
 from pipeline.cli import main
-from pipeline.recipe.load import load_recipe
+from pipeline.recipe.load import apply_overrides, load_recipe
 from pipeline.recipe.processes import find_world, without_others
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.fields import (
@@ -385,6 +385,10 @@ def test_yaml_that_explodes_is_refused_at_once(tmp_path: Path, text: str, expect
     ("most", "more"),
     [
         (31 * "[" + 31 * "]", 32 * "[" + 32 * "]"),
+        (
+            "&b " + 15 * "[" + 15 * "]" + "\nc: &c " + 16 * "[" + "*b" + 16 * "]" + "\nd: *c",
+            "&b " + 15 * "[" + 15 * "]" + "\nc: &c " + 16 * "[" + "*b" + 16 * "]" + "\nd: [*c]",
+        ),
         ("[" + "1," * 9_997 + "]", "[" + "1," * 9_998 + "]"),
         (
             "&b [1, 1, 1, [" + "1," * 4_993 + "]]\nc: *b",
@@ -393,7 +397,7 @@ def test_yaml_that_explodes_is_refused_at_once(tmp_path: Path, text: str, expect
         ("9" * 64, "9" * 65),
         ("9" * 63 + ".5", "9" * 64 + ".5"),
     ],
-    ids=["depth", "values", "aliases", "digits", "places"],
+    ids=["depth", "depth of aliases", "values", "aliases", "digits", "places"],
 )
 def test_yaml_up_to_its_limits_is_read(most: str, more: str) -> None:
     assert "a" in parse_yaml(f"a: {most}", "file")
@@ -430,6 +434,14 @@ def test_bad_overrides_are_named(case: Case, override: str, expected: str) -> No
     with pytest.raises(UserError, match="override") as caught:
         load_recipe(case.file, [override])
     assert expected in str(caught.value)
+
+
+def test_an_override_sets_one_place_of_what_an_alias_repeats() -> None:
+    content = parse_yaml("a: [&s {n: {m: 1}}, *s]\nb: {<<: *s}", "file")
+    changed = apply_overrides(content, ["a.0.n.m=2", "b.n.m=3"])
+    assert changed == {"a": [{"n": {"m": 2}}, {"n": {"m": 1}}], "b": {"n": {"m": 3}}}
+    with pytest.raises(UserError, match=r"a is a list of 0$"):
+        apply_overrides({"a": []}, ["a.0=1"])
 
 
 def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> None:
@@ -516,10 +528,11 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
     [
         ("auto", {}, World(processes_per_node=3, gpus=3)),
         ("auto", {"CUDA_VISIBLE_DEVICES": "0, 2"}, World(processes_per_node=2, gpus=2)),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "2,-1,0"}, World(gpus=1)),
         ("auto", {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, World(processes_per_node=3, gpus=3)),
         *(("auto", {"CUDA_VISIBLE_DEVICES": none}, World()) for none in ("", "-1", "NoDevFiles")),
         (5, {}, World(processes_per_node=5, gpus=3)),
-        (5, {"NPROC_PER_NODE": "gpu"}, World(processes_per_node=5, gpus=3)),
+        *((5, {"NPROC_PER_NODE": any_}, World(1, 0, 5, gpus=3)) for any_ in ("gpu", "", " ")),
         (5, {"NPROC_PER_NODE": "1", "NODE_RANK": "0"}, World(processes_per_node=1, gpus=3)),
         # What another launcher left is not read where there is one node.
         (1, {"NNODES": "1", "MASTER_ADDR": "h", "MASTER_PORT": "no"}, World(gpus=3)),
