@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import file_hashes, load_json, make_folder, remove, write_json
+from bosch.files import file_hashes, load_json, remove, write_json
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
@@ -126,7 +126,6 @@ def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suit
             for model in models
             for index in suite.answers.read(model, subtask)
         )
-        make_folder(path.parent)
         write_json(path, {"answers": answers})
 
 

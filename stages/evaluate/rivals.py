@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from bosch.files import make_folder
 from bosch.heads import HeadMaskFile
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
@@ -47,7 +46,6 @@ def rivals(
     folder = work_dir / "rivals"
     masks: list[list[HeadMaskFile]] = [[]]
     if state.is_main_process:
-        make_folder(folder)
         paths = [folder / f"{method}.json" for method in config.section.rivals]
         if not all(path.exists() for path in paths):
             files = rival_masks(config, config.section.rivals, searched, prepared, state.device)

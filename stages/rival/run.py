@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from bosch.files import make_folder
 from bosch.heads import HeadMaskFile
 from stages.context import StageConfig
 from stages.evaluate.rivals import rival_masks
@@ -33,7 +32,6 @@ def run(
     methods = [config.section.method]
     (file,) = rival_masks(config, methods, searched, inputs["prepare"], device)
     folder = work_dir / "mask"
-    make_folder(folder)
     file.save(folder / HEAD_MASK)
     section = config.upstream_section(MaterializeConfig)
     return materialize(config.with_section(section), {"search": folder}, work_dir)

@@ -379,7 +379,6 @@ class StudiedModel:
         )  # fmt: skip
         name = digest_of({"mask": mask.key, **_windows_key(menu)})
         path = self.folder / "masks" / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
         file.save(path)
         sizes = [window.size for window in menu[::-1]]
         several = len(menu) > 1
