@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -291,8 +291,10 @@ def write_tables(
             fault = known.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
             if fault is not None:
                 suite.missing[ORIGINAL] = fault
-            else:
-                answers[ORIGINAL, suite.name] = SuiteAnswers.of(records, ORIGINAL, suite.name)
+                continue
+            answers[ORIGINAL, suite.name] = SuiteAnswers.of(records, ORIGINAL, suite.name)
+            apart = _not_compared(suite, answers[ORIGINAL, suite.name], known)
+            suite.missing = apart | suite.missing
     for suite in suites:
         # What is left out of one model's average is left out of all: they are compared.
         tasks = {subtask.task for subtask in suite.subtasks}
@@ -328,9 +330,41 @@ def write_tables(
     missing = {suite.name: suite.missing for suite in suites if suite.missing}
     return {
         "checkpoints": checkpoints,
+        "digests": {suite.name: _digests(suite) for suite in suites},
         **{name: table for name, table in own_tables.items() if table},
         **({"missing": missing} if missing else {}),
     }
+
+
+def _digests(suite: Suite) -> dict[str, dict[int, str]]:
+    digests: dict[str, dict[int, str]] = {}
+    for subtask in suite.subtasks:
+        digests.setdefault(subtask.task, {})[subtask.length] = subtask.digest
+    return digests
+
+
+def _not_compared(suite: Suite, original: SuiteAnswers, known: Mapping[str, Any]) -> dict[str, str]:
+    """Why tasks do not compare with the original, whose stage may have seen other data, by name.
+
+    `known` is the content of its scores.json.
+    """
+    if original.losses:  # a suite without scores
+        return {}
+    reasons: dict[str, str] = {}
+    digests = known.get("digests", {}).get(suite.name, {})
+    for subtask in suite.subtasks:
+        task, length = subtask.task, str(subtask.length)
+        if (task, subtask.length) not in original.scores:
+            why = known.get("missing", {}).get(suite.name, {}).get(task)
+            reasons[task] = "the original has no score of it" + (f" ({why})" if why else "")
+        elif digests.get(task, {}).get(length, subtask.digest) != subtask.digest:
+            reasons[task] = "the original answered other samples of it"
+    asked = {subtask.task for subtask in suite.subtasks}
+    table = known.get("checkpoints", {}).get(ORIGINAL, {}).get(suite.name, {})
+    for task, _ in original.scores:
+        if task in table and task not in asked:
+            reasons[task] = "the original alone has a score of it"
+    return {task: f"{reason}; run with --force original" for task, reason in reasons.items()}
 
 
 def _table(suite: Suite, own: SuiteAnswers, base: SuiteAnswers | None) -> dict[str, Any] | None:

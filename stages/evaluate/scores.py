@@ -216,8 +216,9 @@ class Scores(WorkSummary):
     """scores.json: suites by evaluated model, and the prose of the haystacks.
 
     `missing` names tasks that have no score, with the reason, by suite, and under FAILED_MODELS
-    models that have none. `prompts`: whether they are in the tokenizer's chat template.
-    `cached_answers` were given by earlier runs, whose time is not in the stage's.
+    models that have none. `digests` tell the samples of a suite's tasks by length from others.
+    `prompts`: whether they are in the tokenizer's chat template. `cached_answers` were given by
+    earlier runs, whose time is not in the stage's.
     """
 
     FILE = "scores.json"
@@ -225,6 +226,7 @@ class Scores(WorkSummary):
     checkpoints: dict[Annotated[str, AfterValidator(_evaluated_name)], dict[str, SuiteScores]]
     positions: dict[str, PositionLoss] = Field(default={})
     missing: dict[str, dict[str, str]] = Field(default={})
+    digests: dict[str, dict[str, dict[int, str]]] = Field(default={})
     corpus: dict[str, Any] | None = None
     prompts: str | None = None
     cached_answers: int = 0

@@ -210,7 +210,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=26,
+    version=27,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     completed=EvaluateConfig.completed,
     needs=("prepare", "materialize", "train", "train_rival", "original"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,10 +284,11 @@ class Answered(Suite):
     """A suite whose answers are there."""
 
     tasks: dict[str, int]
+    digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def subtasks(self) -> list[Subtask]:
-        return [Subtask(task, 0) for task in self.tasks]
+        return [Subtask(task, 0, self.digests.get(task, "")) for task in self.tasks]
 
     def samples(self, subtask: Subtask) -> int:
         return self.tasks[subtask.task]
@@ -314,7 +315,8 @@ def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **
             ]
             for rank, own in enumerate((lines[1:][::-1], lines[:1])):
                 writer = AnswerFolder(folder.own, None, rank)
-                writer.journal(model(name), Subtask(task, 0)).append(*own)
+                subtask = Subtask(task, 0, more.get("digests", {}).get(task, ""))
+                writer.journal(model(name), subtask).append(*own)
     counts = {task: len(values) for tasks in scores.values() for task, values in tasks.items()}
     common: Any = {"section": None, "tokenizer": None, "rank": 0, "world": 1, "batch_size": 1}
     return Answered(name="harness", answers=folder, tasks=counts, **common, **more)
@@ -398,7 +400,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     alone = write_tables([model("hybrid")], [fresh], tmp_path / "later", None)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
     # Only the original's score is no share.
-    one_odd = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [0.5]}})
+    one_odd = answered(folder, {"hybrid": {"a": [1.0, 0.0], "odd": [0.5], "read": [1.0]}})
     odd = write_tables([model("hybrid")], [one_odd], tmp_path / "later", tmp_path)
     assert "odd" not in odd["checkpoints"]["hybrid"]["harness"]
     assert odd["missing"]["harness"].keys() == {"odd"}
@@ -439,6 +441,31 @@ def test_what_a_hybrid_has_no_score_of_is_no_part_of_the_originals_average(
     assert "odd" not in original["harness"] and "odd" not in hybrid["harness"]
     assert (original["harness"]["average"], hybrid["harness"]["average"]) == (100.0, 50.0)
     assert hybrid["harness"]["against_original"]["difference"] == -50.0
+
+
+def test_models_are_compared_on_what_the_original_answered_too(tmp_path: Path) -> None:
+    """Its stage ran at another time: the hub may have had less, more or other documents."""
+    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    first = answered(
+        folder,
+        {"original": {"easy": [1.0, 1.0], "gone": [1.0, 0.0], "other": [1.0]}},
+        missing={"hard": "no network"},
+    )
+    publish(write_tables([model("original")], [first], tmp_path, None), tmp_path)
+    (tmp_path / "later").mkdir()
+    own = {"easy": [1.0, 0.0], "hard": [0.0, 0.0], "new": [0.0], "other": [0.0]}
+    later = answered(folder, {"hybrid": own}, digests={"other": "of other documents"})
+    tables = write_tables([model("hybrid")], [later], tmp_path / "later", tmp_path)
+    averages = {name: one["harness"]["average"] for name, one in tables["checkpoints"].items()}
+    assert averages == {"original": 100.0, "hybrid": 50.0}
+    assert tables["checkpoints"]["hybrid"]["harness"]["against_original"]["difference"] == -50.0
+    again = "; run with --force original"
+    assert tables["missing"]["harness"] == {
+        "hard": f"the original has no score of it (no network){again}",
+        "new": f"the original has no score of it{again}",
+        "other": f"the original answered other samples of it{again}",
+        "gone": f"the original alone has a score of it{again}",
+    }
 
 
 def test_answers_lie_by_the_models_identity_and_the_task(
