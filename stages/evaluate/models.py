@@ -19,7 +19,8 @@ from accelerate.utils import gather_object
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes, load_json, remove, write_json
-from bosch.model.loading import load_model
+from bosch.model.families import text_config
+from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
 from bosch.progress import progress
@@ -151,7 +152,8 @@ def _suites(
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
         "places": Places(
-            (config.shared or own) / "samples", Path(config.model.path, "README.md"), calibration
+            (config.shared or own) / "samples", Path(config.model.path, "README.md"), calibration,
+            _positions(config),
         ),
     }  # fmt: skip
     for name, one in section.suites.items():
@@ -161,6 +163,14 @@ def _suites(
     if texts := {key: text for suite in suites for key, text in suite.texts.items()}:
         tables["corpus"] = texts
     return suites
+
+
+def _positions(config: StageConfig[EvaluateConfig]) -> int | None:
+    model = config.model
+    loaded = load_config(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    return getattr(text_config(loaded), "max_position_embeddings", None)
 
 
 def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:

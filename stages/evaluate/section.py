@@ -85,7 +85,7 @@ class SuiteSection(Section):
         """What a run needs beside the inputs that it names and that is not there, as `faults`."""
         yield from ()
 
-    def gaps(self, tasks: Sequence[str] | None = None) -> Iterator[str]:
+    def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
         """Why some tasks would have no score; None: those that the recipe names itself."""
         yield from ()
 

@@ -194,10 +194,10 @@ def gaps(loaded: LoadedRecipe) -> Iterator[str]:
             if section is None:
                 reasons.append(f"its data ({one.data}) is not named: evaluate.{one.suite}.data_dir")
             else:
-                reasons += section.gaps(one.tasks)
+                reasons += section.gaps(loaded, one.tasks)
             yield from (f"evaluate.presets: {preset}: {one.name}: {why}" for why in reasons)
     for name, section in evaluate.suites.items():
-        yield from (f"evaluate.{name}: {why}" for why in section.gaps())
+        yield from (f"evaluate.{name}: {why}" for why in section.gaps(loaded))
 
 
 def model_card(loaded: LoadedRecipe) -> dict[str, Any]:

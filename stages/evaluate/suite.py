@@ -22,11 +22,15 @@ Records = Iterator[list[dict[str, Any]]]
 
 
 class Places(NamedTuple):
-    """What an evaluation has beside its models: folder of samples, model card, calibration set."""
+    """What an evaluation has beside its models: folder of samples, model card, calibration set.
+
+    `positions` are the models'; None where they have no limit.
+    """
 
     samples: Path
     card: Path  # of the original model
     calibration: CalibrationNeedles | None
+    positions: int | None = None
 
 
 @dataclass(kw_only=True)

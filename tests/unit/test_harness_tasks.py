@@ -21,6 +21,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import RunError, UserError
 from stages.evaluate.answers import Subtask
+from stages.evaluate.suite import Places
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import suite as harness_suite
 from stages.evaluate.suites.harness import tasks as harness_tasks
@@ -279,6 +280,41 @@ def test_documents_and_their_digest_are_those_of_every_process(
     assert len(subtasks) == 1
     assert all(one == documents[0] for one in documents)
     assert len({document["answer"] for document in documents[0]}) > 1
+
+
+def test_a_task_whose_answers_fill_the_model_is_missing_and_others_are_asked(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval would end the stage with an AssertionError; a choice writes nothing."""
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    row = {"question": "1 + 1?", "answer": "2 #### 2"}
+    for split in ("train", "test"):
+        _write(tmp_path / f"gsm8k/{split}.jsonl", [row] * 6)
+    choice = {"question": "?", "choices": [*"abcd"], "answer": 2}
+    _write(tmp_path / "mmlu_anatomy/test.jsonl", [choice])
+    _write(tmp_path / "mmlu_anatomy/dev.jsonl", [choice])
+
+    def prepared(most: int | None) -> HarnessSuite:
+        settings = {"gsm8k": {"generation_kwargs": {"max_gen_toks": most}}} if most else {}
+        suite = HarnessSuite(
+            name="harness", tokenizer=tokenizer, answers=None, rank=0, world=1, batch_size=1,
+            places=Places(tmp_path, tmp_path, None, 256),
+            section=HarnessEvaluation(
+                tasks=["gsm8k", "mmlu_anatomy"], data_dir=str(tmp_path), hub=False,
+                settings=settings,
+            ),
+        )  # fmt: skip
+        suite.prepare()
+        return suite
+
+    assert [one.task for one in prepared(255).subtasks] == ["gsm8k", "mmlu_anatomy"]
+    for most in (256, None):  # lm-eval's own default is 256
+        suite = prepared(most)
+        assert [one.task for one in suite.subtasks] == ["mmlu_anatomy"]
+        assert suite.missing["gsm8k"].startswith(
+            "its answers of up to 256 tokens leave none of the model's 256 positions for a prompt; "
+            "set evaluate.harness.settings to {gsm8k: "
+        )
 
 
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:

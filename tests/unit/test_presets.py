@@ -231,8 +231,8 @@ def test_who_names_a_task_himself_needs_it() -> None:
     assert config.harness.settings["babilong_longctx"] == {"repeats": 2}
 
 
-def loaded_with(config: EvaluateConfig) -> Any:
-    return SimpleNamespace(recipe={EvaluateConfig: config})
+def loaded_with(config: EvaluateConfig, positions: int | None = None) -> Any:
+    return SimpleNamespace(recipe={EvaluateConfig: config}, positions=positions)
 
 
 def test_gaps_are_named_by_benchmark(
@@ -252,6 +252,23 @@ def test_gaps_are_named_by_benchmark(
     assert "(arc_challenge)" in gap
     with_hub = configured(presets=["short"])
     assert list(gaps_of(loaded_with(with_hub))) == []
+
+
+@pytest.mark.parametrize(("positions", "count"), [(32_768, 0), (30_720, 3), (None, 0)])
+def test_answers_that_leave_no_room_for_a_prompt_are_gaps_of_presets(
+    positions: int | None, count: int
+) -> None:
+    """Qwen3's base models have 32,768 positions."""
+    loaded = loaded_with(configured(presets=["reasoning"]), positions)
+    gaps = [gap for gap in gaps_of(loaded) if "positions" in gap]
+    assert len(gaps) == count
+    assert all(gap.startswith("evaluate.presets: reasoning: ") for gap in gaps)
+    # A task that the recipe names itself is a fault.
+    long = {"gsm8k": {"generation_kwargs": {"max_gen_toks": 512}}}
+    section = HarnessEvaluation(tasks=["gsm8k"], settings=long)
+    where = "evaluate.harness.settings.gsm8k.generation_kwargs.max_gen_toks with a prompt: "
+    for most, faults in ((513, []), (512, [f"{where}513 is more than the model's 512 positions"])):
+        assert list(section.faults(loaded_with(configured(), most), "evaluate.harness")) == faults
 
 
 def test_validate_names_gaps_and_returns_1(

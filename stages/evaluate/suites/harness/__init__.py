@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,9 @@ from stages.versions import installed_versions
 NO_HARNESS = (
     "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
 )
+
+# lm-eval's word for the most tokens of an answer.
+ANSWER_TOKENS = "max_gen_toks"
 
 
 def _task_files(
@@ -116,6 +119,8 @@ class HarnessEvaluation(SuiteSection):
             if name not in self.tasks:
                 field = "settings" if name in self.settings else "optional"
                 yield f"{where}.{field}: {name} is not among {where}.tasks"
+        required = [name for name in self.tasks if name not in self.optional]
+        yield from self._long_answers(loaded, required, where)
         longbench_tasks = {one for name in self.tasks if (one := task_of(name))}
         if not {"longbench", "longbench_e"}.isdisjoint(self.tasks):
             longbench_tasks = set(LONGBENCH)
@@ -125,11 +130,24 @@ class HarnessEvaluation(SuiteSection):
                 loaded, f"{where}.max_length with a LongBench answer", tokens
             )
 
+    def _long_answers(
+        self, loaded: LoadedRecipe, tasks: Sequence[str], where: str
+    ) -> Iterator[str]:
+        """Tasks whose settings leave no position for a prompt; of others a run finds it."""
+        for name in tasks:
+            options = self.settings.get(name, {}).get("generation_kwargs")
+            most = options.get(ANSWER_TOKENS) if isinstance(options, Mapping) else None
+            if isinstance(most, int):
+                path = f"{where}.settings.{name}.generation_kwargs.{ANSWER_TOKENS} with a prompt"
+                yield from position_faults(loaded, path, most + 1)
+
     def slow_faults(self, where: str) -> Iterator[str]:
         yield from call("stages.evaluate.suites.harness.tasks:name_faults", self, where)
 
-    def gaps(self, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Tasks without local files, where none are fetched."""
+    def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
+        """Answers too long for the model, and tasks without local files, where none are fetched."""
+        if tasks is not None:
+            yield from self._long_answers(loaded, tasks, "evaluate.harness")
         names = self.required
         if tasks is not None:
             names = [one for task in tasks for one in self.expanded(task)]

@@ -26,7 +26,7 @@ from stages.evaluate.answers import Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers
 from stages.evaluate.shared_prompt import SharedPrompt
 from stages.evaluate.suite import Records, Suite, answer_record
-from stages.evaluate.suites.harness import HarnessEvaluation
+from stages.evaluate.suites.harness import ANSWER_TOKENS, HarnessEvaluation
 from stages.evaluate.suites.harness.tasks import (
     load_tasks,
     local_files,
@@ -96,6 +96,9 @@ class HarnessSuite(Suite):
             self.missing |= loaded.missing
             self.groups |= loaded.groups
             for one, task in loaded.tasks.items():
+                if fault := self._length_fault(task):
+                    self.missing[one] = fault
+                    continue
                 subtask = Subtask(one, 0, self._digest(manager, one, task))
                 if any(other.task == one and other != subtask for other in self._tasks):
                     raise UserError(
@@ -112,6 +115,22 @@ class HarnessSuite(Suite):
                 if all(known.intersection(part) for part in parts):
                     tasks = tuple(task for part in parts for task in part)
                     self.groups[name] = TaskGroup(tasks, parts=tuple(map(tuple, parts)))
+
+    def _length_fault(self, task: Any) -> str | None:
+        """Why a task's answers leave no room for a prompt; lm-eval ends with an AssertionError."""
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        positions = self.places.positions if self.places is not None else None
+        if positions is None or task.OUTPUT_TYPE != "generate_until":
+            return None
+        most = normalize_gen_kwargs(task.config.generation_kwargs or {})[ANSWER_TOKENS]
+        if most < positions:
+            return None
+        return (
+            f"its answers of up to {most:,} tokens leave none of the model's {positions:,} "
+            f"positions for a prompt; set evaluate.harness.settings to {{{task.task_name}: "
+            f"{{generation_kwargs: {{{ANSWER_TOKENS}: …}}}}}}"
+        )
 
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         is_longbench = longbench.task_of(subtask.task) is not None

@@ -158,7 +158,7 @@ class NeedleEvaluation(SuiteSection):
             if fault is not None and task not in self.optional:
                 yield f"{where}.data_dir: {fault}"
 
-    def gaps(self, tasks: Sequence[str] | None = None) -> Iterator[str]:
+    def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
         """Tasks that need a file of RULER's; those that the recipe names itself it must have."""
         yield from filter(None, (missing_ruler_file(task, self.data_dir) for task in tasks or ()))
 
