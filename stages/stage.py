@@ -20,10 +20,13 @@ from pydantic import AfterValidator, Field, create_model
 from bosch.model.stored_config import StoredConfig
 from stages.context import ModelConfig, Runtime
 from stages.fields import Section
+from stages.published import TENSORBOARD, Summary
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Folders of the store, and the page of all runs.
 _RESERVED = ("store", "work", "shared", "locks", "logs", "damaged", "index.html")
+# Files of every stage's output that hold times, as patterns.
+TIMED = ("stage*.log", Summary.FILE, f"{TENSORBOARD}/*")
 _Kind = TypeVar("_Kind", bound=Section)
 OwnSection = TypeVar("OwnSection", bound=Section)
 
@@ -125,11 +128,15 @@ class Stage(Generic[OwnSection]):
     it is for; None where another stage declares it. `version` is raised when results change.
 
     `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all before
-    it); `after` those that run before it though it reads nothing of them. `model` is what it reads
+    it); of those `configured_by` it takes the section alone. `after` are those that run before it
+    though it reads nothing of them. `model` is what it reads
     of the base model, `card` what the key holds of the model's card, `choices` what it holds of
     other sections than those of the stages it needs; `unread` are fields of the section that it
     does not read. Stages with the same `pool` leave in one folder what they may take from each
     other.
+
+    `timed` are files of its output that are others in every run, beside those of `TIMED`: what was
+    made of an output stays current where that is made again and all its other files are the same.
 
     With `seeded` the recipe's seed is in the key. A `distributed` stage runs in all processes of
     the recipe, any other in one.
@@ -152,6 +159,7 @@ class Stage(Generic[OwnSection]):
     field: Any = None  # pydantic types a FieldInfo as what it declares
     key: str = ""
     needs: tuple[str, ...] | None = ()
+    configured_by: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     model: Literal["none", "tokenizer", "weights"] = "none"
     seeded: bool = True
@@ -160,6 +168,7 @@ class Stage(Generic[OwnSection]):
     choices: Callable[[LoadedRecipe], dict[str, Any]] | None = None
     pool: str | None = None
     unread: tuple[str, ...] = ()
+    timed: tuple[str, ...] = ()
     completed: Callable[[OwnSection, Recipe], OwnSection] = as_it_is
     checks: Callable[[LoadedRecipe], Iterator[str]] = no_faults
     missing: Callable[[LoadedRecipe], Iterator[str]] = no_faults

@@ -37,6 +37,11 @@ class Node:
         return self.stage.name
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """The stages whose outputs it reads."""
+        return tuple(name for name in self.needs if name not in self.stage.configured_by)
+
+    @property
     def key(self) -> str | None:
         return None if self.document is None else document_key(self.document)
 

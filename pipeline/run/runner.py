@@ -33,7 +33,14 @@ from pipeline.run.graph import (
 from pipeline.run.hashing import FileHasher
 from pipeline.run.launch import Launcher, end_leftovers, launch
 from pipeline.run.locks import hold
-from pipeline.run.status import StageState, differences, inspect, inspect_output
+from pipeline.run.status import (
+    StageState,
+    contents,
+    differences,
+    inspect,
+    inspect_output,
+    replaced_input,
+)
 from pipeline.run.store import Store
 from stages.formats import counted, format_seconds
 from stages.stage import LoadedRecipe, World, call
@@ -114,7 +121,12 @@ class Runner:
     def states(self) -> list[StageState]:
         """The states of all stages, forced ones among them."""
         forced = frozenset(self.choice.force)
-        return inspect(self.nodes, self.store, self.hasher, self.name, forced)
+        return inspect(self.nodes, self.store, self.hasher, self.name, forced, self.force_id)
+
+    @property
+    def force_id(self) -> str | None:
+        """What names this run where it is forced, and its attempts before; None until it begins."""
+        return self.store.force_id(self.name, self.choice.force) if self.choice.force else None
 
     def run(self) -> int:
         """Run what is to run; returns the number of stages that ran.
@@ -131,7 +143,7 @@ class Runner:
         if not todo:
             for name in self.chosen:
                 self._link(states[name].node)
-            self.hasher.save()
+            self._finish()
             return 0
         print(
             f"{self.name}: {len(todo)} of {counted(len(self.chosen), 'stage')} to run: "
@@ -144,13 +156,33 @@ class Runner:
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
         self.store.tidy(self.name)
+        if self.choice.force:
+            self.store.note_force(self.name, self.choice.force)
+        ran = 0
         for name in self.chosen:
-            if states[name].state == "cached":
-                self._link(states[name].node)
+            state = states[name]
+            if state.state == "cached" and ran:
+                state = self._inspect(state.node)  # an input may have been made again by now
+            if state.state == "cached":
+                self._link(state.node)
             else:
-                self._run_stage(states[name])
+                self._run_stage(state)
+                ran += 1
+        self._finish()
+        return ran
+
+    def _finish(self) -> None:
         self.hasher.save()
-        return len(todo)
+        whole = self.chosen == self.all_names
+        if self.loaded.world.node_rank == 0 and (whole or self.choice.force):
+            self.store.forget_force(self.name)
+
+    def _inspect(self, node: Node) -> StageState:
+        last = self.store.last_run(self.name).get(node.name)
+        return inspect_output(node, self.store, self.hasher, last, self._contents(node))
+
+    def _contents(self, node: Node) -> dict[str, str]:
+        return contents(node, self.nodes, self.store)
 
     def _require_earlier(self, states: dict[str, StageState]) -> None:
         needed = {one for name in self.chosen for one in upstream_of(name, self.nodes)}
@@ -181,11 +213,10 @@ class Runner:
         output = f"{self.name}: stage {node.name}"
         with hold(self.store.lock(node.name, key), output, self.name, wait=self.choice.wait):
             if not state.afresh:
-                last = self.store.last_run(self.name).get(node.name)
-                state = inspect_output(node, self.store, self.hasher, last)
+                state = self._inspect(node)
             if state.afresh or not self._available(node):
                 print(f"{label}: {state}", flush=True)
-                self._make(node, afresh=state.afresh)
+                self._make(node, forced=state.afresh)
             self._link(node)
 
     def _available(self, node: Node) -> bool:
@@ -207,13 +238,14 @@ class Runner:
             return True
         return self.store.finish_interrupted(node.name, key, self.hasher)
 
-    def _make(self, node: Node, *, afresh: bool) -> None:
+    def _make(self, node: Node, *, forced: bool) -> None:
         key = str(node.key)
         stamps = self.stamps(node)
+        inputs, force = self._contents(node), self.force_id if forced else None
         self._unlink_from(node)
         end_leftovers(str(self.store.work(node.name, key)))
         gpus = self._world(node).used_gpus if node.stage.computes else 0
-        work = self.store.begin(node.name, key, afresh=afresh, gpus=gpus)
+        work = self.store.begin(node.name, key, inputs=inputs, force=force, gpus=gpus)
         try:
             summary = self._launch(self.order(node, work, stamps), self._world(node))
         except (UserError, RunError) as error:
@@ -233,6 +265,8 @@ class Runner:
             "packages": installed_versions(_PACKAGES),
             "git_commit": checkout_commit(),
             "upstream": {name: self._node(name).key for name in node.needs},
+            "inputs": inputs,
+            "force": force,
             "summary": summary,
         }
         try:
@@ -352,7 +386,9 @@ class Runner:
         def is_there() -> bool:
             if damaged is not None and folder.exists() and folder.lstat().st_ino == damaged:
                 return self.store.damage(node.name, key, self.hasher) is None
-            return self.store.manifest(node.name, key) is not None
+            manifest = self.store.manifest(node.name, key)
+            # Nor is what was made of inputs that were made again since.
+            return manifest is not None and replaced_input(manifest, self._contents(node)) is None
 
         while not is_there():
             fault = self._first_node.fault()

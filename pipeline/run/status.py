@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from pipeline.run.graph import Node
+from pipeline.run.graph import Node, document_key
 from pipeline.run.hashing import FileHasher, NotHashed
 from pipeline.run.locks import read_holder
 from pipeline.run.store import Store
+from stages.stage import TIMED
 
 _SHOWN_CHANGES = 3
 
@@ -33,31 +35,70 @@ def inspect(
     hasher: FileHasher,
     recipe: str,
     forced: frozenset[str] = frozenset(),
+    force_id: str | None = None,
 ) -> list[StageState]:
-    """The state of every stage; those in `forced` and what needs them are to run."""
+    """The state of every stage; those in `forced` and what needs them are to run.
+
+    Unless an earlier attempt of the same forced run, which `force_id` names, has made them.
+    """
     last = store.last_run(recipe)
     rebuilt: set[str] = set()
     states = []
     for node in nodes:
-        above = [name for name in node.needs if name in rebuilt]
-        if node.name in forced:
-            state = StageState(node, "to run", "--force", afresh=True)
-        elif above:
-            state = StageState(node, "to run", f"input {above[0]} is made again", afresh=True)
+        above = [name for name in node.reads if name in rebuilt]
+        again = bool(above) or node.name in forced
+        manifest = store.manifest(node.name, str(node.key)) if again and force_id else None
+        done = manifest is not None and manifest.get("force") == force_id
+        if again and not done:
+            reason = "--force" if node.name in forced else f"input {above[0]} is made again"
+            if force_id and store.state(node.name, str(node.key)).get("force") == force_id:
+                reason += "; resumes what was begun"
+            state = StageState(node, "to run", reason, afresh=True)
         elif node.key is not None and (holder := read_holder(store.lock(node.name, node.key))):
             state = StageState(node, "running", str(holder))
         else:
-            state = inspect_output(node, store, hasher, last.get(node.name))
-        if state.afresh:
+            state = inspect_output(
+                node, store, hasher, last.get(node.name), contents(node, nodes, store)
+            )
+        if state.afresh or again:
             rebuilt.add(node.name)
         states.append(state)
     return states
 
 
-def inspect_output(node: Node, store: Store, hasher: FileHasher, last: str | None) -> StageState:
+def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
+    """What the outputs that a stage needs hold, by name, as far as they are there.
+
+    Where results are not the same bit for bit, as on a GPU, an output that is made again holds
+    something else under the same key.
+    """
+    hashes = {}
+    for one in nodes:
+        manifest = store.manifest(one.name, str(one.key)) if one.name in node.reads else None
+        if manifest is not None:
+            timed = (*TIMED, *one.stage.timed)
+            files = {
+                file["path"]: file["sha256"]
+                for file in manifest["files"]
+                if not any(fnmatchcase(file["path"], pattern) for pattern in timed)
+            }
+            hashes[one.name] = document_key(files)
+    return hashes
+
+
+def replaced_input(manifest: Mapping[str, Any], now: Mapping[str, str]) -> str | None:
+    """An input of an output that was made again since, with other content; None: there is none."""
+    then = manifest.get("inputs", {})
+    return next((name for name in now if then.get(name, now[name]) != now[name]), None)
+
+
+def inspect_output(
+    node: Node, store: Store, hasher: FileHasher, last: str | None, inputs: Mapping[str, str]
+) -> StageState:
     """The state of one stage's output, whoever may be making it.
 
-    `last` is the key of its output in the recipe's last run.
+    `last` is the key of its output in the recipe's last run, `inputs` the `contents` of what it
+    needs.
     """
     if node.key is None or node.document is None:
         return StageState(node, "to run", "input files are new or changed, and not yet hashed")
@@ -67,6 +108,10 @@ def inspect_output(node: Node, store: Store, hasher: FileHasher, last: str | Non
             damage = store.damage(node.name, node.key, hasher)
         except NotHashed as file:
             damage, reason = None, f"not yet checked: {file}"
+        manifest = store.manifest(node.name, node.key)
+        if manifest is not None and (name := replaced_input(manifest, inputs)) is not None:
+            reason = f"input {name} was made again, and is not as it was"
+            return StageState(node, "to run", reason, afresh=True)
         if damage is None:
             return StageState(node, "cached", reason)
         reason = f"its output is damaged: {damage}"

@@ -18,7 +18,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +88,26 @@ class Store:
         folder = self.published(stage, key)
         return damage_of(folder, key, hasher) if os.path.lexists(folder) else None
 
-    def begin(self, stage: str, key: str, *, afresh: bool, gpus: int = 0) -> Path:
-        """The work directory of an output; `afresh` throws away what an earlier attempt left.
+    def begin(
+        self,
+        stage: str,
+        key: str,
+        *,
+        inputs: Mapping[str, str] | None = None,
+        force: str | None = None,
+        gpus: int = 0,
+    ) -> Path:
+        """The work directory of an output, with what an earlier attempt left.
 
-        The attempt that begins runs on so many `gpus`.
+        That is thrown away where `inputs` held something else, or where an earlier forced run than
+        `force` began it, or none. The attempt that begins runs on so many `gpus`.
 
         Raises RunError for what could not be published in the end, such as a link in it.
         """
-        work = self.work(stage, key)
-        if afresh or not work.is_dir() or work.is_symlink():
+        work, inputs = self.work(stage, key), dict(inputs or {})
+        state = self.state(stage, key)
+        same = state.get("inputs", inputs) == inputs and force in (None, state.get("force"))
+        if not same or not work.is_dir() or work.is_symlink():
             self.discard(stage, key)
         make_folder(work)
         last_written = newest_below(work)  # perhaps what is removed now
@@ -109,12 +120,13 @@ class Store:
                 f"{stage}: its work directory {work} holds what cannot be published: {fault}; put "
                 "the file or folder itself there, or remove it"
             )
-        state = self.state(stage, key)
-        attempts = state.get("attempts", [])
+        attempts = self.state(stage, key).get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
             attempts[-1]["ended"] = last_written
         attempts.append({"started": time.time(), "gpus": gpus})
-        write_json(self.state_file(stage, key), {"attempts": attempts})
+        force = force or self.state(stage, key).get("force")
+        state = {"attempts": attempts, "inputs": inputs, "force": force}
+        write_json(self.state_file(stage, key), state)
         return work
 
     def discard(self, stage: str, key: str) -> None:
@@ -136,7 +148,8 @@ class Store:
         attempts = state.get("attempts", [])
         if attempts:
             attempts[-1]["ended"] = time.time()
-        write_json(self.state_file(stage, key), {"attempts": attempts, "failure": message})
+        state |= {"attempts": attempts, "failure": message}
+        write_json(self.state_file(stage, key), state)
 
     def state(self, stage: str, key: str) -> dict[str, Any]:
         """Attempts at an output that is not published yet, and the failure of the last one.
@@ -235,6 +248,28 @@ class Store:
             place.parent.mkdir(parents=True)
             shutil.move(folder / name, place)
         return names
+
+    def force_id(self, recipe: str, stages: Sequence[str]) -> str | None:
+        """The name of the forced run of these stages that did not get through; None: of none."""
+        content = read_json(self._force_file(recipe))
+        same = isinstance(content, dict) and content.get("stages") == list(stages)
+        return str(content["id"]) if same and isinstance(content.get("id"), str) else None
+
+    def note_force(self, recipe: str, stages: Sequence[str]) -> str:
+        """The name of a forced run: that of `force_id`, else a new one."""
+        known = self.force_id(recipe, stages)
+        if known is not None:
+            return known
+        name = os.urandom(8).hex()
+        write_json(self._force_file(recipe), {"stages": list(stages), "id": name})
+        return name
+
+    def forget_force(self, recipe: str) -> None:
+        """Note that no forced run is under way."""
+        remove(self._force_file(recipe))
+
+    def _force_file(self, recipe: str) -> Path:
+        return self.root / recipe / "force.json"
 
     def last_run(self, recipe: str) -> dict[str, str]:
         """Stage names and keys of a recipe's last run."""

@@ -559,4 +559,5 @@ STAGE = Stage(
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",
+    timed=(EVALUATIONS,),
 )

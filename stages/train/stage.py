@@ -422,4 +422,5 @@ STAGE = Stage(
     checks=_faults,
     cost="stages.train.cost:cost",
     refusal="stages.train.fit:refuse_what_cannot_fit",
+    timed=(METRICS,),
 )

@@ -12,8 +12,9 @@ STAGE = Stage(
     RivalConfig,
     version=TRAIN.version,
     key="rival",
-    # Of the stage train it takes the section alone.
     needs=("prepare", "rival", "train"),
+    configured_by=("train",),
     distributed=True,
     cost="stages.train.cost:of_rival",
+    timed=TRAIN.timed,
 )

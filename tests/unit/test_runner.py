@@ -234,6 +234,62 @@ def test_a_changed_stage_version_reruns_it(case: Case) -> None:
     assert shown["train"] == f"to run (the code of train changed: {change})"
 
 
+def test_a_forced_run_that_was_stopped_resumes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue gives the same command again, at every time limit; what it has made stays."""
+    runner(case).run()
+    for name, calls, train in (
+        ("train", [2, 1], "to run (--force; resumes what was begun)"),
+        ("evaluate", [1, 2], "cached"),
+    ):
+        monkeypatch.setenv("FAKE_FAIL", f"{name}=run")
+        with pytest.raises(RunError, match="the loss diverged"):
+            runner(case, force=("train",)).run()
+        monkeypatch.delenv("FAKE_FAIL")
+        assert states(case, force=("train",))["train"] == train
+        assert runner(case, force=("train",)).run() == (3 if name == "train" else 2)
+        assert [case.calls("train"), case.calls("evaluate")] == calls
+    assert states(case, force=("train",))["train"] == "to run (--force)"
+    # One that another run finished is over.
+    monkeypatch.setenv("FAKE_FAIL", "report=run")
+    with pytest.raises(RunError, match="the loss diverged"):
+        runner(case, force=("train",)).run()
+    monkeypatch.delenv("FAKE_FAIL")
+    runner(case).run()
+    assert runner(case, force=("train",)).run() == 3
+
+
+def test_what_was_made_of_an_output_that_is_made_again_is_made_again_where_it_differs(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training on a GPU ends with other weights each time, and scores are those of one of them."""
+    runner(case).run()
+
+    def damage(name: str) -> None:
+        (case.output(name) / "output.json").write_text("damaged")
+
+    damage("train")
+    assert runner(case).run() == 1  # equal, bit for bit
+    (case.output("train") / "stage.log").write_text("other times")
+    assert runner(case).run() == 1
+    monkeypatch.setenv("FAKE_ROUNDING", "other")
+    damage("train")
+    assert to_run(case) == ["train"]  # what it will hold is not known yet
+    assert runner(case).run() == 3
+    assert to_run(case) == []
+    # Stopped in between, it goes on from there.
+    monkeypatch.setenv("FAKE_ROUNDING", "a third")
+    assert runner(case, force=("train",), until="train").run() == 1
+    assert states(case)["evaluate"] == ("to run (input train was made again, and is not as it was)")
+    with pytest.raises(UserError, match="--from report: the earlier stage evaluate is not there"):
+        runner(case, start="report").run()
+    monkeypatch.setenv("FAKE_FAIL", "evaluate=run")
+    with pytest.raises(RunError, match="the loss diverged"):
+        runner(case).run()
+    monkeypatch.delenv("FAKE_FAIL")
+    assert runner(case).run() == 2
+    assert [case.calls("train"), case.calls("evaluate")] == [1, 2]
+
+
 def test_two_recipes_share_equal_stages(case: Case) -> None:
     runner(case).run()
     prepared = case.output("prepare").resolve()
@@ -626,6 +682,21 @@ def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(on_node(case, 0, slowly).run)
         assert follower.run() == leading.result() == 5
+
+
+def test_another_node_does_not_take_what_the_first_makes_again(
+    case: Case, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner(case).run()
+    before = case.output("search").resolve().stat().st_ino
+    monkeypatch.setenv("FAKE_ROUNDING", "other")
+    runner(case, force=("prepare",), until="prepare").run()
+    follower = on_node(case, 1)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(follower.run)
+        time.sleep(0.3)
+        assert on_node(case, 0).run() == following.result() == 3
+    assert case.output("search").resolve().stat().st_ino != before
 
 
 def test_a_node_joins_the_stages_that_use_every_process(

@@ -26,7 +26,7 @@ KEY = document_key(DOCUMENT)
 
 
 def fill(store: Store, text: str = "content") -> Path:
-    work = store.begin("search", KEY, afresh=False)
+    work = store.begin("search", KEY)
     (work / "sub").mkdir(exist_ok=True)
     (work / "sub" / "a.txt").write_text(text)
     (work / "b.txt").write_text("b" + text)
@@ -192,7 +192,7 @@ def test_only_regular_files_are_published(store: Store, harm: Any) -> None:
     with pytest.raises(RunError, match="left what cannot be published: x is no regular file"):
         store.publish("search", DOCUMENT, {}, store.hasher())
     with pytest.raises(RunError, match="holds what cannot be published: x is no regular file"):
-        store.begin("search", KEY, afresh=False)
+        store.begin("search", KEY)
     (work / "x").unlink()
     folder = store.publish("search", DOCUMENT, {}, store.hasher())
     assert not (folder / "empty").exists()
@@ -256,11 +256,22 @@ def test_a_crash_while_replacing_keeps_the_new_output(
     assert [path.name for path in store.published("search", KEY).parent.iterdir()] == [KEY]
 
 
-def test_afresh_throws_earlier_work_away(store: Store) -> None:
+def test_work_on_other_inputs_or_before_a_forced_run_is_thrown_away(store: Store) -> None:
+    def attempts(**more: Any) -> int:
+        (store.begin("search", KEY, **more) / "part.txt").write_text("kept")
+        return len(store.state("search", KEY)["attempts"])
+
     (fill(store) / "empty").mkdir()
-    assert store.begin("search", KEY, afresh=False).joinpath("b.txt").exists()
-    assert not any(store.begin("search", KEY, afresh=True).iterdir())
-    assert len(store.state("search", KEY)["attempts"]) == 1
+    assert store.begin("search", KEY).joinpath("b.txt").exists()
+    old = {"prepare": "old"}
+    assert attempts(inputs=old) == 1
+    store.fail("search", KEY, "no reason")
+    assert [attempts(inputs=old), attempts(inputs={"prepare": "new"})] == [2, 1]
+    assert attempts(inputs=old, force="one") == 1
+    store.fail("search", KEY, "no reason")
+    assert [attempts(inputs=old, force="one"), attempts(inputs=old)] == [2, 3]
+    assert attempts(inputs=old, force="two") == 1
+    assert [path.name for path in store.work("search", KEY).iterdir()] == ["part.txt"]
 
 
 # The newest file of a killed attempt may be one that it was writing, which is removed.
@@ -504,7 +515,7 @@ def test_damaged_notes_of_attempts_stop_no_run(store: Store, content: Any) -> No
     fill(store)
     notes = store.state_file("search", KEY)
     notes.write_text(json.dumps(content))
-    store.begin("search", KEY, afresh=False)
+    store.begin("search", KEY)
     notes.write_text(json.dumps(content))
     assert store.state("search", KEY) == {}
     store.publish("search", DOCUMENT, {}, store.hasher())
