@@ -231,7 +231,7 @@ def _failed_models(
 ) -> dict[str, str]:
     """Why models have no score at all, by name; raises where none has any.
 
-    A model without scores in some suites becomes `missing` in those.
+    A model without scores in some suites has `failed` in those.
     """
     failed: dict[str, str] = {}
     for model in models:
@@ -246,7 +246,7 @@ def _failed_models(
     for fault in faults:
         for suite in suites:
             if suite.name == fault.suite and fault.model not in failed:
-                suite.missing[fault.model] = fault.reason
+                suite.failed[fault.model] = fault.reason
     return failed
 
 
@@ -276,14 +276,14 @@ def write_tables(
 ) -> dict[str, Any]:
     """Write samples.jsonl; returns every model's tables, those of `original` first.
 
-    A model that is `missing` in a suite has no scores there.
+    A model that has `failed` in a suite has no scores there.
     """
     answers: dict[tuple[str, str], SuiteAnswers] = {}
 
     def lines() -> Iterator[dict[str, Any]]:
         for model in models:
             for suite in suites:
-                if model.name not in suite.missing:
+                if model.name not in suite.failed:
                     records = list(suite.records(model))
                     key = (model.name, suite.name)
                     answers[key] = SuiteAnswers.of(records, *key)
@@ -300,7 +300,7 @@ def write_tables(
         for suite in suites:
             fault = known.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
             if fault is not None:
-                suite.missing[ORIGINAL] = fault
+                suite.failed[ORIGINAL] = fault
                 continue
             answers[ORIGINAL, suite.name] = SuiteAnswers.of(records, ORIGINAL, suite.name)
             apart = _not_compared(suite, answers[ORIGINAL, suite.name], known)
@@ -337,7 +337,8 @@ def write_tables(
                     suite.missing[name] = "none of its tasks has its metric as a share of 1"
             logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
             checkpoints[model.name][suite.name] = table
-    missing = {suite.name: suite.missing for suite in suites if suite.missing}
+    absent = {suite.name: suite.missing | suite.failed for suite in suites}
+    missing = {name: reasons for name, reasons in absent.items() if reasons}
     return {
         "checkpoints": checkpoints,
         "digests": {suite.name: _digests(suite) for suite in suites},

@@ -38,8 +38,8 @@ class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
     Where processes read prompts together (`shared`) the first one writes the answers, and all go by
-    what it has read. `missing` says why tasks have no score, `groups` are tasks that have one
-    together.
+    what it has read. `missing` says why tasks have no score, `failed` why models have none, `groups`
+    are tasks that have one together.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Suite(ABC):
     chat: ChatTemplate | None = None
     shared: SharedReading | None = None
     missing: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
 
     @property

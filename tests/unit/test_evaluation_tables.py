@@ -405,16 +405,20 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert "odd" not in odd["checkpoints"]["hybrid"]["harness"]
     assert odd["missing"]["harness"].keys() == {"odd"}
 
-    suite.missing["hybrid"] = "too long"
+    suite.failed["hybrid"] = "too long"
     half = write_tables(models, [suite], tmp_path, None)
     assert (
         half["checkpoints"]["hybrid"] == {} and half["missing"]["harness"]["hybrid"] == "too long"
     )
     assert half["checkpoints"]["original"] == original
+    # A folder's name, and so a model's, may be that of a task.
+    suite.failed = {"a": "too long"}
+    named = write_tables([models[0], model("a")], [suite], tmp_path, None)["checkpoints"]
+    assert named == {"original": original, "a": {}}
     # Where the original has no score in the suite, there is nothing to compare with.
-    suite.missing = {"original": "too long"}
+    suite.missing, suite.failed = {}, {"original": "too long"}
     publish(write_tables(models[:1], [suite], tmp_path, None), tmp_path)
-    fresh.missing = {}
+    fresh.missing, fresh.failed = {}, {}
     alone = write_tables([model("hybrid")], [fresh], tmp_path / "later", tmp_path)
     assert "against_original" not in alone["checkpoints"]["hybrid"]["harness"]
     assert alone["missing"] == {"harness": {"original": "too long"}}
