@@ -38,8 +38,8 @@ class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
     Where processes read prompts together (`shared`) the first one writes the answers, and all go by
-    what it has read. `missing` says why tasks have no score, `failed` why models have none, `groups`
-    are tasks that have one together.
+    what it has read. `missing` says why tasks have no score, `failed` why models have none;
+    `groups` are tasks that have one together.
     """
 
     name: str
