@@ -107,27 +107,30 @@ def generate(
 
     Raises ModelError where a prompt and its own answer take more than the model's positions.
     """
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def room(question: Question) -> int:
+        """Tokens that its prompt leaves to an answer; the last one is not read."""
+        return (positions or sys.maxsize) + 1 - len(question.prompt_ids)
+
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     for question in order:
-        prompt, own = len(question.prompt_ids), question.new_tokens or max_new_tokens
-        if positions and prompt + own - 1 > positions:  # the last token is not read
+        own = question.new_tokens or max_new_tokens
+        if own > room(question):
             raise ModelError(
-                f"a prompt of {prompt:,} tokens and an answer of {own:,} are more than its "
-                f"{positions:,} positions"
+                f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {own:,} are "
+                f"more than its {positions:,} positions"
             )
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        # Another sample's answer may be longer than what this batch's longest prompt leaves; one of
-        # the batch's own that would be cut is asked alone.
-        room = (positions or sys.maxsize) + 1 - len(batch[0].prompt_ids)
-        is_cut = any((question.new_tokens or max_new_tokens) > room for question in batch)
-        for part in [[question] for question in batch] if is_cut else [batch]:
-            room = (positions or sys.maxsize) + 1 - len(part[0].prompt_ids)
-            most = min(max_new_tokens, room)
-            outputs = _generate_batch(model, tokenizer, part, most, stop_at_newline, shared)
-            yield list(zip(part, outputs, strict=True))
+    # What an answer may have is the question's alone: the others of a batch must not cut it.
+    cut = [question for question in order if room(question) < max_new_tokens]
+    whole = order[len(cut) :]
+    batches = [[question] for question in cut]
+    batches += [whole[at : at + batch_size] for at in range(0, len(whole), batch_size)]
+    for batch in batches:
+        most = min(max_new_tokens, room(batch[0]))
+        outputs = _generate_batch(model, tokenizer, batch, most, stop_at_newline, shared)
+        yield list(zip(batch, outputs, strict=True))
 
 
 @torch.inference_mode()

@@ -106,6 +106,26 @@ def test_a_prompt_beyond_the_positions_is_refused(max_new_tokens: int, own: int 
         next(generate(model, None, [question], max_new_tokens, 1))
 
 
+def test_how_long_an_answer_may_be_does_not_depend_on_its_batch() -> None:
+    """Answers of these three are cut, where nothing else ends them, by the positions or by 38."""
+    model, tokenizer = small_model(), tiny_tokenizer()
+    model.config.max_position_embeddings = 60
+    questions = [
+        Question(index, np.arange(3, 3 + length, dtype=np.int32), [], new_tokens=own)
+        for index, (length, own) in enumerate([(40, 5), (20, 5), (10, 38)])
+    ]
+    answers = [
+        {
+            q.index: text
+            for batch in generate(model, tokenizer, questions, 38, size)
+            for q, text in batch
+        }
+        for size in (1, 2, 3)
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    assert len({len(tokenizer(text)["input_ids"]) for text in answers[0].values()}) > 1
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_longer_prompt_of_its_batch_does_not_cut_an_answer(
     batch_size: int, monkeypatch: pytest.MonkeyPatch

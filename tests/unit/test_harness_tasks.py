@@ -168,6 +168,22 @@ def test_samples_of_a_task_and_which_of_them_share_a_text(most: int | None, samp
     assert suite.document(subtask, 0) is None
 
 
+def test_a_prompt_whose_ends_grow_when_they_are_joined_fits_the_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cut through a character of three bytes makes more tokens of it."""
+    monkeypatch.setattr(
+        harness_suite.longbench, "truncated_ids", lambda _, text, most: [0] * (most + 5)
+    )
+    given: Any = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1}
+    for positions, tokens in ((None, 95), (158, 95), (150, 87)):
+        suite = HarnessSuite(
+            name="harness", section=HarnessEvaluation(max_length=90),
+            places=Places(Path(), Path(), None, positions), **given,
+        )  # fmt: skip
+        assert len(suite._longbench_ids("qasper", "text", 64)) == tokens
+
+
 def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents 2 to 71 of 80, of two questions each; lm-eval counts those of a chunk."""
     chunks: list[tuple[int, list[tuple[int, str]]]] = []

@@ -192,17 +192,15 @@ class HarnessSuite(Suite):
     def _longbench_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a batch at a time."""
         name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
-        limit, questions = self.section.max_length, list[Question]()
+        new_tokens, one_line = longbench.TASKS[name].max_new_tokens, name == "samsum"
+        questions = []
         for index in indices:
             document = task.eval_docs[index]
             text = longbench.prompt(name, task.config.doc_to_text, document)
-            ids = longbench.truncated_ids(self.tokenizer, text, limit)
-            if self.chat is not None and name not in longbench.NO_CHAT:
-                ids = self.chat.ids(ids)
+            ids = self._longbench_ids(name, text, new_tokens)
             questions.append(
                 Question(index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:])
             )
-        new_tokens, one_line = longbench.TASKS[name].max_new_tokens, name == "samsum"
         for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
             records = []
             for question, output in batch:
@@ -212,6 +210,19 @@ class HarnessSuite(Suite):
                 scores = {"score,none": score}
                 records.append(answer_record(question, score, answers, output, scores=scores))
             yield records
+
+    def _longbench_ids(self, name: str, text: str, new_tokens: int) -> list[int]:
+        """A prompt's ids, of fewer tokens of its ends where these grew beyond the positions."""
+        limit = self.section.max_length
+        positions = self.places.positions if self.places is not None else None
+        while True:
+            ids = longbench.truncated_ids(self.tokenizer, text, limit)
+            if self.chat is not None and name not in longbench.NO_CHAT:
+                ids = self.chat.ids(ids)
+            over = len(ids) + new_tokens - 1 - positions if positions is not None else 0
+            if over <= 0 or limit <= over:
+                return ids
+            limit -= over
 
     def _harness_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a chunk at a time."""
