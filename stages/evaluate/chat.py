@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ Turns = list[dict[str, str]]
 # Stands for the prompt while the template is split around it.
 _PLACE = "@@prompt@@"
 # Of the prompts that a template makes: answers to those of another one are not taken.
-_VERSION = 2
+_VERSION = 3
+# The date in prompts, whatever day it is: the one that Llama's templates fall back to.
+_TODAY = datetime(2024, 7, 26)
 
 
 class ChatTemplate:
@@ -52,6 +55,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
+                strftime_now=_TODAY.strftime,
             )
         except Exception as error:  # a template refuses turns with errors of its own
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))

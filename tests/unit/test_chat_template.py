@@ -97,3 +97,11 @@ def test_a_template_that_refuses_a_role_is_named() -> None:
     turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
     with pytest.raises(UserError, match=r"no conversation of system, user \(no system\)"):
         ChatTemplate(tokenizer).text(turns)
+
+
+def test_a_template_that_writes_todays_date_makes_the_same_prompts_every_day() -> None:
+    """Llama 3's do; the day's prompts would be others, and answers of yesterday not taken."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
+    chat = ChatTemplate(tokenizer)
+    assert chat.text([{"role": "user", "content": "Hi"}]).startswith("26 Jul 2024<user>Hi")
