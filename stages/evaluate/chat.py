@@ -19,8 +19,17 @@ Turns = list[dict[str, str]]
 _PLACE = "@@prompt@@"
 # Of the prompts that a template makes: answers to those of another one are not taken.
 _VERSION = 3
-# The date in prompts, whatever day it is: the one that Llama's templates fall back to.
-_TODAY = datetime(2024, 7, 26)
+# The date in prompts, whatever day it is: the one that Llama's templates fall back to. A template
+# can be given no function, so this goes before it.
+_NOW = "strftime_now"
+_TODAY = (
+    f"{{%- macro {_NOW}(format) -%}}{{{{ format"
+    + "".join(
+        f"|replace('{one}', '{datetime(2024, 7, 26):{one}}')"
+        for one in ("%Y", "%y", "%m", "%d", "%B", "%b", "%A", "%a", "%H", "%I", "%M", "%S", "%p")
+    )
+    + " }}{%- endmacro -%}"
+)
 
 
 class ChatTemplate:
@@ -30,12 +39,14 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, None
         if not tokenizer.chat_template:
             raise UserError(
                 f"evaluate.chat_template: the tokenizer of {tokenizer.name_or_path} has no chat "
                 "template; set it to false"
             )
+        if _NOW in str(tokenizer.chat_template):
+            self._template = f"{_TODAY}{tokenizer.get_chat_template()}"
         before, place, after = self.text([{"role": "user", "content": _PLACE}]).partition(_PLACE)
         if not place:
             raise UserError(
@@ -44,8 +55,8 @@ class ChatTemplate:
             )
         self._before, self._after = (encode_answer(tokenizer, text) for text in (before, after))
         self.tokens = len(self._before) + len(self._after)  # that it adds to one turn
-        template = json.dumps([_VERSION, str(tokenizer.chat_template), before, after])
-        self.digest = hashlib.sha256(template.encode()).hexdigest()
+        content = json.dumps([_VERSION, str(tokenizer.chat_template), before, after])
+        self.digest = hashlib.sha256(content.encode()).hexdigest()
 
     def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text, its last turn to be answered or, without that, continued."""
@@ -55,7 +66,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-                strftime_now=_TODAY.strftime,
+                chat_template=self._template,
             )
         except Exception as error:  # a template refuses turns with errors of its own
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))

@@ -102,6 +102,12 @@ def test_a_template_that_refuses_a_role_is_named() -> None:
 def test_a_template_that_writes_todays_date_makes_the_same_prompts_every_day() -> None:
     """Llama 3's do; the day's prompts would be others, and answers of yesterday not taken."""
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
-    chat = ChatTemplate(tokenizer)
-    assert chat.text([{"role": "user", "content": "Hi"}]).startswith("26 Jul 2024<user>Hi")
+    for format, date in (("%d %b %Y", "26 Jul 2024"), ("%A, %Y-%m-%d", "Friday, 2024-07-26")):
+        tokenizer.chat_template = (
+            "{%- if strftime_now is defined %}{{ strftime_now('"
+            + format
+            + "') }}{% endif %}"
+            + TEMPLATE
+        )
+        text = ChatTemplate(tokenizer).text([{"role": "user", "content": "Hi"}])
+        assert text == f"{date}<user>Hi</user><assistant>"
