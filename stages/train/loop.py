@@ -88,6 +88,7 @@ class Loop:
         self.stopwatch.read()  # loading is not part of the first step
         if self.metrics_log is not None:
             self.metrics_log.begin()
+        self._make_moments()
         while self.step < self.schedule.steps and not stop:
             self.step += 1
             self.start_step()
@@ -327,13 +328,21 @@ class Loop:
                     for number, part in enumerate(own["fp32_flat_groups"])
                 }
             return {f"process-{self.accelerator.process_index}": own, "spikes": spikes}
-        moments = self.optimizer.optimizer.state
-        untouched = not moments
+        self._make_moments()
         model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
-        if untouched:  # get_state_dict took a step without gradients, which must not count
-            for of_parameter in moments.values():
-                of_parameter["step"].zero_()
         return {"model": model, "optimizer": optimizer, "spikes": spikes}
+
+    def _make_moments(self) -> None:
+        """Give every parameter the moments that a restart point is asked for when it is loaded.
+
+        AdamW has none before the first step, and of a parameter without gradient none after it.
+        """
+        moments = self.optimizer.optimizer.state
+        if self.runtime.sharding == "deepspeed" or moments:
+            return
+        get_state_dict(self.model, self.optimizer.optimizer)
+        for of_parameter in moments.values():  # it took a step without gradients: not to be counted
+            of_parameter["step"].zero_()
 
     def resume(self, point: Path) -> None:
         """Continue from a restart point."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from typing import Any
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from bosch.errors import UserError
 from bosch.model.families import SINK_BIAS
 from bosch.model.interface import attention_modules
+from bosch.model.loading import parameters_on_meta
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.versions import require_package
 
 _ADAPTER = "default"  # peft's own name of the only adapter of a model
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
+# A linear map whose weight Mamba's layers read without calling it: an adapter would do nothing.
+_READ = "dt_proj"
 _BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
 
 
@@ -37,8 +41,19 @@ def restrict_training(model: Any, train: TrainConfig) -> None:
     else:  # training reads text: what sees images gets no gradient
         reading = (model.get_decoder(), model.get_output_embeddings())
         trained = {id(p) for module in reading if module is not None for p in module.parameters()}
-        for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in trained and parameter.requires_grad)
+        fixed = _fixed_by_the_model(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(id(parameter) in trained and name not in fixed)
+
+
+def _fixed_by_the_model(model: Any) -> set[str]:
+    """Parameters that the model's own code leaves out, as biases by which experts are balanced.
+
+    They have no gradient, but from_pretrained makes every weight trainable.
+    """
+    with parameters_on_meta():
+        own = type(model)._from_config(copy.deepcopy(model.config))
+    return {name for name, one in own.named_parameters() if not one.requires_grad}
 
 
 def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
@@ -51,7 +66,9 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
         name
         for name, module in model.named_modules()
         # A router may be a linear map that returns more than one.
-        if id(module) in inside and getattr(type(module), "forward", None) is nn.Linear.forward
+        if id(module) in inside
+        and getattr(type(module), "forward", None) is nn.Linear.forward
+        and name.rpartition(".")[2] != _READ
     ]
     if not targets:
         raise UserError("train.lora: the model has no linear map that could take an adapter")

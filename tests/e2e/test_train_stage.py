@@ -29,6 +29,7 @@ from stages.train.data import PackedSequences
 from stages.train.footprint import training_memory
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog
+from stages.train.model import load_for_training
 from stages.train.run import build_loop
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig, read_metrics
@@ -436,6 +437,30 @@ def test_stop_signals_leave_a_restart_point_at_the_next_step(
     assert signal.getsignal(number) == signal.SIG_DFL
     train_here(case, tmp_path)
     assert_same(tmp_path, undisturbed)
+
+
+def test_a_restart_point_is_loaded_where_a_parameter_has_no_gradient(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW makes no moments for it; those that a point lacks would be taken for damage."""
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        model = load_for_training(*arguments, **options)
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+        return model
+
+    def write_and_stop(self: MetricsLog, step: int, *values: Any, **options: Any) -> None:
+        write(self, step, *values, **options)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    write = MetricsLog.write
+    monkeypatch.setattr("stages.train.run.load_for_training", load)
+    monkeypatch.setattr(MetricsLog, "write", write_and_stop)
+    with pytest.raises(StoppedError, match="after step 2 of 10, with a restart point"):
+        train_here(case, tmp_path)
+    train_here(case, tmp_path)
+    assert not list((tmp_path / "restart").glob("unreadable-*"))
 
 
 def test_seconds_and_time_left_are_those_of_the_steps(

@@ -54,7 +54,7 @@ from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
 from stages.train.trainable import restrict_training
-from tests.hybrid_case import random_mask, small_model
+from tests.hybrid_case import random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
 
@@ -719,6 +719,32 @@ def test_what_sees_images_is_not_trained_on_text(family: str) -> None:
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if ".visual." in name}
     assert bool(frozen) == (family == "qwen3_vl")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("afmoe", "expert_bias"), ("laguna", "e_score_correction_bias"), ("qwen3_moe", None)],
+)
+def test_what_a_familys_own_code_leaves_out_is_not_trained(
+    tmp_path: Path, family: str, name: str | None
+) -> None:
+    """from_pretrained makes the biases that balance experts trainable; they have no gradient."""
+    small_model(family).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+    restrict_training(model, TrainConfig(total_tokens=1024, batch_tokens=512))
+    model(input_ids=tokens(2, 32), labels=tokens(2, 32)).loss.backward()
+    without = {n.rpartition(".")[2] for n, p in model.named_parameters() if not p.requires_grad}
+    assert without == ({name} if name else set())
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_every_adapter_has_a_gradient() -> None:
+    """Mamba's layers read a weight without calling its map."""
+    model = small_model("jamba")
+    train = TrainConfig(total_tokens=1024, batch_tokens=512, lora=LoraConfig(rank=2))
+    restrict_training(model, train)
+    model(input_ids=tokens(2, 32), labels=tokens(2, 32)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("family", ["dots1", "glm4_moe"])
