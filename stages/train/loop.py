@@ -45,6 +45,8 @@ from stages.train.watch import HeldOutWatch, NeedleWatch
 
 logger = logging.getLogger(__name__)
 
+_ADVICE = "a lower train.learning_rate or a longer train.warmup_ratio may help"
+
 
 @dataclass
 class Loop:
@@ -100,6 +102,9 @@ class Loop:
             scores = self.score()
             is_due, stop = self.timer.decide(self.step)
             self.log(loss, norm, skipped, scores)
+            held_out = scores.get("heldout_loss", 0.0)
+            if not math.isfinite(held_out):  # by this step's update: no checkpoint may hold it
+                raise self.divergence(f"the held-out loss is {held_out}")
             self.save(is_due)
             if self.step == first + 1 and self.metrics_log is not None:
                 logger.info(
@@ -200,18 +205,14 @@ class Loop:
         skipped = fault is not None and self.train.bad_steps == "skip"
         if not math.isfinite(loss):
             fault = f"loss is {loss}"
-        advice = "a lower train.learning_rate or a longer train.warmup_ratio may help"
         if fault is not None and not skipped:
-            raise RunError(
-                f"training diverged: {fault} at step {self.step} "
-                f"({self.step * self.schedule.batch_tokens:,} tokens); {advice}"
-            )
+            raise self.divergence(fault)
         too_many = self.spikes.too_many() if skipped else None
         if too_many is not None:
             raise RunError(
                 f"training diverged: {too_many} left out as bad (train.bad_steps = skip), the last "
                 f"one step {self.step} of {self.schedule.steps} ({fault}); look for the first of "
-                f"them in {METRICS}; {advice}"
+                f"them in {METRICS}; {_ADVICE}"
             )
         if skipped and self.metrics_log is not None:
             logger.warning("step %d is left out: %s", self.step, fault)
@@ -219,6 +220,13 @@ class Loop:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return skipped
+
+    def divergence(self, fault: str) -> RunError:
+        """The error that training diverged at this step."""
+        tokens = self.step * self.schedule.batch_tokens
+        return RunError(
+            f"training diverged: {fault} at step {self.step} ({tokens:,} tokens); {_ADVICE}"
+        )
 
     @property
     def patience(self) -> float:

@@ -103,7 +103,7 @@ class MetricsLog:
             "grad_norm": _finite(grad_norm),
             "seconds": round(self.seconds, 3),
             "seconds_left": round(self._seconds_left(step), 3),
-            **{name: value for name, value in values.items() if value is not None},
+            **{name: _finite(value) for name, value in values.items() if value is not None},
         }
         self.records.append(record)
         self._journal.append(record)
@@ -161,9 +161,11 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """None in the place of numbers that JSON does not have, also in a list."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: float | None, form: str) -> str:
@@ -186,7 +188,7 @@ def _details(record: dict[str, Any]) -> str:
     if "needle_score" in record:
         notes.append(f"needle score {record['needle_score']:.3f}")
     if "heldout_loss" in record:
-        notes.append(f"held-out loss {record['heldout_loss']:.4f}")
+        notes.append(f"held-out loss {_text(record['heldout_loss'], '.4f')}")
     if record.get("skipped"):
         notes.append("skipped")
     return "".join(f", {note}" for note in notes)

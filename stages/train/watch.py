@@ -133,11 +133,9 @@ class HeldOutWatch(_Watch[Batch]):
 def _routing(router: Any, output: Any) -> Tensor:
     """Of a router's logits [N, E] and choices [N, k]: entropies' sum, N, and tokens per expert."""
     logits, chosen = output[0].float(), output[-1]
-    if type(router).__name__ == "Gemma4TextRouter":  # its first output are probabilities
-        entropy = torch.special.entr(logits).sum()
-    else:
-        logs = torch.log_softmax(logits, dim=-1)
-        entropy = -(logs.exp() * logs).sum()
+    if type(router).__name__ != "Gemma4TextRouter":  # whose first output are probabilities
+        logits = torch.softmax(logits, dim=-1)
+    entropy = torch.special.entr(logits).sum()
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
     head = torch.stack([entropy, entropy.new_tensor(len(logits))])
     return torch.cat([head, counts]).cpu()

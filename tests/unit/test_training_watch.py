@@ -149,6 +149,21 @@ def test_a_bad_step_ends_training_or_is_left_out(
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
 
 
+def test_weights_that_an_update_breaks_end_training_before_they_are_published(
+    case: Path, tmp_path: Path
+) -> None:
+    """The step's own loss and norm are of the weights before it, and fine."""
+    short = {"total_tokens": 128, "checkpoint_tokens": [128], "learning_rate": 1e38}
+    with pytest.raises(RunError, match=r"diverged: the held-out loss is nan at step 1 .128 tokens"):
+        train_here(
+            case, tmp_path, train={**short, "warmup_ratio": 0.0},
+            runtime={"heldout_every_steps": 1, "heldout_sequences": 4},
+        )  # fmt: skip
+    [step] = metrics(tmp_path)
+    assert step["loss"] is not None and step["heldout_loss"] is None
+    assert not (tmp_path / "checkpoints" / "tokens-128").exists()
+
+
 def test_a_training_that_leaves_out_step_after_step_ends_also_when_it_is_resumed(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
