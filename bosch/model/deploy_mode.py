@@ -317,7 +317,9 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
         )
     unexpected = set(info["unexpected_keys"])
     layouts = deploy_layouts(model.config) if is_hybrid(model.config) else []
-    if not any(layout.windows for layout in layouts if layout):  # no head here has use for a bias
+    full = decoder_layers(model.config).full if layouts else ()
+    # Where no head has use for a bias; layers that slide in the base model never have one.
+    if not any(layout.windows for layer in full if (layout := layouts[layer])):
         unexpected = {name for name in unexpected if name.rpartition(".")[2] != SINK_BIAS}
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."

@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bosch.errors import UserError
+from bosch.heads import HeadMask
+from bosch.model.families import text_config
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import set_sink_bias
+from bosch.model.search_mode import mask_shape, set_sink_bias
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
@@ -33,7 +35,6 @@ from tests.hybrid_case import (
     KV_HEADS,
     LAYERS,
     mask_of,
-    random_mask,
     small_config,
     small_model,
     tokens,
@@ -162,12 +163,19 @@ def test_neither_models_logits_are_ever_whole(
     assert states.grad is not None
 
 
-def test_a_teacher_has_no_sink_bias(tmp_path: Path) -> None:
-    """No head of it slides, whatever the file holds; a hybrid whose heads slide needs its own."""
-    base, ids = small_model().eval(), tokens(2, 12)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_teacher_has_no_sink_bias(tmp_path: Path, family: str) -> None:
+    """No head of it slides, whatever the file holds; a hybrid whose heads slide needs its own.
+
+    Layers that slide in the base model itself, as Gemma 3's, have no sink bias.
+    """
+    base, ids = small_model(family).eval(), tokens(2, 12)
     expected = base.get_decoder()(ids).last_hidden_state
-    set_sink_bias(base, [[0.5] * 8] * LAYERS)
-    materialize(base, random_mask(), Window(WINDOW)).save_pretrained(tmp_path)
+    layers, kv_heads = mask_shape(base.config)
+    mask = HeadMask.all_sliding(layers, kv_heads)
+    heads = text_config(base.config).num_attention_heads
+    set_sink_bias(base, [[0.5] * heads] * layers)
+    materialize(base, mask, Window(WINDOW)).save_pretrained(tmp_path)
     train, model = TrainConfig(mixed_precision="no"), ModelConfig(path="unused")
     teacher = load_teacher(tmp_path, model, train, Runtime(), CPU)
     torch.testing.assert_close(teacher(ids, None), expected)
