@@ -77,9 +77,10 @@ class Objective:
         split: ContextParallel | None = None,
     ) -> None:
         self.windows = window_menu(windows)
-        if self.window.size >= calibration.max_length:
+        if self.window.most_keys >= calibration.max_length:
+            sinks = f" with {self.window.sinks} sinks" if self.window.sinks else ""
             raise UserError(
-                f"search.window_size is {self.window.size}, no shorter than the longest "
+                f"search.window_size is {self.window.size}{sinks}, no shorter than the longest "
                 f"calibration example ({calibration.max_length} tokens): lower it or raise "
                 "prepare.calibration.length"
             )

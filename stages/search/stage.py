@@ -130,7 +130,7 @@ class SearchConfig(Section):
             "depend on it."
         ),
     )
-    strict: bool = Field(
+    strict: Flag = Field(
         SearchSettings.strict,
         description=(
             "Whether bosch and its ablations follow the paper to the letter: ties are broken by "

@@ -13,12 +13,11 @@ from stages.fields import bytes_of
 from stages.formats import counted, format_bytes, format_flops
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
-from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 from stages.train.budgets import mean_over_budgets
-from stages.train.fit import Budget, remedy, training_budget
+from stages.train.fit import Budget, planned_rows, remedy, training_budget
 from stages.train.footprint import (
     checkpoint_host_bytes,
     load_host_bytes,
@@ -48,7 +47,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
     of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
-    layouts = {0: of_mask} if train.budgets is None else budget_rows(loaded, train.budgets)
+    layouts = planned_rows(loaded, shape)
     of_budgets = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
         for slots, rows in layouts.items()

@@ -15,6 +15,8 @@ from stages.context import Runtime
 from stages.cost import memory_here
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
+from stages.search.choice import budget_rows
+from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 from stages.train.footprint import TrainingMemory, training_memory
@@ -77,7 +79,21 @@ def training_budget(loaded: LoadedRecipe, processes: int, capacity: float, on_gp
     """
     recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
     train, shape = recipe[TrainConfig], shape_of(loaded)
-    return budget_of(train, recipe.runtime, length, shape, processes, capacity, on_gpu)
+    rows = planned_rows(loaded, shape)
+    layers = rows[max(rows)]  # of several budgets the largest, which takes the most
+    return budget_of(train, recipe.runtime, length, shape, processes, capacity, on_gpu, layers)
+
+
+def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[LayerHeads]]:
+    """Heads by window in each layer that trains, by the KV slots of several budgets, else under 0.
+
+    They are spread evenly over the layers where no mask is given.
+    """
+    recipe = loaded.recipe
+    budgets = recipe[TrainConfig].budgets
+    if budgets is not None:
+        return budget_rows(loaded, budgets)
+    return {0: recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)}
 
 
 def budget_of(

@@ -488,6 +488,16 @@ def test_the_first_way_of_checkpointing_that_fits_is_chosen(
     assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
 
 
+def test_a_plan_of_split_sequences_counts_the_heads_that_slide() -> None:
+    """Of those no process needs more of the others' keys and values than a window."""
+    split = ["runtime.context_parallel=8", "runtime.sharding=fsdp"]
+    few, many = (
+        training_budget(_paper("qwen3_14b", *split, f"search.swa_ratio={ratio}"), 16, GIB, True)
+        for ratio in (0.25, 0.75)
+    )
+    assert many.memory.exchanged < 0.5 * few.memory.exchanged
+
+
 def test_the_margin_of_fragmentation_is_a_gpus_and_checkpointing_leaves_it() -> None:
     none, auto = (_paper("qwen3_1p7b", f"runtime.checkpointing={way}") for way in ("none", "auto"))
     kept = training_budget(none, 8, GIB, True)
