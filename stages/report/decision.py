@@ -232,8 +232,11 @@ def _speed(points: Sequence[Point]) -> Iterator[str]:
     texts = []
     for point in reversed(points):
         at = f"at {format_length(point.length)}"
-        if point.over_original is None:
+        if point.out_of_memory:
             yield f"was not measured {at} for want of memory"
+            continue
+        if point.over_original is None:
+            yield f"runs {at}, where the original is out of memory"
             continue
         prefill = point.over_original.prefill_tokens_per_second
         decode = point.over_original.decode_tokens_per_second

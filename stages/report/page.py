@@ -134,12 +134,11 @@ def _tiles(results: Results) -> Iterable[Tile]:
             paint = "untrained" if model == HYBRID else "hybrid"
             yield Tile(f"{row.name}, {kind_of(model)}", value, more, row.unit, paint)
     search, cache = results.search, results.cache
-    for point in results.measured_points[-1:]:
-        if point.over_original is not None:
-            prefill = point.over_original.prefill_tokens_per_second
-            decode = point.over_original.decode_tokens_per_second
-            more = f"prefill and decoding, times the original's at {format_length(point.length)}"
-            yield Tile("Measured speed", f"{prefill:.2f} and {decode:.2f}", more, "×")
+    compared = [(p.length, p.over_original) for p in results.measured_points if p.over_original]
+    for length, over in compared[-1:]:
+        value = f"{over.prefill_tokens_per_second:.2f} and {over.decode_tokens_per_second:.2f}"
+        more = f"prefill and decoding, times the original's at {format_length(length)}"
+        yield Tile("Measured speed", value, more, "×")
     value = f"{format_bytes(cache.original_per_token)} → {format_bytes(cache.per_token)}"
     windows = f"and at most {format_bytes(cache.sliding_bytes)} for the windows"
     yield Tile("KV cache per token", value, windows)

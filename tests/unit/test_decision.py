@@ -254,6 +254,31 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     assert "5 samples are too few to show any loss" in str(few)
 
 
+@pytest.mark.parametrize(
+    ("without_memory", "words"),
+    [
+        ({ORIGINAL}, "runs at 2k, where the original is out of memory, prefills at 1.00 and"),
+        ({HYBRID}, "was not measured at 2k for want of memory, prefills at 1.00 and"),
+        ({ORIGINAL, HYBRID}, "was not measured at 2k for want of memory, prefills at 1.00 and"),
+    ],
+)
+def test_the_sentence_says_which_model_had_no_memory(
+    results: Results, without_memory: set[str], words: str
+) -> None:
+    assert results.efficiency is not None
+    points = [
+        point
+        if point.length == 512
+        else point.model_copy(
+            update={"out_of_memory": point.model in without_memory, "over_original": None}
+        )
+        for point in results.efficiency.points
+    ]
+    efficiency = results.efficiency.model_copy(update={"points": points})
+    made = of(results, {ORIGINAL: 20, HYBRID: 19}, 20)
+    assert words in str(headline(replace(made, efficiency=efficiency), ReportConfig()))
+
+
 def test_the_search_is_compared_with_a_rival_before_and_after_training(results: Results) -> None:
     trained = rival_name("intr", LAST)
     right = {ORIGINAL: 200, HYBRID: 150, "intr": 20, LAST: 196, trained: 180}
