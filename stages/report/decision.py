@@ -214,8 +214,7 @@ def _original_answers(results: Results) -> bool:
 
 def _cache(results: Results) -> str:
     lengths = [point.length for point in results.measured_points]
-    if results.trained is not None:
-        lengths += [*results.trained.suite.by_length]
+    lengths += [length for one in results.needle for length in one.suite.by_length]
     cache = results.cache
     if not any(lengths):
         before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)

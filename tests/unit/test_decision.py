@@ -254,6 +254,16 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     assert "5 samples are too few to show any loss" in str(few)
 
 
+def test_the_cache_is_that_at_the_longest_scored_length_without_training_and_measure(
+    tmp_path: Path,
+) -> None:
+    made = load_results(report_fixture.publish(tmp_path, without=("train", "measure")))
+    sentence = str(headline(made, ReportConfig()))
+    assert "takes 29.7 % of the original's KV cache at 2k, " in sentence
+    sentence = str(headline(replace(made, needle=[]), ReportConfig()))
+    assert "takes 1.5 KiB of KV cache per token instead of 6 KiB, " in sentence
+
+
 @pytest.mark.parametrize(
     ("without_memory", "words"),
     [
