@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, fields, replace
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bosch.analysis.intervals import crossed_mean
-from bosch.files import read_json, write_json, write_text
+from bosch.files import write_json, write_text
 from bosch.search.methods import METHODS
 from pipeline.commands.compare.comparison import (
     AgainstHighest,
@@ -56,19 +55,14 @@ _COSTS = (
 
 
 def write_comparison(comparison: Comparison) -> None:
-    """Write compare.json, .html, .csv and .md, and with the last combination compare.png.
-
-    Writes nothing where compare.json, the last one written, holds the same results.
-    """
-    json_file, content = comparison.folder / REPORT, _content(comparison)
-    if read_json(json_file) == json.loads(json.dumps(content)):  # JSON has lists for tuples
-        return
+    """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
+    content = _content(comparison)
     write_text(comparison.folder / "compare.md", markdown(comparison))
     write_text(comparison.folder / "compare.html", page(comparison))
     write_text(comparison.folder / "compare.csv", csv_table(comparison).csv())
     if content["complete"]:
         save_panels(list(_pictures(comparison)), comparison.folder / "compare.png")
-    write_json(json_file, content)
+    write_json(comparison.folder / REPORT, content)
 
 
 def _content(comparison: Comparison) -> dict[str, Any]:
@@ -107,13 +101,8 @@ def _without_samples(result: Result) -> dict[str, Any]:
 
 
 def write_predictions(comparison: Comparison, combination: Combination) -> None:
-    """Write the page with a finished combination's predictions, unless it shows this evaluation.
-
-    Pages of its earlier evaluations are removed.
-    """
+    """Write the page with a finished combination's predictions, in place of earlier ones."""
     path = comparison.folder / _predictions_file(comparison, combination)
-    if path.exists():
-        return
     for old in path.parent.glob("predictions-*.html"):
         old.unlink()
     stages = [path.parent / name for name in ("original", "evaluate")]
