@@ -586,6 +586,16 @@ def test_nothing_is_bold_of_five_samples() -> None:
     assert "**" not in text and "<u>100.0 (" in text and "<u>0.0 (" in text
 
 
+def test_nothing_is_bold_beside_a_method_with_other_samples() -> None:
+    compared = made_up({"bme": {0.5: 10.0}, "intr": {0.5: 79.5}, "fisher": {0.5: 80.0}})
+    for one, result in compared.results.items():
+        if one.method == "intr":
+            result.samples["untrained", "needle"] = SampleScores.of({("vt", 512): [1.0, 0.59]})
+    assert [one.method for one in compared.tests("untrained", "needle")] == ["bme"]
+    text = markdown(compared)
+    assert "<u>80.0 (" in text and "<u>79.5 (" in text and "| 10.0 (" in text and "**" not in text
+
+
 def test_the_page_shows_every_method_and_escapes_names() -> None:
     compared = made_up({"bme": {0.5: 10.0, 0.75: 3.0}, "fisher": {0.5: 20.0, 0.75: 4.0}})
     html = page(replace(compared, model="a <b> model"))

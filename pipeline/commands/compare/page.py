@@ -208,7 +208,10 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
         has_tasks = any(row.task for _, row in comparison.rows(models, ratio=ratio))
         target = f"#{_table_name(ratio, models)}" if has_tasks else ""
         header.append(Cell(f"ρ = {ratio:g}", target=target))
-        marks = _marks([test for test in tests if test.ratio == ratio])
+        marks = _marks(
+            [test for test in tests if test.ratio == ratio],
+            [one for one in comparison.methods if comparison.averages(models, one, ratio, suite)],
+        )
         column = {
             "": _with_interval(original.score, original.low, original.high),
             **{
@@ -237,16 +240,18 @@ def _table_name(ratio: float, models: Models) -> str:
     return f"tasks-{ratio:g}-{models}"
 
 
-def _marks(tests: Sequence[AgainstHighest]) -> dict[str, int]:
+def _marks(tests: Sequence[AgainstHighest], scored: Sequence[str]) -> dict[str, int]:
     """Marks of a column's cells by method, as `Cell` has them: 1 is bold, 2 is underlined.
 
     1 for the method that is shown to be above all others; where there is none, 2 for each that is
-    not shown to be below the highest, and for the highest.
+    not shown to be below the highest, and for the highest. A method that is `scored` on other
+    samples than the highest is in no test, and so not shown to be below it.
     """
     if not tests:
         return {}
-    near = [test.method for test in tests if not test.is_lower]
-    return dict.fromkeys([tests[0].highest, *near], 2 if near else 1)
+    lower = {test.method for test in tests if test.is_lower}
+    near = [method for method in scored if method not in lower]
+    return dict.fromkeys(near, 1 if len(near) == 1 else 2)
 
 
 def _average_text(
