@@ -596,6 +596,25 @@ def test_nothing_is_bold_beside_a_method_with_other_samples() -> None:
     assert "<u>80.0 (" in text and "<u>79.5 (" in text and "| 10.0 (" in text and "**" not in text
 
 
+@pytest.mark.parametrize(
+    ("tokens", "title"),
+    [
+        ((None, 2048), "after training on 2,048 tokens"),
+        ((None, None), "after training"),
+    ],
+)
+def test_the_tokens_of_training_are_of_a_combination_that_has_trained_scores(
+    tokens: tuple[int | None, int | None], title: str
+) -> None:
+    compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
+    results = {
+        one: replace(result, trained_tokens=count)
+        for (one, result), count in zip(compared.results.items(), tokens, strict=True)
+    }
+    tables = score_tables(replace(compared, with_training=True, results=results))
+    assert [table.title.partition(", ")[2] for table in tables] == ["without training", title]
+
+
 def test_the_page_shows_every_method_and_escapes_names() -> None:
     compared = made_up({"bme": {0.5: 10.0, 0.75: 3.0}, "fisher": {0.5: 20.0, 0.75: 4.0}})
     html = page(replace(compared, model="a <b> model"))

@@ -186,10 +186,10 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
     """For each suite a table of untrained hybrids and, with training, one of last checkpoints."""
-    tokens = next((r.trained_tokens for r in comparison.results.values()), None)
+    trained = [one.trained_tokens for one in comparison.results.values() if one.trained_tokens]
     words = {
         "untrained": "without training",
-        "trained": f"after training on {tokens or 0:,} tokens",
+        "trained": "after training" + (f" on {trained[0]:,} tokens" if trained else ""),
     }
     kinds = _KINDS[: 1 + comparison.with_training]
     for number, (suite, models) in enumerate(product(comparison.suites, kinds), start=1):
