@@ -222,6 +222,8 @@ def speed_table(results: Results) -> Table | None:
 def _search_facts(results: Results) -> list[tuple[str, str]]:
     summary = results.search.summary
     anchors, gradients = summary.anchors, summary.gradients
+    reused, cost = summary.reused_evaluations, summary.reused_full_forward_equivalents
+    known = f"{reused:,}, which cost {cost:,.1f} full passes there"
     return [
         ("Method", results.search.mask.method),
         ("Anchor, every head sliding", _or_dash(anchors.all_sliding, format_share)),
@@ -229,6 +231,7 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
         ("Score of the final mask", format_share(summary.best_score)),
         ("Log-likelihood of the final mask", f"{summary.best_log_likelihood:,.4g} nats"),
         ("Masks evaluated", f"{summary.evaluations:,}"),
+        *([("Of them known from other searches", known)] if reused else []),
         *([("Gradients taken", f"{gradients:,}")] if gradients else []),
         ("Model work", f"{summary.full_forward_equivalents:,.1f} full passes over D"),
         (

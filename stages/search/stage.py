@@ -354,6 +354,8 @@ class SearchSummary(Summary):
     solver_seconds: float
     full_forward_equivalents: float
     naive_full_forward_equivalents: float
+    reused_evaluations: int = 0
+    reused_full_forward_equivalents: float = 0.0
     gradients: int = 0
     layer_importance: list[LayerImportance]
     trace: list[TracePoint]

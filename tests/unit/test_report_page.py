@@ -394,6 +394,21 @@ def test_large_numbers_have_no_exponents(tmp_path: Path, inputs: dict[str, Path]
     assert ">12.3k<" in page and "e+0" not in page
 
 
+@pytest.mark.usefixtures("only_text")
+def test_evaluations_known_from_other_searches_stand_apart(
+    tmp_path: Path, inputs: dict[str, Path]
+) -> None:
+    changes = {
+        "evaluations": 1_200, "reused_evaluations": 1_180, "full_forward_equivalents": 0.5,
+        "reused_full_forward_equivalents": 61.0,
+    }  # fmt: skip
+    file = inputs["search"] / "summary.json"
+    report_fixture.write_json(file, json.loads(file.read_text()) | changes)
+    text = outline(make(tmp_path / "report", inputs)).text
+    known = "Of them known from other searches | 1,180, which cost 61.0 full passes there"
+    assert f"Masks evaluated | 1,200\n{known}\nModel work | 0.5 full passes over D" in text
+
+
 def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(results: Results) -> None:
     free, priced = cost_table(results, None, "USD"), cost_table(results, 2.5, "EUR")
     assert free is not None and "EUR" not in free.header and free.title == "GPU hours"
