@@ -34,9 +34,10 @@
       const rising = head.ariaSort !== "ascending";
       for (const other of head.parentElement.children) other.removeAttribute("aria-sort");
       head.ariaSort = rising ? "ascending" : "descending";
-      const value = (row) => row.cells[head.cellIndex].dataset.value ?? row.cells[head.cellIndex].textContent;
+      const compare = (a, b) => a.dataset.value - b.dataset.value  // NaN where one has no value
+        || a.textContent.localeCompare(b.textContent, "en", { numeric: true });
       const rows = [...table.tBodies[0].rows].sort((a, b) =>
-        value(a).localeCompare(value(b), "en", { numeric: true }) * (rising ? 1 : -1));
+        compare(a.cells[head.cellIndex], b.cells[head.cellIndex]) * (rising ? 1 : -1));
       table.tBodies[0].append(...rows);
     });
 

@@ -27,7 +27,8 @@ class Cell(str):
     `rank`: 1 is bold, 2 underlined, 0 neither; its meaning is up to the caller. `target`: the link
     of the text on a page. `more`: small texts below it, each with its link. `share`: strength of
     its tint, 0 to 1; None: no tint. `task`, `length`: the values by which the page's filter selects
-    this row, if the cell is its first, or this column, if it is in the header.
+    this row, if the cell is its first, or this column, if it is in the header. `value`: the number
+    by which a page sorts its row; None: by the text.
     """
 
     text: InitVar[str]
@@ -37,6 +38,7 @@ class Cell(str):
     share: float | None = None
     task: str = ""
     length: str = ""
+    value: float | None = None
 
     def __new__(cls, text: str, *_: object, **__: object) -> Self:
         return super().__new__(cls, text)

@@ -55,15 +55,19 @@ def _row(name: str, folder: Path) -> list[str]:
 def _cells(summary: dict[str, Any]) -> list[str]:
     needle, cache = summary["needle"], summary["kv_cache_bytes_per_token"]
     model = Path(summary["model"])
+    cached = f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}"
     hours = sum(hours or 0.0 for hours in summary["gpu_hours"].values())
-    cost = [f"{amount:,.2f} {currency}" for currency, amount in (summary["cost"] or {}).items()]
+    cost = [
+        Cell(f"{amount:,.2f} {currency}", value=amount)
+        for currency, amount in (summary["cost"] or {}).items()
+    ]
     return [
         model.name if model.is_absolute() else summary["model"],
         summary["method"],
         format_share(summary["swa_ratio"]),
         windows_text([Window(n) for n in summary.get("window_sizes") or [summary["window_size"]]]),
         *(format_score(needle[which]) for which in ("original", "hybrid", "trained")),
-        f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}",
-        f"{hours:,.2f}" if hours else "",
-        "".join(cost),
+        Cell(cached, value=cache["after"]),
+        Cell(f"{hours:,.2f}", value=hours) if hours else "",
+        *(cost or [""]),
     ]

@@ -15,6 +15,7 @@ import pytest
 from pipeline.commands.compare.comparison import Combination, Comparison, Result, ScoreRow
 from pipeline.commands.compare.page import page, write_predictions
 from stages.report import run as report
+from stages.report.index import write_index
 from tests import report_fixture
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -162,6 +163,29 @@ def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path])
     assert "predictions-" in browser.current_url
     [heading] = _shown(browser, f'[id="{browser.current_url.partition("#")[2]}"]')
     assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
+
+
+def test_runs_are_sorted_by_what_a_column_says(browser: Any, tmp_path: Path) -> None:
+    inputs = report_fixture.publish(tmp_path / "stages")
+    summary = report.run(report_fixture.config(inputs), inputs, tmp_path / "report")
+    for name, kib, hours in (("a", 24, 999.5), ("b", 400, 1234.5), ("c", 0.625, 2.0), ("d", 3, 0)):
+        cache = summary["kv_cache_bytes_per_token"] | {"after": 1024 * kib}
+        cost = {"USD": 2 * hours} if hours else None
+        changes = {"kv_cache_bytes_per_token": cache, "gpu_hours": {"train": hours}, "cost": cost}
+        folder = tmp_path / name / "report"
+        folder.mkdir(parents=True)
+        shutil.copy(inputs["search"] / "manifest.json", folder)
+        report_fixture.write_json(folder / "summary.json", summary | changes)
+    _open(browser, write_index(tmp_path))
+    for head, rising in (
+        ("cache per token", "c d a b"),
+        ("GPU hours", "d c a b"),
+        ("cost", "d c a b"),
+    ):
+        for expected in (rising.split(), rising.split()[::-1]):
+            browser.find_element("xpath", f"//th[text()='{head}']").click()
+            rows = browser.find_elements("css selector", "tbody th")
+            assert [row.text for row in rows] == expected, head
 
 
 def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> None:

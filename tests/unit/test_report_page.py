@@ -565,6 +565,8 @@ def test_the_index_has_a_row_for_every_run_that_has_a_report(
     assert row.startswith("b | Ship the hybrid after 4,000,000 tokens")
     assert " | base | bosch | 75 % | 128 | 97.5 | 31.0 | 96.0 | 6 KiB → 1.5 KiB" in row
     assert row.endswith("| 13.28 | 26.56 USD | 2026-01-02 03:04")
+    values = [attributes["data-value"] for _, attributes in page.tags if "data-value" in attributes]
+    assert [f"{float(value or 0):.2f}" for value in values] == ["1536.00", "13.28", "26.56"] * 2
     assert any(line.startswith("menu | ") and " | 64 and 128 | " in line for line in lines)
     unread = [line for line in lines if "cannot be read" in line]
     assert [line.partition(" |")[0] for line in unread] == ["a<b>", "c", "d"]
