@@ -7,7 +7,9 @@ line overrides fields: `search.swa_ratio=0.5`, `prepare.sources.0.weight=2`.
 from __future__ import annotations
 
 import copy
+import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,8 @@ from stages.stage import LoadedRecipe, Recipe, Stage, recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNEL_FILESYSTEMS = ("/proc", "/sys")
+# A plain text, neither quoted nor a list or mapping, of which YAML would read a part as a comment.
+_COMMENTED = re.compile(r"(?!['\"\[{])(.*\s)?#", re.DOTALL)
 
 
 def load_recipe(
@@ -153,7 +157,7 @@ def listing(file: str, faults: Sequence[str]) -> str:
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of a recipe's mapping with `key.path=value` set; values are read as YAML.
+    """A copy of a recipe's mapping with `key.path=value` set; values are YAML without comments.
 
     A number in the path is an index into a list that exists; missing mappings are made.
     Raises UserError for a path that leads through something else.
@@ -165,6 +169,8 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[s
             raise UserError(
                 f"override '{override}': expected key.path=value, like search.swa_ratio=0.5"
             )
+        if _COMMENTED.match(text.strip()):
+            text = json.dumps(text.strip(), ensure_ascii=False)
         _set(result, keys, parse_yaml(text, f"override '{override}'"), override)
     return result
 

@@ -444,6 +444,23 @@ def test_an_override_sets_one_place_of_what_an_alias_repeats() -> None:
         apply_overrides({"a": []}, ["a.0=1"])
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Run #5", "Run #5"),
+        (' /data/a\t#b: "c" ', '/data/a\t#b: "c"'),
+        ("#5", "#5"),
+        ("5 # five", "5 # five"),
+        ("a#b", "a#b"),
+        ("'Run #5'", "Run #5"),
+        ('["Run #5", b]', ["Run #5", "b"]),
+        ("{a: 'Run #5'}", {"a": "Run #5"}),
+    ],
+)
+def test_an_override_has_no_comments(text: str, value: object) -> None:
+    assert apply_overrides({}, [f"report.title={text}"]) == {"report": {"title": value}}
+
+
 def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> None:
     (case.corpus / "a.txt").write_text("")
     assert "the corpus at" in case.fault()
