@@ -60,8 +60,8 @@ def _as_text(default: Any) -> str:
 
 
 def _method(name: str) -> str:
-    if name not in methods.METHODS:
-        near = suggest(name, tuple(methods.METHODS))
+    if name not in METHODS:
+        near = suggest(name, METHODS)
         hint = f"did you mean {near}?" if near else f"choose from all, {', '.join(METHODS)}"
         raise ValueError(f"'{name}' is unknown; {hint}")
     return name

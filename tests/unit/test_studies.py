@@ -375,6 +375,8 @@ class Settings(Section):
         (["--methods", "all", "--is-fast"], ((4,), options.METHODS, True)),
         (["--seeds=-1"], "--seeds: expected a value at least 0"),
         (["--methods", "rnd", "--seeds", "x"], "it: 2 faults\n  --seeds: "),
+        # A mask from a file is no method to compare.
+        (["--methods", "given,rand"], "--methods: 'given' is unknown; choose from all, bosch"),
     ],
 )
 def test_options_are_a_section(typed: list[str], values: object) -> None:
