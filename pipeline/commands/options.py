@@ -67,6 +67,14 @@ def _method(name: str) -> str:
     return name
 
 
+def _named(value: object) -> object:
+    """The methods that a text names; all stands for every one."""
+    names = split(value)
+    if not isinstance(names, list):
+        return names
+    return [one for name in names for one in (METHODS if name == "all" else (name,))]
+
+
 # Lists rise without repetition; methods keep the order in which they are named.
 Seeds = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
@@ -75,7 +83,6 @@ Seeds = Annotated[
 ]
 Methods = Annotated[
     tuple[Annotated[str, AfterValidator(_method)], ...],
-    BeforeValidator(split),
-    BeforeValidator(lambda value: METHODS if value == "all" else value),
+    BeforeValidator(_named),
     AfterValidator(lambda names: tuple(dict.fromkeys(names))),
 ]

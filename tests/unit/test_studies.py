@@ -373,6 +373,7 @@ class Settings(Section):
         ([], ((4,), options.METHODS, False)),
         (["--seeds", "2,0,2", "--methods", "rand,bosch,rand"], ((0, 2), ("rand", "bosch"), False)),
         (["--methods", "all", "--is-fast"], ((4,), options.METHODS, True)),
+        (["--methods", "bosch,all"], ((4,), options.METHODS, False)),
         (["--seeds=-1"], "--seeds: expected a value at least 0"),
         (["--methods", "rnd", "--seeds", "x"], "it: 2 faults\n  --seeds: "),
         # A mask from a file is no method to compare.
