@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from bosch.commands import Command
@@ -137,7 +139,10 @@ def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
     folder = file.absolute().parent
     source = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"
     if data is not None:
-        source = f"{{name: mine, kind: {_kind(data)}, path: {_yaml(_from(folder, data))}}}"
+        kind, path, there = _kind(data), _from(folder, data), Path(os.path.expanduser(data))
+        if there.is_dir() and _holds_json(_names(there)):
+            path = os.path.join(glob.escape(path), "**", "*.json")
+        source = f"{{name: mine, kind: {kind}, path: {_yaml(path)}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
         smoke=_smoke(file),
@@ -185,7 +190,16 @@ def _kind(data: str) -> str:
         raise UserError(f"--data {data}: holds {' and '.join(kinds)}; name the files of one kind")
     if kinds:
         return kinds[0]
-    return "jsonl" if any(name.endswith(".json") for name in names) else "text"
+    return "jsonl" if _holds_json(names) else "text"
+
+
+def _holds_json(names: Sequence[str]) -> bool:
+    """Whether the documents are .json files, which kind jsonl reads only where they are named.
+
+    Beside other files than a README they only describe these.
+    """
+    suffixes = {Path(name).suffix for name in names}
+    return ".json" in suffixes and suffixes <= {".json", ".md", ""}
 
 
 def _names(path: Path) -> list[str]:
@@ -197,4 +211,6 @@ def _unread(data: str) -> list[str]:
     path, kind = Path(os.path.expanduser(data)), _kind(data)
     if not path.is_dir() or kind == "mds":
         return []
-    return [name for name in _names(path) if not name.endswith(KINDS[kind].suffixes)]
+    names = _names(path)
+    suffixes = (".json",) if _holds_json(names) else KINDS[kind].suffixes
+    return [name for name in names if not name.endswith(suffixes)]

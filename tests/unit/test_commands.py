@@ -30,6 +30,7 @@ from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize, materialize_front
 from bosch.version import VERSION
 from bosch.window import Window
+from data_prep.documents.sources import KINDS
 from pipeline.cli import commands, main
 from pipeline.commands.measure import default_output
 from pipeline.commands.plan import plan_costs, plan_devices
@@ -335,7 +336,8 @@ def test_a_removed_current_directory_is_one_sentence(
     [
         (["a.jsonl", "README.md", "LICENSE"], "jsonl"),
         (["a.ndjson"], "jsonl"),
-        (["a.json", "about"], "jsonl"),
+        (["a.json", "about", "README.md"], "jsonl"),
+        (["a.txt", "about.json"], "text"),
         (["a.parquet"], "parquet"),
         (["a.jsonl.zst", ".hidden.parquet"], "jsonl"),
         (["a.parquet", "dataset_infos.json"], "parquet"),
@@ -360,6 +362,21 @@ def test_new_takes_the_kind_of_the_files_that_hold_documents(
         return
     assert main(["new", "model", "--data", "mine"]) == 0
     assert f"kind: {kind}, path" in Path("my_model.yaml").read_text()
+
+
+def test_new_names_the_json_files_of_a_folder(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(case.folder)
+    Path("mine [1]", "more").mkdir(parents=True)
+    for name in ("a.json", "more/b.json", "README.md"):
+        Path("mine [1]", name).write_text('{"text": "some"}\n')
+    assert main(["new", "model", "--data", "mine [1]"]) == 0
+    output = capsys.readouterr().out
+    assert "files not read: 1, like README.md" in output and "before it can run" not in output
+    [source] = load_recipe("my_model.yaml", env={}).recipe[PrepareConfig].sources
+    files = KINDS[source.kind].files("", str(source.path))
+    assert files == [case.folder / "mine [1]" / name for name in ("a.json", "more/b.json")]
 
 
 def test_new_writes_a_recipe_that_loads_beside_the_model(
