@@ -58,7 +58,7 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
         return World(processes_per_node=processes, gpus=gpus)
     if not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
         raise UserError(f"NNODES={nodes}: MASTER_ADDR and MASTER_PORT must be set on every node")
-    port = _integer(env, "MASTER_PORT", 1, least=1)
+    port = _integer(env, "MASTER_PORT", 1, least=1, most=2**16 - 1)
     return World(nodes, rank, processes, env["MASTER_ADDR"], port, gpus)
 
 
@@ -68,13 +68,14 @@ def require_one_node(what: str, world: World) -> None:
         raise UserError(f"{what} works on one node only; NNODES asks for several")
 
 
-def _integer(env: Mapping[str, str], name: str, default: int, least: int) -> int:
+def _integer(
+    env: Mapping[str, str], name: str, default: int, least: int, most: int = 999_999
+) -> int:
     text = env.get(name, "").strip()
     if not text:
         return default
-    if not text.isdecimal() or len(text) > 6 or int(text) < least:
+    if not text.isdecimal() or len(text) > 6 or not least <= int(text) <= most:
         raise UserError(
-            f"environment variable {name}={text[:60]}: expected an integer >= {least}, "
-            "of at most 6 digits"
+            f"environment variable {name}={text[:60]}: expected an integer from {least} to {most}"
         )
     return int(text)

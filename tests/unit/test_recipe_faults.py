@@ -536,8 +536,11 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
         with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
             load_recipe(case.file, env={"NNODES": "2", **given})
     for name in ("NPROC_PER_NODE", "NNODES"):
-        with pytest.raises(UserError, match=f"{name}=0: expected an integer >= 1"):
+        with pytest.raises(UserError, match=f"{name}=0: expected an integer from 1 to 999999"):
             load_recipe(case.file, env={name: "0"})
+    assert load_recipe(case.file, env={**env, "MASTER_PORT": "65535"}).world.master_port == 65535
+    with pytest.raises(UserError, match="MASTER_PORT=65536: expected an integer from 1 to 65535"):
+        load_recipe(case.file, env={**env, "MASTER_PORT": "65536"})
 
 
 @pytest.mark.parametrize(
