@@ -39,7 +39,10 @@ def sentences(model: type[Section], error: ValidationError) -> list[str]:
     """One message for each place of `model`, the type of a recipe, that `error` names."""
     grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
     for detail in error.errors():
-        path, owner = _walk(model, detail["loc"])
+        loc = detail["loc"]
+        if detail["type"] == "invalid_key":  # a key that is a number is no place in a list
+            loc = (*loc[:-1], str(loc[-1]))
+        path, owner = _walk(model, loc)
         grouped.setdefault(path, []).append((detail, owner))
     return [
         f"{path}: {_describe(path, details, model)}"
@@ -112,7 +115,7 @@ def _describe(
     kind, value = detail["type"], detail["input"]
     if kind == "missing":
         return "is required and missing"
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "invalid_key"):
         siblings = list(holder.model_fields) if holder else []
         return _unknown_key(path, root, siblings)
     if kind == "value_error":
