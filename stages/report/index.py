@@ -57,10 +57,8 @@ def _cells(summary: dict[str, Any]) -> list[str]:
     model = Path(summary["model"])
     cached = f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}"
     hours = sum(hours or 0.0 for hours in summary["gpu_hours"].values())
-    cost = [
-        Cell(f"{amount:,.2f} {currency}", value=amount)
-        for currency, amount in (summary["cost"] or {}).items()
-    ]
+    costs = (summary["cost"] or {}).items()
+    cost = [Cell(f"{amount:,.2f} {currency}", value=amount) for currency, amount in costs]
     return [
         model.name if model.is_absolute() else summary["model"],
         summary["method"],
@@ -69,5 +67,5 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         *(format_score(needle[which]) for which in ("original", "hybrid", "trained")),
         Cell(cached, value=cache["after"]),
         Cell(f"{hours:,.2f}", value=hours) if hours else "",
-        *(cost or [""]),
+        cost[0] if cost else "",
     ]
