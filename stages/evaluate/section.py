@@ -55,6 +55,17 @@ class Benchmark:
     left_out: str = ""
 
 
+def with_settings(task: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's configuration with `settings`; those that are mappings change it key by key."""
+    return {
+        **task,
+        **{
+            key: {**(task.get(key) or {}), **value} if isinstance(value, Mapping) else value
+            for key, value in settings.items()
+        },
+    }
+
+
 class SuiteSection(Section):
     """A suite's section of a recipe.
 
@@ -97,9 +108,14 @@ class SuiteSection(Section):
             "tasks": [*own.tasks, *missing],
             "optional": [*own.optional, *missing],
         }
-        settings = {task: dict(one.settings) for one in added if one.settings for task in one.tasks}
+        settings = {
+            task: with_settings(one.settings, own.settings.get(task, {}))
+            for one in added
+            if one.settings
+            for task in one.tasks
+        }
         if settings:
-            changes["settings"] = {**settings, **own.settings}
+            changes["settings"] = {**own.settings, **settings}
         return self.model_copy(update=changes)
 
     @classmethod

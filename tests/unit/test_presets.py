@@ -223,12 +223,22 @@ def test_who_names_a_task_himself_needs_it() -> None:
     config = configured(
         presets=["short", "long"],
         needle={"tasks": ["qa_1"]},
-        harness={"tasks": ["gsm8k"], "settings": {"babilong_longctx": {"repeats": 2}}},
+        harness={"tasks": ["gsm8k"]},
     )
     assert {*config.needle.tasks} == {*get_args(RulerTask)} == {*config.needle.optional, "qa_1"}
     assert config.harness.required == ["gsm8k"]
     assert {f"longbench_{task}" for task in LONGBENCH} < {*config.harness.task_names}
-    assert config.harness.settings["babilong_longctx"] == {"repeats": 2}
+
+
+def test_own_settings_change_those_of_a_preset_key_by_key() -> None:
+    """Who asks for shorter answers keeps four of them, sampled."""
+    own = {"aime24": {"generation_kwargs": {"max_gen_toks": 100}}, "gsm8k": {"repeats": 2}}
+    settings = configured(presets=["reasoning"], harness={"settings": own}).harness.settings
+    assert settings["gsm8k"] == {"repeats": 2}
+    assert settings["aime24"] == {
+        **settings["aime25"],
+        "generation_kwargs": {**settings["aime25"]["generation_kwargs"], "max_gen_toks": 100},
+    }
 
 
 def loaded_with(config: EvaluateConfig, positions: int | None = None) -> Any:

@@ -22,6 +22,7 @@ from bosch.files import JsonLimits, check_json_text, read_within
 from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
+from stages.evaluate.section import with_settings
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
 from stages.inputs import is_hub_name
 
@@ -286,10 +287,8 @@ def _changes(
     section: HarnessEvaluation,
 ) -> dict[str, Any]:
     """What is set in a task beside its file: by its groups, the recipe's settings and its data."""
-    changes, whole = dict(overrides), {**entry.cfg, **overrides}
-    for key, value in settings.items():
-        is_mapping = isinstance(value, Mapping)
-        changes[key] = {**(whole.get(key) or {}), **value} if is_mapping else value
+    changed = with_settings({**entry.cfg, **overrides}, settings)
+    changes = {key: changed[key] for key in (*overrides, *settings)}
     files = local_files(index, entry.name, section.data_dir, changes)
     if not files and not section.hub:
         raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
