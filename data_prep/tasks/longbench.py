@@ -110,6 +110,20 @@ def _categories_of_paper() -> dict[str, list[str]]:
     return categories | {_FEW_SHOT: few_shot, _SUMMARY: [*categories[_SUMMARY], samsum]}
 
 
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raise ValueError where a record lacks what prompt and score are made of."""
+    for name in ("context", "answers", "all_classes"):
+        if name not in record:
+            raise ValueError(f"lacks the field {name}")
+    for name, value in (("context", record["context"]), ("question", _question(record))):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is no text")
+    classes = [] if record["all_classes"] is None else record["all_classes"]
+    for name, value in (("answers", record["answers"]), ("all_classes", classes)):
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{name} is no list of texts")
+
+
 def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
     """The benchmark's prompt for a record; `template` is the harness's `doc_to_text`.
 
@@ -118,11 +132,14 @@ def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
     harness_end, benchmark_end = _PROMPT_ENDS.get(task, ("", ""))
     if not template.endswith(benchmark_end):  # a later lm-eval may have the benchmark's
         template = template.removesuffix(harness_end) + benchmark_end
-    question = record["input"] if "input" in record else record.get("question", "")
     # The context may hold braces of its own: split before anything is put in.
-    fields = {"{{context}}": str(record["context"]), "{{question}}": str(question)}
+    fields = {"{{context}}": str(record["context"]), "{{question}}": str(_question(record))}
     texts = re.split(r"(\{\{context\}\}|\{\{question\}\})", template)
     return "".join(fields.get(text, text) for text in texts)
+
+
+def _question(record: Mapping[str, Any]) -> Any:
+    return record["input"] if "input" in record else record.get("question", "")
 
 
 def truncated_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:

@@ -387,6 +387,47 @@ def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path:
         assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
 
 
+def test_a_task_with_a_record_that_lacks_a_field_has_no_score(
+    manager: TaskManager, tmp_path: Path
+) -> None:
+    """A prompt would have the text None in its place."""
+    row = {"question": "1 + 1?", "answer": "2 #### 2"}
+    _write(tmp_path / "gsm8k/train.jsonl", [row] * 5)
+    _write(tmp_path / "gsm8k/test.jsonl", [row, {"question": "2 + 2?"}])
+    section = HarnessEvaluation(tasks=["gsm8k"], data_dir=str(tmp_path), hub=False)
+    loaded = load_tasks(manager, "gsm8k", section)
+    assert loaded.tasks == {}
+    assert "test.jsonl, line 2: lacks the field answer" in loaded.missing["gsm8k"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("context", None, "context is no text"),
+        ("input", None, "question is no text"),
+        ("answers", None, "answers is no list of texts"),
+        ("answers", ["a", None], "answers is no list of texts"),
+        ("all_classes", "a", "all_classes is no list of texts"),
+        ("answers", ..., "lacks the field answers"),
+        ("all_classes", ..., "lacks the field all_classes"),
+        ("all_classes", ["a"], None),
+    ],
+)
+def test_records_of_longbench_hold_what_it_asks_and_scores(
+    manager: TaskManager, tmp_path: Path, name: str, value: Any, fault: str | None
+) -> None:
+    row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None}
+    other = {key: one for key, one in {**row, name: value}.items() if one is not ...}
+    _write(tmp_path / "longbench/hotpotqa.jsonl", [row, other])
+    section = HarnessEvaluation(tasks=["longbench"], data_dir=str(tmp_path), hub=False)
+    loaded = load_tasks(manager, "longbench_hotpotqa", section)
+    if fault is None:
+        assert len(loaded.tasks["longbench_hotpotqa"].eval_docs) == 2
+    else:
+        reason = loaded.missing["longbench_hotpotqa"]
+        assert f"hotpotqa.jsonl, line 2: {fault}" in reason
+
+
 def _write(path: Path, records: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -448,6 +489,8 @@ def test_a_task_without_documents_or_worked_examples_has_no_score(
         (b'{"a": 1}\n{"a": [' + b"[" * 101 + b"\n", "more than 100 values inside each other"),
         (b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2: not JSON"),
         (b'{"a": 1}\n\n[1]\n', "line 3: expected an object"),
+        (b'{"a": 1, "b": 1}\n\n{"b": 1}\n', "line 3: lacks the field a, which other lines have"),
+        (b'{"a": 1}\n{"b": 1, "a": 1}\n', "line 1: lacks the field b, which other lines have"),
     ],
 )
 def test_data_of_a_task_are_read_within_limits(tmp_path: Path, content: bytes, fault: str) -> None:

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +294,8 @@ def _changes(
         raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
     if files:
         splits = _splits({**entry.cfg, **changes})
-        changes["custom_dataset"] = lambda **_: _datasets(files, splits)
+        check = longbench.check_record if longbench.task_of(entry.name) is not None else None
+        changes["custom_dataset"] = lambda **_: _datasets(files, splits, check)
     if section.num_fewshot is not None:
         changes["num_fewshot"] = section.num_fewshot
     return changes
@@ -420,12 +421,14 @@ def _splits(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if isinstance(name, str))) or _SPLITS
 
 
-def _datasets(files: Mapping[str, Path], splits: Sequence[str]) -> dict[str, Any]:
+def _datasets(
+    files: Mapping[str, Path], splits: Sequence[str], check: Callable[[Any], None] | None
+) -> dict[str, Any]:
     """A dataset for each split; one without a file is empty, for a task may do without it."""
     from datasets import Dataset
 
     there = {
-        split: Dataset.from_list([_with_both_names(record) for record in read_records(path)])
+        split: Dataset.from_list([_with_both_names(record) for record in read_records(path, check)])
         for split, path in files.items()
     }
     columns = next(iter(there.values())).column_names
@@ -440,8 +443,13 @@ def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file. Raises ValueError that names the file and, of one, its line."""
+def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, which all have the same fields.
+
+    `check` raises ValueError for an object that the task cannot take.
+
+    Raises ValueError that names the file and, of an object, its line.
+    """
     try:
         content = read_within(path, _DATA_LIMITS.most_bytes)
         # Up to the first line that is no JSON, all lines count together.
@@ -450,7 +458,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    records, at = [], 0
+    records, at = dict[int, dict[str, Any]](), 0  # by line
     for number, line in enumerate(io.BytesIO(content), 1):
         text = decode_utf8(line, str(path), at)
         at += len(line)
@@ -463,5 +471,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: expected an object")
-        records.append(record)
-    return records
+        try:
+            if check is not None:
+                check(record)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        records[number] = record
+    # A dataset would have nulls instead, which a prompt shows as the text None.
+    for name in dict.fromkeys(chain.from_iterable(records.values())):
+        lacking = [number for number, record in records.items() if name not in record]
+        if lacking:
+            raise ValueError(
+                f"{path}, line {lacking[0]}: lacks the field {name}, which other lines have"
+            )
+    return [*records.values()]
