@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from data_prep.text import encode_prompt
@@ -176,8 +177,16 @@ def score(
         # The benchmark takes a line of blanks as code; the harness skips it.
         lines = output.lstrip("\n").split("\n")
         output = next((line for line in lines if not any(m in line for m in ("`", "#", "//"))), "")
-        scores = [metrics.fuzz.ratio(output, answer) / 100 for answer in answers]
+        scores = [_similarity(output, answer) for answer in answers]
     else:
         metric = getattr(metrics, name)
         scores = [metric(output, answer, all_classes=all_classes or ()) for answer in answers]
     return float(max(scores, default=0.0))
+
+
+def _similarity(output: str, answer: str) -> float:
+    """The `fuzz.ratio` of the benchmark's fuzzywuzzy, in hundredths.
+
+    Where python-Levenshtein is installed, that package's own has another matcher.
+    """
+    return round(100 * SequenceMatcher(None, output, answer).ratio()) / 100

@@ -268,6 +268,15 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
         digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
     }  # fmt: skip
     assert len(digests) == 7
+    # What scores the answers, each package alone.
+    for package in ("jieba", "rouge"):
+        monkeypatch.setattr(
+            harness_suite, "installed_versions",
+            lambda names, own=package: {name: "9" for name in names if name == own},
+        )  # fmt: skip
+        digests.add(digest())
+    assert len(digests) == 9
+    assert {"lm-eval", "jieba", "rouge"} <= HarnessEvaluation().environment().keys()
 
 
 def test_documents_and_their_digest_are_those_of_every_process(

@@ -114,6 +114,21 @@ def test_code_is_the_first_line_without_marks():
     assert score("lcc", "  \nx = 1", ["x = 1"], []) < 1.0
 
 
+@pytest.mark.parametrize(
+    ("output", "answer", "expected"),
+    [
+        ("    return self.value + other", "        return other.value + self.value", 0.62),
+        ("x = np.zeros((batch, heads))", "y = torch.zeros(heads, batch)", 0.56),
+        ("x = 1", "x = 1", 1.0),
+        ("", "x = 1", 0.0),
+    ],
+)
+def test_no_package_decides_how_similar_code_is(monkeypatch, output, answer, expected):
+    """With python-Levenshtein fuzzywuzzy's ratio of the first is 0.65."""
+    monkeypatch.setattr("fuzzywuzzy.fuzz.ratio", lambda *_: 50)
+    assert score("lcc", output, [answer], []) == expected
+
+
 def test_a_prompt_of_the_longest_length_is_read_as_it_is():
     """Decoding and tokenising again could change it."""
 

@@ -22,6 +22,8 @@ NO_HARNESS = (
     "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
 )
 
+# What holds the prompts and scores the answers.
+PACKAGES = ("lm-eval", "jieba", "math-verify", "rouge", "rouge-score")
 # lm-eval's word for the most tokens of an answer.
 ANSWER_TOKENS = "max_gen_toks"
 
@@ -90,8 +92,8 @@ class HarnessEvaluation(SuiteSection):
     )
 
     def environment(self) -> dict[str, Any]:
-        """The harness, which holds the prompts and the metrics."""
-        return dict(installed_versions(["lm-eval"]))
+        """The harness, which holds the prompts, and the packages of its metrics."""
+        return dict(installed_versions(PACKAGES))
 
     def expanded(self, name: str) -> list[str]:
         """LongBench's tasks one by one, any other name as it is."""

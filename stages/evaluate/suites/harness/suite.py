@@ -26,7 +26,7 @@ from stages.evaluate.answers import Subtask, TaskGroup, digest_of
 from stages.evaluate.generation import Numbers, Question, check_numbers
 from stages.evaluate.shared_prompt import SharedPrompt
 from stages.evaluate.suite import Records, Suite, answer_record
-from stages.evaluate.suites.harness import ANSWER_TOKENS, HarnessEvaluation
+from stages.evaluate.suites.harness import ANSWER_TOKENS, PACKAGES, HarnessEvaluation
 from stages.evaluate.suites.harness.tasks import (
     load_tasks,
     local_files,
@@ -159,7 +159,7 @@ class HarnessSuite(Suite):
                 },
                 "settings": _ADDRESS.sub("", json.dumps(settings, default=repr, sort_keys=True)),
                 "shots": [task.config.num_fewshot, _FEWSHOT_SEED],
-                "version": installed_versions(["lm-eval"]),
+                "versions": installed_versions(PACKAGES),
                 "max_length": self.section.max_length,
                 "tokenizer": tokenizer_digest(self.tokenizer),
                 **({"chat": self.chat.digest} if self.chat is not None else {}),
