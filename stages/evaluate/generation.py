@@ -97,13 +97,14 @@ def generate(
     batch_size: int,
     *,
     stop_at_newline: bool = False,
+    not_empty: bool = False,
     shared: SharedReading | None = None,
 ) -> Iterator[list[tuple[Question, str]]]:
     """Batches of questions with the text generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it holds every answer it
-    looks for. With `stop_at_newline` it ends at a line's end too, after one token at least. Where
-    processes read prompts together (`shared`) all of them get the texts.
+    looks for. With `stop_at_newline` it ends at a line's end too; with `not_empty` it has one token
+    before any end. Where processes read prompts together (`shared`) all of them get the texts.
 
     Raises ModelError where a prompt and its own answer take more than the model's positions.
     """
@@ -129,7 +130,7 @@ def generate(
     batches += [whole[at : at + batch_size] for at in range(0, len(whole), batch_size)]
     for batch in batches:
         most = min(max_new_tokens, room(batch[0]))
-        outputs = _generate_batch(model, tokenizer, batch, most, stop_at_newline, shared)
+        outputs = _generate_batch(model, tokenizer, batch, most, stop_at_newline, not_empty, shared)
         yield list(zip(batch, outputs, strict=True))
 
 
@@ -140,6 +141,7 @@ def _generate_batch(
     batch: Sequence[Question],
     max_new_tokens: int,
     stop_at_newline: bool,
+    not_empty: bool,
     shared: SharedReading | None,
 ) -> list[str]:
     ends = _end_tokens(model, tokenizer, stop_at_newline)
@@ -154,7 +156,7 @@ def _generate_batch(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
-        min_new_tokens=1 if stop_at_newline else None,
+        min_new_tokens=1 if not_empty else None,
         pad_token_id=pad,
         use_cache=True,
     )

@@ -19,7 +19,7 @@ from stages.evaluate.prompts import PromptEvaluation
 from stages.evaluate.suite import Records, Suite, answer_record
 
 # To be raised when prompts or scores of a suite change.
-_VERSION = 4
+_VERSION = 5
 
 
 def joined(turns: Turns) -> str:

@@ -135,12 +135,16 @@ class Suite(ABC):
         return [index for index in mine if index not in known]
 
     def generated(
-        self, loaded: Any, questions: Sequence[Question], new_tokens: int, *, one_line: bool = False
-    ) -> Iterator[list[tuple[Question, str]]]:
-        """Questions with their outputs, a batch at a time; with `one_line` up to a line's end."""
+        self, loaded: Any, questions: Sequence[Question], new_tokens: int, *,
+        one_line: bool = False, not_empty: bool = False,
+    ) -> Iterator[list[tuple[Question, str]]]:  # fmt: skip
+        """Questions with their outputs, a batch at a time.
+
+        With `one_line` up to a line's end, with `not_empty` of one token at least.
+        """
         return generate(
             loaded, self.tokenizer, questions, new_tokens, self.batch_size,
-            stop_at_newline=one_line, shared=self.shared,
+            stop_at_newline=one_line, not_empty=not_empty, shared=self.shared,
         )  # fmt: skip
 
 

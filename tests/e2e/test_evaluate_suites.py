@@ -302,7 +302,7 @@ def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
 
     def spy(loaded, tokenizer, questions, *rest, **more):
         asked.extend(tokenizer.decode(question.prompt_ids) for question in questions)
-        one_line.append(more["stop_at_newline"])
+        one_line.append((more["stop_at_newline"], more["not_empty"]))
         return generate(loaded, tokenizer, questions, *rest, **more)
 
     monkeypatch.setattr(suites, "generate", spy)
@@ -310,7 +310,7 @@ def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
     section = _harness(tmp_path, *tasks, max_length=200)
     score_original(tmp_path, tmp_path / "out", harness=section, chat_template=True)
     qasper, triviaqa, _ = asked
-    assert one_line == [False, False, True]
+    assert one_line == [(False, False), (False, False), (True, True)]
     assert qasper.startswith("<user>") and qasper.endswith("</user><assistant>")
     assert "user>" not in triviaqa and "Question" in qasper
 

@@ -75,10 +75,12 @@ def test_a_line_ends_with_the_last_token_of_its_break(monkeypatch: pytest.Monkey
     )
     assert text == "-----------E"
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: ids[:1])
-    [[(_, text)]] = generate(
-        model, tokenizer, [Question(0, prompt, [])], 13, 1, stop_at_newline=True
-    )
-    assert text and not text.startswith("-"), "an answer has one token at least"
+    for not_empty in (False, True):
+        [[(_, text)]] = generate(
+            model, tokenizer, [Question(0, prompt, [])], 13, 1, stop_at_newline=True,
+            not_empty=not_empty,
+        )  # fmt: skip
+        assert text.startswith("-") != not_empty
 
 
 def test_end_tokens_are_ids() -> None:

@@ -192,7 +192,7 @@ class HarnessSuite(Suite):
     def _longbench_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a batch at a time."""
         name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
-        new_tokens, one_line = longbench.TASKS[name].max_new_tokens, name == "samsum"
+        new_tokens, is_samsum = longbench.TASKS[name].max_new_tokens, name == "samsum"
         questions = []
         for index in indices:
             document = task.eval_docs[index]
@@ -201,7 +201,9 @@ class HarnessSuite(Suite):
             questions.append(
                 Question(index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:])
             )
-        for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
+        for batch in self.generated(
+            loaded, questions, new_tokens, one_line=is_samsum, not_empty=is_samsum
+        ):
             records = []
             for question, output in batch:
                 document = task.eval_docs[question.index]
