@@ -521,6 +521,26 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     assert [one.turns() for one in few] == [samples[at].turns() for at in drawn]
 
 
+@pytest.mark.parametrize(
+    ("text", "system"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "You are a helpful assistant"),
+        ("{{ 1 // 0 if messages[0].role == 'system' else messages[0].content }}", None),
+    ],
+)
+def test_a_chat_model_gets_nolimas_system_turn(folder: Path, text: str, system: str | None) -> None:
+    """Also in the place of a set's own; some templates refuse any."""
+    tokenizer = nolima_case.tokenizer()
+    tokenizer.chat_template = text
+    section = Nolima(data_dir=str(folder / "nolima"), lengths=[400], depths=2)
+    plain = section.make(tokenizer, 0)
+    chat = section.make(tokenizer, 0, ChatTemplate(tokenizer))
+    assert {sample.task for sample in chat} == {"onehop", "twohop", "direct"}
+    expected = [] if system is None else [{"role": "system", "content": system}]
+    for one, other in zip(plain, chat, strict=True):
+        assert other.turns() == [*expected, one.turns()[-1]]
+
+
 def test_helmets_prompts_are_its_own(folder: Path) -> None:
     """Two worked examples which all depths of a question share; those of PopQA are of others."""
     samples = helmet_samples(folder)

@@ -26,6 +26,8 @@ from stages.evaluate.prompt_suite import PromptSample
 from stages.evaluate.suites.nolima import Nolima
 
 _BASE_SEED = 42
+# To every chat model upstream says this, whatever the set's own system prompt is.
+_CHAT_SYSTEM = "You are a helpful assistant"
 _MOST_TESTS = 100_000  # of a needle set, whose public ones have some hundred
 # Around the needle, as shares of the context, where no distractor stands.
 _FREE_ZONE = 0.2
@@ -280,6 +282,7 @@ def samples(
     template = read_utf8(own).removesuffix("\n") if own.is_file() else None
     tests = needle_tests(folder / section.needle_set, template)
     books = [Book(path, tokenizer) for path in section.books(folder)]
+    chat_system = None if chat is None else _CHAT_SYSTEM if _takes_system(chat) else ""
     prompts = []
     for length in section.lengths:
         every = samples_of(tests, len(books), section.depths, length)
@@ -288,11 +291,12 @@ def samples(
         for index in sorted(chosen.tolist()):
             sample = every[index]
             sample.check_room(books[sample.book], length)  # before a model is loaded
+            system = sample.test.system_prompt if chat_system is None else chat_system
             prompts.append(
                 PromptSample(
                     task=sample.test.kind,
                     length=length,
-                    turns=partial(_turns, sample, books[sample.book], length),
+                    turns=partial(_turns, system, sample, books[sample.book], length),
                     answers=sample.answers,
                     new_tokens=section.max_new_tokens,
                     score=partial(score, answers=sample.answers),
@@ -302,7 +306,15 @@ def samples(
     return prompts
 
 
-def _turns(sample: NolimaSample, book: Book, length: int) -> Turns:
-    system = sample.test.system_prompt
+def _takes_system(chat: ChatTemplate) -> bool:
+    """Whether the template has a place for a system turn, which Gemma's has not."""
+    try:
+        chat.text([{"role": role, "content": _CHAT_SYSTEM} for role in ("system", "user")])
+    except UserError:
+        return False
+    return True
+
+
+def _turns(system: str, sample: NolimaSample, book: Book, length: int) -> Turns:
     turns = [{"role": "system", "content": system}] if system else []
     return [*turns, {"role": "user", "content": sample.prompt(book, length)}]
