@@ -98,7 +98,7 @@ def model_card(
 
 # {base}, hybrid attention
 
-Of the KV heads of {base}{where} a share of {mask_file.swa_ratio:.4g} sees a sliding window
+Of the KV heads of {base}{where} a share of {mask_file.mask.swa_ratio:.4g} sees a sliding window
 only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH]({_PAPER}).
 
 | | |

@@ -81,7 +81,8 @@ def run(
     except UserError as error:
         raise UserError(f"{mask_path}: {error}") from error
     set_sink_bias(base, file.sink_bias)
-    logger.info("materialising %s with a share of %.4g sliding", config.model.path, file.swa_ratio)
+    share = file.mask.swa_ratio
+    logger.info("materialising %s with a share of %.4g sliding", config.model.path, share)
     summary = _memory(base, file, front) | _budgeted(config, base, file, front)
     if front is not None:
         summary["point"] = front.chosen

@@ -127,10 +127,12 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
 def test_the_card_of_several_windows_tells_them_apart_and_one_of_the_hub_its_base() -> None:
     mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
     file = HeadMaskFile.of(
-        mask, windows, model="m", method="given", swa_ratio=0.75, score=0.8125, seed=4,
+        mask, windows, model="m", method="given", swa_ratio=0.7, score=0.8125, seed=4,
         sink_bias=[[0.5] * 4] * 2,
     )  # fmt: skip
     card = model_card(file, ModelConfig(path="org/model"), NUMBERS, [0, 1], {"license": "mit"})
+    # The share that slides, not the one that was asked for.
+    assert "a share of 0.75 sees" in card
     assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
