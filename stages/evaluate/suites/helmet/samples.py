@@ -20,8 +20,7 @@ import numpy as np
 
 from bosch.errors import UserError
 from data_prep.documents.records import read_rows
-from data_prep.text import encode_prompt
-from stages.evaluate.chat import ChatTemplate, Turns
+from stages.evaluate.chat import ChatTemplate, Turns, prompt_of
 from stages.evaluate.prompt_suite import PromptSample
 from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet, HelmetTask
 
@@ -115,15 +114,19 @@ def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
     )
 
 
-def fitted(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> str:
-    """The prompt, its context cut at the end where prompt and ending have more than `most_tokens`.
+def fitted(
+    sample: HelmetSample, most_tokens: int, tokenizer: Any, chat: ChatTemplate | None = None
+) -> str:
+    """The prompt, its context cut at the end where it has more than `most_tokens`.
 
-    Raises UserError where they have more without any context.
+    These are all that a model reads: with the chat template or, without one, the ending.
+
+    Raises UserError where they are more without any context.
     """
-    text = sample.prompt()
+    text, plain = sample.prompt(), partial(_with_ending, sample.ending)
     offsets: Any = None  # of the context's tokens that are left
     # Once as in HELMET's code; again where the cut parts a token such as ".\n\n", which ended it.
-    while (excess := len(encode_prompt(tokenizer, text + sample.ending)) - most_tokens) > 0:
+    while (excess := len(prompt_of(tokenizer, _user_turn(text), chat, plain)[1]) - most_tokens) > 0:
         if offsets is None:
             offsets = tokenizer(
                 sample.context, return_offsets_mapping=True, add_special_tokens=False
@@ -178,14 +181,14 @@ def samples(
         task = HELMET_TASKS[name]
         for length in section.lengths:
             file = Path(section.data_dir, task.file.format(k=task.counts[length]))
-            most = length - task.new_tokens - (chat.tokens if chat is not None else 0)
+            most = length - task.new_tokens
             read = _key_values if task.examples is None else _questions
             for sample in read(section, task, file, seed):
                 prompts.append(
                     PromptSample(
                         task=name,
                         length=length,
-                        turns=partial(_turns, sample, most, tokenizer),
+                        turns=partial(_turns, sample, most, tokenizer, chat),
                         answers=sample.answers,
                         new_tokens=task.new_tokens,
                         score=partial(score, answers=sample.answers, one_line=task.one_line),
@@ -230,8 +233,14 @@ def _rows(task: HelmetTask, file: Path, make: Callable[[Any], Any]) -> list[Any]
     return rows
 
 
-def _turns(sample: HelmetSample, most_tokens: int, tokenizer: Any) -> Turns:
-    return [{"role": "user", "content": fitted(sample, most_tokens, tokenizer)}]
+def _turns(
+    sample: HelmetSample, most_tokens: int, tokenizer: Any, chat: ChatTemplate | None
+) -> Turns:
+    return _user_turn(fitted(sample, most_tokens, tokenizer, chat))
+
+
+def _user_turn(text: str) -> Turns:
+    return [{"role": "user", "content": text}]
 
 
 def _with_ending(ending: str, turns: Turns) -> str:
