@@ -321,10 +321,11 @@ class CommonWords(RulerTask):
             *self._halve(low, min(high, self._available), self.length - self.new_tokens),
         ]
         if self.size == self._available:
+            own = not self.corpus.words.is_upstream
+            package = "install the package wonderwords, and " if own else ""
             raise UserError(
                 f"there are {self._available:,} different words, too few for {self.length:,} "
-                f"tokens: install the package wonderwords, and name the folder with RULER's "
-                f"{DATA_FILES['cwe']} as data_dir"
+                f"tokens: {package}name the folder with RULER's {DATA_FILES['cwe']} as data_dir"
             )
         return sizes
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # In the key of what runs share: to be raised when a model gives other answers to the same samples,
 # and when the same answers get other scores.
-GENERATION, SCORING = 6, 3
+GENERATION, SCORING = 6, 2
 # Names and identities of the models of one evaluation, beside its work.
 MODELS = "models.json"
 # Endings of the files beside the weights that models and tokenizers are read from.

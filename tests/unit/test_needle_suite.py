@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from bosch.errors import UserError
+from data_prep.tasks.samples import SampleFolder
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
 from stages.evaluate.suite import Places
@@ -68,6 +70,32 @@ def test_samples_take_as_much_of_the_disk_as_planned(suite: Any, tmp_path: Path)
 def test_a_task_without_its_data_is_missing_where_it_may_be(suite: Any) -> None:
     few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
     assert {one.task for one in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
+
+
+def test_a_task_that_cannot_be_made_is_missing_where_it_may_be_on_every_rank(
+    suite: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Common words of 128k tokens need more words than there are."""
+    make, told = SampleFolder.make, list[list[dict[str, str]]]()
+
+    def refuse(self: SampleFolder, *arguments: Any) -> None:
+        if self.task == "cwe":
+            raise UserError("too few words")
+        make(self, *arguments)
+
+    def gather(own: list[dict[str, str]]) -> list[dict[str, str]]:
+        told.append(own)
+        return [one for of_rank in told for one in of_rank]
+
+    monkeypatch.setattr(SampleFolder, "make", refuse)
+    monkeypatch.setattr(needle_suite, "gather_object", gather)
+    for rank in (0, 1):
+        one = suite(rank, tasks=["cwe", *TASKS], optional=["cwe"])
+        one.prepare()
+        assert one.missing == {"cwe": "too few words"}
+        assert {subtask.task for subtask in one.subtasks} == {*TASKS}
+    with pytest.raises(UserError, match="too few words"):
+        suite(tasks=["cwe"]).prepare()
 
 
 def test_samples_are_made_in_turn_and_answered_by_their_rank(

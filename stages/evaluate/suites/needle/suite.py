@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import gather_object
 
+from bosch.errors import UserError
 from bosch.model.yarn import original_positions, yarn
 from bosch.progress import progress
 from data_prep.tasks.needles import string_match
@@ -78,12 +80,25 @@ class NeedleSuite(Suite):
     def prepare(self) -> None:
         """Make the samples of every `world`-th subtask.
 
-        Raises UserError when a task does not fit, or its data is missing or damaged.
+        Raises UserError when a task does not fit, or its data is missing or damaged; where it is
+        optional it becomes `missing`, on all ranks.
         """
-        mine = self.subtasks[self.rank :: self.world]
+        mine, faults = self.subtasks[self.rank :: self.world], dict[str, str]()
         with progress(len(mine) * self.section.samples, "RULER samples", "samples") as bar:
             for subtask in mine:
-                self._folders[subtask].make(self.section.samples, bar.update)
+                try:
+                    self._folders[subtask].make(self.section.samples, bar.update)
+                except UserError as fault:
+                    if subtask.task not in self.section.optional:
+                        raise
+                    faults[subtask.task] = str(fault)
+        for of_rank in gather_object([faults]):
+            self.missing |= of_rank
+        self._folders = {
+            subtask: folder
+            for subtask, folder in self._folders.items()
+            if subtask.task not in self.missing
+        }
 
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         asked, new_tokens = set(indices), self.section.new_tokens(subtask.task)
