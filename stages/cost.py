@@ -54,11 +54,6 @@ class Cost:
     removed: float = 0.0
     reads: float = 0.0
 
-    @property
-    def distributed(self) -> bool:
-        """Whether the stage uses more than one process where it gets them."""
-        return sum(self.jobs) > 1
-
     def speedup(self, processes: int) -> float:
         """Speed of `processes` over that of one."""
         return sum(self.jobs) / sum(math.ceil(jobs / processes) for jobs in self.jobs)

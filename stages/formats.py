@@ -56,9 +56,9 @@ def format_bytes(value: float) -> str:
 
 def format_flops(value: float) -> str:
     """Floating-point operations in the largest unit that leaves at least one: `1.5 EFLOP`."""
-    for power, unit in ((18, "EFLOP"), (15, "PFLOP"), (12, "TFLOP"), (9, "GFLOP")):
+    for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= _ROUNDED_UP * 10**power:
-            return f"{_significant(value / 10**power)} {unit}"
+            return f"{_significant(value / 10**power)} {prefix}FLOP"
     return f"{_significant(value)} FLOP"
 
 

@@ -116,23 +116,35 @@ class ActivationCache:
         self.bytes = 0
         self.entries.clear()
 
+    def has_room(self, mask: HeadMask, layer: int, batch: int, size: int) -> bool:
+        """Whether so many bytes more would be kept of a layer."""
+        return self._victims(size, (layer, _rows(mask, layer), batch)) is not None
+
     def _make_room(self, size: int, key: Key) -> bool:
-        """Drop the least recently used entries until `size` bytes fit; False where they do not.
+        """Drop entries until `size` bytes fit; False, and nothing is dropped, where they do not."""
+        victims = self._victims(size, key)
+        for victim in victims or ():
+            self.bytes -= self.entries.pop(victim).nbytes
+        return victims is not None
+
+    def _victims(self, size: int, key: Key) -> list[Key] | None:
+        """The least recently used entries without which `size` bytes fit; None where they do not.
 
         Entries of this pass and the one before stay, unless the new one is pinned: else passes that
         use more than the memory holds would drop each entry just before the next one needs it.
         """
-        if size > self.max_bytes:
-            return False
-        pinned = key[:2] == self._pinned
-        while self.bytes + size > self.max_bytes:
-            victim = next((k for k in self.entries if k != key and k[:2] != self._pinned), None)
-            if victim is None:
-                return False
-            if not pinned and self.entries[victim].last_used >= self._pass - 1:
-                return False
-            self.bytes -= self.entries.pop(victim).nbytes
-        return True
+        victims: list[Key] = []
+        left, pinned = self.bytes + size - self.max_bytes, key[:2] == self._pinned
+        for victim, entry in self.entries.items():
+            if left <= 0:
+                break
+            if victim == key or victim[:2] == self._pinned:
+                continue
+            if not pinned and entry.last_used >= self._pass - 1:
+                return None
+            victims.append(victim)
+            left -= entry.nbytes
+        return victims if left <= 0 else None
 
 
 def _rows(mask: HeadMask, layers: int) -> bytes:

@@ -89,6 +89,9 @@ class IncrementalForward:
         own = len(self.own_heads([True] * heads))
         # All heads under each choice: full, then each window.
         self.layouts = [HeadLayout.search([w] * own) for w in (None, *self.flops.windows)]
+        # Of the outputs under all choices, of this process's heads.
+        width = own * self.q_per_kv * kinds.head_dim
+        self.bytes_per_position: int = len(self.layouts) * width * model.dtype.itemsize
         # Several CPU threads divide a batched product by its number of heads: the last bits of a
         # head's output then depend on which others are computed with it.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
@@ -228,9 +231,13 @@ class BatchPass:
 
         It pays where later passes start at this layer too: they have the same rows below it and
         another row in it. Every pass may start at row 0. At a higher one the search has announced
-        it (`is_pinned`), or this is the second start there.
+        it (`is_pinned`), or this is the second start there. Where the cache has no room for it, it
+        does not pay.
         """
         if not self.reuse or number != self.start or not self.owner.can_mix:
+            return False
+        size = self.owner.bytes_per_position * self.batch.positions
+        if not self.owner.cache.has_room(self.mask, number, self.index, size):
             return False
         if number == 0 or self.owner.cache.is_pinned(number):
             return True

@@ -8,7 +8,7 @@ from typing import Any
 from bosch.errors import RunError
 from bosch.files import read_json, write_text
 from bosch.window import Window, windows_text
-from stages.formats import format_bytes, format_score, format_share
+from stages.formats import format_bytes, format_money, format_score, format_share
 from stages.pages.page import render
 from stages.pages.tables import Cell, Table
 from stages.published import Manifest, Summary
@@ -58,7 +58,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
     cached = f"{format_bytes(cache['before'])} → {format_bytes(cache['after'])}"
     hours = sum(hours or 0.0 for hours in summary["gpu_hours"].values())
     costs = (summary["cost"] or {}).items()
-    cost = [Cell(f"{amount:,.2f} {currency}", value=amount) for currency, amount in costs]
+    cost = [Cell(format_money(amount, currency), value=amount) for currency, amount in costs]
     return [
         model.name if model.is_absolute() else summary["model"],
         summary["method"],

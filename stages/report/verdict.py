@@ -60,7 +60,7 @@ def differences(results: Results, model: str) -> list[Difference]:
         if suite.against_original is not None
     ]
     table = results.scores.positions.get(model)
-    if table is not None and table.difference is not None:
+    if table is not None and table.difference:
         last = table.difference[-1]
         first, end = table.edges[-2:]
         name = f"Loss at tokens {first:,} to {end - 1:,}"

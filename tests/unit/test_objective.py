@@ -19,7 +19,12 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.fingerprint import model_fingerprint
-from bosch.model.search_mode import apply_head_mask, mask_shape, set_sink_bias
+from bosch.model.search_mode import (
+    apply_head_mask,
+    mask_shape,
+    prepare_for_search,
+    set_sink_bias,
+)
 from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.answers import equal_but_rounding
@@ -668,10 +673,26 @@ def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room(
     assert cache.is_pinned(4) and not cache.is_pinned(1)
     cache.add(mask, 4, 0, torch.zeros(1))
     assert [layer for layer, *_ in cache.entries] == [2, 4]
-    cache.add(mask, 4, 1, torch.zeros(2))  # more than there is without dropping what is pinned
-    assert [(layer, batch) for layer, _, batch in cache.entries] == [(4, 0)] and cache.bytes == 4
-    cache.add(mask, 5, 0, torch.zeros(3))  # more than all that may be kept
-    assert cache.bytes == 4 and cache.peak_bytes == 8
+    for layer, batch, size in (
+        (4, 1, 2),  # more than there is without dropping what is pinned
+        (5, 0, 3),  # more than all that may be kept
+    ):
+        assert not cache.has_room(mask, layer, batch, 4 * size)
+        cache.add(mask, layer, batch, torch.zeros(size))
+        assert [layer for layer, *_ in cache.entries] == [2, 4]  # nothing is dropped in vain
+    assert cache.has_room(mask, 4, 1, 4) and cache.bytes == cache.peak_bytes == 8
+
+
+def test_attention_under_every_choice_is_computed_only_where_it_can_be_kept() -> None:
+    """With too little memory for a layer's, a search costs what it does without any."""
+    costs = []
+    for room in (0, 2000, 2**30):
+        model, calibration = searchable(examples=4)
+        prepare_for_search(model, "sdpa")
+        objective = Objective(model, calibration, Window(8), batch_size=2, reuse_bytes=room)
+        masks = [random_mask(seed) for seed in range(6)]
+        costs.append(sum(objective.evaluate(mask).full_forward_equivalents for mask in masks))
+    assert costs[0] == costs[1] > costs[2]
 
 
 def scaled_states(model, input_ids, use_cache=None):
