@@ -137,7 +137,8 @@ case "$versions" in
 esac
 if [ "$mode" = gpu ]; then
     # Built against the torch just installed, which needs nvcc; without it, auto takes another backend.
-    pip_install --no-build-isolation "$root[flash]" ||
+    # -e as above: without it the checkout would be replaced by a copy of the library.
+    pip_install --no-build-isolation -e "$root[flash]" ||
         echo "  note: flash-attn could not be built (see $log); attention 'auto' does without it"
 fi
 # Writes the bytecode of what the stages import, also where the environment says not to write any:

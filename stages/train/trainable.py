@@ -52,7 +52,7 @@ def _fixed_by_the_model(model: Any) -> set[str]:
     They have no gradient, but from_pretrained makes every weight trainable.
     """
     with parameters_on_meta():
-        own = type(model)._from_config(copy.deepcopy(model.config))
+        own = type(model)(copy.deepcopy(model.config))  # DeepSpeed changes what from_config does
     return {name for name, one in own.named_parameters() if not one.requires_grad}
 
 

@@ -684,7 +684,7 @@ def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room(
 
 
 def test_attention_under_every_choice_is_computed_only_where_it_can_be_kept() -> None:
-    """With too little memory for a layer's, a search costs what it does without any."""
+    """With too little memory for a layer's, a search costs no more than without any."""
     costs = []
     for room in (0, 2000, 2**30):
         model, calibration = searchable(examples=4)
@@ -692,7 +692,7 @@ def test_attention_under_every_choice_is_computed_only_where_it_can_be_kept() ->
         objective = Objective(model, calibration, Window(8), batch_size=2, reuse_bytes=room)
         masks = [random_mask(seed) for seed in range(6)]
         costs.append(sum(objective.evaluate(mask).full_forward_equivalents for mask in masks))
-    assert costs[0] == costs[1] > costs[2]
+    assert costs[0] >= costs[1] > costs[2]
 
 
 def scaled_states(model, input_ids, use_cache=None):
