@@ -192,7 +192,7 @@ def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScore
 
 def print_missing(scores: Scores) -> int:
     """Print what has no score, with the reason; the exit status, 1 where there is any."""
-    for sentence in scores.missing_sentences():
+    for sentence in scores.notes():
         print(sentence)
     return 1 if scores.missing else 0
 

@@ -383,10 +383,14 @@ def _table(suite: Suite, own: SuiteAnswers, base: SuiteAnswers | None) -> dict[s
     subtasks = {key: one for key, one in own.scores.items() if key[0] not in suite.missing}
     if not subtasks:
         return None
-    return suite_table(
+    table = suite_table(
         subtasks,
         base.scores if base is not None else None,
         suite.groups,
         own.metrics,
         base.metrics if base is not None else None,
     )
+    for task, length in subtasks:
+        if cut := own.cut.get((task, length)):
+            table[task][str(length)]["cut"] = cut
+    return table

@@ -138,10 +138,11 @@ class MeanScore(Record):
 
 
 class TaskScore(MeanScore):
-    """Score of one task at one length."""
+    """Score of one task at one length; of `cut` samples the model read the end alone."""
 
     standard_error: float
     samples: int
+    cut: int = 0
 
 
 class MetricScore(MeanScore):
@@ -236,14 +237,25 @@ class Scores(WorkSummary):
         """Why models have no scores, by name."""
         return self.missing.get(FAILED_MODELS, {})
 
-    def missing_sentences(self, *suites: str) -> list[str]:
-        """What has no score, and why; `suites`: in these alone."""
-        return [
+    def notes(self, *suites: str) -> list[str]:
+        """What has no score, and why, and which prompts were cut; `suites`: of these alone."""
+        missing = [
             f"{suite}: {task} has no score: {reason}"
             for suite, tasks in self.missing.items()
             if suite in (suites or self.missing)
             for task, reason in tasks.items()
         ]
+        cut = [
+            f"{suite}: of {task} {score.cut:,} of {score.samples:,} prompts are longer than the "
+            "model reads, and lost their beginning"
+            for tables in self.checkpoints.values()
+            for suite, table in tables.items()
+            if suite in (suites or tables)
+            for task, by_length in table.tasks.items()
+            for score in by_length.values()
+            if score.cut
+        ]
+        return [*missing, *dict.fromkeys(cut)]
 
     @property
     def last_trained(self) -> str | None:

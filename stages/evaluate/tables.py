@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,7 @@ class SuiteAnswers(NamedTuple):
     scores: SubtaskScores
     metrics: MetricScores
     losses: Sequence[Sequence[float]]  # by bins of positions, documents in order
+    cut: Mapping[tuple[str, int], int]  # samples of which the model read the end alone
 
     @classmethod
     def of(cls, records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SuiteAnswers:
@@ -58,6 +60,7 @@ class SuiteAnswers(NamedTuple):
         scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
         metrics: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
         losses: list[Sequence[float]] = []
+        cut: Counter[tuple[str, int]] = Counter()
         for record in records:
             if (record["checkpoint"], record["suite"]) != (model, suite):
                 continue
@@ -66,6 +69,7 @@ class SuiteAnswers(NamedTuple):
                 continue
             key, document = (record["task"], record["length"]), record.get("document")
             scores.setdefault(key, []).append((document, record["score"]))
+            cut[key] += record.get("cut", False)
             own = metrics.setdefault(key, {})
             for metric, value in record.get("scores", {}).items():
                 own.setdefault(metric, []).append((document, value))
@@ -73,6 +77,7 @@ class SuiteAnswers(NamedTuple):
             {key: by_document(values) for key, values in scores.items()},
             {key: {m: by_document(v) for m, v in own.items()} for key, own in metrics.items()},
             losses,
+            cut,
         )
 
 

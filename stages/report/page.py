@@ -89,7 +89,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         comparisons=comparisons(results),
         words=words(results),
         speed=speed_table(results),
-        missing=scores.missing_sentences(NEEDLE, FAILED_MODELS),
+        missing=scores.notes(NEEDLE, FAILED_MODELS),
         tiles=list(_tiles(results)),
         why_no_score=_why_no_score(results, is_trained=False),
         standing=charts.standing(results),
@@ -266,7 +266,7 @@ def other_suites(results: Results) -> list[SuitePart]:
         lengths = {at for one in by_model.values() for by in one.tasks.values() for at in by}
         if lengths == {0}:
             tables = [task_table(name, by_model)]
-        parts.append(SuitePart(suite_title(name), tables, scores.missing_sentences(name)))
+        parts.append(SuitePart(suite_title(name), tables, scores.notes(name)))
     return parts
 
 

@@ -97,7 +97,7 @@ def print_summary(results: Results, summary: dict[str, Any]) -> None:
         rows.append(("GPU hours", ", ".join(filter(None, facts))))
     Table(summary["title"], ("", "value"), [Group(rows)], text_columns=1).print()
     sentences = [summary[name] for name in ("headline", "verdict", "comparisons")]
-    for sentence in [*filter(None, sentences), *results.scores.missing_sentences()]:
+    for sentence in [*filter(None, sentences), *results.scores.notes()]:
         Console().print(Text(sentence))
 
 

@@ -59,7 +59,7 @@ def test_lines_are_of_one_model_and_one_suite() -> None:
     needle = SuiteAnswers.of(LINES, "original", "needle")
     assert needle.scores == {("a", 512): [1.0, 0.5], ("a", 1024): [0]}
     assert needle.metrics == {("a", 512): {}, ("a", 1024): {}}
-    assert SuiteAnswers.of(LINES, "hybrid", "needle") == ({}, {}, [])
+    assert SuiteAnswers.of(LINES, "hybrid", "needle") == ({}, {}, [], {})
     assert SuiteAnswers.of(LINES, "hybrid", "harness").metrics == {("a", 0): {ACC: [0.25]}}
 
 
@@ -470,6 +470,21 @@ def test_models_are_compared_on_what_the_original_answered_too(tmp_path: Path) -
         "other": f"the original answered other samples of it{again}",
         "gone": f"the original alone has a score of it{again}",
     }
+
+
+def test_prompts_that_were_cut_are_counted_and_told_once(tmp_path: Path) -> None:
+    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    names = ("original", "hybrid")
+    suite = answered(folder, {name: {"a": [1.0, 0.0], "b": [1.0]} for name in names})
+    for name in names:
+        folder.journal(model(name), Subtask("c", 0)).append({"index": 0, "score": 1.0, "cut": True})
+    suite.tasks["c"] = 1
+    publish(write_tables([model(name) for name in names], [suite], tmp_path, None), tmp_path)
+    scores = Scores.read(tmp_path)
+    assert scores.checkpoints["hybrid"]["harness"].tasks["c"][0].cut == 1
+    [note] = scores.notes()
+    assert note.startswith("harness: of c 1 of 1 prompts are longer than the model reads")
+    assert scores.notes("needle") == [] and scores.notes("harness") == [note]
 
 
 def test_answers_lie_by_the_models_identity_and_the_task(

@@ -25,7 +25,7 @@ from stages.evaluate.suite import Places
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import suite as harness_suite
 from stages.evaluate.suites.harness import tasks as harness_tasks
-from stages.evaluate.suites.harness.suite import HarnessSuite, record_of
+from stages.evaluate.suites.harness.suite import HarnessSuite, is_cut, record_of
 from stages.evaluate.suites.harness.tasks import (
     leaf_configs,
     load_tasks,
@@ -196,6 +196,7 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("lm_eval.evaluator.evaluate", evaluate)
     monkeypatch.setattr(harness_suite, "language_model", lambda *_: None)
+    monkeypatch.setattr(harness_suite, "is_cut", lambda lm, request: request.args == (3, 1))
     suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=None, answers=None,
                          rank=0, world=1, batch_size=1)  # fmt: skip
     subtask, places = Subtask("own", 0), range(2, 72)
@@ -206,11 +207,29 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
     }  # fmt: skip
     records = [one for batch in suite.answer(subtask, places, None) for one in batch]
     assert [one["index"] for one in records] == [*places]
+    assert [one["index"] for one in records if "cut" in one] == [3]
     assert [len(asked) for _, asked in chunks] == [128, 12]
     assert len({seed for seed, _ in chunks}) == 2
     for first, (_, asked) in zip((2, 66), chunks, strict=True):
         assert asked == [(at, (first + at, part)) for at in range(len(asked) // 2) for part in
                          range(2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "cut"),
+    [
+        ("generate_until", ("a" * 24, {"max_gen_toks": 8}), False),
+        ("generate_until", ("a" * 25, {"max_gen_toks": 8}), True),
+        ("generate_until", ("é" * 9, {"max_gen_toks": 8}), False),  # many bytes, few tokens
+        ("generate_until", ("a", {}), True),  # 256 by default
+        ("loglikelihood", ("a" * 30, "bcd"), False),  # the last token is not read
+        ("loglikelihood", ("a" * 31, "bcd"), True),
+    ],
+)
+def test_prompts_that_lm_eval_cuts_are_known(kind: str, arguments: Any, cut: bool) -> None:
+    lm = SimpleNamespace(max_length=32, tok_encode=lambda text, **_: list(text))
+    request = Instance(kind, {}, arguments, 0, ("own", 0, 1))
+    assert is_cut(lm, request) is cut
 
 
 def test_a_chat_template_is_around_some_tasks_of_longbench(

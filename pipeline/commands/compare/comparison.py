@@ -330,7 +330,7 @@ def read_result(runner: Runner) -> Result:
         cache=_cache_shares(
             folders["materialize"], search, max((r.length for r in rows), default=0)
         ),
-        missing=scores.missing_sentences(),
+        missing=scores.notes(),
         samples={
             (kind, suite): SampleScores.of(subtasks)
             for kind, name in models

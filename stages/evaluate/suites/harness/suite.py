@@ -118,12 +118,10 @@ class HarnessSuite(Suite):
 
     def _length_fault(self, task: Any) -> str | None:
         """Why a task's answers leave no room for a prompt; lm-eval ends with an AssertionError."""
-        from lm_eval.models.utils import normalize_gen_kwargs
-
         positions = self.places.positions if self.places is not None else None
         if positions is None or task.OUTPUT_TYPE != "generate_until":
             return None
-        most = normalize_gen_kwargs(task.config.generation_kwargs or {})[ANSWER_TOKENS]
+        most = _answer_tokens(task.config.generation_kwargs or {})
         if most < positions:
             return None
         return (
@@ -254,7 +252,11 @@ class HarnessSuite(Suite):
             for logged in result["samples"][subtask.task]:
                 by_document.setdefault(logged["doc_id"], []).append(logged)
             metrics = mean_metrics(task)
-            yield [record_of(index, by_document[index], metrics) for index in chunk]
+            yield [
+                record_of(index, by_document[index], metrics)
+                | ({"cut": True} if any(is_cut(lm, one) for one in requests[index]) else {})
+                for index in chunk
+            ]
 
 
 def _numbered(request: Any, number: int) -> Any:
@@ -300,6 +302,26 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
     # The ranks have their own documents here; the harness must not split them again.
     lm._rank, lm._world_size = 0, 1
     return lm
+
+
+def is_cut(lm: Any, request: Any) -> bool:
+    """Whether lm-eval drops the beginning of a prompt: with its answer it is too long."""
+    context, rest = request.args
+    if request.request_type == "generate_until":
+        answer = _answer_tokens(rest)
+    else:  # the last token of a choice is not read
+        answer = len(lm.tok_encode(rest, add_special_tokens=False)) - 1
+    # A text has no more tokens than bytes, but for those that open it.
+    if len(context.encode()) + answer < lm.max_length - 8:
+        return False
+    return len(lm.tok_encode(context)) + answer > lm.max_length
+
+
+def _answer_tokens(options: Mapping[str, Any]) -> int:
+    """The most tokens of an answer, by lm-eval's options of generation."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    return int(normalize_gen_kwargs(dict(options))[ANSWER_TOKENS])
 
 
 def record_of(
