@@ -112,6 +112,19 @@ def test_what_the_log_knows_does_not_change_the_search(tmp_path, method, seed):
         assert len(rest) <= len(lines) - count and rest == evaluated[len(evaluated) - len(rest) :]
 
 
+def test_learned_gates_read_the_shares_of_the_examples_in_turn(tmp_path):
+    asked = []
+
+    class Asked(Shared):
+        def gate_gradient(self, mask, share=0, shares=1):
+            asked.append((share, shares))
+            return super().gate_gradient(mask, share, shares)
+
+    evaluator = evaluator_of(Asked(3, 4, 0), tmp_path / "evaluations.jsonl")
+    find_mask("learned_gates", evaluator, SearchSettings(0.5, budget_per_layer=60))
+    assert len(asked) > 8 and asked == [(step % 8, 8) for step in range(len(asked))]
+
+
 def test_a_resumed_search_orders_the_rounds_as_before(tmp_path):
     """Which examples a losing mask is measured on depends on the masks before it."""
     path = tmp_path / "evaluations.jsonl"

@@ -44,6 +44,14 @@ def test_text_folder_file_and_glob(tmp_path):
     assert read(Source("s", "text", str(tmp_path / "**" / "*.txt"))) == ["one", "two"]
 
 
+def test_which_kinds_have_fields_to_filter_by_and_which_are_of_the_hub(tmp_path):
+    assert {name for name, kind in KINDS.items() if kind.has_fields} == {
+        "huggingface", "jsonl", "parquet",
+    }  # fmt: skip
+    assert [name for name, kind in KINDS.items() if kind.is_remote("org/name")] == ["huggingface"]
+    assert not any(kind.is_remote(str(tmp_path)) for kind in KINDS.values())
+
+
 def test_folders_that_are_linked_are_read(tmp_path):
     """By a source, and among the essays of a haystack."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "here" / "texts"
