@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, create_model
 
 from bosch.backends import lacking
-from bosch.search.methods import METHODS, MethodName
+from bosch.search.methods import METHODS, UnsearchedName
 from bosch.window import Window, windows_text
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PRESETS, Benchmark, PresetName, benchmarks
@@ -24,17 +24,6 @@ from stages.stage import LoadedRecipe, Recipe, Stage
 
 if TYPE_CHECKING:
     from typing import Self
-
-
-def _unsearched(name: MethodName) -> MethodName:
-    known = [one for one in METHODS if METHODS[one].kind in ("layer rule", "ranking")]
-    if name not in known:
-        raise ValueError(f"{name} is neither a rule nor a ranking: choose from {', '.join(known)}")
-    return name
-
-
-# A layer rule or a ranking: its mask is made without a search.
-UnsearchedMethod = Annotated[MethodName, AfterValidator(_unsearched)]
 
 
 class _Prompts(Section):
@@ -75,7 +64,7 @@ else:
 class EvaluateConfig(_Suites):
     """Scores of the original, the untrained hybrid and every checkpoint."""
 
-    rivals: Annotated[list[UnsearchedMethod], AfterValidator(different)] = Field(
+    rivals: Annotated[list[UnsearchedName], AfterValidator(different)] = Field(
         default=[],
         description=(
             "Layer rules and rankings to compare the search with: their untrained hybrids, at "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from stages.evaluate.stage import UnsearchedMethod
+from bosch.search.methods import UnsearchedName
 from stages.fields import Section
 from stages.materialize.stage import STAGE as MATERIALIZE
 from stages.stage import LoadedRecipe, Stage
@@ -16,7 +16,7 @@ from stages.train.stage import TrainConfig
 class RivalConfig(Section):
     """A second hybrid, by a rule or ranking and trained alike, to see what the search adds."""
 
-    method: UnsearchedMethod = Field(
+    method: UnsearchedName = Field(
         "intr",
         description=(
             "Layer rule or ranking that chooses its full heads: as many as the search's mask has, "

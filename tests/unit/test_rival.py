@@ -59,8 +59,8 @@ def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:
     ("overrides", "sentence"),
     [
         (["rival={}", "train=null"], "rival: needs a section train; name the"),
-        (["rival.method=bosch"], "rival.method: bosch is neither a rule nor a ranking"),
-        (["evaluate.rivals=[intr,front]"], "evaluate.rivals.1: front is neither a rule nor a"),
+        (["rival.method=bosch"], "rival.method: expected rand, bme, intr, "),
+        (["evaluate.rivals=[intr,front]"], "evaluate.rivals.1: expected rand, bme, intr, "),
     ],
 )
 def test_a_rival_that_cannot_be_made_is_refused(

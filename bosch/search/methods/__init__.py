@@ -99,7 +99,12 @@ for _module in pkgutil.iter_modules(__path__):  # each file registers its method
 # Those that find a mask by themselves.
 FINDING = tuple(name for name, method in METHODS.items() if method.kind != "file")
 
+# A layer rule or a ranking: its mask is made without a search.
+_UNSEARCHED = [name for name, one in METHODS.items() if one.kind in ("layer rule", "ranking")]
+
 if TYPE_CHECKING:
     MethodName = str
+    UnsearchedName = str
 else:
     MethodName = Literal[*METHODS]
+    UnsearchedName = Literal[*_UNSEARCHED]
