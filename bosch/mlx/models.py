@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
@@ -132,7 +132,13 @@ def _args_of(base: Any) -> Any:
                 raise UserError(
                     "mlx-lm: its caches know no sink bias; run this model with transformers or vLLM"
                 )
-            args = super().from_dict(params | _base_fields(config))
+            base = full_attention_config(config)
+            for setting in _read_otherwise(base):
+                raise UserError(
+                    f"mlx-lm: {setting}, which it does not read as transformers does; run this "
+                    "model with transformers or vLLM"
+                )
+            args = super().from_dict(params | _base_fields(base))
             full = decoder_layers(config).full
             layouts = deploy_layouts(config)
             args.layouts = tuple(
@@ -144,9 +150,24 @@ def _args_of(base: Any) -> Any:
     return HybridArgs
 
 
-def _base_fields(config: Any) -> dict[str, Any]:
+def _read_otherwise(base: Any) -> Iterator[str]:
+    """Settings of a family's configuration with which mlx-lm would compute other logits."""
+    rotation = getattr(base, "rope_parameters", None) or {}
+    kind = rotation.get("rope_type", "default")
+    if kind == "longrope":  # always the factors of long texts
+        yield "rope_parameters.rope_type is longrope"
+    for name, usual in (("attention_factor", None), ("truncate", True)):
+        if kind == "yarn" and rotation.get(name, usual) != usual:
+            yield f"rope_parameters.{name} is {rotation[name]}"
+    names = ["hidden_act", *(["norm_topk_prob"] if base.model_type == "qwen2_moe" else [])]
+    for name in names:  # its classes have the usual value built in
+        usual, value = (getattr(one, name, None) for one in (type(base)(), base))
+        if value != usual:
+            yield f"{name} is {value}"
+
+
+def _base_fields(base: Any) -> dict[str, Any]:
     """The configuration of the family itself, with the names of published ones too."""
-    base = full_attention_config(config)
     content: dict[str, Any] = base.to_dict()
     content |= {name: getattr(base, name) for name in base.attribute_map}
     rotation = content.get("rope_parameters") or {}

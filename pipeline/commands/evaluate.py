@@ -53,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoints",
         metavar="NAME",
         nargs="+",
+        type=_name,
         help="hybrid or tokens-<n>, of a finished or a running training; default: all there are",
     )
     parser.add_argument(
@@ -67,6 +68,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="evaluate checkpoints as they appear, until the training is finished",
     )
+
+
+def _name(text: str) -> str:
+    if "=" in text:  # taken for a name, an override would be left out
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is an override, and no checkpoint's name: put it before --checkpoints"
+        )
+    return text
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:

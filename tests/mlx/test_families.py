@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,4 +67,32 @@ def test_another_family_is_refused(tmp_path: Path) -> None:
     (other,) = {"gemma2"} & set(FAMILY_NAMES) - set(SERVED)
     save_hybrid(tmp_path, other, COUNTS[:2], WINDOW)
     with pytest.raises(UserError, match="models of type 'gemma2' are not run by it"):
+        load_model(tmp_path)
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("phi3", {"rope_parameters": {**_LONG, "rope_theta": 1e4}}, "rope_type is longrope"),
+        (
+            "qwen3",
+            {"rope_parameters": {**_YARN, "attention_factor": 1.0}},
+            "attention_factor is 1.0",
+        ),
+        ("qwen3", {"rope_parameters": {**_YARN, "truncate": False}}, "truncate is False"),
+    ],
+)
+def test_settings_that_mlx_lm_reads_otherwise_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    save_hybrid(tmp_path, family, COUNTS, WINDOW)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=f"mlx-lm: .*{said}, which it does not read as"):
         load_model(tmp_path)

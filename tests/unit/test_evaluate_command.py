@@ -15,6 +15,7 @@ import pytest
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest, file_hashes
+from pipeline.cli import main
 from pipeline.commands import evaluate, evaluation
 from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
@@ -500,3 +501,11 @@ def test_a_path_that_leads_nowhere_is_no_model(
     said = "not a model directory|there is no user|no path|expected a path"
     with pytest.raises(UserError, match=f"--model .*: .*({said})"):
         run(case, model=[place])
+
+
+def test_an_override_behind_checkpoints_is_not_taken_for_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", "a.yaml", "--checkpoints", "hybrid", "evaluate.needle.samples=3"])
+    assert "'evaluate.needle.samples=3' is an override" in capsys.readouterr().err
