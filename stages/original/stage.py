@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=22,
+    version=23,
     key="evaluate",
     after=("materialize",),
     model="weights",
