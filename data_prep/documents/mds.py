@@ -136,13 +136,16 @@ def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
     return np.frombuffer(data[at:], dtype).reshape(shape)
 
 
-def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
+def read_documents(
+    folder: Path, shard: Shard, tokenizer: Any, special_tokens: bool = False
+) -> Iterator[str]:
     """Texts of the shard's documents, decoded from its token ids (`input_ids`).
 
     A packed record (with `indices`, pairs of start and end) gives one text per document.
 
     Args:
         tokenizer: The one the shards were written with.
+        special_tokens: Whether the texts have those that the shards hold.
 
     Raises UserError when the shard is damaged, or holds tokens that this tokenizer does not have.
     """
@@ -157,7 +160,7 @@ def read_documents(folder: Path, shard: Shard, tokenizer: Any) -> Iterator[str]:
         for begin, end in _spans(sample, len(ids), where):
             yield tokenizer.decode(
                 ids[begin:end].tolist(),
-                skip_special_tokens=True,
+                skip_special_tokens=not special_tokens,
                 clean_up_tokenization_spaces=False,
             )
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -132,6 +132,7 @@ def tokenise_source(
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
+    encoder = replace(encoder, special_tokens=source.special_tokens)
     work = partial(_tokenise_part, source=source, encoder=encoder)
     jobs = (
         (part, folder / f"part-{index:06d}", _part_stamps(part, source, stamps))

@@ -161,12 +161,14 @@ class Encoder:
     """Everything a worker needs to tokenise documents; quick to load in a new process.
 
     `backend` is the tokenizer in the JSON form of the tokenizers library; None for a tokenizer
-    that does not use that library, which transformers then loads from `spec`.
+    that does not use that library, which transformers then loads from `spec`. The text of a special
+    token inside a document is ordinary text, but with `special_tokens`, as chat templates write it.
     """
 
     spec: TokenizerSpec
     backend: str | None
     end: int | None
+    special_tokens: bool = False
 
     @classmethod
     def load(cls, spec: TokenizerSpec) -> Encoder:
@@ -176,16 +178,16 @@ class Encoder:
         return cls(spec, backend, tokenizer.eos_token_id)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids [tokens] int32 of whole documents.
-
-        The text of a special token inside a document is encoded as ordinary text.
-        """
+        """Token ids [tokens] int32 of whole documents."""
         if self.backend is not None:
-            batch = _backend(self.backend).encode_batch_fast(texts, add_special_tokens=False)
+            batch = _backend(self.backend, self.special_tokens).encode_batch_fast(
+                texts, add_special_tokens=False
+            )
             return [_int32(encoding.ids) for encoding in batch]
         encoded = load_tokenizer(self.spec)(
-            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
+            list(texts), add_special_tokens=False,
+            split_special_tokens=not self.special_tokens, verbose=False,
+        )["input_ids"]  # fmt: skip
         return [_int32(ids) for ids in encoded]
 
     def in_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
@@ -199,7 +201,7 @@ class Encoder:
         if self.backend is None:
             yield from self(["".join(pieces)])
             return
-        yield from _encode_windows(_backend(self.backend), pieces)
+        yield from _encode_windows(_backend(self.backend, self.special_tokens), pieces)
 
 
 @dataclass(frozen=True)
@@ -304,13 +306,13 @@ def _int32(ids: list[int]) -> np.ndarray:
 
 
 @lru_cache(maxsize=2)
-def _backend(serialised: str) -> Any:
+def _backend(serialised: str, special_tokens: bool) -> Any:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(serialised)
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True
-    # It places the special tokens, of which a document has none; to do so it copies every token.
+    backend.encode_special_tokens = not special_tokens
+    # It opens and closes a text, which a document does itself; to do so it copies every token.
     backend.post_processor = None
     return backend

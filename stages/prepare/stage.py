@@ -19,6 +19,7 @@ from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
 from stages.fields import (
     Count,
+    Flag,
     Line,
     Number,
     PathText,
@@ -116,6 +117,13 @@ class SourceConfig(Section):
     weight: Number = Field(
         1.0, gt=0, description="Share of the training tokens, relative to the other sources."
     )
+    special_tokens: Flag = Field(
+        False,
+        description=(
+            "Whether special tokens in a text are read as such, for conversations that a chat "
+            "template has rendered; else they are ordinary text."
+        ),
+    )
     filters: FilterConfig = FilterConfig()
 
 
@@ -141,6 +149,14 @@ class PrepareConfig(Section):
     train_tokens: Count = Field(description="Tokens to prepare; at least what training reads.")
     sources: list[SourceConfig] = Field(min_length=1, description="Where documents come from.")
     calibration: CalibrationConfig = CalibrationConfig()
+
+    def in_key(self) -> dict[str, Any]:
+        """Without `special_tokens` where it is false: data prepared before it was there stay."""
+        values = super().in_key()
+        for source in values["sources"]:
+            if not source["special_tokens"]:
+                del source["special_tokens"]
+        return values
 
     @property
     def sequences(self) -> int:

@@ -169,6 +169,16 @@ def test_the_seed_is_in_the_keys_of_the_stages_that_draw(case: Case) -> None:
     assert same == {"materialize", "report"}
 
 
+def test_a_source_without_special_tokens_has_the_key_of_before(case: Case) -> None:
+    field = "prepare.sources.0.special_tokens"
+    without, with_, false = (
+        resolve(load_recipe(case.file, overrides, env={}), FileHasher(case.folder / "hashes"))[0]
+        for overrides in ([], [f"{field}=true"], [f"{field}=false"])
+    )
+    assert without.document == false.document and without.key != with_.key
+    assert without.document and "special_tokens" not in str(without.document["config"])
+
+
 def test_a_stage_below_one_whose_files_are_not_hashed_has_no_key(case: Case) -> None:
     loaded = load_recipe(case.file, stages=fake_table())
     nodes = resolve(loaded, FileHasher(case.folder / "hashes.json", budget_bytes=0))

@@ -66,9 +66,12 @@ def read_all(folder: Path) -> list[dict]:
     return [sample for shard in shards for sample in read_samples(folder, shard)]
 
 
-def documents(folder: Path) -> list[str]:
-    shards = read_index(folder / "index.json")
-    return [t for shard in shards for t in read_documents(folder, shard, tiny_tokenizer())]
+def documents(folder: Path, special_tokens: bool = False) -> list[str]:
+    return [
+        text
+        for shard in read_index(folder / "index.json")
+        for text in read_documents(folder, shard, tiny_tokenizer(), special_tokens)
+    ]
 
 
 def change_index(folder: Path, place: str, value: object) -> None:
@@ -268,12 +271,12 @@ def test_numbers_of_every_type_are_read(tmp_path, bits, place):
         assert sample["input_ids"].tolist() == [[1, 2, 3]]
 
 
-def test_special_tokens_are_no_text(tmp_path):
+def test_special_tokens_are_no_text_unless_the_source_says_so(tmp_path):
     tokenizer = tiny_tokenizer()
     ids = tokenizer("One. ")["input_ids"]
-    assert documents(write_sample(tmp_path, input_ids=u32(*ids, tokenizer.eos_token_id, *ids))) == [
-        "One. One. "
-    ]
+    folder = write_sample(tmp_path, input_ids=u32(*ids, tokenizer.eos_token_id, *ids))
+    assert documents(folder) == ["One. One. "]
+    assert documents(folder, special_tokens=True) == ["One. <|end|>One. "]
 
 
 IDS = u32(*range(10))

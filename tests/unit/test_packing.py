@@ -165,9 +165,12 @@ def tiny_encoder() -> Encoder:
     return Encoder(TokenizerSpec(""), tiny_tokenizer().backend_tokenizer.to_str(), 0)
 
 
-def tokenise(corpus, folder, workers=1, tokens=10**9, kind="text", stamps=(), filters=None):
+def tokenise(
+    corpus, folder, workers=1, tokens=10**9, kind="text", stamps=(), filters=None, special=False
+):
+    filters = filters or Filters()
     return tokenise_source(
-        Source("s", kind, str(corpus / "corpus"), filters=filters or Filters()),
+        Source("s", kind, str(corpus / "corpus"), filters=filters, special_tokens=special),
         tiny_encoder(),
         corpus / folder,
         tokens=tokens,
@@ -206,6 +209,24 @@ def test_a_compressed_file_takes_little_memory_for_its_documents(tmp_path, monke
     peak(1)  # with what is imported once
     # 36 bytes each; a list of pairs takes 89. More than a buffer's worth of documents tell.
     assert peak(100_000) - peak(20_000) < 60 * 80_000
+
+
+@pytest.mark.parametrize("length", [1, 2000])  # the longer one is read in pieces
+def test_a_rendered_conversation_has_its_special_tokens_where_the_source_says_so(
+    tmp_path, length, monkeypatch
+):
+    monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", 2048)
+    monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
+    (tmp_path / "corpus").mkdir()
+    text = "user: hello " * length + "<|end|>" + "assistant: hello " * length + "<|end|>"
+    (tmp_path / "corpus" / "a.txt").write_text(text)
+    tokenizer = tiny_tokenizer()
+    as_text, as_tokens = (
+        contents(tokenise(tmp_path, f"shards {special}", special=special))[0]
+        for special in (False, True)
+    )
+    assert as_tokens[: len(tokenizer(text)["input_ids"])] == tokenizer(text)["input_ids"]
+    assert as_tokens.count(tokenizer.eos_token_id) == 2 + as_text.count(tokenizer.eos_token_id)
 
 
 def test_number_of_workers_changes_nothing(corpus, monkeypatch):

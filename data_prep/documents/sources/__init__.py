@@ -38,6 +38,7 @@ class Source:
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
+    special_tokens: bool = False
     filters: Filters = field(default_factory=Filters)
 
     @property

@@ -49,7 +49,7 @@ class _Mds(Kind):
             importlib.import_module(f"data_prep.documents.{name}") for name in ("tokenizer", "mds")
         )
         tokenizer = tokenizers.load_tokenizer(tokenizers.TokenizerSpec(source.tokenizer))
-        return mds.read_documents(part.paths[0], part.shard, tokenizer)
+        return mds.read_documents(part.paths[0], part.shard, tokenizer, source.special_tokens)
 
 
 KIND = _Mds()
