@@ -40,7 +40,7 @@ rm -f "$BOSCH_STATUS"
 # Slurm's signals are for the processes below srun: the scripts wait for what they make of them.
 trap true TERM USR1
 status=0
-srun --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
+srun --export=ALL --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
     NODE_RANK=$SLURM_NODEID "$BOSCH_LAUNCHER" "$@"
     status=$?
     set -o noclobber

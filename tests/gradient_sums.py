@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,6 @@ def summed_by_deepspeed(accelerator: Accelerator, changes: dict[str, object]) ->
 
     layer = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(layer.weight)
-    layer.config = SimpleNamespace(hidden_size=2)  # of which accelerate makes bucket sizes
     plugin = accelerator.state.deepspeed_plugin
     shipped = copy.deepcopy(plugin.hf_ds_config.config)
     plugin.hf_ds_config.config |= changes
@@ -64,7 +62,7 @@ if __name__ == "__main__":
     runtime = Runtime(sharding=sys.argv[1], micro_batch_size=1)
     schedule = make_schedule(train, runtime, 32, 2, False)
     assert schedule.accumulation == PASSES
-    accelerator = make_accelerator(train, runtime, schedule)
+    accelerator = make_accelerator(train, runtime, schedule, 2)
     if sys.argv[1] == "fsdp":
         gradients = [
             summed_by_fsdp(accelerator.state.fsdp_plugin.mixed_precision_policy),

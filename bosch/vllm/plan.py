@@ -357,6 +357,7 @@ def served_caches(
     *,
     engine: Engine,
     lengths: Sequence[int] = SERVED_TOKENS,
+    numbers_of_ranks: Sequence[int] = SERVED_RANKS,
 ) -> Iterator[ServedCache]:
     """What vLLM holds for a request of each length on each number of ranks.
 
@@ -367,7 +368,7 @@ def served_caches(
     sliding: list[EngineHeads] = [{window: heads} for window in own]
     hybrid_layers, original_layers = [*layers, *sliding], [*[full] * len(layers), *sliding]
     one_rank = module_plan(hybrid_layers)
-    for ranks in SERVED_RANKS:
+    for ranks in numbers_of_ranks:
         try:
             hybrid = module_plan(hybrid_layers, ranks)
         except UserError as error:
@@ -415,13 +416,14 @@ def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> l
     return ([num_key_value_heads] * whole + [rest] + [0] * num_layers)[:num_layers]
 
 
-def worst_shared_mask(
+def worst_shared_masks(
     full_kv_heads: int, num_layers: int, num_key_value_heads: int, ranks: int
-) -> list[int]:
-    """Full counts of a mask with `full_kv_heads` for which ranks hold the most.
+) -> Iterator[list[int]]:
+    """Full counts of masks with `full_kv_heads`, one of which makes ranks hold the most.
 
     One full head in a layer costs as much as one for every rank, and so does each that is one more
-    than a multiple of the ranks.
+    than a multiple of the ranks: the first mask has the most such layers. Bytes follow the number
+    of full modules, but do not always rise with it: each mask that follows has about one less.
     """
     shards = min(ranks, num_key_value_heads)
     counts = [0] * num_layers
@@ -432,7 +434,15 @@ def worst_shared_mask(
             added = min(left, limit - counts[layer]) // step * step
             counts[layer] += added
             left -= added
-    return counts
+    while True:
+        yield list(counts)
+        # A head of the layer that has the fewest too many goes to the one that has the most.
+        over = sorted((count % shards, layer) for layer, count in enumerate(counts))
+        odd = [layer for rest, layer in over if rest]
+        if len(odd) < 2:
+            return
+        counts[odd[0]] -= 1
+        counts[odd[-1]] += 1
 
 
 def rank_order(plan: ModulePlan, layer: int) -> list[int]:

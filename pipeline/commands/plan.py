@@ -19,6 +19,7 @@ from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import PAGE_SIZE, CacheSize
 from bosch.model.families import pages_refusal
 from bosch.vllm.plan import (
+    SERVED_RANKS,
     ServedCache,
     any_mask,
     engine_heads,
@@ -26,7 +27,7 @@ from bosch.vllm.plan import (
     layers_refusal,
     served_caches,
     served_tokens,
-    worst_shared_mask,
+    worst_shared_masks,
 )
 from bosch.window import Window
 from pipeline.commands import RecipeCommand
@@ -240,7 +241,9 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     stated = f", cache in {dtype}" if dtype else ""
     number = CACHE_BYTES[dtype or loaded.recipe[MaterializeConfig].dtype]
 
-    def caches_of(layers: Sequence[Mapping[Window | None, int]]) -> list[ServedCache]:
+    def caches_of(
+        layers: Sequence[Mapping[Window | None, int]], ranks: Sequence[int] = SERVED_RANKS
+    ) -> list[ServedCache]:
         return list(
             served_caches(
                 engine_heads(layers),
@@ -248,6 +251,7 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
                 list(info.kinds.windows.values()),
                 engine=engine,
                 lengths=served_tokens(info.max_positions),
+                numbers_of_ranks=ranks,
             )
         )
 
@@ -271,11 +275,16 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
             text += f"; {format_bytes(caches[-1].padded)} of it because {_UNEQUAL}"
         multiple = math.lcm(granularity, min(ranks, heads))
         if not given and multiple > granularity and not caches[-1].refusal:
-            worst = worst_shared_mask(
+            masks = worst_shared_masks(
                 budget // granularity, rows, heads // granularity, multiple // granularity
             )
-            most = with_full([granularity * n for n in worst])
-            last = [cache for cache in caches_of(most) if cache.ranks == ranks][-1]
+            last = max(
+                (
+                    caches_of(with_full([granularity * n for n in one]), [ranks])[-1]
+                    for one in masks
+                ),
+                key=lambda cache: (bool(cache.refusal), cache.hybrid),
+            )
             if last.refusal or last.hybrid > caches[-1].hybrid:
                 text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
                 if budget % multiple == 0:

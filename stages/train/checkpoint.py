@@ -201,6 +201,9 @@ def _gathered(value: Any) -> Iterator[Tensor]:
         return
     import deepspeed
 
+    if value.requires_grad:  # the float32 weight that is trained, not its copy in bf16
+        yield deepspeed.utils.safe_get_full_fp32_param(value)
+        return
     with deepspeed.zero.GatheredParameters([value]):
         yield value
 

@@ -85,8 +85,13 @@ def check_offloading_possible(runtime: Runtime) -> None:
         )
 
 
-def make_accelerator(train: TrainConfig, runtime: Runtime, schedule: Schedule) -> Accelerator:
-    """Join the process group, and say how a model is spread over it and in which precision."""
+def make_accelerator(
+    train: TrainConfig, runtime: Runtime, schedule: Schedule, hidden: int
+) -> Accelerator:
+    """Join the process group, and say how a model is spread over it and in which precision.
+
+    `hidden` is the width of its text decoder.
+    """
     forget()
     on_gpu, sharding = torch.cuda.is_available(), runtime.sharding
     if world_size() > 1:
@@ -110,7 +115,9 @@ def make_accelerator(train: TrainConfig, runtime: Runtime, schedule: Schedule) -
             sync_each_batch=sharding == "fsdp",
         ),
         fsdp_plugin=_fsdp_plugin(train) if sharding == "fsdp" else None,
-        deepspeed_plugin=_deepspeed_plugin(train, schedule) if sharding == "deepspeed" else None,
+        deepspeed_plugin=(
+            _deepspeed_plugin(train, schedule, hidden) if sharding == "deepspeed" else None
+        ),
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=False, broadcast_buffers=False)
         ],
@@ -150,7 +157,7 @@ def _fsdp_plugin(train: TrainConfig) -> FullyShardedDataParallelPlugin:
     )
 
 
-def _deepspeed_plugin(train: TrainConfig, schedule: Schedule) -> DeepSpeedPlugin:
+def _deepspeed_plugin(train: TrainConfig, schedule: Schedule, hidden: int) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(
         hf_ds_config={
             "train_batch_size": schedule.sequences,
@@ -164,10 +171,10 @@ def _deepspeed_plugin(train: TrainConfig, schedule: Schedule) -> DeepSpeedPlugin
                 "stage": 3,
                 "overlap_comm": True,
                 "contiguous_gradients": True,
-                # accelerate computes them from the hidden size.
-                "reduce_bucket_size": "auto",
-                "stage3_prefetch_bucket_size": "auto",
-                "stage3_param_persistence_threshold": "auto",
+                # As accelerate computes them, from text models alone.
+                "reduce_bucket_size": hidden * hidden,
+                "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+                "stage3_param_persistence_threshold": 10 * hidden,
             },
         }
     )

@@ -132,7 +132,7 @@ def build_loop(
         layers = kv_budgets(model_config)[budgets.budgets[-1]]  # the largest, which takes the most
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
-    accelerator = make_accelerator(train, config.runtime, schedule)
+    accelerator = make_accelerator(train, config.runtime, schedule, shape.hidden)
     budget = budget_of(
         train, config.runtime, schedule.sequence_length, shape, world_size(),
         least_memory(accelerator.device), torch.cuda.is_available(), layers,

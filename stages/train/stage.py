@@ -18,6 +18,7 @@ from bosch.model.families import known_family, split_fault
 from stages.context import Runtime
 from stages.fields import Count, Flag, Number, Ratio, Section, rising
 from stages.kv_budgets import KvBudgets, front_faults
+from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
 from stages.search.stage import SearchConfig, window_faults
@@ -237,7 +238,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _batches(loaded, train)
     yield from _held_out(recipe.runtime, recipe[PrepareConfig], train)
     yield from _checkpoints(train)
-    yield from _deepspeed(train, recipe.runtime)
+    yield from _deepspeed(train, recipe.runtime, recipe[MaterializeConfig].dtype)
     if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
         yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
     if train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
@@ -337,7 +338,7 @@ def _checkpoints(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def _deepspeed(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
+def _deepspeed(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
     """What does not run under DeepSpeed, which holds the weights and takes the steps itself."""
     if runtime.sharding != "deepspeed":
         return
@@ -350,6 +351,11 @@ def _deepspeed(train: TrainConfig, runtime: Runtime) -> Iterator[str]:
     for field, is_asked in asked.items():
         if is_asked:
             yield f"{field}: it does not run under runtime.sharding = deepspeed; set fsdp or none"
+    if train.freeze != "none" and train.mixed_precision == "bf16" and saved != "bfloat16":
+        yield (
+            "materialize.dtype: what train.freeze leaves as it is would be rounded to bf16 under "
+            f"runtime.sharding = deepspeed, not saved in {saved}; set bfloat16, or fsdp"
+        )
     if train.bad_steps == "skip":
         yield (
             "train.bad_steps: skip cannot leave a step out under runtime.sharding = deepspeed, "

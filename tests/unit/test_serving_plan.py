@@ -43,7 +43,7 @@ from bosch.vllm.plan import (
     rank_order,
     served_caches,
     served_tokens,
-    worst_shared_mask,
+    worst_shared_masks,
 )
 from bosch.vllm.plugin import show_refusals_as_sentences
 from bosch.window import Window
@@ -210,6 +210,7 @@ def test_padding_is_refused_only_where_it_costs_more_than_full_heads(
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 def test_the_worst_mask_of_a_budget_holds_the_most(ranks: int) -> None:
     """Against all masks of three layers of four or eight heads."""
+    request = Request(4096, 16, 16)
     for heads, most in ((4, 4), (8, 8)):
         shards = min(ranks, heads)
         for budget in range(3 * most + 1):
@@ -218,10 +219,18 @@ def test_the_worst_mask_of_a_budget_holds_the_most(ranks: int) -> None:
                 for counts in itertools.product(range(most + 1), repeat=3)
                 if sum(counts) == budget
             ]
-            worst = worst_shared_mask(budget, 3, heads, ranks)
-            assert sum(worst) == budget and max(worst) <= heads
-            padded = [sum(-n % shards for n in counts) for counts in (worst, *masks)]
+            worst = list(worst_shared_masks(budget, 3, heads, ranks))
+            assert all(sum(one) == budget and max(one) <= heads for one in worst)
+            padded = [sum(-n % shards for n in counts) for counts in (worst[0], *masks)]
             assert padded[0] == max(padded)
+            held, largest = (
+                max(
+                    module_plan(two_kinds(counts, heads, [16] * 3), ranks).request_bytes(request, 1)
+                    for counts in some
+                )
+                for some in (worst, masks)
+            )
+            assert held == largest
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ from stages.train.stage import (
 from tests.pipeline_case import Case
 
 TWO = {"NPROC_PER_NODE": "2"}
+_FROZEN = [
+    "train.freeze=attention_only", "runtime.sharding=deepspeed", "materialize.dtype=float32",
+]  # fmt: skip
 FRONT = ["search.method=front", "prepare.calibration.examples=8"]
 
 
@@ -69,6 +72,10 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
     "skipped steps in DeepSpeed": (
         ["train.bad_steps=skip", "runtime.sharding=deepspeed"], "skip cannot leave a step out",
         ["train.bad_steps=skip", "runtime.sharding=fsdp"],
+    ),
+    "frozen weights that DeepSpeed rounds": (
+        [*_FROZEN, "train.mixed_precision=bf16"], "would be rounded to bf16 under",
+        [*_FROZEN, "train.mixed_precision=no"],
     ),
     "more averaged than there are": (
         ["train.averaged_checkpoints=3"], "3 are to be averaged, and",

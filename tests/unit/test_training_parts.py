@@ -836,7 +836,7 @@ def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
     """Both would cost time at every step: every weight has a gradient, and buffers never change."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(parallel, "Accelerator", lambda **options: made.update(options))
-    parallel.make_accelerator(TrainConfig(), Runtime(), schedule())
+    parallel.make_accelerator(TrainConfig(), Runtime(), schedule(), 32)
     (handler,) = made["kwargs_handlers"]
     assert (handler.find_unused_parameters, handler.broadcast_buffers) == (False, False)
     plugin = made["gradient_accumulation_plugin"]
