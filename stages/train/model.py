@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,12 +55,14 @@ def load_for_training(
     backend: str = "auto",
     device: torch.device | None = None,
     context_parallel: ContextParallel | None = None,
+    untrained: Collection[str] = (),
 ) -> PreTrainedModel:
     """The model in float32, whatever it was saved in: bf16 weights would lose small updates.
 
     Under FSDP its parameters are on the meta device; `saved_weights` are what they are filled with.
     Without sharding it is loaded onto `device`, if one is given. `backend` computes its attention;
-    `seed` is that of the adapters, if it has any; `context_parallel` splits its sequences.
+    `seed` is that of the adapters, if it has any; `context_parallel` splits its sequences;
+    `untrained` parameters are left as they are.
 
     Raises UserError when train.liger is set where Liger kernels cannot run, or as
     `restrict_training` does; RunError when Liger left a module of the model as it was, or experts
@@ -78,7 +81,7 @@ def load_for_training(
     use_grouped_experts(loaded)
     if train.liger:
         apply_liger(loaded)
-    restrict_training(loaded, train)
+    restrict_training(loaded, train, untrained)
     if train.lora is not None and runtime.sharding != "fsdp":
         loaded.load_state_dict(first_adapters(loaded, seed), strict=False)
     install_loss(

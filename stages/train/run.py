@@ -6,7 +6,7 @@ Started on every process with the same work directory; torchrun's variables say 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from stages.train.parallel import (
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, restart_step, wait
-from stages.train.trainable import first_adapters
+from stages.train.trainable import first_adapters, untrained_parameters
 from stages.train.watch import make_held_out_watch, make_needle_watch
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,8 @@ def build_loop(
     )
     data.arrange(schedule, config.seed)
     model_dir = inputs["materialize"] / MODEL
-    # Before DeepSpeed is set up: it would shard the meta model used for counting.
+    # Before DeepSpeed is set up: it would shard the meta models used for counting and for flags.
+    untrained = untrained_parameters(model_dir, config.model.trust_remote_code)
     model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
     budgets, layers = None, heads_by_window(model_config)
     if train.budgets is not None:
@@ -147,7 +148,7 @@ def build_loop(
         accelerator.wait_for_everyone()
         restarts.rehearse(runtime.timeout_minutes)
         point = restarts.latest()
-    model, optimizer = _prepared_model(config, model_dir, accelerator)
+    model, optimizer = _prepared_model(config, model_dir, accelerator, untrained)
     log, prepare = None, config.upstream.get("prepare")
     max_shard_size = config.upstream_section(MaterializeConfig).max_shard_size
     sources = prepare.sources if isinstance(prepare, PrepareConfig) else []
@@ -184,7 +185,10 @@ def build_loop(
 
 
 def _prepared_model(
-    config: StageConfig[TrainConfig], model_dir: Path, accelerator: Accelerator
+    config: StageConfig[TrainConfig],
+    model_dir: Path,
+    accelerator: Accelerator,
+    untrained: Collection[str],
 ) -> tuple[Any, Any]:
     """The model and its optimizer, spread over the processes."""
     train, runtime, device = config.section, config.runtime, accelerator.device
@@ -204,7 +208,7 @@ def _prepared_model(
         )
     model: Any = load_for_training(
         model_dir, config.model, train, runtime, config.seed, distillation, backend, device,
-        context_parallel,
+        context_parallel, untrained,
     )  # fmt: skip
     if runtime.sharding == "fsdp":
         weights = read_weights()

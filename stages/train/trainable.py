@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from bosch.errors import UserError
 from bosch.model.families import SINK_BIAS
 from bosch.model.interface import attention_modules
-from bosch.model.loading import parameters_on_meta
+from bosch.model.loading import load_model
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.versions import require_package
 
@@ -24,8 +25,18 @@ _READ = "dt_proj"
 _BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
 
 
-def restrict_training(model: Any, train: TrainConfig) -> None:
-    """Leave to training what `train.freeze` and `train.lora` say.
+def untrained_parameters(model_dir: Path, trust_remote_code: bool = False) -> frozenset[str]:
+    """Parameters that a model's own code leaves out, as biases by which experts are balanced.
+
+    They have no gradient, but from_pretrained makes every weight trainable. To be asked before
+    DeepSpeed is set up, which would shard the empty model.
+    """
+    empty = load_model(model_dir, weights=False, trust_remote_code=trust_remote_code)
+    return frozenset(name for name, one in empty.named_parameters() if not one.requires_grad)
+
+
+def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str] = ()) -> None:
+    """Leave to training what `train.freeze` and `train.lora` say, less what is `untrained`.
 
     Raises UserError when peft is not installed, or no linear map is there to adapt.
     """
@@ -41,19 +52,9 @@ def restrict_training(model: Any, train: TrainConfig) -> None:
     else:  # training reads text: what sees images gets no gradient
         reading = (model.get_decoder(), model.get_output_embeddings())
         trained = {id(p) for module in reading if module is not None for p in module.parameters()}
-        fixed = _fixed_by_the_model(model)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(id(parameter) in trained and name not in fixed)
-
-
-def _fixed_by_the_model(model: Any) -> set[str]:
-    """Parameters that the model's own code leaves out, as biases by which experts are balanced.
-
-    They have no gradient, but from_pretrained makes every weight trainable.
-    """
-    with parameters_on_meta():
-        own = type(model)(copy.deepcopy(model.config))  # DeepSpeed changes what from_config does
-    return {name for name, one in own.named_parameters() if not one.requires_grad}
+            if id(parameter) not in trained or name in untrained:
+                parameter.requires_grad_(False)
 
 
 def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:

@@ -198,7 +198,7 @@ def test_slurm_queues_a_stopped_job_again_but_not_for_ever(
     scripts = {
         "launch/setup.sh": "true",
         "launch/torchrun.sh": 'echo "$NODE_RANK $*" >> "$BOSCH_ROOT/nodes"; exit "$NODE_STATUS"',
-        "srun": """shift; highest=0; node=0
+        "srun": """shift 2; highest=0; node=0
 for NODE_STATUS in $STATUSES; do
     export NODE_STATUS
     SLURM_NODEID=$node "$@" && status=0 || status=$?

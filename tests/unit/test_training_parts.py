@@ -53,7 +53,7 @@ from stages.train.optimizer import parameter_groups
 from stages.train.schedule import Schedule, make_schedule
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
-from stages.train.trainable import restrict_training
+from stages.train.trainable import restrict_training, untrained_parameters
 from tests.hybrid_case import random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
@@ -731,7 +731,8 @@ def test_what_a_familys_own_code_leaves_out_is_not_trained(
     """from_pretrained makes the biases that balance experts trainable; they have no gradient."""
     small_model(family).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
-    restrict_training(model, TrainConfig(total_tokens=1024, batch_tokens=512))
+    train = TrainConfig(total_tokens=1024, batch_tokens=512)
+    restrict_training(model, train, untrained_parameters(tmp_path))
     model(input_ids=tokens(2, 32), labels=tokens(2, 32)).loss.backward()
     without = {n.rpartition(".")[2] for n, p in model.named_parameters() if not p.requires_grad}
     assert without == ({name} if name else set())
