@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from transformers.trainer_pt_utils import get_parameter_names
 
 from stages.train.stage import TrainConfig
+from stages.train.storage import processes, rank
 
 # Names of parameters that do not decay, as patterns; the same as in transformers' Trainer.
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm($|\.)"]
@@ -28,6 +29,9 @@ def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
     from torchao.optim import AdamW8bit
 
     _register_new_empty()
+    # Its step is compiled, and torch's cache on disk does not tell shards of a weight apart: where
+    # they differ, a process would load the graph of another's.
+    torch.compiler.config.cache_key_tag = f"{rank()} of {processes()}"
     return AdamW8bit(groups, lr=train.learning_rate, betas=betas)
 
 
