@@ -255,6 +255,7 @@ class RestartPoints:
             record = {"step": step, "layout": layout, "sha256": hashes}
             write_json(self.writing / _RECORD, record)
             replace(self.writing, self.directory / f"step-{step}")
+        wait(self._group)  # else another process would begin the next point in the folder of this
 
     def check(self) -> None:
         """Raise the error that the writing of a point ended with, if any."""

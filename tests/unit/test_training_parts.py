@@ -440,6 +440,18 @@ def test_a_full_disk_is_told_in_one_sentence(
         points.rehearse(1.0)
 
 
+def test_every_process_waits_until_a_restart_point_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one begins the next point in the folder of this, while the first still moves it."""
+    calls: list[str] = []
+    monkeypatch.setattr(storage, "rank", lambda: 1)
+    monkeypatch.setattr(storage, "hash_together", lambda *_: calls.append("hashed"))
+    monkeypatch.setattr(storage, "wait", lambda *_: calls.append("waited"))
+    restart_points(tmp_path, checkpoint_tokens=[]).publish(2, {})
+    assert calls == ["hashed", "waited"]
+
+
 def test_a_disk_that_nodes_do_not_share_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
