@@ -128,12 +128,11 @@ class Stage(Generic[OwnSection]):
     it is for; None where another stage declares it. `version` is raised when results change.
 
     `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all before
-    it); of those `configured_by` it takes the section alone. `after` are those that run before it
-    though it reads nothing of them. `model` is what it reads
-    of the base model, `card` what the key holds of the model's card, `choices` what it holds of
-    other sections than those of the stages it needs; `unread` are fields of the section that it
-    does not read. Stages with the same `pool` leave in one folder what they may take from each
-    other.
+    it); of those in `configured_by` too it reads the section alone. `after` are those that run
+    before it though it reads nothing of them. `model` is what it reads of the base model, `card`
+    what the key holds of the model's card, `choices` what it holds of other sections than those of
+    the stages it needs; `unread` are fields of the section that it does not read. Stages with the
+    same `pool` leave in one folder what they may take from each other.
 
     `timed` are files of its output that are others in every run, beside those of `TIMED`: what was
     made of an output stays current where that is made again and all its other files are the same.

@@ -264,6 +264,11 @@ def text_config(config: Any) -> Any:
     return text
 
 
+def most_positions(config: Any) -> int | None:
+    """Most tokens that the text decoder of a configuration reads; None where it says no limit."""
+    return getattr(text_config(config), "max_position_embeddings", None)
+
+
 def decoder_layers(config: Any) -> DecoderLayers:
     """The kinds of a decoder's layers and the sizes of their heads."""
     text = text_config(config)

@@ -13,7 +13,14 @@ from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.model.families import SINK_BIAS, attention_needs, decoder_layers, family_of, text_config
+from bosch.model.families import (
+    SINK_BIAS,
+    attention_needs,
+    decoder_layers,
+    family_of,
+    most_positions,
+    text_config,
+)
 from bosch.model.interface import (
     NAME,
     attention_modules,
@@ -66,7 +73,7 @@ def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
     """Raise UserError unless mask and windows fit the model."""
     check_mask(config, mask)
     window = window_menu(windows)[0]
-    longest = getattr(text_config(config), "max_position_embeddings", None)
+    longest = most_positions(config)
     if longest is not None and window.most_keys >= longest:
         raise UserError(
             f"window_size is {window}, and the model takes no more than {longest} tokens, so that "

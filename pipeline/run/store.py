@@ -99,8 +99,8 @@ class Store:
     ) -> Path:
         """The work directory of an output, with what an earlier attempt left.
 
-        That is thrown away where `inputs` held something else, or where an earlier forced run than
-        `force` began it, or none. The attempt that begins runs on so many `gpus`.
+        That is thrown away where its inputs held something else than `inputs`, and where `force`
+        names a forced run that did not begin it. The attempt that begins runs on so many `gpus`.
 
         Raises RunError for what could not be published in the end, such as a link in it.
         """

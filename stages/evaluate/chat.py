@@ -54,7 +54,6 @@ class ChatTemplate:
                 "the user says"
             )
         self._before, self._after = (encode_answer(tokenizer, text) for text in (before, after))
-        self.tokens = len(self._before) + len(self._after)  # that it adds to one turn
         content = json.dumps([_VERSION, str(tokenizer.chat_template), before, after])
         self.digest = hashlib.sha256(content.encode()).hexdigest()
 

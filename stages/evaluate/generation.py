@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from bosch.model.cache import CACHE_NAME
+from bosch.model.families import most_positions
 from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 from stages.evaluate.shared_reading import SharedReading
@@ -108,7 +109,7 @@ def generate(
 
     Raises ModelError where a prompt and its own answer take more than the model's positions.
     """
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = most_positions(model.config)
 
     def room(question: Question) -> int:
         """Tokens that its prompt leaves to an answer; the last one is not read."""

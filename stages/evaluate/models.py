@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import file_hashes, load_json, remove, write_json
-from bosch.model.families import text_config
+from bosch.model.families import most_positions
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
@@ -170,7 +170,7 @@ def _positions(config: StageConfig[EvaluateConfig]) -> int | None:
     loaded = load_config(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
-    return getattr(text_config(loaded), "max_position_embeddings", None)
+    return most_positions(loaded)
 
 
 def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:

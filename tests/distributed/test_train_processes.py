@@ -249,6 +249,13 @@ def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:
         assert losses(tmp_path / sharding) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
         sharded = torch.tensor(losses(tmp_path / sharding), dtype=torch.float64)
         assert (sharded != sharded.bfloat16().double()).all()
+        # Nor are the weights that are saved in float32: they are those that are trained.
+        file = tmp_path / sharding / "checkpoints" / "tokens-256" / "model.safetensors"
+        saved = torch.cat([weight.flatten() for weight in load_file(file).values()])
+        assert (
+            saved.dtype == torch.float32
+            and (saved != saved.bfloat16().float()).float().mean() > 0.9
+        )
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])

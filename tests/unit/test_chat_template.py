@@ -44,7 +44,7 @@ def test_a_prompt_is_the_users_turn_and_its_end_may_begin_the_answer() -> None:
     prompt = body + tokenizer(PREFIX)["input_ids"]
     ids = chat.ids(prompt, PREFIX)
     assert tokenizer.decode(ids) == f"<user>What is it?</user><assistant>{PREFIX}"
-    assert len(ids) == chat.tokens + len(prompt)
+    assert len(ids) == len(chat.ids([])) + len(prompt)
     for ids in (chat.ids([0, 0, *body]), chat.ids(body, " a beginning that is not there")):
         assert tokenizer.decode(ids) == "<user>What is it?</user><assistant>"
     turns = [{"role": role, "content": role} for role in ("user", "assistant")]
