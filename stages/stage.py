@@ -148,7 +148,7 @@ class Stage(Generic[OwnSection]):
     only `validate` calls, `gaps` one that says what a run will continue without.
 
     `cost` names the function of (recipe, devices) that says what `plan` prints, `refusal` one that
-    raises UserError before anything runs where the stage is certain not to fit on this machine.
+    raises UserError before anything runs where the stage is certain to fail on this machine.
     """
 
     name: str

@@ -30,37 +30,17 @@ _OPTION = "runtime.search_parallel: tensor"
 def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
     """The model of `load_model`, sharded over `ranks.shards` processes; called on all of them.
 
-    Raises UserError where the family has no plan or its KV heads cannot be divided, and RunError as
-    `check_shards` does.
+    Raises UserError as `divides_heads` does, and RunError as `check_shards` does.
     """
     revision, trust = options.get("revision"), options.get("trust_remote_code", False)
     config = load_config(str(path), revision=revision, trust_remote_code=trust)
-    plan = getattr(config, "base_model_tp_plan", None)
-    if not plan:
-        raise UserError(
-            f"{_OPTION}: transformers has no tensor-parallel plan for models of type "
-            f"'{config.model_type}'; use data"
-        )
-    kinds = decoder_layers(config)
-    heads = kinds.heads
-    if text_config(config) is not config or (kinds.windows and kinds.own_heads != heads):
-        raise UserError(
-            f"{_OPTION}: models of type '{config.model_type}' take more than text or have layers "
-            "with other numbers of KV heads; use data"
-        )
-    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    divided = styles.get("k_proj") == "colwise"  # each process computes its own heads only
-    if divided and heads % ranks.shards:
-        raise UserError(
-            f"{_OPTION}: the model's {heads} KV heads cannot be divided among {ranks.shards} "
-            "processes; set runtime.processes to a divisor"
-        )
+    divided = divides_heads(config, ranks.shards)
     from transformers.distributed.configuration_utils import DistributedConfig
 
     sharding = DistributedConfig(tp_size=ranks.shards)
     model = load_model(path, distributed_config=sharding, **options)
     if divided:
-        count = heads // ranks.shards
+        count = decoder_layers(config).heads // ranks.shards
         set_own_kv_heads(model, slice(ranks.shard * count, (ranks.shard + 1) * count))
     share = check_shards(model, ranks.shards)
     logger.info(
@@ -68,6 +48,33 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
         ranks.shards, 100 * share,
     )  # fmt: skip
     return model
+
+
+def divides_heads(config: Any, shards: int) -> bool:
+    """Whether the plan of a model's family lets each of `shards` processes compute its own heads.
+
+    Raises UserError where the family has no plan, or its KV heads cannot be divided.
+    """
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise UserError(
+            f"{_OPTION}: transformers has no tensor-parallel plan for models of type "
+            f"'{config.model_type}'; use data"
+        )
+    kinds = decoder_layers(config)
+    if text_config(config) is not config or (kinds.windows and kinds.own_heads != kinds.heads):
+        raise UserError(
+            f"{_OPTION}: models of type '{config.model_type}' take more than text or have layers "
+            "with other numbers of KV heads; use data"
+        )
+    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    divided = styles.get("k_proj") == "colwise"
+    if divided and kinds.heads % shards:
+        raise UserError(
+            f"{_OPTION}: the model's {kinds.heads} KV heads cannot be divided among {shards} "
+            "processes; set runtime.processes to a divisor"
+        )
+    return divided
 
 
 def check_shards(model: Any, shards: int) -> float:

@@ -12,12 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bosch.model.tensor_parallel import divides_heads
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.memory import reuse_room
 from bosch.ranks import Ranks
 from bosch.this_process import local_world_size, world_size
 from bosch.window import Windows
 from stages.context import Runtime
+from stages.stage import LoadedRecipe
+
+
+def refuse_shards(loaded: LoadedRecipe) -> None:
+    """Raise UserError before anything runs where the processes cannot share the model's heads."""
+    if loaded.recipe.runtime.search_parallel == "tensor" and loaded.info is not None:
+        divides_heads(loaded.info.of_transformers(), loaded.world.size)
 
 
 def numerics(

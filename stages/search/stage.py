@@ -561,5 +561,6 @@ STAGE = Stage(
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",
+    refusal="stages.search.processes:refuse_shards",
     timed=(EVALUATIONS,),
 )

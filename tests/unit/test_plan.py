@@ -558,6 +558,16 @@ def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFix
     assert not (case.runs / "store").exists()
 
 
+def test_heads_that_processes_cannot_share_are_refused_before_the_run(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case.change_config(num_key_value_heads=2)
+    sharded = ["runtime.search_parallel=tensor", "runtime.processes=4"]
+    assert main(["run", str(case.file), *sharded]) == 2
+    assert "2 KV heads cannot be divided among 4 processes" in capsys.readouterr().err
+    assert not (case.runs / "store").exists()
+
+
 def test_inputs_of_layers_that_the_host_cannot_hold_are_refused(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
