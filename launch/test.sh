@@ -7,12 +7,13 @@
 #   launch/test.sh newest [pytest options]    with the highest
 #   launch/test.sh vllm [pytest options]      only the tests that serve models with vLLM
 #   launch/test.sh mlx [pytest options]       only those that run models with mlx-lm
+#   launch/test.sh liger [pytest options]     only those of Liger's kernels, in Triton's interpreter
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 versions=
 case "${1:-}" in
-    vllm | mlx)
+    vllm | mlx | liger)
         engine=$1
         shift
         launch/setup_engine.sh "$engine"
