@@ -196,7 +196,7 @@ def apply_liger(model: Any) -> None:
     Its fused loss is called by `install_loss`, not by Liger's forward pass of the model, in which
     the decoder would make a cache: passes with one see a row's documents as a single one.
 
-    Raises UserError for a family without Liger kernels; RunError as `check_liger_runs` does.
+    Raises UserError for a family that Liger does not patch; RunError as `check_liger_runs` does.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -206,13 +206,19 @@ def apply_liger(model: Any) -> None:
             f"train.liger = true, and Liger has no kernels for models of type {family}; "
             "set train.liger = false"
         )
-    MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, fused_linear_cross_entropy=False)
+    try:
+        MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, fused_linear_cross_entropy=False)
+    except ImportError as error:
+        raise UserError(
+            f"train.liger = true, and this Liger cannot patch models of type {family} of this "
+            f"transformers ({error}); set train.liger = false"
+        ) from error
     check_liger_runs(model)
 
 
 def check_liger_runs(model: Any) -> None:
-    """Raise RunError unless every norm and every MLP of `model` runs Liger's code."""
-    for name, module in model.named_modules():
+    """Raise RunError unless every norm and every MLP of the text decoder runs Liger's code."""
+    for name, module in model.get_decoder().named_modules():
         if not type(module).__name__.endswith(("RMSNorm", "MLP")):
             continue
         code = getattr(module.forward, "__func__", module.forward).__module__

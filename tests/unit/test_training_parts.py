@@ -8,10 +8,11 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -583,8 +584,31 @@ def test_liger_must_patch_every_norm_and_mlp(case: Path) -> None:
     pytest.importorskip("liger_kernel")
     apply_liger(model)
     model.model.layers[1].mlp.forward = type(model.model.layers[1].mlp).forward
-    with pytest.raises(RunError, match=r"model\.layers\.1\.mlp .Qwen3MLP. still runs"):
+    with pytest.raises(RunError, match=r"layers\.1\.mlp .Qwen3MLP. still runs"):
         check_liger_runs(model)
+
+
+def test_liger_need_not_patch_a_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def patched() -> None: ...
+
+    monkeypatch.setattr(patched, "__module__", "liger_kernel.transformers.swiglu")
+    model = small_model("gemma3")
+    for module in model.get_decoder().modules():
+        module.forward = patched
+    check_liger_runs(model)
+
+
+def test_a_liger_that_does_not_know_this_transformers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def patch(**_: Any) -> None:
+        raise ImportError("cannot import name 'LigerQwen3Output'")
+
+    module = ModuleType("liger_kernel.transformers.monkey_patch")
+    monkeypatch.setattr(module, "MODEL_TYPE_TO_APPLY_LIGER_FN", {"qwen3": patch}, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(UserError, match=r"train\.liger = true, .*LigerQwen3Output"):
+        apply_liger(small_model("qwen3"))
 
 
 @pytest.mark.parametrize(
