@@ -65,9 +65,10 @@ class Origins:
 
     def of(self, place: tuple[str, ...], is_default: bool = False) -> Path:
         """Where a path of the field at `place` starts."""
-        if any(place[:length] in self.overridden for length in range(1, len(place) + 1)):
-            return self.command
-        return self.defaults if is_default else self.file
+        if is_default:
+            return self.defaults
+        replaced = (place[:length] in self.overridden for length in range(1, len(place) + 1))
+        return self.command if any(replaced) else self.file
 
 
 def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -> _Section:

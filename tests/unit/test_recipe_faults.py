@@ -62,6 +62,8 @@ def test_relative_paths_start_where_they_were_written(
     assert loaded.recipe.model.path == str(other.model)
     assert loaded.recipe[PrepareConfig].sources[0].path == str(other.corpus)
     assert loaded.output_root == other.folder / "out"
+    loaded = load_recipe(case.file, ["runtime={processes: 1}"], env={})
+    assert loaded.output_root == ROOT / "runs", "a default below what was replaced"
     with pytest.raises(UserError, match=f"there is no directory {other.folder}/nothing"):
         load_recipe(case.file, ["model.path=nothing"], env={})
 
