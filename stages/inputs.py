@@ -44,11 +44,13 @@ class Input:
     what it leads to by content, or what is used where the path is None; None leaves it out.
     `check(where, section, path)` raises UserError where the path is not what it should be.
     `is_name(section, text, root)`: whether the text is a name on the hub, which stays as it is.
+    `is_pattern`: whether the path may be a glob.
     """
 
     identity: Callable[[Any, str | None, Hasher], Any] | None = None
     check: Callable[[str, Any, str], None] | None = None
     is_name: Callable[[Any, str, Path], bool] | None = None
+    is_pattern: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
         elif mark is not None and isinstance(value, str):
             root = origins.of(here, is_default=name not in section.model_fields_set)
             path = os.path.normpath(root / Path(value).expanduser())
+            if mark.is_pattern and not os.path.exists(path):  # brackets of the root are its name's
+                path = os.path.normpath(glob.escape(str(root)) / Path(value).expanduser())
             is_name = mark.is_name is not None and mark.is_name(section, value, root)
             changes[name] = value if is_name and not os.path.exists(path) else path
     return section.model_copy(update=changes)

@@ -97,7 +97,9 @@ class SourceConfig(Section):
     kind: SourceKind = Field(
         description="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()) + "."
     )
-    path: Annotated[PathText | None, Input(_files_identity, _check_documents, _is_dataset)] = Field(
+    path: Annotated[
+        PathText | None, Input(_files_identity, _check_documents, _is_dataset, is_pattern=True)
+    ] = Field(
         None,
         description=(
             "File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -66,6 +67,17 @@ def test_relative_paths_start_where_they_were_written(
     assert loaded.output_root == ROOT / "runs", "a default below what was replaced"
     with pytest.raises(UserError, match=f"there is no directory {other.folder}/nothing"):
         load_recipe(case.file, ["model.path=nothing"], env={})
+
+
+def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
+    case = Case(tmp_path / "data [1]")
+    (tmp_path / "data 1" / "corpus").mkdir(parents=True)
+    (tmp_path / "data 1" / "corpus" / "b.txt").write_text("another text")
+    for path, read in (("corpus/*.txt", ["a.txt"]), ("corpus/b.txt", [])):
+        case.content["prepare"]["sources"][0]["path"] = path
+        case.save()
+        source = load_recipe(case.file, env={}, input_files=False).recipe[PrepareConfig].sources[0]
+        assert [file.name for file in map(Path, glob.glob(str(source.path)))] == read
 
 
 @pytest.mark.parametrize(
