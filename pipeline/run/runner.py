@@ -212,8 +212,8 @@ class Runner:
         key = str(node.key)
         output = f"{self.name}: stage {node.name}"
         with hold(self.store.lock(node.name, key), output, self.name, wait=self.choice.wait):
-            if not state.afresh:
-                state = self._inspect(node)
+            if not (state.afresh and self.choice.force):
+                state = self._inspect(node)  # another run may have made it since
             if state.afresh or not self._available(node):
                 print(f"{label}: {state}", flush=True)
                 self._make(node, forced=state.afresh)

@@ -290,6 +290,25 @@ def test_what_was_made_of_an_output_that_is_made_again_is_made_again_where_it_di
     assert [case.calls("train"), case.calls("evaluate")] == [1, 2]
 
 
+def test_what_another_run_has_made_again_meanwhile_is_taken(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two runs that find an input made again, only the first trains on it."""
+    runner(case).run()
+    monkeypatch.setenv("FAKE_ROUNDING", "other")
+    runner(case, force=("search",), until="search").run()
+    second = runner(case, wait=True)
+    found = second.states()
+    assert [one.node.name for one in found if one.afresh] == [
+        "materialize", "train", "evaluate", "report",
+    ]  # fmt: skip
+    runner(case).run()
+    monkeypatch.setattr(second, "states", lambda: found)
+    monkeypatch.setattr(second, "launcher", None)
+    second.run()
+    assert to_run(case) == []
+
+
 def test_two_recipes_share_equal_stages(case: Case) -> None:
     runner(case).run()
     prepared = case.output("prepare").resolve()
