@@ -236,7 +236,8 @@ class Runner:
             logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
         elif self.store.published(node.name, key).exists():
             return True
-        return self.store.finish_interrupted(node.name, key, self.hasher)
+        finished = self.store.finish_interrupted(node.name, key, self.hasher)
+        return finished and not self._inspect(node).afresh
 
     def _make(self, node: Node, *, forced: bool) -> None:
         key = str(node.key)

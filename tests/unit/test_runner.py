@@ -309,6 +309,19 @@ def test_what_another_run_has_made_again_meanwhile_is_taken(
     assert to_run(case) == []
 
 
+def test_work_that_a_crash_left_complete_is_of_the_inputs_as_they_are(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner(case).run()
+    place = case.output("train").resolve()
+    place.rename(case.runs / "work" / "train" / place.name)
+    monkeypatch.setenv("FAKE_ROUNDING", "other")
+    runner(case, force=("search",), until="search").run()
+    runner(case).run()
+    assert published(case, "train", "output.json")["rounding"] == "other"
+    assert to_run(case) == []
+
+
 def test_two_recipes_share_equal_stages(case: Case) -> None:
     runner(case).run()
     prepared = case.output("prepare").resolve()
