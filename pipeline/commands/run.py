@@ -52,7 +52,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
         print_states(
             loaded, [state for state in runner.states() if state.node.name in runner.chosen]
         )
-        runner.hasher.save()
+        if runner.store.root.exists():
+            runner.hasher.save()
         return 0
     results = loaded.output_root / loaded.recipe.name
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Sequence
 
 from bosch.commands import print_json
@@ -46,8 +45,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     else:
         print_states(loaded, states)
     if store.root.exists():
-        with contextlib.suppress(OSError):
-            hasher.save()
+        hasher.save()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -73,10 +74,13 @@ class FileHasher:
         self._known[path] = self._new[path] = entry
 
     def save(self) -> None:
-        """Add what was learned to the cache file; entries of files that are gone are dropped."""
+        """Add what was learned to the cache file, where that may be written.
+
+        Entries of files that are gone are dropped.
+        """
         if not self._new:
             return
-        with hold_briefly(self._cache.with_suffix(".lock")):
+        with contextlib.suppress(OSError), hold_briefly(self._cache.with_suffix(".lock")):
             merged = {**_read_cache(self._cache), **self._new}
             lines = {path: entry for path, entry in merged.items() if os.path.exists(path)}
             text = ",\n".join(

@@ -155,6 +155,7 @@ class Runner:
         # Beside the links: what this run was asked for.
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
+        self.hasher.save()  # `status` knows them while the first stage runs
         self.store.tidy(self.name)
         if self.choice.force:
             self.store.note_force(self.name, self.choice.force)

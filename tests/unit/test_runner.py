@@ -452,6 +452,19 @@ def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
     assert runner(case).run() == 7
 
 
+def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`status` reads no large files to say that it runs."""
+    for path in (case.corpus / "a.txt", case.model / "tokenizer.json"):
+        os.utime(path, (1, 1))
+    monkeypatch.setenv("FAKE_FAIL", "prepare=run")
+    with pytest.raises(RunError, match="the loss diverged"):
+        runner(case).run()
+    hasher = Store(case.runs).hasher(budget_bytes=0)
+    assert resolve(load(case), hasher)[0].key is not None
+
+
 def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a full disk, where the note of what happened fails too, it is told."""
 

@@ -389,6 +389,14 @@ def test_a_hash_is_kept_only_of_a_file_that_has_settled(
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
 
 
+def test_hashes_that_cannot_be_kept_are_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "store").touch()
+    os.utime(tmp_path / "store", (1, 1))
+    hasher = FileHasher(tmp_path / "store" / "hashes.json")
+    hasher.sha256(tmp_path / "store")
+    hasher.save()
+
+
 def test_a_hash_is_not_kept_of_a_file_that_was_changed_as_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
