@@ -17,7 +17,10 @@ def trusted_path(path: list[str]) -> list[str]:
 
     The interpreter puts one of them in front; an empty entry of PYTHONPATH means the first, too.
     """
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # removed: nothing can be imported from there
+        here = ""
     # Whoever works in the folder of an installed package needs that package nevertheless.
     library = here == os.path.dirname(os.__file__) or here.endswith("-packages")
     unwanted = {"", _FOLDER, _ROOT} | (set() if library else {here})

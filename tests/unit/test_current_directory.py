@@ -130,3 +130,9 @@ def test_a_command_works_in_the_folder_of_installed_packages() -> None:
     site = next(path for path in sys.path if path.endswith("site-packages"))
     done = _run([sys.executable, str(ENTRY), "--help"], Path(site))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_works_in_a_folder_that_was_removed(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, str(ENTRY), "--help"]
+    done = _run(command, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
