@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             needing = [name for name, one in KINDS.items() if one.needs_tokenizer]
             yield f"{where}: tokenizer is needed by kind {', '.join(needing)} and by no other kind"
         yield from _dataset_faults(where, source)
+        yield from _place_faults(where, source, loaded.output_root)
         yield from _filter_faults(where, source)
 
 
@@ -226,6 +228,22 @@ def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
                 f"hub under Files and versions, History), since a branch may change; there is "
                 f"{source.revision or 'none'}"
             )
+
+
+def _place_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str]:
+    """A folder whose files are not the same while a run writes into it."""
+    kind = KINDS[source.kind]
+    if not source.path or kind.needs_tokenizer or not ".jsonl".endswith(kind.suffixes):
+        return  # of what a run writes nothing would be read
+    folder, inner = Path(os.path.realpath(source.path)), Path(os.path.realpath(root))
+    if not folder.is_dir() or not inner.is_relative_to(folder):
+        return
+    if not any(name.startswith(".") for name in inner.relative_to(folder).parts):
+        yield (
+            f"{where}.path: {source.path} holds runtime.output_root, {root}, whose files would be "
+            "read as documents while a run writes them; move one of the two, or name the "
+            "documents with a glob"
+        )
 
 
 def _filter_faults(where: str, source: SourceConfig) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -525,6 +526,32 @@ def test_what_is_in_the_place_of_a_stages_link_is_named_and_stays(
     assert place.exists() and not place.is_symlink()
     place.rename(case.folder / "elsewhere")
     load_recipe(case.file, env={})
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "root", "refused"),
+    [
+        ("text", "", "runs", True),
+        ("jsonl", "", "runs", True),
+        ("text", "runs", "runs", True),
+        ("text", "", ".runs", False),
+        ("text", "corpus", "runs", False),
+        ("text", "runs/corpus", "runs", False),
+        ("text", "*.txt", "runs", False),
+        ("parquet", "", "runs", False),
+    ],
+)
+def test_results_are_not_read_as_documents(
+    case: Case, kind: str, path: str, root: str, refused: bool
+) -> None:
+    """The data's key would change with every file that the run writes."""
+    source = {"name": "a", "kind": kind, "path": str(case.folder / path)}
+    case.content["prepare"]["sources"] = [source]
+    (case.runs / "corpus").mkdir(parents=True)
+    case.content["runtime"]["output_root"] = str(case.folder / root)
+    case.save()
+    with nullcontext() if not refused else pytest.raises(UserError, match=r"0\.path: .* holds "):
+        load_recipe(case.file, env={}, input_files=False)
 
 
 def test_folders_named_like_the_kernels_are_no_fault(case: Case) -> None:
