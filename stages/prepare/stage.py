@@ -259,7 +259,10 @@ def _filter_faults(where: str, source: SourceConfig) -> Iterator[str]:
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """Tokens to prepare, in whole sequences, and the bytes of the data on disk."""
+    """Tokens to prepare, in whole sequences, and the bytes of the data on disk.
+
+    The tokens of all sources are there until they are packed.
+    """
     prepare = loaded.recipe[PrepareConfig]
     length, sequences = prepare.sequence_length, prepare.sequences
     tokens = sequences * length
@@ -271,7 +274,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{format_hours(core_hours)} on one core",
     ]
     # An id takes 4 bytes where it is packed, about 6 characters in calibration.jsonl.
-    return Cost(0, tokens * 4.0 + examples * prepare.calibration.length * 6.0, facts)
+    packed = tokens * 4.0
+    calibration = examples * prepare.calibration.length * 6.0
+    return Cost(0, 2 * packed + calibration, facts, removed=packed)
 
 
 STAGE = Stage(
