@@ -5,7 +5,6 @@ Of the weights only the headers of the safetensors files are read.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,14 +52,13 @@ def read_model(
         return _read_directory(directory, files, family, hybrid)
     if directory.exists():
         return None, [f"model.path: {path} is a file; expected a model directory"]
-    name = os.path.relpath(path, root) if directory.is_absolute() else path
-    if not is_hub_name(name, root):
+    if not is_hub_name(path, root):
         return None, [
             f"model.path: there is no directory {path}; expected a model directory "
             "or a hub name like Qwen/Qwen3-1.7B"
         ]
     try:
-        info = _read_hub_model(name, revision, fetch) or _published_shape(name)
+        info = _read_hub_model(path, revision, fetch) or _published_shape(path)
     except UserError as fault:
         return None, [str(fault)]
     return info, _shape_faults(info, family) if info is not None else []

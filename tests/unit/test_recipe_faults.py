@@ -66,8 +66,10 @@ def test_relative_paths_start_where_they_were_written(
     assert loaded.output_root == other.folder / "out"
     loaded = load_recipe(case.file, ["runtime={processes: 1}"], env={})
     assert loaded.output_root == ROOT / "runs", "a default below what was replaced"
-    with pytest.raises(UserError, match=f"there is no directory {other.folder}/nothing"):
-        load_recipe(case.file, ["model.path=nothing"], env={})
+    for path in ("nothing", "./no/thing", f"{other.folder}/no/thing"):
+        place = other.folder / path
+        with pytest.raises(UserError, match=f"there is no directory {place}"):
+            load_recipe(case.file, [f"model.path={path}"], env={}, fetch=False)
 
 
 def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
