@@ -12,8 +12,9 @@ from transformers.trainer_pt_utils import get_parameter_names
 from stages.train.stage import TrainConfig
 from stages.train.storage import processes, rank
 
-# Names of parameters that do not decay, as patterns; the same as in transformers' Trainer.
-_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm($|\.)"]
+# Names of parameters that do not decay, as patterns: those of transformers' Trainer, which decays
+# `norm_f` (Nemotron-H) and `post_norm1` (HyperCLOVA X).
+_NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm(_f|\d*)($|\.)"]
 
 
 def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:

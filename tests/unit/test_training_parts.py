@@ -169,14 +169,16 @@ def test_norms_and_biases_do_not_decay_by_whatever_name() -> None:
 
     modules = torch.nn.ModuleDict(
         {"ln": torch.nn.LayerNorm(4), "proj": torch.nn.Linear(4, 4), "q_norm": linear(),
-         "RMSNorm_1": linear(), "normal": linear(), "frozen": linear().requires_grad_(False)}
+         "RMSNorm_1": linear(), "norm_f": linear(), "post_norm1": linear(),
+         "normal": linear(), "frozen": linear().requires_grad_(False)}
     )  # fmt: skip
     names = {parameter: name for name, parameter in modules.named_parameters()}
     decayed, others = parameter_groups(modules, 0.3)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert {names[one] for one in decayed["params"]} == {"proj.weight", "normal.weight"}
     assert {names[one] for one in others["params"]} == {
-        "ln.weight", "ln.bias", "proj.bias", "q_norm.weight", "RMSNorm_1.weight"
+        "ln.weight", "ln.bias", "proj.bias", "q_norm.weight", "RMSNorm_1.weight", "norm_f.weight",
+        "post_norm1.weight",
     }  # fmt: skip
 
 
