@@ -128,7 +128,7 @@ def budget_of(
 
 
 def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:
-    """The fewest settings with which training would fit, as a sentence's end.
+    """The first of `_alternatives` with which training would fit, as a sentence's end.
 
     Where none of them leaves the margin on these processes, those that may fit.
     """
@@ -154,9 +154,10 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
 def _alternatives(
     runtime: Runtime, processes: int, splits: bool, on_gpu: bool
 ) -> Iterator[tuple[list[str], Runtime, int]]:
-    """Changes of what is not part of any result, fewest changes and fewest processes first.
+    """Changes of what is not part of any result: of the fewest processes first.
 
-    `splits`: sequences of this model can be split over processes.
+    Of as many, those that split sequences least come first, and of these the fewest. `splits`:
+    sequences of this model can be split over processes.
     """
     changes: dict[str, dict[str, object]] = {}
     if runtime.checkpointing not in ("auto", "full"):
