@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bosch.backends import lacking
 from bosch.budget import LayerHeads
 from bosch.errors import UserError
 from bosch.hardware import host_memory
@@ -169,6 +170,7 @@ def _alternatives(
     if on_gpu and not runtime.offload_activations:  # a CPU has its activations in host memory
         changes["runtime.offload_activations=true"] = {"offload_activations": True}
     sharing = [runtime.context_parallel]
+    splits = splits and not lacking(runtime.attention, {"chunks": "they are split"})
     if splits and runtime.sharding != "deepspeed" and not runtime.compile:
         sharing += [n for n in (2, 4, 8, 16, 32) if n > runtime.context_parallel]
     for factor, split in itertools.product((1, 2, 4, 8, 16, 32), sharing):

@@ -548,6 +548,12 @@ def test_nothing_is_moved_to_the_host_where_it_is_already() -> None:
     assert ["runtime.offload_activations=true" in one for one in advice] == [True, False]
 
 
+def test_the_remedy_splits_no_sequence_that_attention_takes_whole() -> None:
+    for attention, is_split in (("flash", True), ("varlen", False)):
+        loaded = _paper("qwen3_14b", f"runtime.attention={attention}")
+        assert ("context_parallel" in remedy(loaded, 16, 25 * GIB, True)) == is_split
+
+
 def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     refuse_what_cannot_fit(_load(case))
     case.change_config(num_hidden_layers=400, hidden_size=2**18, layer_types=None)
