@@ -25,7 +25,10 @@ class Filters:
     matches: Mapping[str, str] = field(default_factory=dict)
 
     def allow_record(self, record: Mapping[str, Any]) -> bool:
-        """Whether every pattern is in its field; a number is matched as it is written in JSON."""
+        """Whether every pattern is in its field.
+
+        A truth value is true or false, all else is as Python writes it: 1e5 is 100000.0.
+        """
         return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
 
     def allow_text(self, document: Document) -> bool:
