@@ -18,9 +18,6 @@ from stages.evaluate.generation import Question
 from stages.evaluate.prompts import PromptEvaluation
 from stages.evaluate.suite import Records, Suite, answer_record
 
-# To be raised when prompts or scores of a suite change.
-_VERSION = 5
-
 
 def joined(turns: Turns) -> str:
     """The turns as one text."""
@@ -31,8 +28,8 @@ def joined(turns: Turns) -> str:
 class PromptSample:
     """A conversation to be answered; `plain` is its text for a model without a chat template.
 
-    `turns` are made when they are asked for. `score` is that of an output, in [0, 1]; with
-    `stop_at_newline` generation ends at a line's end. Samples of one `document` count as one.
+    `turns` are made when they are asked for. `score` is that of an output, in [0, 1]. Samples of
+    one `document` count as one.
     """
 
     task: str
@@ -42,7 +39,6 @@ class PromptSample:
     new_tokens: int
     score: Callable[[str], float]
     plain: Callable[[Turns], str] = joined
-    stop_at_newline: bool = False
     document: str | None = None
 
 
@@ -77,7 +73,7 @@ class PromptSuite(Suite):
         """
         folder = Path(self.section.data_dir)
         identity = {
-            "version": _VERSION,
+            "version": self.section.version,
             "files": {name: file_digest(folder / name) for name in self.section.files(folder)},
             "section": self.section.model_dump(mode="json", exclude={"data_dir", "lengths"}),
             "seed": self.seed,
@@ -102,8 +98,7 @@ class PromptSuite(Suite):
         samples = self._samples[subtask]
         questions = [self._question(subtask, index) for index in indices]
         new_tokens = max(sample.new_tokens for sample in samples)
-        one_line = samples[0].stop_at_newline
-        for batch in self.generated(loaded, questions, new_tokens, one_line=one_line):
+        for batch in self.generated(loaded, questions, new_tokens):
             records = []
             for question, output in batch:
                 sample = samples[question.index]

@@ -47,7 +47,7 @@ class PromptEvaluation(SuiteSection):
 
     `public_data` says where its data is found, `read` are the endings of its files. `published` is
     how many samples the public data has of each of `kinds` at a length, `new_tokens` how long an
-    answer is, about.
+    answer is, about. `version` is to be raised when prompts or scores of the suite change.
     """
 
     runner = "stages.evaluate.prompt_suite:PromptSuite"
@@ -56,6 +56,7 @@ class PromptEvaluation(SuiteSection):
     published: ClassVar[int] = 0
     kinds: ClassVar[int] = 1
     new_tokens: ClassVar[int] = 0
+    version: ClassVar[int] = 5
 
     data_dir: DataFolder = Field(description="Folder of the benchmark's data.")
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(

@@ -277,11 +277,6 @@ def test_all_are_evaluated_and_answered_once(
     records = list(read_samples(tmp_path / "first"))
     asked = [one["document"] for one in records if one["suite"] == "nolima"]
     assert len(asked) == 6 and sum(counts["nolima"].values()) == len({*asked})
-    one_line = [
-        one["output"] for one in records if one["suite"] == "helmet" and one["task"] != "json_kv"
-    ]
-    # "\n" is a token that ends an answer; one of more than it, like "\n\n", is not.
-    assert one_line and not any(re.search(r"[^\n]\n[^\n]", output) for output in one_line)
     assert all(one["question"].endswith("Assistant:") for one in records if one["suite"] == "mrcr")
     # Other runs on the same data ask nothing.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
@@ -366,16 +361,16 @@ def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
     (tmp_path / "mrcr").mkdir()
     (tmp_path / "mrcr" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     suite = mrcr_suite(tmp_path, tmp_path / "answers", lengths=(384,))
-    limits: list[tuple[list[int], int, bool]] = []
+    limits: list[tuple[list[int], int]] = []
 
-    def generated(loaded: Any, questions: Any, new_tokens: int, *, one_line: bool) -> Any:
-        limits.append(([one.new_tokens for one in questions], new_tokens, one_line))
+    def generated(loaded: Any, questions: Any, new_tokens: int) -> Any:
+        limits.append(([one.new_tokens for one in questions], new_tokens))
         yield [(question, rows[question.index]["answer"]) for question in questions[::-1]]
 
     monkeypatch.setattr(suite, "generated", generated)
     model = Evaluated("original", ModelConfig(path="x"))
     suite.run(model, None, SimpleNamespace(update=lambda *_, **__: None))
-    assert limits == [([23, 99], 99, False)]
+    assert limits == [([23, 99], 99)]
     for index, record in suite.answers.read(model, suite.subtasks[0]).items():
         assert record["answers"] == [rows[index]["answer"]] and record["score"] == 1.0
 
@@ -622,21 +617,18 @@ def test_a_prompt_of_helmet_fits_where_a_token_spans_the_end_of_its_context() ->
 
 
 @pytest.mark.parametrize(
-    ("output", "one_line", "score"),
+    ("output", "score"),
     [
-        (" The 3 Tapirs.", True, 1),
-        ("They are 3 of them, I think", True, 1),
-        ("No.\n3 tapirs", True, 0),
-        ("No.\n3 tapirs", False, 1),
-        ("3 a tapirs", True, 1),
-        ("3, an tapirs", True, 1),
-        ("33", True, 0),
+        (" The 3 Tapirs.", 1),
+        ("They are 3 of them, I think", 1),
+        ("\n3 tapirs", 1),  # its code stops at no line's end
+        ("3 a tapirs", 1),
+        ("3, an tapirs", 1),
+        ("33", 0),
     ],
 )
-def test_helmets_score_is_that_an_answer_is_contained(
-    output: str, one_line: bool, score: int
-) -> None:
-    assert helmet.score(output, ("The 3 tapirs", "3 of them"), one_line) == score
+def test_helmets_score_is_that_an_answer_is_contained(output: str, score: int) -> None:
+    assert helmet.score(output, ("The 3 tapirs", "3 of them")) == score
 
 
 def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:

@@ -17,17 +17,15 @@ HelmetTaskName = Literal["kilt_nq", "kilt_triviaqa", "kilt_hotpotqa", "kilt_popq
 class HelmetTask(NamedTuple):
     """Files of a task of HELMET (arXiv:2410.02694): `{k}` is the count of passages or pairs.
 
-    `counts` are k by the tokens that a prompt takes, about. An answer has at most `new_tokens`, of
-    which those behind a line's end are left out where `one_line`. `most_popular`: entities of a
-    logarithm (base 10) of page views below that alone. A question that is drawn is asked with the
-    right passage at `depths` places.
+    `counts` are k by the tokens that a prompt takes, about. An answer has at most `new_tokens`.
+    `most_popular`: entities of a logarithm (base 10) of page views below that alone. A question
+    that is drawn is asked with the right passage at `depths` places.
     """
 
     file: str
     examples: str | None
     counts: Mapping[int, int]
     new_tokens: int
-    one_line: bool
     ending: str
     depths: int = 1
     most_popular: float | None = None
@@ -41,7 +39,7 @@ def _rag(test: str, train: str, depths: int, most_popular: float | None = None) 
     return HelmetTask(
         f"kilt/{test}_1000_k{{k}}_dep{depths}.jsonl",
         f"kilt/{train}_1000_k3_dep{depths}.jsonl",
-        _PASSAGES, 20, True, "\nAnswer:", depths, most_popular,
+        _PASSAGES, 20, "\nAnswer:", depths, most_popular,
     )  # fmt: skip
 
 
@@ -50,7 +48,7 @@ HELMET_TASKS: dict[HelmetTaskName, HelmetTask] = {
     "kilt_triviaqa": _rag("triviaqa-dev-multikilt", "triviaqa-train-multikilt", 6),
     "kilt_hotpotqa": _rag("hotpotqa-dev-multikilt", "hotpotqa-train-multikilt", 3),
     "kilt_popqa_3": _rag("popqa_test", "popqa_test", 6, 3.0),
-    "json_kv": HelmetTask("json_kv/test_k{k}_dep6.jsonl", None, _PAIRS, 100, False,
+    "json_kv": HelmetTask("json_kv/test_k{k}_dep6.jsonl", None, _PAIRS, 100,
                     "\nCorresponding value:"),
 }  # fmt: skip
 
@@ -69,6 +67,7 @@ class Helmet(PromptEvaluation):
     title = "HELMET"
     public_data = "princeton-nlp/HELMET"
     published = 1000
+    version = 6
 
     data_dir: DataFolder = Field(
         description="HELMET's folder data, of which kilt/ and json_kv/ are read."

@@ -141,13 +141,13 @@ def fitted(
     return text
 
 
-def score(output: str, answers: Sequence[str], one_line: bool) -> float:
+def score(output: str, answers: Sequence[str]) -> float:
     """1 where the output contains an answer, both without case, articles and punctuation.
 
-    Of an output for one line what follows that line does not count. As in HELMET's code, an answer
-    that is nothing but articles and punctuation is in every output.
+    The whole output counts: HELMET's configurations set `stop_new_line`, which its code does not
+    read. As there, an answer that is nothing but articles and punctuation is in every output.
     """
-    text = _plain(output.partition("\n")[0] if one_line else output)
+    text = _plain(output)
     return float(any(_plain(answer) in text for answer in answers))
 
 
@@ -191,9 +191,8 @@ def samples(
                         turns=partial(_turns, sample, most, tokenizer, chat),
                         answers=sample.answers,
                         new_tokens=task.new_tokens,
-                        score=partial(score, answers=sample.answers, one_line=task.one_line),
+                        score=partial(score, answers=sample.answers),
                         plain=partial(_with_ending, sample.ending),
-                        stop_at_newline=task.one_line,
                         document=sample.document,
                     )
                 )
