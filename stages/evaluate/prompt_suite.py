@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,18 +72,13 @@ class PromptSuite(Suite):
         Raises UserError when it cannot be read, or has no sample of any length.
         """
         folder = Path(self.section.data_dir)
-        identity = {
-            "version": self.section.version,
-            "files": {name: file_digest(folder / name) for name in self.section.files(folder)},
-            "section": self.section.model_dump(mode="json", exclude={"data_dir", "lengths"}),
-            "seed": self.seed,
-            "tokenizer": tokenizer_digest(self.tokenizer),
-            "chat": self.chat.digest if self.chat is not None else None,
-        }
-        digest = digest_of(identity)
+        files = {name: file_digest(folder / name) for name in self.section.files(folder)}
+        digests: dict[tuple[str, int], str] = {}
         for sample in self.section.make(self.tokenizer, self.seed, self.chat):
-            subtask = Subtask(sample.task, sample.length, digest)
-            self._samples.setdefault(subtask, []).append(sample)
+            task, length = key = sample.task, sample.length
+            if key not in digests:
+                digests[key] = self._digest(task, length, files)
+            self._samples.setdefault(Subtask(task, length, digests[key]), []).append(sample)
         known = {subtask.length for subtask in self._samples}
         for length in self.section.lengths:
             if length not in known:
@@ -93,6 +88,21 @@ class PromptSuite(Suite):
                 )
         if not known:
             raise UserError("; ".join(self.missing.values()))
+
+    def _digest(self, task: str, length: int, files: Mapping[str, str]) -> str:
+        """Of what a task's samples at a length depend on, whatever else is asked."""
+        alone: dict[str, Any] = {"tasks": [task], "lengths": [length]}
+        known = type(self.section).model_fields
+        own = self.section.model_copy(update={key: alone[key] for key in alone if key in known})
+        identity = {
+            "version": own.version,
+            "files": {name: files[name] for name in own.files(Path(own.data_dir))},
+            "section": own.model_dump(mode="json", exclude={"data_dir", "lengths"}),
+            "seed": self.seed,
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "chat": self.chat.digest if self.chat is not None else None,
+        }
+        return digest_of(identity)
 
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         samples = self._samples[subtask]

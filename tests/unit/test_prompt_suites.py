@@ -31,14 +31,14 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import encode_prompt
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import generate
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
 from stages.evaluate.prompts import PromptEvaluation
 from stages.evaluate.scores import read_samples
 from stages.evaluate.stage import gaps as gaps_of
-from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet
+from stages.evaluate.suites.helmet import HELMET_TASKS, Helmet, HelmetTaskName
 from stages.evaluate.suites.helmet import samples as helmet
 from stages.evaluate.suites.mrcr import Mrcr
 from stages.evaluate.suites.mrcr import samples as mrcr
@@ -106,9 +106,13 @@ def mrcr_suite(
     folder: Path, answers: Path, lengths: tuple[int, ...] = (256, 512), **changes: Any
 ) -> PromptSuite:
     section = Mrcr(data_dir=str(folder / "mrcr"), lengths=[*lengths])
-    fields = {"section": section, "tokenizer": nolima_case.tokenizer(), **changes}
+    return prompt_suite("mrcr", answers, **{"section": section, **changes})
+
+
+def prompt_suite(name: str, answers: Path, **changes: Any) -> PromptSuite:
+    fields = {"tokenizer": nolima_case.tokenizer(), **changes}
     suite = PromptSuite(
-        name="mrcr", answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
+        name=name, answers=AnswerFolder(answers, None, 0), rank=0, world=1, batch_size=1,
         **fields,
     )  # fmt: skip
     suite.prepare()
@@ -351,6 +355,21 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
         digests(section=section), digests(chat=template(nolima_case.tokenizer())),
     ]  # fmt: skip
     assert len({plain}.union(*changed)) == 6
+
+
+def test_another_task_or_length_of_helmet_asks_nothing_again(folder: Path, tmp_path: Path) -> None:
+    data = shutil.copytree(folder / "helmet", tmp_path / "helmet")
+    for file in [*data.rglob("*_k50_*")]:
+        shutil.copy(file, file.with_name(file.name.replace("_k50_", "_k105_")))
+
+    def subtasks(tasks: list[HelmetTaskName], lengths: list[int], **more: Any) -> set[Subtask]:
+        section = Helmet(data_dir=str(data), tasks=tasks, lengths=lengths, **more)
+        return {*prompt_suite("helmet", tmp_path, section=section).subtasks}
+
+    one = subtasks(["kilt_nq"], [8192])
+    more = subtasks(["kilt_nq", "kilt_popqa_3"], [8192, 16384])
+    assert len(more) == 4 and one < more
+    assert not more & subtasks(["kilt_nq"], [8192], samples=1)
 
 
 def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
