@@ -339,6 +339,10 @@ def test_a_length_without_room_for_a_chat_template_is_refused(tmp_path: Path) ->
     load_recipe(case.file, [chat, "evaluate.needle.lengths=[1022]"], env={})
     with pytest.raises(UserError, match="lengths: 1,024 leaves no room for"):
         load_recipe(case.file, [chat, "evaluate.needle.lengths=[1024]"], env={})
+    stretched = "evaluate.needle={{lengths: [{}], yarn: {{{}: 2}}}}"
+    load_recipe(case.file, [chat, stretched.format(1024, 1024)], env={})
+    with pytest.raises(UserError, match=r"no room for .* in 2 times the 1,024 that YaRN stretches"):
+        load_recipe(case.file, [chat, stretched.format(2048, 2048)], env={})
 
 
 def test_presets_add_their_tasks_and_leave_the_named_ones_needed(case: Case) -> None:

@@ -107,14 +107,12 @@ class NeedleEvaluation(SuiteSection):
 
     def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         """Its lengths are those of the sample alone; a chat template has two tokens at least."""
-        limit = loaded.positions
-        if limit is None:
-            return
-        for length in self.lengths:
-            if limit - 2 < length <= limit and length not in self.yarn:
+        for length, (reach, of_whom) in self._reaches(loaded).items():
+            if reach - 2 < length <= reach:
                 yield (
-                    f"{where}.lengths: {length:,} leaves no room for evaluate.chat_template in the "
-                    f"model's {limit:,} positions; lower it by about a hundred, or set {where}.yarn"
+                    f"{where}.lengths: {length:,} leaves no room for evaluate.chat_template in "
+                    f"{of_whom}; lower it by about a hundred, or set a larger factor in "
+                    f"{where}.yarn"
                 )
 
     def _stretched(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
@@ -124,19 +122,28 @@ class NeedleEvaluation(SuiteSection):
         fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
         if fault is not None:
             yield f"{where}.yarn: RoPE cannot be stretched: {fault}"
-        limit = loaded.positions
-        trained = self._trained_length(loaded) or limit
-        for length in self.lengths:
-            factor = self.yarn.get(length)
-            reach = limit if factor is None or trained is None else trained * factor
-            if reach is not None and trained is not None and length > reach:
-                name, of_whom = ("lengths", f"the model's {limit:,} positions")
-                if factor is not None:
-                    name, of_whom = "yarn", f"{factor:g} times the {trained:,} that YaRN stretches"
+        trained = self._trained_length(loaded) or loaded.positions or 1
+        for length, (reach, of_whom) in self._reaches(loaded).items():
+            if length > reach:
+                name = "yarn" if length in self.yarn else "lengths"
                 yield (
                     f"{where}.{name}: {length:,} is more than {of_whom}"
                     f"; set {where}.yarn, like {{{length}: {math.ceil(length / trained)}}}"
                 )
+
+    def _reaches(self, loaded: LoadedRecipe) -> dict[int, tuple[float, str]]:
+        """The model's positions at each of the lengths, as far as known, and in words."""
+        limit = loaded.positions
+        trained = self._trained_length(loaded) or limit
+        reaches: dict[int, tuple[float, str]] = {}
+        for length in self.lengths:
+            factor = self.yarn.get(length)
+            if factor is not None and trained is not None:
+                text = f"{factor:g} times the {trained:,} that YaRN stretches"
+                reaches[length] = trained * factor, text
+            elif limit is not None:
+                reaches[length] = limit, f"the model's {limit:,} positions"
+        return reaches
 
     def _trained_length(self, loaded: LoadedRecipe) -> int | None:
         """The length that YaRN stretches, where recipe, config.json or model card say it."""
