@@ -21,6 +21,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import RunError, UserError
 from stages.evaluate.answers import Subtask
+from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.suite import Places
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import suite as harness_suite
@@ -254,6 +255,38 @@ def test_a_chat_template_is_around_some_tasks_of_longbench(
         suite._tasks[subtask := Subtask(f"longbench_{name}", 0)] = task
         assert len(list(suite.answer(subtask, [0], None))) == 1
     assert [one == 7 for one in first] == [False, False, True, True]
+
+
+def test_a_template_without_system_turns_leaves_out_a_tasks_description(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As lm-eval does, where the whole suite would have no score."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for one in messages %}{% if one.role in ('system', 'tool') %}"
+        "{{ raise_exception('no') }}{% endif %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+    )
+    suite = HarnessSuite(
+        name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, answers=None,
+        chat=ChatTemplate(tokenizer), rank=0, world=1, batch_size=1,
+    )  # fmt: skip
+    asked: list[str] = []
+
+    def build_all_requests(*, chat_template: Any, **options: Any) -> None:
+        turns = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+        asked.append(chat_template(turns[:2], add_generation_prompt=True))
+        asked.append(chat_template(turns, add_generation_prompt=False))
+        with pytest.raises(UserError, match="takes no conversation of tool"):
+            chat_template([{"role": "tool"}])
+
+    task = SimpleNamespace(
+        set_fewshot_seed=lambda seed: None, build_all_requests=build_all_requests, instances=[],
+        eval_docs=[],
+    )  # fmt: skip
+    suite._tasks[subtask := Subtask("mmlu", 0)] = task
+    assert suite.requests(subtask) == {}
+    assert asked == ["<user>user", "<user>user<assistant>assistant"]
+    assert caplog.text.count("takes no system turn") == 1
 
 
 def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(

@@ -58,6 +58,7 @@ class HarnessSuite(Suite):
     section: HarnessEvaluation
     _tasks: dict[Subtask, Any] = field(default_factory=dict)
     _requests: dict[Subtask, dict[int, list[Any]]] = field(default_factory=dict)
+    _has_left_out: bool = False
 
     @property
     def subtasks(self) -> list[Subtask]:
@@ -177,7 +178,7 @@ class HarnessSuite(Suite):
                 limit=self.samples(subtask),
                 apply_chat_template=self.chat is not None,
                 fewshot_as_multiturn=self.chat is not None,
-                chat_template=self.chat.text if self.chat is not None else None,
+                chat_template=self._chat_text,
                 tokenizer_name=self.chat.digest if self.chat is not None else "",
             )
             task.build_all_requests = lambda **_: None
@@ -186,6 +187,23 @@ class HarnessSuite(Suite):
                 requests.setdefault(request.doc_id, []).append(request)
             self._requests[subtask] = requests
         return self._requests[subtask]
+
+    def _chat_text(self, turns: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation in the chat template, as lm-eval has it.
+
+        A template that takes no system turn, like Gemma 2's, gets none: a task's description.
+        """
+        assert self.chat is not None
+        try:
+            return self.chat.text(turns, add_generation_prompt)
+        except UserError:
+            others = [turn for turn in turns if turn["role"] != "system"]
+            if others == turns:
+                raise
+            if not self._has_left_out:
+                self._has_left_out = True
+                logger.warning("the chat template takes no system turn: descriptions are left out")
+            return self.chat.text(others, add_generation_prompt)
 
     def _longbench_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a batch at a time."""
