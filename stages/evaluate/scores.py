@@ -246,7 +246,7 @@ class Scores(WorkSummary):
             for task, reason in tasks.items()
         ]
         cut = [
-            f"{suite}: of {task} {score.cut:,} of {score.samples:,} prompts are longer than the "
+            f"{suite}: of {task} {score.cut:,} of {score.samples:,} samples are longer than the "
             "model reads, and lost their beginning"
             for tables in self.checkpoints.values()
             for suite, table in tables.items()

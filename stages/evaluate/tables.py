@@ -60,7 +60,7 @@ class SuiteAnswers(NamedTuple):
         scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
         metrics: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
         losses: list[Sequence[float]] = []
-        cut: Counter[tuple[str, int]] = Counter()
+        cut = set[tuple[tuple[str, int], Any]]()
         for record in records:
             if (record["checkpoint"], record["suite"]) != (model, suite):
                 continue
@@ -69,7 +69,8 @@ class SuiteAnswers(NamedTuple):
                 continue
             key, document = (record["task"], record["length"]), record.get("document")
             scores.setdefault(key, []).append((document, record["score"]))
-            cut[key] += record.get("cut", False)
+            if record.get("cut"):
+                cut.add((key, record["index"] if document is None else document))
             own = metrics.setdefault(key, {})
             for metric, value in record.get("scores", {}).items():
                 own.setdefault(metric, []).append((document, value))
@@ -77,7 +78,7 @@ class SuiteAnswers(NamedTuple):
             {key: by_document(values) for key, values in scores.items()},
             {key: {m: by_document(v) for m, v in own.items()} for key, own in metrics.items()},
             losses,
-            cut,
+            Counter(key for key, _ in cut),
         )
 
 

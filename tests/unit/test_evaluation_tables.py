@@ -483,8 +483,20 @@ def test_prompts_that_were_cut_are_counted_and_told_once(tmp_path: Path) -> None
     scores = Scores.read(tmp_path)
     assert scores.checkpoints["hybrid"]["harness"].tasks["c"][0].cut == 1
     [note] = scores.notes()
-    assert note.startswith("harness: of c 1 of 1 prompts are longer than the model reads")
+    assert note.startswith("harness: of c 1 of 1 samples are longer than the model reads")
     assert scores.notes("needle") == [] and scores.notes("harness") == [note]
+
+
+def test_cut_questions_about_one_context_are_one_cut_sample() -> None:
+    head = {"checkpoint": "m", "suite": "harness", "length": 0, "score": 1.0}
+    records = [
+        {**head, "task": task, "index": index, "document": book, "cut": book == "long"}
+        for task in ("qa", "choice")
+        for index, book in enumerate(["long", "long", "short"])
+    ]
+    answers = SuiteAnswers.of(records, "m", "harness")
+    assert answers.cut == {("qa", 0): 1, ("choice", 0): 1}
+    assert [len(one) for one in answers.scores.values()] == [2, 2]
 
 
 def test_answers_lie_by_the_models_identity_and_the_task(
