@@ -196,6 +196,18 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "evaluate.harness.settings: mmlu is not among",
         ["evaluate.harness={tasks: [gsm8k], settings: {gsm8k: {}}}"],
     ),
+    "settings of all of LongBench": (
+        ["evaluate.harness={tasks: [longbench], max_length: 512, settings: {longbench: {}}}"],
+        "evaluate.harness.settings: longbench is answered as LongBench's own code does",
+        ["evaluate.harness={tasks: [longbench], max_length: 512}"],
+    ),
+    "another length of LongBench's answers": (
+        ["evaluate.harness={tasks: [longbench_trec], max_length: 512, "
+         "settings: {longbench_trec: {generation_kwargs: {max_gen_toks: 7}}}}"],
+        "evaluate.harness.settings: longbench_trec is answered as",
+        ["evaluate.harness={tasks: [longbench_trec], max_length: 512, "
+         "settings: {longbench_trec: {dataset_path: mine}}}"],
+    ),
     "an optional task that is none": (
         ["evaluate.harness={tasks: [gsm8k], optional: [mmlu]}"],
         "evaluate.harness.optional: mmlu is not among",

@@ -26,6 +26,8 @@ NO_HARNESS = (
 PACKAGES = ("lm-eval", "jieba", "math-verify", "rouge", "rouge-score")
 # lm-eval's word for the most tokens of an answer.
 ANSWER_TOKENS = "max_gen_toks"
+# What no setting changes in LongBench's tasks.
+_OF_LONGBENCH = frozenset({"generation_kwargs", "repeats"})
 
 
 def _task_files(
@@ -121,6 +123,13 @@ class HarnessEvaluation(SuiteSection):
             if name not in self.tasks:
                 field = "settings" if name in self.settings else "optional"
                 yield f"{where}.{field}: {name} is not among {where}.tasks"
+        for name, changes in self.settings.items():
+            is_task = name == "longbench_e" or task_of(name) is not None
+            if name == "longbench" or (is_task and not _OF_LONGBENCH.isdisjoint(changes)):
+                yield (
+                    f"{where}.settings: {name} is answered as LongBench's own code does, whatever "
+                    "is set; leave it out"
+                )
         required = [name for name in self.tasks if name not in self.optional]
         yield from self._long_answers(loaded, required, where)
         longbench_tasks = {one for name in self.tasks if (one := task_of(name))}
