@@ -123,9 +123,12 @@ def answers_of(shared: Path) -> Path:
 
 
 def forget_answers(shared: Path, identities: Iterable[str]) -> None:
-    """Delete the answers of these models."""
+    """Delete the answers of these models, at every budget that they serve."""
     for identity in identities:
         remove(answers_of(shared) / identity)
+        for place in answers_of(shared).glob(f"{identity}-*"):
+            if place.name.removeprefix(f"{identity}-").isdecimal():  # others are of a mask
+                remove(place)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

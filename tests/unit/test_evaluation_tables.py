@@ -14,7 +14,7 @@ from bosch.analysis.intervals import Documents, compare, effective_count, mean_o
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
+from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, forget_answers
 from stages.evaluate.models import write_tables
 from stages.evaluate.scores import SAMPLES, Against, Scores, read_samples
 from stages.evaluate.suite import Suite
@@ -519,6 +519,17 @@ def test_answers_lie_by_the_models_identity_and_the_task(
     assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
     monkeypatch.setattr("stages.evaluate.answers.VERSIONS", "generation-0-scoring-0")
     assert not other.read(*places[0])
+
+
+def test_answers_of_a_model_are_forgotten_at_all_its_budgets(tmp_path: Path) -> None:
+    folder, subtask = AnswerFolder(tmp_path / "own", tmp_path, 0), Subtask("task", 0)
+    names = ["a1", "a1-12", "a1-c0ffee", "a12", "b"]
+    every = {name: Evaluated(name, ModelConfig(path="m"), name) for name in names}
+    for one in every.values():
+        folder.journal(one, subtask).append({"index": 0, "score": 1.0})
+    forget_answers(tmp_path, ["a1", "none"])
+    left = [name for name, one in every.items() if folder.read(one, subtask)]
+    assert left == ["a1-c0ffee", "a12", "b"]
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
