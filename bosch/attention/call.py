@@ -45,8 +45,9 @@ class GroupCall(NamedTuple):
         """
         key, value, slots, context = self.key, self.value, self.slots, self.context
         if slots is None:
-            first = context.kv_length - key.shape[2]
-            slots = torch.arange(first, context.kv_length, device=key.device)
+            # A cache of fixed size may hand out more than the pass has slots.
+            first = max(0, context.kv_length - key.shape[2])
+            slots = torch.arange(first, first + key.shape[2], device=key.device)
             if self.sink_key is not None and self.sink_value is not None:
                 # Without padding they are slots 0, 1, …: those that are recent too stand last.
                 count = min(first, self.sink_key.shape[2]) if context.is_plain else None

@@ -26,6 +26,7 @@ class AttentionContext:
     see it, so that attention may ignore padding (the outputs of padded queries are not used).
     `start` []: slot of the first query as a tensor on the device, in a pass over a cache of fixed
     size. q_offset is then the last slot possible, and the key slots are all that the cache has.
+    `covered`: keys that there must be at least, 0 if it is not known.
     """
 
     q_length: int
@@ -34,6 +35,7 @@ class AttentionContext:
     document: Tensor | None = None
     right_padded: bool = False
     start: Tensor | None = None
+    covered: int = 0
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

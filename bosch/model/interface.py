@@ -158,9 +158,10 @@ def attention_forward(
     if attention_mask is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
         length = context.kv_length
         reaches = [length] if layout.has_full else [window.past for window in layout.windows]
-        if key.shape[2] < min(length, max(reaches) + context.q_length):
+        if key.shape[2] < max(context.covered, min(length, max(reaches) + context.q_length)):
             raise ValueError(
-                f"attention_mask covers {length} tokens, there are keys of {key.shape[2]}"
+                f"attention_mask covers {max(context.covered, length)} tokens, there are keys of "
+                f"{key.shape[2]}"
             )
         call = call._replace(key=key[:, :, :length], value=value[:, :, :length])
     weights = attention_weights(call) if with_weights else None
@@ -214,15 +215,11 @@ def context_of_pass(
             f"hybrid attention takes a 2-D attention mask [batch, keys], not a "
             f"{attention_mask.ndim}-D one"
         )
-    is_static_cache = isinstance(q_offset, Tensor)
     if isinstance(q_offset, Tensor) and (q_length == 1 or torch.compiler.is_compiling()):
         valid = None if attention_mask is None else padded_mask(attention_mask, kv_length)
         return AttentionContext(q_length, kv_length - q_length, valid, start=q_offset.clone())
     offset = int(q_offset)
-    mask_covers_keys = attention_mask is not None and kv_length == attention_mask.shape[1]
-    if mask_covers_keys and offset == 0 and not is_static_cache:
-        offset = kv_length - q_length
-    valid = None
+    valid, covered = None, 0
     if attention_mask is not None:
         total = offset + q_length
         if attention_mask.shape[1] < total:
@@ -230,20 +227,22 @@ def context_of_pass(
                 f"attention_mask has {attention_mask.shape[1]} columns, expected {total}: "
                 "the past included"
             )
+        # May be more than the pass has: the free room of a cache, or a past that is not there.
+        covered = kv_length if attention_mask.shape[1] == kv_length else 0
         valid = attention_mask[:, :total].bool()
         valid = None if bool(valid.all()) else valid
     document = None
     right_padded = (
         valid is not None and offset == 0 and not bool((valid.diff(dim=1) & valid[:, 1:]).any())
     )
-    packable = attention_mask is None and offset == 0
+    packable = attention_mask is None and offset == 0 and q_length > 1
     if packable and not allow_is_causal_skip and mask_function is not None:
         rows = torch.arange(batch_size, device=device)[:, None]
         slots = torch.arange(1, q_length, device=device)[None]
         apart = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
         apart = apart.expand(batch_size, -1)
         document = torch.cat([torch.zeros_like(apart[:, :1]), apart], dim=1).long().cumsum(-1)
-    return AttentionContext(q_length, offset, valid, document, right_padded)
+    return AttentionContext(q_length, offset, valid, document, right_padded, covered=covered)
 
 
 def padded_mask(attention_mask: Tensor, length: int) -> Tensor:

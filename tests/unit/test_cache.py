@@ -5,6 +5,7 @@ The static one does it in memory of a fixed size, and decoding with it compiles 
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -394,16 +395,23 @@ def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
     torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)
 
 
-def test_static_cache_of_transformers_is_exact_in_both_modes() -> None:
-    """It holds every token of every head; decoding with it compiles as well."""
-    ids, hybrid = tokens(2, LENGTH), _hybrid(4)
-    searched = small_model()
-    apply_head_mask(searched, random_mask(), Window(WINDOW, 4))
+@pytest.mark.parametrize("sizes", [[12, 5, *[1] * 13], [1] * LENGTH], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_static_cache_of_transformers_is_exact_in_both_modes(family: str, sizes: list[int]) -> None:
+    """It holds every token of every head; the mask of its first pass may cover all of its room."""
+    searched, ids = small_model(family), tokens(2, LENGTH)
+    mask = mask_of(searched.config)
+    hybrid = materialize(searched, mask, Window(WINDOW, 4))
+    apply_head_mask(searched, mask, Window(WINDOW, 4))
     for model in (hybrid, searched):
         expected = model(ids, use_cache=False).logits
-        cache = StaticCache(model.config, LENGTH)
-        result = _in_chunks(model, cache, ids, [12, 5, *[1] * 13])
-        torch.testing.assert_close(result, expected, **_NEAR)
+        for backend in ("sdpa", "eager"):
+            if model is hybrid:
+                hybrid.set_attn_implementation(backend)
+            for options in ({}, {"attention_mask": torch.ones_like(ids)}):
+                cache = StaticCache(model.config, LENGTH)
+                result = _in_chunks(functools.partial(model, **options), cache, ids, sizes)
+                torch.testing.assert_close(result, expected, **_NEAR)
     options = {"max_new_tokens": 6, "do_sample": False}
     generated = [
         m.generate(ids, cache_implementation="static", **options) for m in (hybrid, searched)

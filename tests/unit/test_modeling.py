@@ -167,6 +167,9 @@ def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path:
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="paged|eager")
 
 
+_CONTEXT_OF_12_KEYS = context_of_pass(1, 9, 12, attention_mask=torch.ones(1, 12))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "fault"),
     [
@@ -178,6 +181,7 @@ def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path:
         ({"attention_mask": torch.zeros(1, 1, 9, 9)}, "not a 4-D one"),
         ({"attention_mask": AttentionContext(9, 1)}, "covers 10 tokens, there are keys of 9"),
         ({"attention_mask": AttentionContext(9, 0)}, None),
+        ({"attention_mask": _CONTEXT_OF_12_KEYS}, "covers 12 tokens, there are keys of 9"),
     ],
 )
 def test_what_hybrid_attention_cannot_honour_is_refused(
