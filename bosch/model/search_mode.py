@@ -151,13 +151,15 @@ def _check_not_hybrid(model: Any) -> None:
 def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
     """Apply `mask` to a model in search mode, until another is (BOSCH B.2); no weight is touched.
 
-    The model is prepared by `prepare_for_search` first where it was not. Cheap to call again.
+    The model is prepared by `prepare_for_search` first where it was not, or where its attention was
+    changed since. Cheap to call again.
     Raises UserError when mask or windows do not fit the model.
     """
-    modules = attention_modules(model)
-    if head_state(modules[0]) is None:
-        prepare_for_search(model)
     _check_not_hybrid(model)
+    modules = attention_modules(model)
+    state = head_state(modules[0])
+    if state is None or model.get_decoder().config._attn_implementation != NAME:
+        prepare_for_search(model, "auto" if state is None else state.backend)
     check_fit(model.config, mask, windows)
     _set_layouts(model, mask, windows, required_state(modules[0]).backend)
 

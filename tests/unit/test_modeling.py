@@ -117,6 +117,21 @@ def test_switching_masks_touches_no_weight_and_comes_back() -> None:
     assert weights == {n: (p.data_ptr(), p._version) for n, p in model.named_parameters()}
 
 
+def test_a_mask_applies_where_attention_was_changed_since() -> None:
+    model, ids = small_model(), tokens(1, 30)
+    full = logits_of(model, ids)
+    prepare_for_search(model, "eager")
+    apply_head_mask(model, random_mask(), Window(WINDOW))
+    masked = logits_of(model, ids)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(logits_of(model, ids), full)
+    with bosch.head_mask(model, random_mask(), Window(WINDOW)):
+        assert torch.equal(logits_of(model, ids), masked)
+    torch.testing.assert_close(logits_of(model, ids), full)
+    apply_head_mask(model, random_mask(), Window(WINDOW))
+    assert torch.equal(logits_of(model, ids), masked)
+
+
 def test_gradients_equal_the_oracle_with_checkpointing_and_without() -> None:
     ids, computed = tokens(2, 30), []
     for backend, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
