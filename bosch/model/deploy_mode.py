@@ -47,6 +47,7 @@ from bosch.model.interface import (
     NAME,
     attention_module,
     attention_modules,
+    cache_room,
     change_layout,
     check_shows_weights,
     layouts_of,
@@ -352,9 +353,7 @@ def adopt_cache(model: Any, cache: Any) -> None:
     elif not started and isinstance(cache, StaticCache):
         loses_sinks = cache.offloading and any(one.sinks for one in layouts_of(model) if one)
         if not loses_sinks:
-            # Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
-            lengths = (getattr(layer, "max_cache_len", 0) for layer in layers)
-            new = StaticHybridCache.of(model, max(lengths))
+            new = StaticHybridCache.of(model, cache_room(cache))
     if new is None:
         logger.warning_once(
             f"A {type(cache).__name__} that holds, quantises or offloads states cannot take the "

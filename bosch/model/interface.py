@@ -270,7 +270,15 @@ def masks_for_generate(
     # Layers with states of their own read the padding of this pass at the mask's end.
     if inputs_embeds.shape[1] > 1 and decoder_layers(config).states:
         return attention_mask
-    return padded_mask(attention_mask, cache.get_max_length())
+    return padded_mask(attention_mask, cache_room(cache))
+
+
+def cache_room(cache: Any) -> int:
+    """Tokens that a cache of fixed size has room for.
+
+    Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
+    """
+    return max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
 
 
 def register_attention() -> None:

@@ -529,7 +529,17 @@ def test_a_static_cache_has_the_room_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_the_mask_for_a_static_cache_by_either_of_its_names(name: str) -> None:
-    cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3), get_max_length=lambda: 6)
+    layers = [SimpleNamespace(max_cache_len=6)]
+    cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3), layers=layers)
     mask = torch.tensor([[0, 1, 1, 1]])
     padded = masks_for_generate(small_config(), torch.zeros(1, 1, 48), mask, **{name: cache})
     assert padded.tolist() == [[False, True, True, True, True, True]]
+
+
+def test_a_static_cache_beside_states_in_search_mode() -> None:
+    model, ids = small_model("falcon_h1"), tokens(2, 9)
+    apply_head_mask(model, mask_of(model.config), Window(WINDOW))
+    mask, _ = _left_padded(2, 9)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    text = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(text, model.generate(ids, use_cache=False, **options))
