@@ -130,6 +130,11 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
         file.write_text(json.dumps(content))
         assert main(["show", str(tmp_path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["cache_bytes"][0] == counted
+    hybrid.half().save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    halved = json.loads(capsys.readouterr().out)["cache_bytes"][0]
+    assert halved["hybrid"] * dtype.itemsize == counted["hybrid"] * 2
 
 
 def test_show_says_what_windows_sliding_heads_have(

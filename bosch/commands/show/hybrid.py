@@ -20,8 +20,9 @@ def hybrid_record(model: str) -> dict[str, Any]:
     if not is_hybrid(config):
         raise UserError(f"{model} is no hybrid model; expected a model that bosch has written")
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
-    # Models of 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
-    itemsize = max(getattr(text_config(config).dtype or config.dtype, "itemsize", 2), 2)
+    # That of the whole, as transformers loads it: a converted model leaves its text decoder's as it
+    # was. Models of 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
+    itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
     size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # known only after a forward pass
     by_layer = {
         name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
