@@ -86,7 +86,9 @@ def run(
         kinds = decoder_layers(objective.model.config)
         # Where the recipe names no context for its bytes, they count at the longest example.
         longest = objective.calibration.max_length
-        price = config.section.front_price(kinds, config.model.dtype, longest)
+        section = config.section
+        price_of = section.front_price if method.finds_front else section.price
+        price = price_of(kinds, config.model.dtype, longest)
         ratio = 1.0 if method.finds_front else config.section.ratio_for(kinds, config.model.dtype)
         settings = config.section.settings(config.seed, ratio)
         bars: contextlib.AbstractContextManager[Progress | None] = contextlib.nullcontext()

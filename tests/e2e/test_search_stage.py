@@ -105,6 +105,16 @@ def test_a_profile_chooses_among_several_windows(inputs, tmp_path, method):
     assert (file.mask.choices == 1).any()  # what full heads leave is spent on the wider window
 
 
+def test_a_profile_counts_at_the_tokens_of_its_budget(inputs, tmp_path):
+    """`context` is where a front counts: there one full head pays for all wider windows."""
+    menu, tokens = [WINDOW // 2, WINDOW], 2 * WINDOW
+    budget = {"kv_cache": f"0.4 @ {tokens}", "context": 2**20}
+    changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget}
+    run(inputs, tmp_path, method="moa", **changes)
+    file = HeadMaskFile.load(tmp_path / "head_mask.json")
+    assert file.mask.kv_slots(file.windows, tokens) <= 0.4 * LAYERS * KV_HEADS * tokens
+
+
 def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, caplog):
     append = EvaluationLog.append
 
