@@ -19,8 +19,9 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.objective import Objective, remedy
 from bosch.search.allotment import allotted
-from bosch.search.bosch import SearchResult, final_result
+from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets, TracePoint
+from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, Method
 from bosch.search.settings import SearchSettings
 from bosch.units import Units
@@ -105,7 +106,13 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
         mask = method.load()(scorer, settings)
     else:
         mask = _rule_mask(method, evaluator.shape, settings)
-    return final_result(evaluator, settings, mask, anchors)
+    return _measured(evaluator, mask, anchors)
+
+
+def _measured(evaluator: Evaluator, mask: HeadMask, anchors: Anchors) -> SearchResult:
+    """The result of a method that searches nothing: its own mask, whatever the anchors score."""
+    evaluation = evaluator.evaluate(mask, "final", "final mask")
+    return SearchResult(evaluator.units.head_mask(mask), evaluation, anchors, evaluation)
 
 
 def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
@@ -214,8 +221,7 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     if budgets.chosen is not None:
         slots = budgets.chosen
     mask = HeadMask.of_choices(allotted(-np.stack(by_choice, axis=2), costs, slots))
-    evaluation = evaluator.evaluate(mask, "final", "final mask")
-    return SearchResult(evaluator.units.head_mask(mask), evaluation, anchors, evaluation)
+    return _measured(evaluator, mask, anchors)
 
 
 def _objective(name: str, evaluator: Evaluator) -> Objective:

@@ -56,6 +56,20 @@ def test_the_mask_of_the_file_is_scored(tmp_path: Path, objective: Objective) ->
     assert result.evaluation.score == objective.evaluate(mask).score
 
 
+def test_no_head_of_a_given_mask_gets_another_window(tmp_path: Path) -> None:
+    """Where all heads slide the anchor, all of the widest window, is on budget and scores more."""
+    model, calibration = searchable()
+    menu = Window(WINDOW), Window(3)
+    objective = Objective(model, calibration, menu, batch_size=4)
+    mask = HeadMask.of_choices(np.full(objective.shape, 2))
+    path = str(tmp_path / "mask.json")
+    HeadMaskFile.of(mask, menu, model="m", method="elsewhere", swa_ratio=1).save(path)
+    widest = objective.evaluate(HeadMask.all_sliding(*objective.shape))
+    result = _find(objective, swa_ratio=1, mask=path)
+    assert result.evaluation.rank < widest.rank
+    assert result.mask == mask
+
+
 @pytest.mark.parametrize(
     ("layers", "sliding", "window", "granularity", "sentence"),
     [
