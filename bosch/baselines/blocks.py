@@ -35,12 +35,14 @@ def grouped_product(query: Tensor, key: Tensor) -> Tensor:
 
 
 def block_scores(states: LayerStates, begin: int, end: int, first_key: int = 0) -> Tensor:
-    """Scaled scores of rows begin .. end - 1 on keys first_key .. end - 1, future keys -inf.
+    """Scores, scaled and capped, of rows begin .. end - 1 on keys first_key .. end - 1.
 
-    Returns [HQ, end - begin, end - first_key].
+    Those of future keys are -inf. Returns [HQ, end - begin, end - first_key].
     """
     scores = grouped_product(states.query[:, begin:end], states.key[:, first_key:end])
-    scores *= states.scaling
+    scores *= states.transform.scaling
+    if (cap := states.transform.softcap) is not None:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     return scores.masked_fill_(lags(begin, end, first_key, scores.device) < 0, float("-inf"))
 
 
@@ -50,10 +52,19 @@ def lags(begin: int, end: int, first_key: int, device: torch.device) -> Tensor:
     return rows - torch.arange(first_key, end, device=device)
 
 
+def attention_rows(states: LayerStates, begin: int, end: int) -> Tensor:
+    """alpha of rows begin .. end - 1 [HQ, R, end]; an extra logit of a head takes its share."""
+    scores, extra = block_scores(states, begin, end), states.transform.head_logits
+    if extra is None:
+        return scores.softmax(dim=-1)
+    extra = extra.to(scores.dtype)[:, None, None].expand(-1, end - begin, 1)
+    return torch.cat([scores, extra], dim=-1).softmax(dim=-1)[..., :-1]
+
+
 def attention_blocks(states: LayerStates) -> Iterator[tuple[int, int, Tensor]]:
     """(begin, end, alpha [HQ, end - begin, end]) for all rows in order."""
     for begin, end in row_blocks(states.query.shape[1]):
-        yield begin, end, block_scores(states, begin, end).softmax(dim=-1)
+        yield begin, end, attention_rows(states, begin, end)
 
 
 def alpha_gradients(states: LayerStates, begin: int, end: int) -> Tensor:

@@ -1,8 +1,7 @@
 """Every layer's queries, keys and values for the static rankings, one example at a time.
 
 The model runs with every head full and shows the queries and keys of each layer with full attention
-as the softmax sees them, after norms and rotary embedding, whatever the family. Soft-caps and extra
-logits of the softmax are left to the attention itself.
+as the softmax sees them, after norms and rotary embedding, whatever the family.
 Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension.
 """
 
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bosch.attention import AttentionCall, compute_attention
+from bosch.attention import AttentionCall, LogitTransform, compute_attention
 from bosch.attention.kernels import fused_attention
 from bosch.heads import HeadMask
 from bosch.model.families import family_of, text_config
@@ -35,13 +34,14 @@ class LayerStates:
     """One layer on one example: query [HQ, T, D], key and value [HKV, T, D], detached.
 
     `output_gradient` [HQ, T, D] is dL/dO, where O is the attention output before the output
-    projection; None in a pass without gradients.
+    projection; None in a pass without gradients. `transform` is that of full heads, with the
+    `head_logits` of all of them.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    scaling: float
+    transform: LogitTransform
     output_gradient: Tensor | None = None
 
 
@@ -135,9 +135,13 @@ def _attend(
 ) -> Tensor:
     """Full causal attention of one example, [1, T, HQ, D], whose states are shown to `show`."""
     assert isinstance(call.key, Tensor) and isinstance(call.value, Tensor)
-    states, scaling = (call.query, call.key, call.value), call.transform.scaling
-    if call.transform.is_plain:
-        out = fused_attention(*states, is_causal=True, scale=scaling).transpose(1, 2)
+    states, (group,) = (call.query, call.key, call.value), call.layout.groups
+    transform = call.transform.of(call.layout, group, call.query.shape[1] // call.key.shape[1])
+    if transform.head_logits is not None:
+        head_logits = gather(transform.head_logits.detach()[None, :, None])[0, :, 0]
+        transform = replace(transform, head_logits=head_logits)
+    if transform.is_plain:
+        out = fused_attention(*states, is_causal=True, scale=transform.scaling).transpose(1, 2)
     else:
         out = compute_attention(call._replace(backend="sdpa"))
     queries, keys, values = (gather(x.detach())[0] for x in states)
@@ -145,9 +149,9 @@ def _attend(
 
         def show_gradient(gradient: Tensor) -> None:
             by_head = gather(gradient.detach().transpose(1, 2))[0]
-            show(LayerStates(queries, keys, values, scaling, by_head))
+            show(LayerStates(queries, keys, values, transform, by_head))
 
         out.register_hook(show_gradient)  # type: ignore[no-untyped-call]
     else:
-        show(LayerStates(queries, keys, values, scaling))
+        show(LayerStates(queries, keys, values, transform))
     return out.contiguous()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bosch.baselines.blocks import block_scores, hidden_sums, row_blocks
+from bosch.baselines.blocks import attention_rows, hidden_sums, row_blocks
 from bosch.baselines.capture import LayerStates, visit_layers
 from bosch.baselines.ranking import Scores
 from bosch.model.search_mode import mask_shape
@@ -35,7 +35,7 @@ def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) ->
 
         def add(layer: int, states: LayerStates, length: int = length, first: int = first) -> None:
             for begin, end in row_blocks(length, first):
-                alpha = block_scores(states, begin, end).softmax(dim=-1)
+                alpha = attention_rows(states, begin, end)
                 by_head = alpha.view(shape[1], -1, *alpha.shape[1:]).mean(dim=1)
                 sums[layer] += hidden_sums(by_head, begin, end, windows).cpu()
 

@@ -56,6 +56,8 @@ def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, i
     for begin, end in row_blocks(total, first=block_length):
         scores = block_scores(states, begin, end)
         log_sum = scores.logsumexp(dim=-1)  # [HQ, R]
+        if (extra := states.transform.head_logits) is not None:
+            log_sum = torch.logaddexp(log_sum, extra.to(log_sum.dtype)[:, None])
         rows = torch.arange(begin, end, device=scores.device)
         for kind, offset in enumerate(offsets):
             keys = rows - block_length + offset  # Eq. 20

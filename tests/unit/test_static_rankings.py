@@ -19,10 +19,11 @@ from bosch.baselines.moa import moa
 from bosch.baselines.proxy import proxy
 from bosch.baselines.qada import qada
 from bosch.baselines.ranking import rank_units
-from bosch.baselines.razor import razor
+from bosch.baselines.razor import mean_attention, razor
 from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
+from bosch.model.families import decoder_layers
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
@@ -54,9 +55,9 @@ def case(family="qwen3", **changes):
     return model, CalibrationSet.from_records(records)
 
 
-def eager_twin(model, family="qwen3"):
+def eager_twin(model, family="qwen3", layers=LAYERS):
     """The same weights under transformers' own eager attention, which returns probabilities."""
-    config = small_config(family, num_hidden_layers=LAYERS)
+    config = small_config(family, num_hidden_layers=layers)
     config._attn_implementation = "eager"
     twin = type(model)(config)
     twin.load_state_dict(model.state_dict())
@@ -90,6 +91,26 @@ def test_dcam_is_the_lag_histogram_of_any_family(family):
     computed = dcam(model, calibration, WINDOW)
     np.testing.assert_allclose(computed, naive, **CLOSE)
     assert computed.std() > 0.005
+
+
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma", "gpt_oss"])
+def test_probabilities_are_those_of_capped_scores_and_extra_logits(family):
+    model, ids = small_model(family), tokens(1, 20)
+    with torch.no_grad():
+        out = eager_twin(model, family, 3)(ids, output_attentions=True, use_cache=False)
+    full, seen = decoder_layers(model.config).full, []
+
+    def compare(layer, states):
+        alpha = out.attentions[full[layer]][0]
+        torch.testing.assert_close(blocks.attention_rows(states, 5, 20), alpha[:, 5:])
+        means = mean_attention(states, 5, (0, 1))
+        for mean, offset in zip(means, (0, 1), strict=True):
+            entries = torch.stack([alpha[:, m, m - 5 + offset] for m in range(5, 20)])
+            torch.testing.assert_close(mean, entries.double().mean(0), rtol=1e-5, atol=1e-6)
+        seen.append(layer)
+
+    visit_layers(model, ids[0], compare)
+    assert seen == [0, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "granite"])
@@ -176,7 +197,7 @@ def test_qada_is_the_gaussian_estimate_with_its_covariance(buffer, family):
     def add(layer, states):
         query, key = states.query.double(), states.key.double()
         for head, t in np.ndindex(HEADS, query.shape[1]):
-            q, k = query[head, t] * states.scaling, key[head // 2]
+            q, k = query[head, t] * states.transform.scaling, key[head // 2]
             local = (k[max(0, t - WINDOW + 1) : t + 1] @ q).exp().sum()
             others = k[: max(0, t - WINDOW + 1)]
             rest = 0.0
