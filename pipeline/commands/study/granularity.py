@@ -90,8 +90,8 @@ def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
         f"W = {model.window.size}, {model.about_examples}. {counted(options.seeds, 'seed')}, "
         f"κ = {max(options.budgets)}, ten times that in bosch_plus, whose budget is a tenth. "
         "With g the full heads of every layer are a multiple of g. "
-        "bosch_plus and learned_gates form units of heads to which the gradient at the original "
-        "model gives similar worth, rankings of heads with similar scores, all others of "
-        "neighbouring heads. Brackets: 95 % intervals over seeds and examples; "
+        "Methods that take gradients form units of heads to which the gradient at the original "
+        "model gives similar worth, rankings and profiles of heads with similar scores, all others "
+        "of neighbouring heads. Brackets: 95 % intervals over seeds and examples; "
         f"differences are paired by example.{left_out}"
     )
