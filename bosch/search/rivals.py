@@ -124,7 +124,9 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     units = shape[0] * shape[1]
     full_units = units - evaluator.budget
     gates = Gates(units, full_units, np.random.default_rng(settings.seed))
-    budget = plus_budget(settings, shape[0])
+    budget = float(plus_budget(settings, shape[0]))
+    if settings.head_granularity > 1:  # a gradient has put the heads into units
+        budget -= evaluator.cost_of_gradient(0, SHARES)
     check_passes(1 + evaluator.cost_of_gradient(0, SHARES), budget, "one gradient and one mask")
     left, step = budget - 1.0, 0  # the final mask is evaluated, too
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):

@@ -122,8 +122,7 @@ def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
     """
     full = HeadMask.all_full(*evaluator.shape)
     if by_gradient:
-        gradient = evaluator.gate_gradient(full, 0, SHARES)
-        return Units.by_value(np.array(gradient.values), granularity)
+        return Units.by_value(evaluator.window_values(full, 0, SHARES)[..., 0], granularity)
     return Units.of_neighbours(*evaluator.shape, granularity)
 
 

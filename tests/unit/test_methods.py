@@ -125,6 +125,8 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
     assert all(HeadMask.from_key(p.mask).is_full.shape == (layers, heads) for p in evaluator.trace)
     most = METHODS[name].most_evaluations(options, layers, heads)
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
+    if METHODS[name].searches:  # gradients, if any, that of the units included
+        assert len(evaluator.trace) + evaluator.passes_of_gradients <= most
 
 
 @pytest.mark.parametrize(("ratio", "budget", "granularity"), [(0.3, 5, 1), (0.5, 10, 2)])
