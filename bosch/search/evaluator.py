@@ -168,7 +168,7 @@ class Evaluator:
                 )
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, phase)
-            self._read[mask.key] = len(self.log.history(mask, phase))
+            self._read[mask.key] = self._read.get(mask.key, 0) + 1
             self._latest[mask.key] = evaluation
             self._paid.append(evaluation)
         if not (repeated and phase == "final"):  # a result that was measured is in the trace

@@ -113,6 +113,22 @@ def test_a_search_sees_what_another_one_finds_meanwhile(tmp_path):
     assert [record.reused for record in one.history(mask, "anchors")] == [False]
 
 
+def test_a_search_sees_what_another_one_finds_while_it_makes_a_bound(tmp_path):
+    mask, other = HeadMask.all_full(3, 4), log_of(tmp_path, "other")
+
+    class Slower(Scorer):
+        def evaluate(self, mask, shared_layers=0, *, can_win=None):
+            whole = super().evaluate(mask)
+            other.append(mask, whole, "anchors")
+            return replace(whole, is_bound=can_win is not None)
+
+    evaluator = Evaluator(Slower(), log_of(tmp_path, "mine"))
+    assert evaluator.evaluate(mask, "swaps", "one", can_win=lambda *_: False).is_bound
+    assert not evaluator.evaluate(mask, "swaps", "another").is_bound
+    assert evaluator.scorer.calls == [mask.key]
+    assert evaluator.costs()["reused_evaluations"] == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
