@@ -55,7 +55,7 @@ def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     if solution.plateau:
         how = "by log-likelihood alone" if settings.break_ties else "arbitrarily"
         evaluator.note(
-            f"every choice of {quota} layers scored {solution.evaluation.score:.4g}: "
+            f"every choice of {quota} layers {solution.plateau}: "
             f"the sliding layers were chosen {how}"
         )
     if surplus > 0:

@@ -353,8 +353,7 @@ def head_selection(
             arbitrary = "the choice of its heads is arbitrary"
             by_likelihood = "its heads were chosen by log-likelihood alone"
             evaluator.note(
-                f"group {number} ({_named(layers)}): every candidate scored "
-                f"{solution.evaluation.score:.4g}; "
+                f"group {number} ({_named(layers)}): every candidate {solution.plateau}; "
                 f"{by_likelihood if settings.break_ties else arbitrary}"
             )
     return mask  # line 11

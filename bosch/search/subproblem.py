@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Solution:
-    """Best mask of a sub-problem. `plateau`: all candidates scored the same."""
+    """Best mask of a sub-problem. `plateau`: what all scored, if the same, else empty."""
 
     mask: HeadMask
     evaluation: Evaluation
-    plateau: bool
+    plateau: str
 
 
 def optimise_layers(
@@ -73,7 +73,12 @@ def optimise_layers(
         subproblem, quota, problem.size, "layers" if whole_layers else "KV heads",
         candidate.evaluation.score, candidate.evaluation.log_likelihood, problem.spent,
     )  # fmt: skip
-    return Solution(with_bits(candidate.bits), candidate.evaluation, problem.on_plateau)
+    plateau = ""
+    if problem.on_plateau:
+        plateau = f"scored {candidate.evaluation.score:.4g}"
+        # Of one whose evaluation ended early a bound is known.
+        plateau += " as far as it was measured" if settings.race else ""
+    return Solution(with_bits(candidate.bits), candidate.evaluation, plateau)
 
 
 def _seed(settings: SearchSettings, *numbers: int) -> int:

@@ -324,15 +324,24 @@ def test_b_layer_turns_a_surplus_back_in_the_one_layer_where_it_helps_most():
     assert any("2 units too many" in note and "layer 2" in note for note in evaluator.notes)
 
 
-@pytest.mark.parametrize(("strict", "word"), [(True, "arbitrarily"), (False, "log-likelihood")])
-def test_ties_are_said(strict, word):
+@pytest.mark.parametrize(
+    ("strict", "race", "words"),
+    [
+        (True, False, "layers scored 1: the sliding layers were chosen arbitrarily"),
+        (False, False, "layers scored 1: the sliding layers were chosen by log-likelihood alone"),
+        (False, True, "layers scored 1 as far as it was measured: the sliding"),
+    ],
+)
+def test_ties_are_said(strict, race, words):
     def flat(mask):
         return 1.0 if mask.is_full.any() else 0.0
 
     evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
-    options = SearchSettings(0.5, budget_per_layer=3, max_group_variables=4, strict=strict)
+    options = SearchSettings(
+        0.5, budget_per_layer=3, max_group_variables=4, strict=strict, race=race
+    )
     b_layer(evaluator, options)
-    assert any("every choice of 2 layers" in note and word in note for note in evaluator.notes)
+    assert any(f"every choice of 2 {words}" in note for note in evaluator.notes)
     evaluator = evaluator_of(Additive(random_costs(4, 2, 0), flat))
     b_multi(evaluator, options)
     assert any("all groups of layers" in note for note in evaluator.notes)
