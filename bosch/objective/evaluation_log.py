@@ -102,10 +102,10 @@ class EvaluationLog:
     """The evaluations of one search, in a journal: on disk before the search continues.
 
     A mask can have several: passes that ended early, and a whole one. A mask whose line was torn or
-    damaged is evaluated again. Without a path the log lives in memory only. A mask that this search
-    has not evaluated is looked up in the `pool` of all searches, where there is one. Entries of the
-    pool agree with this process to the bit; the file of a search that was stopped may have been
-    written on another device. Raises RunError when a file cannot be read or written.
+    damaged counts as not evaluated. Without a path the log lives in memory only. A mask that this
+    search has not evaluated is looked up in the `pool` of all searches, where there is one. Entries
+    of the pool agree with this process to the bit; the file of a search that was stopped may have
+    been written on another device. Raises RunError when a file cannot be read or written.
     """
 
     def __init__(

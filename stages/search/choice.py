@@ -65,9 +65,10 @@ def _slots_of(budget: int | float, held: Sequence[int]) -> int:
 def chosen_point(front: Front, price: Price) -> int:
     """The index of the point that a budget takes.
 
-    Of those within the budget the one with the best score, of equals the smallest. With `keep` the
-    smallest point such that its held-out score and those of all larger ones are above that share
-    of the original's by their lower limits. Raises UserError where there is none.
+    Of those within the budget the one with the best score, of equals the one with the best
+    log-likelihood. With `keep` the smallest point such that its held-out score and those of all
+    larger ones are above that share of the original's by their lower limits. Raises UserError where
+    there is none.
     """
     if price.budget.keep is not None:
         return _kept(front, price.budget.keep)
