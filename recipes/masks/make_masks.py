@@ -6,7 +6,7 @@
 
 The first runs the search stage of the recipe once for each mask. The second takes the masks that
 studies of the recipe's model have searched already: of each method and ratio that of the first
-seed with the largest budget.
+seed with the largest budget. It leaves out masks of several windows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from bosch.files import write_text
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.journal import Journal
+from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from pipeline.commands.paths import model_label
 from pipeline.recipe.load import load_recipe
@@ -46,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     recipe = options.recipe.resolve().relative_to(ROOT)
     if options.study is not None:
-        masks = _of_study(recipe, options.study)
+        masks = masks_of_study(recipe, options.study)
     else:
         masks = (
             _searched(recipe, method, ratio, options.granularity)
@@ -92,8 +93,10 @@ def _searched(
     return name, HeadMaskFile.load(folder / HEAD_MASK), provenance
 
 
-def _of_study(recipe: Path, folder: Path) -> Iterator[tuple[str, HeadMaskFile, dict[str, Any]]]:
-    """The masks in a study's results."""
+def masks_of_study(
+    recipe: Path, folder: Path
+) -> Iterator[tuple[str, HeadMaskFile, dict[str, Any]]]:
+    """Names, files and provenance of the masks of one window in a study's results."""
     loaded = load_recipe(ROOT / recipe, []).recipe
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -104,9 +107,12 @@ def _of_study(recipe: Path, folder: Path) -> Iterator[tuple[str, HeadMaskFile, d
         key = entry["key"]
         if key["kind"] != "search" or key["settings"]["seed"] != loaded.seed:
             continue
+        if isinstance(key["window_size"], list):  # the names are of masks with one window
+            continue
         settings = key["settings"]
         name = _name(key["method"], settings["swa_ratio"], settings.get("head_granularity", 1))
-        budget = settings.get("budget_per_layer", 0)
+        # A key leaves defaults out.
+        budget = settings.get("budget_per_layer", SearchSettings.budget_per_layer)
         if name not in best or budget > best[name]["budget"]:
             best[name] = {"budget": budget, **entry}
     for name, entry in best.items():

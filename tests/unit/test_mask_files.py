@@ -13,10 +13,11 @@ from bosch.budget import swa_budget
 from bosch.commands.mask.formats import WRITERS
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
+from bosch.journal import Journal
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from recipes.masks.make_masks import with_provenance
+from recipes.masks.make_masks import masks_of_study, with_provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 MASKS = sorted((ROOT / "recipes" / "masks").rglob("*.json"))
@@ -49,6 +50,24 @@ def test_a_recipe_takes_the_mask(path: Path) -> None:
         ],
     )  # fmt: skip
     assert loaded.recipe.model.path == str(ROOT / file.model)
+
+
+def test_of_a_study_the_mask_of_the_largest_budget_is_kept(tmp_path: Path) -> None:
+    """A key leaves out a budget that is the default; masks of several windows are left out."""
+    recipe = Path("recipes", "study", "enumerable.yaml")
+    seed = load_recipe(ROOT / recipe, []).recipe.seed
+    masks = [HeadMask.from_swa_kv_heads([[head], [], []], 4).key for head in range(3)]
+    journal = Journal(tmp_path / "results.jsonl")
+    for mask, window, settings in zip(
+        masks, (64, 64, [16, 64]), ({"budget_per_layer": 16}, {}, {}), strict=True
+    ):
+        settings |= {"swa_ratio": 0.25, "seed": seed}
+        method = "moa" if window != 64 else "bosch"
+        key = {"kind": "search", "method": method, "window_size": window, "sinks": 0}
+        result = {"mask": mask, "score": 1.0, "costs": {"full_forward_equivalents": 1.0}}
+        journal.append({"key": key | {"settings": settings}, "result": result})
+    (found,) = masks_of_study(recipe, tmp_path)
+    assert found[0] == "bosch-0.25" and found[1].mask.key == masks[1]
 
 
 def test_the_schema_has_the_fields_of_the_file() -> None:
