@@ -12,7 +12,8 @@ from bosch.heads import HeadMask, HeadMaskFile
 from stages.context import StageConfig
 from stages.evaluate.scores import Scores, write_samples
 from stages.materialize.stage import MODEL, MaterializeSummary
-from stages.search.stage import HEAD_MASK, SearchConfig, SearchSummary
+from stages.search.stage import FRONT, HEAD_MASK, SearchConfig, SearchSummary
+from tests.front_case import nested_front
 
 VERSION = 1
 SAMPLES = 40
@@ -46,18 +47,23 @@ def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> d
     }
     SearchSummary.model_validate(summary).write(work_dir)
     (work_dir / "hybrid.json").write_text(json.dumps(score))
+    mask = HeadMask.from_swa_kv_heads([[0, 1], [0, 1, 2], [1], []], 4)
+    HeadMaskFile.of(
+        mask, section.window, model="m", method=section.method,
+        swa_ratio=mask.swa_ratio, seed=0,
+    ).save(work_dir / HEAD_MASK)  # fmt: skip
     return summary
 
 
 def materialize(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict[str, Any]:
     (work_dir / "hybrid.json").write_text((inputs["search"] / "hybrid.json").read_text())
-    section = config.upstream_section(SearchConfig)
-    mask = HeadMask.from_swa_kv_heads([[0, 1], [0, 1, 2], [1], []], 4)
     (work_dir / MODEL).mkdir()
-    HeadMaskFile.of(
-        mask, section.window, model="m", method=section.method,
-        swa_ratio=mask.swa_ratio, seed=0,
-    ).save(work_dir / MODEL / HEAD_MASK)  # fmt: skip
+    mask = HeadMaskFile.load(inputs["search"] / HEAD_MASK)
+    mask.save(work_dir / MODEL / HEAD_MASK)
+    section = config.upstream_section(SearchConfig)
+    if section.method == "front":  # the masks of the points are not compared
+        chosen = 1 if section.stated_ratio == 0.5 else 2
+        nested_front(4, 4, mask.windows, chosen=chosen).save(work_dir / FRONT)
     MaterializeSummary(
         parameters=1,
         kv_cache_bytes_per_token_before=16 * 32,

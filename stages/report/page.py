@@ -223,13 +223,14 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
     summary = results.search.summary
     anchors, gradients = summary.anchors, summary.gradients
     reused, cost = summary.reused_evaluations, summary.reused_full_forward_equivalents
+    score, log_likelihood = results.search.score_and_log_likelihood
     known = f"{reused:,}, which cost {cost:,.1f} full passes there"
     return [
         ("Method", results.search.mask.method),
         ("Anchor, every head sliding", _or_dash(anchors.all_sliding, format_share)),
         ("Anchor, every head full", _or_dash(anchors.all_full, format_share)),
-        ("Score of the final mask", format_share(summary.best_score)),
-        ("Log-likelihood of the final mask", f"{summary.best_log_likelihood:,.4g} nats"),
+        ("Score of the final mask", format_share(score)),
+        ("Log-likelihood of the final mask", f"{log_likelihood:,.4g} nats"),
         ("Masks evaluated", f"{summary.evaluations:,}"),
         *([("Of them known from other searches", known)] if reused else []),
         *([("Gradients taken", f"{gradients:,}")] if gradients else []),

@@ -48,6 +48,26 @@ class Search:
     summary: SearchSummary
     front: Front | None = None
 
+    @classmethod
+    def read(cls, searched: Path, materialized: Path) -> Search:
+        """From the published directories of the stages search and materialize."""
+        front, mask = None, searched / HEAD_MASK
+        if (materialized / FRONT).exists():
+            front = Front.load(materialized / FRONT)
+            mask = materialized / MODEL / HEAD_MASK
+        return cls(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
+
+    @property
+    def score_and_log_likelihood(self) -> tuple[float, float]:
+        """Of the mask, on the examples that the search has used.
+
+        The summary of a search for a front has those of one of its points, whatever is chosen.
+        """
+        if self.front is None or self.front.chosen is None:
+            return self.summary.best_score, self.summary.best_log_likelihood
+        point = self.front.points[self.front.chosen]
+        return point.score, point.log_likelihood
+
     @property
     def sliding(self) -> int:
         """Number of sliding KV heads in the whole model."""
@@ -257,12 +277,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
 
     Raises RunError or UserError, naming the file, where a stage's directory lacks what it promises.
     """
-    searched = inputs["search"]
-    front, mask = None, searched / HEAD_MASK
-    if (inputs["materialize"] / FRONT).exists():
-        front = Front.load(inputs["materialize"] / FRONT)
-        mask = inputs["materialize"] / MODEL / HEAD_MASK
-    search = Search(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
+    search = Search.read(inputs["search"], inputs["materialize"])
     materialized = MaterializeSummary.read(inputs["materialize"])
     scores = Scores(checkpoints={})
     if "evaluate" in inputs:

@@ -326,6 +326,8 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
     Runner(recipe, Choice(until="search"), launches).run()
     result = comparison(case, "--methods", "front", "--ratios", "0.5,0.75", launches=launches)
     assert len(result.results) == 2 and launches.count("search") == 1
+    scores = [one.calibration_score for one in result.results.values()]
+    assert scores == [0.5, 0.75]  # of the point that each ratio takes
     made = [order for order in launches.orders if order["stage"] == "materialize"]
     budgets = [order["upstream"]["search"]["values"]["budget"] for order in made]
     assert [(one["ratio"], one["kv_cache"], one["context"]) for one in budgets] == [

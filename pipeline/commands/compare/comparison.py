@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.analysis import intervals
-from bosch.heads import HeadMaskFile
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU
 from pipeline.run.runner import Runner
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import SuiteAnswers
-from stages.materialize.stage import MODEL, MaterializeSummary
+from stages.materialize.stage import MaterializeSummary
 from stages.report.charts import interval_of
 from stages.report.results import Search, cache_size, served_bytes
-from stages.search.stage import HEAD_MASK, SearchConfig, SearchSummary
+from stages.search.stage import SearchConfig
 from stages.stage import Recipe
 from stages.train.stage import checkpoint_tokens
 
@@ -300,7 +299,8 @@ def read_result(runner: Runner) -> Result:
         for node in runner.nodes
         if node.name in runner.chosen
     }
-    search = SearchSummary.read(folders["search"])
+    search = Search.read(folders["search"], folders["materialize"])
+    score, log_likelihood = search.score_and_log_likelihood
     scores = Scores.read(folders["evaluate"])
     records = [
         {name: record[name] for name in _SCORED if name in record}
@@ -317,14 +317,14 @@ def read_result(runner: Runner) -> Result:
     names = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
         keys={name: folder.name for name, folder in folders.items()},
-        calibration_score=search.best_score,
-        calibration_log_likelihood=search.best_log_likelihood,
+        calibration_score=score,
+        calibration_log_likelihood=log_likelihood,
         costs={
             name: value
-            for name, value in search.content.items()
+            for name, value in search.summary.content.items()
             if name in names or name.startswith("reused_")
         },
-        notes=search.notes,
+        notes=search.summary.notes,
         rows=rows,
         trained_tokens=checkpoint_tokens(trained) if trained else None,
         cache=_cache_shares(
@@ -340,14 +340,13 @@ def read_result(runner: Runner) -> Result:
     )
 
 
-def _cache_shares(folder: Path, search: SearchSummary, tokens: int) -> dict[str, float]:
+def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]:
     """Bytes of a request over the original's, by engine; none where the scores have no length."""
     if not tokens:
         return {}
-    file = HeadMaskFile.load(folder / MODEL / HEAD_MASK)
-    cache = cache_size(MaterializeSummary.read(folder), Search(file, search))
+    cache = cache_size(MaterializeSummary.read(folder), search)
     shares = {"generate": cache.dynamic(tokens) / cache.original(tokens)}
-    served = served_bytes(cache, file, LARGE_GPU, [tokens])
+    served = served_bytes(cache, search.mask, LARGE_GPU, [tokens])
     if not isinstance(served, str) and not served[0].refusal:
         shares["vllm"] = served[0].hybrid / served[0].original
     return shares
