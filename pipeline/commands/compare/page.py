@@ -156,21 +156,17 @@ def _unfinished(comparison: Comparison) -> Iterator[str]:
 
 
 def _pictures(comparison: Comparison) -> Iterator[Picture]:
-    """For each suite and ratio bars of the methods, the lowest score first; ranges over seeds."""
+    """For each suite and ratio bars of the methods, the lowest score first."""
     for suite in comparison.suites:
         _, original = comparison.originals[suite, "", 0]
         for ratio in comparison.ratios:
             bars = []
             for models in _KINDS:
                 for method in comparison.methods:
-                    scores = [
-                        row.score for row in comparison.averages(models, method, ratio, suite)
-                    ]
-                    if scores:
+                    average = _average(comparison, models, method, ratio, suite)
+                    if average is not None:
                         label = METHODS[method].label + (", trained" if models == "trained" else "")
-                        ends = min(scores), max(scores)
-                        mean = statistics.fmean(scores)
-                        bars.append(ranked(label, models, mean, *ends, "seeds from"))
+                        bars.append(ranked(label, models, *average))
             if bars:
                 bars.sort(key=lambda row: row["x"])
                 level = f"original {format_score(original.score)}", original.score
@@ -216,7 +212,8 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
             "": _with_interval(original.score, original.low, original.high),
             **{
                 method: Cell(
-                    _average_text(comparison, models, method, ratio, suite), marks.get(method, 0)
+                    _average_text(_average(comparison, models, method, ratio, suite)),
+                    marks.get(method, 0),
                 )
                 for method in comparison.methods
             },
@@ -254,20 +251,23 @@ def _marks(tests: Sequence[AgainstHighest], scored: Sequence[str]) -> dict[str, 
     return dict.fromkeys(near, 1 if len(near) == 1 else 2)
 
 
-def _average_text(
+def _average(
     comparison: Comparison, models: Models, method: str, ratio: float, suite: str
-) -> str:
-    """A suite's average with its interval: over samples, and over seeds where there are several."""
+) -> tuple[float, float, float, str] | None:
+    """A suite's average, the ends of its interval over samples and seeds, and what these are.
+
+    Where the seeds have no samples in common the ends are those of the seeds' averages.
+    """
     rows = comparison.averages(models, method, ratio, suite)
     if not rows:
-        return "–"
+        return None
     if len(rows) == 1:
-        return _with_interval(rows[0].score, rows[0].low, rows[0].high)
+        return rows[0].score, rows[0].low, rows[0].high, "interval"
     mean = statistics.fmean(row.score for row in rows)
     samples = comparison.samples(models, method, ratio, suite)
     if len({(one.places, one.counts) for one in samples}) != 1:
         lowest, *_, highest = sorted(row.score for row in rows)
-        return f"{mean:.1f} (seeds {lowest:.1f}–{highest:.1f})"
+        return mean, lowest, highest, "seeds from"
     interval = crossed_mean(
         np.stack([one.values for one in samples]),
         is_score=True,
@@ -275,7 +275,16 @@ def _average_text(
         weights=samples[0].weights,
     )
     assert interval.low is not None and interval.high is not None
-    return _with_interval(mean, 100 * interval.low, 100 * interval.high)
+    return mean, 100 * interval.low, 100 * interval.high, "interval"
+
+
+def _average_text(average: tuple[float, float, float, str] | None) -> str:
+    if average is None:
+        return "–"
+    mean, low, high, kind = average
+    if kind == "interval":
+        return _with_interval(mean, low, high)
+    return f"{mean:.1f} (seeds {low:.1f}–{high:.1f})"
 
 
 def _with_interval(score: float, low: float, high: float) -> str:
