@@ -204,9 +204,9 @@ class Front:
         """Which points share one order of the heads of each layer.
 
         Two points do unless one gives a head more than another of its layer, and the other point
-        less; points that do so by twos do so all together. From each point on the others join in
-        their order where they can, and the most that come together are taken; the chosen point is
-        always among them.
+        less; if every two of some points do, all of them do. From each point on the others are
+        added in their order where they fit, and the largest such group is taken; the chosen point
+        is always in it.
         """
         count = len(self.points)
         agree = np.ones((count, count), dtype=np.bool_)

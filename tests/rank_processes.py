@@ -36,7 +36,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 _CPU_ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 _STARTING = threading.Lock()
-_SECONDS, _SECONDS_AFTER_A_LOSS = 600.0, 60.0
+_TIMEOUT, _TIMEOUT_AFTER_A_LOSS = 600.0, 60.0  # seconds
 
 
 def run_module(
@@ -80,8 +80,8 @@ def run_module(
     return subprocess.CompletedProcess([module, *arguments], status or 0, text, text)
 
 
-def bytes_of(benchmark: str, *arguments: str, **environment: str) -> int:
-    """The number that a module of tests/benchmarks prints last, in a new Python of one thread."""
+def printed_bytes(benchmark: str, *arguments: str, **environment: str) -> int:
+    """The bytes that a module of tests/benchmarks prints last, in a new Python of one thread."""
     done = subprocess.run(
         [sys.executable, "-m", f"tests.benchmarks.{benchmark}", *arguments], cwd=ROOT, text=True,
         capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, check=True,
@@ -220,10 +220,10 @@ def _run(
 
 
 def _wait(processes: list[multiprocessing.context.ForkServerProcess]) -> None:
-    end = time.monotonic() + _SECONDS
+    end = time.monotonic() + _TIMEOUT
     while running := [process for process in processes if process.is_alive()]:
         if any(process.exitcode for process in processes):
-            end = min(end, time.monotonic() + _SECONDS_AFTER_A_LOSS)
+            end = min(end, time.monotonic() + _TIMEOUT_AFTER_A_LOSS)
         left = end - time.monotonic()
         if left <= 0:
             for process in running:

@@ -26,7 +26,7 @@ from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import WINDOW, Encoder, TokenizerSpec
 from data_prep.text import pydoc_topics
 from stages.measure.process import memory_meter
-from tests.rank_processes import bytes_of
+from tests.rank_processes import printed_bytes
 from tests.tiny_data import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -98,7 +98,7 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
         file = tmp_path / f"{megabytes}.txt"
         text = "\n".join(pydoc_topics().values())
         file.write_text(text * (megabytes * 2**20 // len(text) + 1))
-        held = bytes_of("test_prepare_speed", str(file), TOKENIZERS_PARALLELISM="false")
+        held = printed_bytes("test_prepare_speed", str(file), TOKENIZERS_PARALLELISM="false")
         peaks[megabytes] = held / 2**20
     print(f"\nin MiB, for a document of 1 and of 15 MB: {peaks[1]:.0f}, {peaks[15]:.0f}")
     # The token ids of 14 MB of text, 4 bytes each, lie in the page cache and count where mapped.

@@ -18,7 +18,7 @@ import pytest
 from bosch.objective.calibration import CalibrationSet
 from bosch.search.methods import METHODS
 from stages.measure.process import memory_meter
-from tests.rank_processes import bytes_of
+from tests.rank_processes import printed_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ _MATRIX_BYTES = 4  # of one attention probability in float32
 @pytest.mark.parametrize("method", RANKINGS)
 def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> None:
     more = {"MALLOC_TRIM_THRESHOLD_": "0"}
-    peaks = [bytes_of("test_static_memory", method, str(n), **more) for n in LENGTHS]
+    peaks = [printed_bytes("test_static_memory", method, str(n), **more) for n in LENGTHS]
     figures = " | ".join(f"{peak / 2**20:,.0f}" for peak in peaks)
     print(f"\n| {method} | {figures} |")
     # Four times the length: four times the memory where it is linear, 16 times with a T x T matrix.
