@@ -216,7 +216,10 @@ def speed_table(results: Results) -> Table | None:
                      *(_or_dash(size, format_bytes) for size in sizes)])  # fmt: skip
     header = ("context (tokens)", "model", "prefill, tokens/s", "decoding, tokens/s",
               "peak memory", "KV cache")  # fmt: skip
-    return Table(f"Measured on {results.efficiency.machine}", header, [Group(rows)], text_columns=2)
+    title = f"Measured on {results.efficiency.machine}"
+    if (sequences := results.efficiency.settings.get("batch_size", 1)) > 1:
+        title += f", {sequences} sequences together"
+    return Table(title, header, [Group(rows)], text_columns=2)
 
 
 def _search_facts(results: Results) -> list[tuple[str, str]]:

@@ -37,6 +37,7 @@ from stages.report.page import (
     filters,
     other_suites,
     score_table,
+    speed_table,
 )
 from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
@@ -326,6 +327,17 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     table = budget_table(load_results(inputs))
     assert table is not None
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
+
+
+def test_speed_says_how_many_sequences_its_bytes_are_of(results: Results) -> None:
+    assert results.efficiency is not None
+    for settings, title in (
+        ({}, "Measured on some GPU"),
+        ({"batch_size": 4}, "Measured on some GPU, 4 sequences together"),
+    ):
+        measured = results.efficiency.model_copy(update={"settings": settings})
+        table = speed_table(replace(results, efficiency=measured))
+        assert table is not None and table.title == title
 
 
 def test_vllm_serves_own_windows_of_equal_heads_and_no_states(results: Results) -> None:
