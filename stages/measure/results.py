@@ -198,4 +198,4 @@ def _panel(
         for one in crosses:
             chart += one
     text = f"{heading}: " + "; ".join(row["tip"] for row in [*rows, *missing]) + "."
-    return Picture(name, chart, text, heading, is_half=True)
+    return Picture(name, chart, text, heading)

@@ -73,7 +73,6 @@ class Picture:
     chart: Chart
     description: str
     heading: str = ""
-    is_half: bool = False
 
     @functools.cached_property
     def _declared(self) -> dict[str, Any]:
@@ -85,10 +84,8 @@ class Picture:
         text = json.dumps(self._declared | {"width": "container"}, separators=(",", ":"))
         return text.replace("<", "\\u003c")
 
-    @property
-    def still(self) -> str:
-        """The picture as markup for where no script runs."""
-        width = 470 if self.is_half else 1040
+    def still(self, width: int) -> str:
+        """The picture as markup for where no script runs, `width` pixels wide."""
         return vl_convert.vegalite_to_svg(self._declared | {"width": width})
 
 

@@ -60,8 +60,9 @@ class Group:
 class Table:
     """A table with its title; cells are texts, or `Cell`s.
 
-    Columns after the first `text_columns` hold numbers and are aligned right; None: all hold texts.
-    `name` is its id on a page, `note` stands beside its title there.
+    In Markdown and on the terminal, columns after the first `text_columns` hold numbers and are
+    aligned right; None: all hold texts. `name` is its id on a page, `note` stands beside its title
+    there.
     """
 
     title: str

@@ -162,7 +162,7 @@ def layers_probed(search: Search) -> list[Picture]:
         )  # fmt: skip
         text = ", ".join(f"{row['x']}: {row['y']:.3g}" for row in rows)
         chart = chart.properties(height=130)
-        pictures.append(Picture(f"layer-{field}", chart, f"{text}.", heading, is_half=True))
+        pictures.append(Picture(f"layer-{field}", chart, f"{text}.", heading))
     return pictures
 
 
@@ -184,7 +184,7 @@ def recovery(results: Results) -> Picture:
     line = alt.Chart(values(rows)).mark_line(color="var(--hybrid)").encode(x="x:Q", y="y:Q")
     return Picture(
         "recovery", chart + line, f"Hybrid: {text}{_spoken_original(results)}",
-        "Needle average over training tokens", is_half=True,
+        "Needle average over training tokens",
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def training_loss(steps: Sequence[TrainingStep]) -> Picture:
             height=280,
         ),
         f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token.",
-        "Training loss: running mean, each logged step behind it", is_half=True,
+        "Training loss: running mean, each logged step behind it",
     )  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def cache_by_length(cache: CacheSize) -> Picture:
     return Picture(
         "cache", curves(rows, x, y, look) + marks,
         f"At {at} tokens the original holds {format_bytes(cache.original(last))}, the hybrid "
-        f"{format_bytes(cache.dynamic(last))}.", "Cache of one sequence", is_half=True,
+        f"{format_bytes(cache.dynamic(last))}.", "Cache of one sequence",
     )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ def speed_table(results: Results) -> Table | None:
     title = f"Measured on {results.efficiency.machine}"
     if (sequences := results.efficiency.settings.get("batch_size", 1)) > 1:
         title += f", {sequences} sequences together"
-    return Table(title, header, [Group(rows)], text_columns=2)
+    return Table(title, header, [Group(rows)])
 
 
 def _search_facts(results: Results) -> list[tuple[str, str]]:
@@ -291,7 +291,7 @@ def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
         means = [_score(suite.by_length.get(at), anchor(scores.name)) for at in lengths]
         groups.append(Group([["all tasks", *means]], is_total=True))
     note = f"average {format_score(scores.average)}{power(suite.against_original)}"
-    return Table(scores.label, header, groups, text_columns=1, note=note)
+    return Table(scores.label, header, groups, note=note)
 
 
 def _score(score: MeanScore | None, target: str) -> Cell:
@@ -321,7 +321,7 @@ def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
         label = f"{group} ({len(most.tasks)} of {most.of} tasks)"
         totals.append([label, *(_score(mean, anchor(name)) for name, mean in means.items())])
     header = ["task", *(label_of(name) for name in suites)]
-    return Table("", header, [Group(rows), Group(totals, is_total=True)], text_columns=1)
+    return Table("", header, [Group(rows), Group(totals, is_total=True)])
 
 
 def budget_table(results: Results) -> Table | None:
@@ -452,7 +452,7 @@ def cost_table(results: Results, price: float | None, currency: str) -> Table | 
     title = "GPU hours" if price is None else f"GPU hours, at {format_money(price, currency)} each"
     title += f" ({results.cached_note})" if results.cached_note else ""
     header = ["stage", "wall time", "GPUs", "GPU hours", *([] if price is None else [currency])]
-    return Table(title, header, [Group(rows), Group([total], is_total=True)], text_columns=1)
+    return Table(title, header, [Group(rows), Group([total], is_total=True)])
 
 
 def _or_dash(value: float | None, form: object) -> str:

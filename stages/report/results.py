@@ -242,7 +242,7 @@ class Results:
     @property
     def sample_count(self) -> int:
         """Needle samples of each model."""
-        return next((one.suite.samples for one in [*self.needle, *self.rivals]), 0)
+        return next(one.suite.samples for one in [*self.needle, *self.rivals])
 
     @property
     def document_count(self) -> int:

@@ -51,17 +51,21 @@ def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> No
     look = styles(["one <series>", "two"], {"two": Style("untrained", dashed=True)})
     chart = curves(rows, Axis("tokens", "length", log=True), Axis("y"), look)
     picture = Picture("name", chart, "a & b.", "Heading")
-    other = Picture("other", curves(rows[:2], Axis("x"), Axis("y"), look), "c.")
-    save_panels([picture, other], tmp_path / "plot.svg", tmp_path / "plot.png")
+    others = [
+        Picture(name, curves(part, Axis("x"), Axis("y"), look), f"{name}.")
+        for name, part in (("c", rows[:2]), ("d", rows[2:]))
+    ]
+    save_panels([picture, *others], tmp_path / "plot.svg", tmp_path / "plot.png")
     text = (tmp_path / "plot.svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
     assert "var(" not in text and "one &lt;series&gt;" in text
     dashed = re.findall(r'<path [^>]*stroke="(#\w+)"[^>]*stroke-dasharray="6,4"', text)
     assert {*dashed} == {COLOURS["untrained"][0]}
-    assert [one.text for one in root if one.tag.endswith("title")] == ["a & b.; c."]
+    assert [one.text for one in root if one.tag.endswith("title")] == ["a & b.; c.; d."]
+    assert float(root.attrib["width"]) < 1.5 * float(root.attrib["height"])  # two rows of two
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     # On a page they are the style sheet's.
-    assert "var(--hybrid)" in picture.still
+    assert "var(--hybrid)" in picture.still(470)
 
 
 @pytest.mark.parametrize(("ends", "drawn"), [((None, None), 0), ((None, 1.0), 1), ((0.5, 1.0), 1)])
@@ -174,6 +178,8 @@ def test_formats() -> None:
     assert [format_hours(value) for value in (0.01, 0.5, 1.99, 1.999, 1234.5)] == [
         "less than a minute", "30 min", "119 min", "2.0 h", "1,234.5 h",
     ]  # fmt: skip
-    assert [format_flops(value) for value in (12, 2e9, 999.9e9, 3.25e15, 1.5e18, 2e21)] == [
-        "12 FLOP", "2 GFLOP", "1 TFLOP", "3.25 PFLOP", "1.5 EFLOP", "2000 EFLOP",
+    flops = (12, 1500, 4e6, 2e9, 999.9e9, 3.25e15, 1.5e18, 2e21)
+    assert [format_flops(value) for value in flops] == [
+        "12 FLOP", "1.5 kFLOP", "4 MFLOP", "2 GFLOP", "1 TFLOP", "3.25 PFLOP", "1.5 EFLOP",
+        "2000 EFLOP",
     ]  # fmt: skip

@@ -79,7 +79,7 @@ def inputs(published: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
 def only_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages without the pictures and their script, which take most of a second to make."""
     monkeypatch.setattr(template, "library", lambda: "")
-    monkeypatch.setattr(Picture, "still", "")
+    monkeypatch.setattr(Picture, "still", lambda picture, width: "")
 
 
 def make(folder: Path, inputs: dict[str, Path], **section: Any) -> str:
@@ -141,7 +141,7 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     look = charts.styles(["</script><b>"])
     picture = Picture("one", charts.curves([row], axis, axis, look), "one.")
     assert "<" not in picture.json and json.loads(picture.json)
-    assert "<b>" not in picture.still and "<u>" not in picture.still
+    assert "<b>" not in picture.still(470) and "<u>" not in picture.still(470)
 
 
 def test_a_method_names_its_phases_as_it_likes(results: Results, tmp_path: Path) -> None:
@@ -371,7 +371,9 @@ def test_a_cache_as_large_as_its_budget_is_within_it(allowed: int, end: str) -> 
 def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[str, Path]) -> None:
     report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
     results = load_results(inputs)
-    rows = rows_of(charts.windows(results))
+    picture = charts.windows(results)
+    rows = rows_of(picture)
+    assert picture is not None and '"type":"log"' in picture.json
     assert [(row["series"], row["x"], round(row["y"], 1)) for row in rows] == [
         ("BOSCH", 64, 20.0), ("BOSCH", 128, 31.0), ("BOSCH", 256, 60.0),
         ("INTR", 64, 8.0), ("INTR", 128, 12.0), ("INTR", 256, 40.0),

@@ -176,7 +176,6 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
                     ranking(bars, axis, LOOK, reference=level, step=26),
                     ", ".join(f"{bar['label']} {bar['text']}" for bar in bars) + f"; {level[0]}.",
                     f"ρ = {ratio:g}",
-                    is_half=True,
                 )
 
 

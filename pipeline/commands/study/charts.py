@@ -38,7 +38,7 @@ def landscapes(
         line = alt.Chart(values(everything)).mark_line(color="var(--soft)", opacity=0.5)
         chart += line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
         heading = f"ρ = {ratio:g}, {len(nats):,} masks"
-        pictures.append(Picture(f"landscape-{ratio:g}", chart, f"{heading}.", heading, True))
+        pictures.append(Picture(f"landscape-{ratio:g}", chart, f"{heading}.", heading))
     return pictures
 
 
@@ -64,7 +64,7 @@ def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Pic
             chart = curves(rows, Axis("full passes (log)", log=True), y, look)
             name, heading = f"{quantity}-{ratio:g}", f"ρ = {ratio:g}"
             text = f"{y.title} at {heading}: " + "; ".join(row["tip"] for row in rows) + "."
-            pictures.append(Picture(name, chart, text, heading, True))
+            pictures.append(Picture(name, chart, text, heading))
     return pictures
 
 
@@ -89,7 +89,7 @@ def stability_curves(
     )  # fmt: skip
     return [
         Picture(name, curves(rows, x, y, styles(row["series"] for row in rows)),
-                f"{y.title} by {x.title}.", f"{y.title} by {x.title}", True)
+                f"{y.title} by {x.title}.", f"{y.title} by {x.title}")
         for name, rows, x, y in panels if rows
     ]  # fmt: skip
 
@@ -113,7 +113,7 @@ def jaccard_maps(
         chart = (cells + texts).properties(height=26 * len(methods))
         heading = f"ρ = {ratio:g}"
         text = f"Jaccard distances at {heading}, from {matrix.min():.2f} to {matrix.max():.2f}."
-        pictures.append(Picture(f"jaccard-{ratio:g}", chart, text, heading, True))
+        pictures.append(Picture(f"jaccard-{ratio:g}", chart, text, heading))
     return pictures
 
 

@@ -280,7 +280,7 @@ def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
     chart = ranking(bars, axis, LOOK, step=26)
     title = f"ρ = {ratio:g}, {kind}"
-    return Picture(f"headbench-{ratio:g}-{kind}", chart, f"{text}.", title, is_half=True)
+    return Picture(f"headbench-{ratio:g}-{kind}", chart, f"{text}.", title)
 
 
 def _text(model: StudiedModel, kappa: int) -> str:
