@@ -277,6 +277,8 @@ def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
     data = read(tmp_path, "optimality")["ratios"]["0.16"]
     optimum = data["optimum"]
     assert optimum["masks"] == len(optimum["scores"]) == 66
+    for one in ("score", "log_likelihood"):  # the best first
+        assert optimum[f"{one}s"][0] == optimum[one]
     objective = own_objective()
     best = objective.evaluate(HeadMask.from_key(optimum["best_by_log_likelihood"]))
     assert best.log_likelihood == pytest.approx(optimum["log_likelihood"], abs=1e-4)

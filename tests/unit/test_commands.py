@@ -438,12 +438,15 @@ def test_steps_are_in_the_log_and_on_the_first_ranks_terminal_when_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("BOSCH_SHOW_STEPS", raising=False)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    os.environ.pop("TRANSFORMERS_VERBOSITY", None)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     if shown:
         monkeypatch.setenv("BOSCH_SHOW_STEPS", "1")
     monkeypatch.setattr(logging, "raiseExceptions", True)
     log.configure("info", tmp_path / "stage.log", rank)
     assert not logging.raiseExceptions, "a full disk would print a traceback"
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     logging.getLogger("stages.train").info("step 7")
     logging.getLogger("stages.train").warning("no data")
     logging.getLogger("bosch.progress").info("train: 7/9 steps")

@@ -338,13 +338,18 @@ def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run
             r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2",
         ),
         ("gpt2", None, "models of type 'gpt2' are not supported"),
+        ("damaged", None, "layer_types must hold .* for each of 2 layers"),
     ],
 )
 def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run(
     model: str, original: str | None, sentence: str, folder: Path, tmp_path: Path
 ) -> None:
-    config = json.loads((folder / "model" / "config.json").read_text())
-    for name, own in (("wide", {"num_key_value_heads": 4}), ("gpt2", {"model_type": "gpt2"})):
+    for name, base, own in (
+        ("wide", "model", {"num_key_value_heads": 4}),
+        ("gpt2", "model", {"model_type": "gpt2"}),
+        ("damaged", "hybrid", {"layer_types": ["full_attention", "sideways"]}),
+    ):
+        config = json.loads((folder / base / "config.json").read_text())
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config | own))
     of = None if original is None else str(folder / original)

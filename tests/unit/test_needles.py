@@ -10,7 +10,11 @@ from tokenizers.normalizers import Prepend
 from transformers import AutoTokenizer
 
 from bosch.errors import RunError, UserError
-from data_prep.documents.calibration import CalibrationNeedles
+from data_prep.documents.calibration import (
+    CalibrationNeedles,
+    forced_records,
+    write_calibration,
+)
 from data_prep.tasks.needles import (
     draw_pair,
     forced_ids,
@@ -98,12 +102,27 @@ def test_seed_spaces_share_no_needle(task, tokenizer, words):
         assert {pair_owner(*pair) for pair in pairs} == {space}
 
 
-def test_a_sample_with_a_needle_or_the_prompt_of_the_calibration_set_is_refused():
-    sample = StoredSample("vt", 3, np.zeros(1), [], "", "", [("a", "1"), ("b", "2")], "digest")
-    CalibrationNeedles(frozenset({("a", "2")}), frozenset({"other"})).check(sample)
-    for pairs, prompts, said in (({("b", "2")}, (), "the needle"), ((), {"digest"}, "its whole")):
-        with pytest.raises(RunError, match=f"vt 3 shares {said}"):
-            CalibrationNeedles(frozenset(pairs), frozenset(prompts)).check(sample)
+def test_a_sample_with_a_needle_or_the_prompt_of_the_calibration_set_is_refused(
+    tokenizer, words, tmp_path
+):
+    tasks, length, seed = ["niah_single_2", "niah_single_3"], 512, 7
+    write_calibration(
+        tmp_path, tasks=tasks, examples=2, length=length, seed=seed, tokenizer=tokenizer,
+        essay_words=words,
+    )  # fmt: skip
+    calibration = CalibrationNeedles.load(tmp_path)
+
+    def check(needles, prompt):
+        digest = hashlib.sha256(prompt.encode()).hexdigest()
+        calibration.check(StoredSample("vt", 3, np.zeros(1), [], "", "", needles, digest))
+
+    for own, _ in forced_records(tasks, 2, length, "calibration", seed, tokenizer, words):
+        [(key, value)] = own.needles
+        check([("a", value), (key, "b")], own.prompt + " ")
+        with pytest.raises(RunError, match="vt 3 shares the needle"):
+            check([("a", "b"), (key, value)], "other")
+        with pytest.raises(RunError, match="vt 3 shares its whole"):
+            check([("a", "b")], own.prompt)
 
 
 def test_keys_of_a_sample_are_distinct(tokenizer, words):

@@ -509,7 +509,7 @@ def test_what_a_killed_writer_left_is_not_published(store: Store) -> None:
     [
         {"attempts": 5},
         {"attempts": [{}]},
-        {"attempts": [{"stortad": 1.0}]},
+        {"attempts": [5]},
         {"attempts": [{"started": "1"}]},
         {"attempts": [{"started": 1.0, "ended": None}]},
         {"attempts": [{"started": float("inf")}]},

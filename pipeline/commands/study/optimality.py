@@ -145,8 +145,10 @@ def _optimum(landscape: Landscape) -> dict[str, Any]:
         "random_score": float(scores.mean()),
         "random_log_likelihood": float(likelihoods.mean()),
         "worst_score": float(scores.min()),
-        "scores": np.sort(scores)[::-1].tolist(),
-        "log_likelihoods": np.sort(likelihoods)[::-1].tolist(),
+        **{
+            name: np.sort(values)[::-1].tolist()
+            for name, values in (("scores", scores), ("log_likelihoods", likelihoods))
+        },
     }
 
 
