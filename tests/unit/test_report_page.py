@@ -141,7 +141,9 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     look = charts.styles(["</script><b>"])
     picture = Picture("one", charts.curves([row], axis, axis, look), "one.")
     assert "<" not in picture.json and json.loads(picture.json)
-    assert "<b>" not in picture.still(470) and "<u>" not in picture.still(470)
+    still = picture.still(470)
+    assert "<b>" not in still and "<u>" not in still
+    assert "aria-label" not in still  # of each mark: the figure has one for all
 
 
 def test_a_method_names_its_phases_as_it_likes(results: Results, tmp_path: Path) -> None:

@@ -158,9 +158,10 @@ REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
         "evaluate.windows: 1,024 is not shorter than the model's positions = 1,024; sliding",
         ["evaluate.windows=[64,1023]"],
     ),
-    "no room for a prompt": (
-        ["evaluate.needle.max_new_tokens=512"], "max_new_tokens: 512 leaves no room",
-        ["evaluate.needle.max_new_tokens=511"],
+    "no room for a prompt": (  # in the task that answers most
+        ["evaluate.needle={tasks: [vt, fwe], lengths: [50]}"],
+        "max_new_tokens: 50 leaves no room",
+        ["evaluate.needle={tasks: [vt, fwe], lengths: [51]}"],
     ),
     "a length beyond the positions": (
         ["evaluate.needle.lengths=[1025]"],
