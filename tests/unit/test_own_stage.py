@@ -60,7 +60,8 @@ def test_it_may_read_all_stages_or_the_report_itself(
         return {}
 
     monkeypatch.setattr(own_stage, "with_page", with_page, raising=False)
-    monkeypatch.setattr(index, "write_index", lambda root: None)
+    indexed: list[Any] = []
+    monkeypatch.setattr(index, "write_index", indexed.append)
     table = [
         replace(one, function="tests.own_stage:with_page") if one.name == "report" else one
         for one in fake_table()
@@ -76,6 +77,7 @@ def test_it_may_read_all_stages_or_the_report_itself(
     assert set(summary["inputs"]) == read
     assert main(["run", str(case.file)], stages) == 0
     assert f"report: {case.output('report')}" in capsys.readouterr().out
+    assert indexed == [case.runs]
 
 
 def test_a_stage_that_needs_what_is_no_stage_is_refused() -> None:
