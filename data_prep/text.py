@@ -20,7 +20,7 @@ WINDOW = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
 
-def decode_utf8(data: bytes, where: str, offset: int = 0) -> str:
+def decode_utf8(data: bytes, where: str, offset: int) -> str:
     """`data` as text; `where` and `offset` (of the first byte) are for the error message."""
     try:
         return data.decode("utf-8").removeprefix("\ufeff")

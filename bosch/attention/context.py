@@ -36,7 +36,7 @@ class AttentionContext:
     right_padded: bool = False
     start: Tensor | None = None
     covered: int = 0
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _memo: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def kv_length(self) -> int:

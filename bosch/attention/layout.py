@@ -45,14 +45,14 @@ class HeadLayout:
     groups: tuple[HeadGroup, ...]
     # Fields, since every layer reads them in every pass: a cached_property would break the one
     # graph of a compiled search.
-    num_key_value_heads: int = field(init=False, compare=False, repr=False)
-    windows: tuple[Window, ...] = field(init=False, compare=False, repr=False)
-    sinks: int = field(init=False, compare=False, repr=False)
-    has_full: bool = field(init=False, compare=False, repr=False)
-    is_contiguous: bool = field(init=False, compare=False, repr=False)
-    _places: tuple[int, ...] = field(init=False, compare=False, repr=False)  # by their first head
+    num_key_value_heads: int = field(init=False)
+    windows: tuple[Window, ...] = field(init=False)
+    sinks: int = field(init=False)
+    has_full: bool = field(init=False)
+    is_contiguous: bool = field(init=False)
+    _places: tuple[int, ...] = field(init=False)  # by their first head
     _indices: dict[tuple[Window | str | None, int, torch.device], Tensor] = field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, compare=False
     )
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StaticGroupCache(GroupCache):
     """Of full heads [B, HG, N, D]; of a window [B, HG, S + R, D]: the sinks, then a ring.
 
@@ -32,8 +32,8 @@ class StaticGroupCache(GroupCache):
     leaves the window.
     """
 
-    ring: int = 0
-    sinks: int = 0
+    ring: int
+    sinks: int
 
 
 class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]

@@ -34,8 +34,8 @@ def gate_gradients(
     mask: HeadMask,
     layouts: Sequence[HeadLayout],
     *,
-    recompute: bool = True,
-    split: ContextParallel | None = None,
+    recompute: bool,
+    split: ContextParallel | None,
 ) -> Tensor:
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU as float64.
 

@@ -64,9 +64,9 @@ class IncrementalForward:
         windows: Windows,
         cache: ActivationCache,
         *,
-        answers_only: bool = True,
-        agree: Callable[[bool], bool] = bool,
-        split: ContextParallel | None = None,
+        answers_only: bool,
+        agree: Callable[[bool], bool],
+        split: ContextParallel | None,
     ) -> None:
         self.decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)

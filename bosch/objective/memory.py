@@ -40,8 +40,8 @@ class ActivationSizes:
     key_value: int
     feed_forward: int
     value_bytes: int
-    shards: int = 1
-    sharing: int = 1
+    shards: int
+    sharing: int
 
     @classmethod
     def of(
@@ -57,7 +57,7 @@ class ActivationSizes:
         """Hidden states of `tokens`, as far as this process holds them."""
         return self._own(tokens) * self.hidden * self.value_bytes
 
-    def layer_entry(self, tokens: int, windows: int = 1) -> int:
+    def layer_entry(self, tokens: int, windows: int) -> int:
         """A layer's input and its attention, full and of each of so many windows.
 
         It is all that reuse keeps of a layer.

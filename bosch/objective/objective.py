@@ -227,7 +227,7 @@ class Objective:
             if mean is not None:
                 self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
 
-    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+    def gradient_passes(self, share: int, shares: int) -> float:
         """What `gate_gradient` of that share will cost at most, in full-forward equivalents.
 
         It is the same on every machine: `gate_gradient` costs less where activations can be kept.

@@ -58,7 +58,7 @@ class Scorer(Protocol):
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Gradient of the log-likelihood by gate, over one of equal shares of the examples."""
 
-    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
+    def gradient_passes(self, share: int, shares: int) -> float:
         """What that gradient costs at most, in full-forward equivalents."""
 
 
@@ -91,7 +91,7 @@ class TracePoint:
     log_likelihood: float
     best_score: float | None
     mask: str
-    is_bound: bool = False
+    is_bound: bool
 
 
 def search_of(phase: str, subproblem: str) -> tuple[str, str]:

@@ -107,7 +107,7 @@ def _module_arguments(
     sizes: tuple[int, ...],
     index: int,
     window: int | None,
-    sliding_only: bool = False,
+    sliding_only: bool,
 ) -> dict[str, Any]:
     """Arguments of one of the modules with `sizes` KV heads into which an attention is split.
 

@@ -137,7 +137,7 @@ def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
 
 
 def read_documents(
-    folder: Path, shard: Shard, tokenizer: Any, special_tokens: bool = False
+    folder: Path, shard: Shard, tokenizer: Any, special_tokens: bool
 ) -> Iterator[str]:
     """Texts of the shard's documents, decoded from its token ids (`input_ids`).
 

@@ -103,7 +103,7 @@ def _drop_replaced(
             owner = nested_section(field.annotation)[0] if field is not None else None
 
 
-def find_faults(loaded: LoadedRecipe, *, input_files: bool = True) -> list[str]:
+def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[str]:
     """Everything wrong between the fields of a recipe, one message each.
 
     Without `input_files` nothing is said of data that is not there.

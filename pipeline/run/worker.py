@@ -78,7 +78,6 @@ def main() -> NoReturn:
         status = 128 + stop.number
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    logging.shutdown()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -152,7 +152,7 @@ These weights serve several sizes of the KV cache. What stands above is true of
 """
 
 
-def note_training(folder: Path, tokens: int, averaged: int = 1) -> None:
+def note_training(folder: Path, tokens: int, averaged: int) -> None:
     """Say in the card in `folder`, if there is one, how many tokens the model was trained on.
 
     `averaged`: checkpoints whose mean it is.

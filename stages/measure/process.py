@@ -248,7 +248,7 @@ def attention_kernels(work: Callable[[], None], device: torch.device) -> list[st
     return sorted(name for name in names if any(sign in name.lower() for sign in _SIGNS))
 
 
-def check_kernels(backend: str, kernels: list[str], own_logits: bool = False) -> None:
+def check_kernels(backend: str, kernels: list[str], own_logits: bool) -> None:
     """Raise RunError unless `kernels` are those of the attention `backend`.
 
     Logits that a family caps or adds to (`own_logits`) no fused kernel of sdpa computes.

@@ -206,7 +206,7 @@ class Price:
         counts = even_counts(len(self.kinds.full), heads, sliding)
         return [{None: full, window: heads - full} for full in counts]
 
-    def fewest_sliding(self, window: Window, most: int, granularity: int = 1) -> int | None:
+    def fewest_sliding(self, window: Window, most: int, granularity: int) -> int | None:
         """The smallest number of sliding heads, spread evenly, that hold at most `most` bytes.
 
         A multiple of `granularity`; None where not even all of them do.

@@ -59,11 +59,11 @@ def _peaks(
     batch = batch_of([CalibrationExample(ids, 4)], [0])
     apply_head_mask(model, mask, window)
     cache = ActivationCache(mask.num_layers, 0)
-    forward = IncrementalForward(model, window, cache, split=split)
+    forward = IncrementalForward(model, window, cache, answers_only=True, agree=bool, split=split)
     with torch.inference_mode(), PeakMemory() as plain:
         forward.answer_states(0, batch, mask)
     with PeakMemory() as gradient:
-        gate_gradients(model, batch, mask, forward.layouts, split=split)
+        gate_gradients(model, batch, mask, forward.layouts, recompute=True, split=split)
     return plain, gradient
 
 
