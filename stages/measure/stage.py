@@ -105,7 +105,10 @@ class Point(Record):
 
 
 class Efficiency(Summary):
-    """efficiency.json: the points of a measurement, and the hardware that it ran on."""
+    """efficiency.json: the points of a measurement, and the hardware that it ran on.
+
+    The shortest come first, the original's before the hybrid's.
+    """
 
     FILE = "efficiency.json"
 
@@ -122,8 +125,7 @@ class Efficiency(Summary):
     @property
     def hybrids(self) -> list[Point]:
         """The hybrid's points, the shortest first."""
-        points = [point for point in self.points if point.model == "hybrid"]
-        return sorted(points, key=lambda point: point.length)
+        return [point for point in self.points if point.model == "hybrid"]
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:

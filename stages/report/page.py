@@ -204,9 +204,7 @@ def speed_table(results: Results) -> Table | None:
     if results.efficiency is None:
         return None
     rows = []
-    for point in sorted(
-        results.efficiency.points, key=lambda one: (one.length, one.model != ORIGINAL)
-    ):
+    for point in results.efficiency.points:
         values = (point.prefill_tokens_per_second, point.decode_tokens_per_second)
         sizes = (point.memory_peak_bytes, point.kv_cache_bytes)
         name = [format_length(point.length), point.model]
