@@ -199,7 +199,7 @@ STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=27,
+    version=28,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     completed=EvaluateConfig.completed,
     needs=("prepare", "materialize", "train", "train_rival", "original"),

@@ -9,7 +9,7 @@ STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=23,
+    version=24,
     key="evaluate",
     after=("materialize",),
     model="weights",

@@ -36,7 +36,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=21,
+    version=22,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     completed=ReportConfig.completed,
     needs=None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import Field
 
 from bosch.search.methods import UnsearchedName
 from stages.fields import Section
 from stages.materialize.stage import STAGE as MATERIALIZE
+from stages.search.stage import attention_mends
 from stages.stage import LoadedRecipe, Stage
 from stages.train.stage import TrainConfig
 
@@ -34,6 +36,11 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
+def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
+    mends = attention_mends(loaded.recipe[RivalConfig].method, loaded.info)
+    return {"rival": mends} if mends else {}
+
+
 STAGE = Stage(
     "rival",
     "stages.rival.run:run",
@@ -46,6 +53,7 @@ STAGE = Stage(
     # The search's hybrid is trained first.
     after=("train",),
     model="weights",
+    choices=_mended,
     checks=_faults,
     cost="stages.materialize.cost:cost",
 )

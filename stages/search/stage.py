@@ -548,6 +548,26 @@ def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
         return {}
 
 
+def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
+    """What tells masks from those of a method as it was before a mend, where one changed them."""
+    search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].chosen_budget
+    mends = attention_mends(search.method, loaded.info)
+    if METHODS[search.method].kind == "profile" and budget.tokens and budget.context:
+        mends |= {"slots_at": budget.tokens}
+    if search.method == "learned_gates" and search.head_granularity > 1:
+        mends |= {"counts_gradient_of_units": True}
+    if search.method == "given" and len(search.menu) > 1:
+        mends |= {"keeps_given_mask": True}
+    return {"search": mends} if mends else {}
+
+
+def attention_mends(method: str, info: ModelInfo | None) -> dict[str, Any]:
+    """What a method that reads attention has read since version 17 of models with such logits."""
+    reads = {"softcap", "head_logits"} if METHODS[method].reads_attention else set()
+    found = sorted(reads & _needs_of_model(info).keys())
+    return {"reads": found} if found else {}
+
+
 STAGE = Stage(
     "search",
     "stages.search.run:run",
@@ -558,6 +578,7 @@ STAGE = Stage(
     needs=("prepare",),
     model="weights",
     distributed=True,
+    choices=_mended,
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -415,6 +415,12 @@ def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
         yield f"runtime.attention: {message}"
 
 
+def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Families some of whose norms decayed up to version 9."""
+    family = loaded.info.config.get("model_type") if loaded.info is not None else None
+    return {"train": {"norms_decay": False}} if family in ("hyperclovax", "nemotron_h") else {}
+
+
 STAGE = Stage(
     "train",
     "stages.train.run:run",
@@ -425,6 +431,7 @@ STAGE = Stage(
     # What is wrong with the evaluation shows before days are spent.
     after=("original",),
     distributed=True,
+    choices=_mended,
     checks=_faults,
     cost="stages.train.cost:cost",
     refusal="stages.train.fit:refuse_what_cannot_fit",

@@ -15,6 +15,7 @@ STAGE = Stage(
     needs=("prepare", "rival", "train"),
     configured_by=("train",),
     distributed=True,
+    choices=TRAIN.choices,
     cost="stages.train.cost:of_rival",
     timed=TRAIN.timed,
 )

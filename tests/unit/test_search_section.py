@@ -14,7 +14,9 @@ from bosch.window import Window
 from pipeline.recipe.load import load_recipe
 from stages.search.budget import Budget, Price, keep_fault, sliding_ratio
 from stages.search.live import mask_file
-from stages.search.stage import SearchConfig
+from stages.search.stage import STAGE, SearchConfig, attention_mends
+from stages.stage import ModelInfo
+from tests.hybrid_case import small_config
 from tests.pipeline_case import Case
 from tests.search_case import config_of
 
@@ -349,3 +351,29 @@ def test_of_a_model_without_full_attention_no_budget_is_discussed(
     fault = case.fault(*overrides)
     assert fault.startswith("model.path: the model has a sliding window of its own (9 tokens)")
     assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mended"),
+    [
+        (
+            ["search.method=learned_gates", "search.head_granularity=2"],
+            {"counts_gradient_of_units"},
+        ),
+        (["search.method=learned_gates"], set()),
+        (["search.method=dcam"], set()),
+        (["search.head_granularity=2"], set()),
+    ],
+)
+def test_only_results_that_a_mend_changed_have_another_key(
+    case: Case, overrides: list[str], mended: set[str]
+) -> None:
+    assert STAGE.choices is not None
+    choices = STAGE.choices(load_recipe(case.file, overrides))
+    assert choices.get("search", {}).keys() == mended
+
+
+def test_rankings_of_capped_scores_have_another_key(case: Case) -> None:
+    info = ModelInfo(small_config("gemma2").to_dict())
+    assert attention_mends("dcam", info) == {"reads": ["softcap"]}
+    assert attention_mends("bosch", info) == {} == attention_mends("dcam", None)
