@@ -220,10 +220,11 @@ _EXTRAS = {
     "stages": ("", "pipeline", "eval", "adapt", "gpu"),
     "docs": ("", "pipeline", "test", "docs"),
     "recipes": ("", "pipeline"),
-    "tests": ("", "pipeline", "eval", "adapt", "serve", "test", "flash", "mlx"),
+    "tests": ("", "pipeline", "eval", "adapt", "gpu", "serve", "test", "flash", "mlx"),
 }
-# Whose dependencies and ours do not agree: it has an environment of its own.
-_BESIDE = {"vllm"}
+# vllm's dependencies and ours do not agree; triton comes with torch's builds for a GPU. On a CPU
+# each has an environment of its own.
+_BESIDE = {"triton", "vllm"}
 # Of which only a maker of test data has need, by hand.
 _BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
 
