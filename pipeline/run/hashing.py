@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -80,14 +79,22 @@ class FileHasher:
         """
         if not self._new:
             return
-        with contextlib.suppress(OSError), hold_briefly(self._cache.with_suffix(".lock")):
+        try:
+            self._merge()
+        except IsADirectoryError:  # what is in its way is named
+            raise
+        except OSError:
+            logger.debug("hashes of input files cannot be kept", exc_info=True)
+        self._new = {}
+
+    def _merge(self) -> None:
+        with hold_briefly(self._cache.with_suffix(".lock")):
             merged = {**_read_cache(self._cache), **self._new}
             lines = {path: entry for path, entry in merged.items() if os.path.exists(path)}
             text = ",\n".join(
                 f"{json.dumps(path)}:{json.dumps(entry)}" for path, entry in lines.items()
             )
             write_text(self._cache, "{" + text + "}\n")
-        self._new = {}
 
 
 def _read_cache(path: Path) -> dict[str, list[Any]]:
