@@ -47,7 +47,7 @@ install_mlx() {
 install_liger() { # whose kernels Triton's interpreter runs on a CPU
     install "triton==$triton"
     install --no-deps "liger-kernel==$liger"
-    (cd "$root" && install -e . && install pytest hypothesis)
+    (cd "$root" && install -e ".[pipeline]" && install pytest hypothesis)
 }
 
 "install_$engine"
