@@ -83,8 +83,8 @@ class FileHasher:
             self._merge()
         except IsADirectoryError:  # what is in its way is named
             raise
-        except OSError:
-            logger.debug("hashes of input files cannot be kept", exc_info=True)
+        except OSError as error:
+            logger.info("hashes of input files cannot be kept, so they are made again: %s", error)
         self._new = {}
 
     def _merge(self) -> None:

@@ -562,7 +562,7 @@ def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def attention_mends(method: str, info: ModelInfo | None) -> dict[str, Any]:
-    """What a method that reads attention has read since version 17 of models with such logits."""
+    """Capped scores and extra logits of the model, which rankings and profiles once left out."""
     reads = {"softcap", "head_logits"} if METHODS[method].reads_attention else set()
     found = sorted(reads & _needs_of_model(info).keys())
     return {"reads": found} if found else {}

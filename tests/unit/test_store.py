@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
@@ -393,8 +394,9 @@ def test_hashes_that_cannot_be_kept_are_no_fault(tmp_path: Path) -> None:
     (tmp_path / "store").touch()
     os.utime(tmp_path / "store", (1, 1))
     hasher = FileHasher(tmp_path / "store" / "hashes.json")
-    hasher.sha256(tmp_path / "store")
+    digest = hasher.sha256(tmp_path / "store")
     hasher.save()
+    assert hasher.sha256(tmp_path / "store") == digest == hashlib.sha256(b"").hexdigest()
 
 
 def test_a_hash_is_not_kept_of_a_file_that_was_changed_as_it_was_read(

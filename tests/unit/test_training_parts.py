@@ -595,6 +595,8 @@ def test_liger_need_not_patch_a_vision_tower(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(patched, "__module__", "liger_kernel.transformers.swiglu")
     model = small_model("gemma3")
+    with pytest.raises(RunError, match=r"layers\.0\..* still runs"):
+        check_liger_runs(model)
     for module in model.get_decoder().modules():
         module.forward = patched
     check_liger_runs(model)
