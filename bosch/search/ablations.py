@@ -88,8 +88,8 @@ def _algorithm_one(
 def _layer_worth_most(evaluator: Evaluator, settings: SearchSettings, mask: HeadMask) -> int:
     """The sliding layer whose return to full gives the best score."""
 
-    def worth(layer: int) -> tuple[float, float]:
+    def rank(layer: int) -> tuple[float, float]:
         whole = mask.with_layer(layer, [True] * mask.num_key_value_heads)
         return settings.sort_key(*evaluator.evaluate(whole, "repair", f"layer {layer}").rank)
 
-    return max((i for i, heads in enumerate(mask.swa_kv_heads) if heads), key=worth)
+    return max((i for i, heads in enumerate(mask.swa_kv_heads) if heads), key=rank)

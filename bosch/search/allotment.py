@@ -1,4 +1,4 @@
-"""Which window each unit gets so that the whole is worth most within a budget of KV slots.
+"""The layout of greatest total value within a budget of KV slots.
 
 L layers, U units per layer, C choices: 0 is full, k the k-th window from the widest down.
 """
@@ -122,14 +122,14 @@ def _filled(
         if not allowed.any():
             return choices
         with np.errstate(invalid="ignore"):
-            worth = np.where(allowed, (values - own) / np.maximum(steps, 1e-9), -np.inf)
-        layer, unit, kind = np.unravel_index(int(worth.argmax()), worth.shape)
+            gains = np.where(allowed, (values - own) / np.maximum(steps, 1e-9), -np.inf)
+        layer, unit, kind = np.unravel_index(int(gains.argmax()), gains.shape)
         left -= float(steps[layer, unit, kind])
         choices[layer, unit] = kind
         own[layer, unit] = values[layer, unit, kind]
 
 
 def order_of(layouts: list[Choices], values: Values) -> Order:
-    """Units of each layer by the layouts that share an order, the rest by what full is worth."""
+    """Order of each layer's units by `layouts`, which share one; ties by the value of full."""
     given = np.sum(layouts, axis=0) if layouts else np.zeros(values.shape[:2])
     return np.lexsort((-values[..., 0] + values[..., -1], given), axis=1)

@@ -1,20 +1,20 @@
 """Search by gradients of the heads' gates, with a tenth of the published search's evaluations.
 
-The derivative of the answers' log-likelihood with respect to a unit's gate says what it is worth,
-at one mask, to have that unit full. Each gradient is taken over the next of 8 shares of the
-calibration examples. Nothing depends on the seed: the random numbers are always the same.
+A unit's value at a mask is the derivative of the answers' log-likelihood with respect to its gate:
+the gain of making it full. Each gradient is taken over the next of 8 shares of the calibration
+examples. Nothing depends on the seed: the random numbers are always the same.
 
-1. Gates. Where the budget pays for two starts, gates are learned by gradients at masks on budget
-   (`bosch.search.gates`): where heads depend on each other these tell more than gradients where
-   most heads are full. A large budget learns from more of them.
-2. Elimination. From every head full, the units of least worth slide in up to 8 steps, with a fresh
-   gradient before each: a unit whose substitutes are gone is worth more than it was. Where the
+1. Gates. Where the budget suffices for two starts, gates are learned by gradients at masks on
+   budget (`bosch.search.gates`). For heads that depend on each other these are more informative
+   than gradients at masks of mostly full heads. A larger budget takes more of them.
+2. Elimination. From every head full, the units of least value slide in up to 8 steps, with a fresh
+   gradient before each: a unit's value rises when its substitutes slide. Where the
    budget allows little else, exchanges follow before the mask is measured. After gates two more
-   masks are measured, if enough is left: whole layers of greatest worth, and the units of greatest
-   mean worth. Without gates it is the units of greatest worth with every head full and with every
+   masks are measured, if enough is left: whole layers of greatest value, and the units of greatest
+   mean value. Without gates it is the units of greatest value with every head full and with every
    head sliding, taken together.
-3. Two tracks. The search resumes from both starts. From a track's mask, full units of little worth
-   are exchanged for sliding ones of great worth, in steps that halve, with a fresh gradient before
+3. Two tracks. The search resumes from both starts. From a track's mask, full units of little value
+   are exchanged for sliding ones of great value, in steps that halve, with a fresh gradient before
    each; the mask at the end is measured.
 4. Moves of the better track, and of the other one when it has stalled. Single swaps from the best
    mask so far, the most promising first; or some units of it exchanged at random, or added beyond
@@ -38,8 +38,8 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import Evaluation
 from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator
-from bosch.search.gates import Bits, Gates, RunningWorth, Values, largest, scaled
-from bosch.search.gradient_search import Move, Worth, check_passes
+from bosch.search.gates import Bits, Gates, RunningMean, Values, largest, scaled
+from bosch.search.gradient_search import GradientMeans, Move, check_passes
 from bosch.search.settings import LEAST_PLUS_BUDGET, SearchSettings, plus_budget
 from bosch.search.solvers.swaps import swap
 
@@ -83,7 +83,7 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     anchors.check()
     search = _Search(evaluator, settings)
     _note_least_budget(evaluator, settings)
-    check_passes(1 + search.worth.cost, search.left, "one gradient and one mask")
+    check_passes(1 + search.gradients.cost, search.left, "one gradient and one mask")
     search.start()
     search.improve()
     mask = HeadMask(search.best.bits.reshape(evaluator.shape))
@@ -122,11 +122,11 @@ class _Search:
         self.num_units = self.shape[0] * self.shape[1]
         self.full_units = self.num_units - evaluator.budget
         self.budget = self.left = float(plus_budget(settings, self.shape[0]))
-        self.worth = Worth(evaluator, self._gradient)
+        self.gradients = GradientMeans(evaluator, self._gradient)
         self.tracks: list[_Track] = []
         self._rng = np.random.default_rng(0)
         self._tried: set[bytes] = set()
-        self._total_worth = np.zeros(self.num_units)
+        self._total_values = np.zeros(self.num_units)
 
     @property
     def best(self) -> _Track:
@@ -140,24 +140,24 @@ class _Search:
             self.full_units, self.num_units, self.left,
         )  # fmt: skip
         everything = np.ones(self.num_units, dtype=np.bool_)
-        at_full = self.worth.with_another(everything)
+        at_full = self.gradients.add(everything)
         self._start_gates()
         bits = self._eliminated(everything, self._for_elimination)
-        if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.worth.cost:
+        if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradients.cost:
             bits = self._exchanged(bits, max(1, self.full_units // 4))
         track = self._track(bits, "gradients", self._moves())
         if track is None:
             return
         if len(self.tracks) == 1:
-            if self.left >= 1 + self.worth.cost:
-                at_sliding = self.worth.with_another(~everything)
+            if self.left >= 1 + self.gradients.cost:
+                at_sliding = self.gradients.add(~everything)
                 self._measure(track, self._largest(scaled(at_full) + scaled(at_sliding)), "start")
             return
         of_layer = np.repeat(at_full.reshape(self.shape).sum(axis=1), self.shape[1])
         layers = np.zeros(self.num_units, dtype=np.bool_)
         layers[np.lexsort((-at_full, -of_layer))[: self.full_units]] = True
-        for name, mask in (("layers", layers), ("mean", self._largest(self._total_worth))):
-            if self.left >= 2 + _EXCHANGES * self.worth.cost:
+        for name, mask in (("layers", layers), ("mean", self._largest(self._total_values))):
+            if self.left >= 2 + _EXCHANGES * self.gradients.cost:
                 self._measure(track, mask, "start", name)
 
     def _moves(self) -> list[Move]:
@@ -176,18 +176,18 @@ class _Search:
 
         def learn(gradients: int) -> Bits:
             for _ in range(gradients):
-                gates.learn(self.worth.with_another(gates.drawn()))
+                gates.learn(self.gradients.add(gates.drawn()))
             return gates.mask()
 
         def go_on(track: _Track) -> Bits | None:
-            affordable = self.left >= 1 + _MORE_GATES * self.worth.cost
+            affordable = self.left >= 1 + _MORE_GATES * self.gradients.cost
             return learn(_MORE_GATES) if affordable else None
 
         self._track(learn(count), "gates", [*self._moves(), Move("gates", go_on)])
 
     def _gates_to_learn(self) -> int:
         """How many gradients learned gates get; none where one start has use for all of them."""
-        cost = self.worth.cost
+        cost = self.gradients.cost
         if self.full_units < _FEWEST_FULL:
             return 0
         if self.left < 2 * (1 + _STEPS * cost):
@@ -214,13 +214,13 @@ class _Search:
 
         A share of the budget; of a small budget all that first exchanges and one mask leave.
         """
-        rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.worth.cost
-        return max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.worth.cost))
+        rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.gradients.cost
+        return max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradients.cost))
 
     def improve(self) -> None:
         """Exchanges in each track, then moves until nothing is left to spend or to propose."""
         for track in sorted(self.tracks, key=lambda t: t.best.rank, reverse=True):
-            if self.left > 1 + 2 * self.worth.cost:
+            if self.left > 1 + 2 * self.gradients.cost:
                 bits = self._exchanged(track.bits, max(1, self.full_units // 4))
                 self._measure(track, bits, "swaps")
 
@@ -237,7 +237,7 @@ class _Search:
     def _move(self, track: _Track) -> None:
         """The move of a track that promises most of those it may make."""
         before = self.left
-        may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.worth.cost
+        may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.gradients.cost
         moves = [move for move in track.moves if may_kick or not move.last]
         move = max(moves, key=lambda m: m.promise)
         bits = move.propose(track)
@@ -255,27 +255,27 @@ class _Search:
 
     def _can_swap(self, track: _Track) -> bool:
         """Whether one more mask can be paid, and the gradient that proposes it."""
-        is_known = self.worth.known(track.bits) is not None
-        return self.left >= 1 + (0.0 if is_known else self.worth.cost)
+        is_known = self.gradients.known(track.bits) is not None
+        return self.left >= 1 + (0.0 if is_known else self.gradients.cost)
 
     def _mask(self, bits: Bits) -> HeadMask:
         return HeadMask(bits.reshape(self.shape))
 
     def _gradient(self, bits: Bits, share: int) -> Values:
-        """A gradient at a mask: what each unit is worth there."""
+        """A gradient at a mask: the value of each unit there."""
         result = self.evaluator.gate_gradient(self._mask(bits), share, SHARES)
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
         logger.info(
             "bosch_plus: gradient %d at %d full units, %.1f passes left",
-            self.worth.taken + 1, bits.sum(), max(0.0, self.left),
+            self.gradients.taken + 1, bits.sum(), max(0.0, self.left),
         )  # fmt: skip
         values = np.array(result.values, dtype=np.float64).reshape(-1)
-        self._total_worth += values
+        self._total_values += values
         return values
 
-    def _largest(self, worth: Values) -> Bits:
-        """The mask that keeps the units of greatest worth full."""
-        return largest(worth, self.full_units)
+    def _largest(self, values: Values) -> Bits:
+        """The mask that keeps the units of greatest value full."""
+        return largest(values, self.full_units)
 
     def _measure(
         self, track: _Track, bits: Bits, phase: str, subproblem: str = "gradients"
@@ -306,65 +306,65 @@ class _Search:
             )  # fmt: skip
 
     def _eliminated(self, bits: Bits, passes: float) -> Bits:
-        """Slide the units of least worth down to the budget, with fresh gradients before each step.
+        """Slide the units of least value down to the budget, with fresh gradients before each step.
 
         Each step leaves the same share of the units that are full. Where `passes` allow it,
         gradients over several shares of the examples are averaged.
         """
         surplus = int(bits.sum()) - self.full_units
         steps, shares = min(_STEPS, math.ceil(math.sqrt(surplus))), 1
-        if self.worth.cost > 0:
-            steps = min(steps, max(1, int(passes / self.worth.cost)))
-            shares = min(SHARES, max(1, int(0.6 * passes / self.worth.cost / max(1, steps))))
+        if self.gradients.cost > 0:
+            steps = min(steps, max(1, int(passes / self.gradients.cost)))
+            shares = min(SHARES, max(1, int(0.6 * passes / self.gradients.cost / max(1, steps))))
         start = int(bits.sum())
-        running = RunningWorth(self.num_units)
+        running = RunningMean(self.num_units)
         for step in range(1, steps + 1):
-            worth = running.add(self.worth.at(bits, shares))
+            values = running.add(self.gradients.at(bits, shares))
             rest = self.full_units
             if step < steps and rest > 0:
                 rest = round(start * (rest / start) ** (step / steps))
             full = np.flatnonzero(bits)
-            order = full[np.lexsort((self._rng.permutation(len(full)), worth[full]))]
+            order = full[np.lexsort((self._rng.permutation(len(full)), values[full]))]
             bits = bits.copy()
             bits[order[: len(full) - rest]] = False
         return bits
 
     def _exchanged(self, bits: Bits, most: int) -> Bits:
         """Exchange up to `most` pairs, then half as many, as long as gradients promise a gain."""
-        while most >= 1 and self.left >= 1 + self.worth.cost:
-            worth = self.worth.at(bits)
-            gains, losses = self._ordered(bits, worth)
+        while most >= 1 and self.left >= 1 + self.gradients.cost:
+            values = self.gradients.at(bits)
+            gains, losses = self._ordered(bits, values)
             # Units that can stand in for each other all promise the same gain: take some of them.
             pool = gains[: 2 * most]
-            pool = pool[worth[pool] > (worth[losses[0]] if len(losses) else 0.0)]
+            pool = pool[values[pool] > (values[losses[0]] if len(losses) else 0.0)]
             chosen = np.sort(self._rng.permutation(len(pool))[:most])
             gains, losses = pool[chosen], losses[: len(chosen)]
             gains = gains[: len(losses)]
-            better = worth[gains] > worth[losses]
+            better = values[gains] > values[losses]
             if not better.any():
                 break
             bits = _exchange(bits, losses[better], gains[better])
             most //= 2
         return bits
 
-    def _ordered(self, bits: Bits, worth: Values) -> tuple[Units, Units]:
-        """Sliding units of greatest worth first, full units of least worth first."""
+    def _ordered(self, bits: Bits, values: Values) -> tuple[Units, Units]:
+        """Sliding units of greatest value first, full units of least value first."""
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
         return (
-            gains[np.argsort(-worth[gains], kind="stable")],
-            losses[np.lexsort((self._rng.permutation(len(losses)), worth[losses]))],
+            gains[np.argsort(-values[gains], kind="stable")],
+            losses[np.lexsort((self._rng.permutation(len(losses)), values[losses]))],
         )
 
     def _swap(self, track: _Track) -> Bits | None:
         """The most promising swap of two units of the best mask, among those not tried."""
         bits = track.bits
-        worth = self.worth.at(bits)
+        values = self.gradients.at(bits)
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
         if not len(gains) or not len(losses):
             return None
-        penalty = _FAILURE * float(np.abs(worth[losses]).mean())
-        expected = (worth - penalty * track.failed_swaps)[gains][:, None]
-        expected = expected - (worth + penalty * track.failed_swaps)[losses]
+        penalty = _FAILURE * float(np.abs(values[losses]).mean())
+        expected = (values - penalty * track.failed_swaps)[gains][:, None]
+        expected = expected - (values + penalty * track.failed_swaps)[losses]
         order = np.argsort(-expected, axis=None, kind="stable")
         for index in order:
             gain, loss = divmod(int(index), len(losses))
@@ -393,7 +393,7 @@ class _Search:
         count = math.ceil(len(sliding) * self._rng.choice([0.125, 0.25, 0.5]))
         bits = track.bits.copy()
         bits[self._rng.choice(sliding, count, replace=False)] = True
-        return self._eliminated(bits, min(4 * self.worth.cost, self.left - 1))
+        return self._eliminated(bits, min(4 * self.gradients.cost, self.left - 1))
 
 
 def _exchange(bits: Bits, losses: Units, gains: Units) -> Bits:

@@ -214,7 +214,7 @@ class Evaluator:
         return replace(gradient, values=by_unit.sum(axis=2).tolist())
 
     def window_values(self, mask: HeadMask, share: int, shares: int) -> Values:
-        """What each choice of a unit is worth beside its narrowest window, [L, U, 1 + windows].
+        """Value of each choice of a unit relative to its narrowest window, [L, U, 1 + windows].
 
         From one gradient at a mask of units; otherwise as `gate_gradient`.
         """

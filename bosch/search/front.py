@@ -1,19 +1,20 @@
 """The front: masks of several windows for a row of budgets, from one search by gradients.
 
-A budget is a number of KV slots, heads x cached tokens at a context. One backward pass says of each
-unit what full attention and each window of the menu would be worth to the answers' log-likelihood;
-`bosch.search.allotment` turns this into the layout of a budget. To first order only: each step is
-small, and the next one has fresh gradients, of another share of the calibration examples.
+A budget is a number of KV slots, heads x cached tokens at a context. One backward pass gives, to
+first order, the change of the answers' log-likelihood by full attention and by each window of the
+menu for each unit: the values of its choices. `bosch.search.allotment` turns them into the layout
+of a budget. Steps are small, each with gradients over another share of the calibration examples.
 
 1. Descent. From every unit full the slots fall by a constant factor, with a gradient at each level.
    Units become of the narrowest window, in one order for each layer, so that the layouts of all
    budgets are nested.
 2. Gates. Where the passes allow it, values are also learned by gradients at drawn layouts, as
    `bosch.search.gates` does for two kinds of heads: one order of units for all budgets.
-3. Both are measured at one budget in the middle; the other budgets get layouts of what wins there.
-   At the first whose answers are not all right wider windows, and all mixed by the same values, are
-   measured as well where a gradient promises more of them. The larger ones follow the winner; above
-   a layout that falls short and beats no scarcer one they grow from it, by its own gradient too.
+3. Both are measured at one budget in the middle, and the better one gives the layouts of all
+   budgets. At the first budget that scores less than the original, layouts with wider windows and
+   with a mixture of windows are measured too, where a gradient predicts a gain; larger budgets use
+   the winner. A budget above one that scores less than the original, and no more than the next
+   smaller budget, grows from that layout by a gradient taken there.
 4. Moves for one budget at a time: exchanges of windows that gradients propose, many units or two;
    some exchanged at random, then by gradients; the neighbour's layout, grown or shrunk. The kind of
    move that succeeded more often for its cost is tried more often. What wins at one budget is
@@ -38,7 +39,7 @@ from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.front_moves import Moves
 from bosch.search.front_state import Point
-from bosch.search.gates import NOISE, STEP, RunningWorth, largest, scaled
+from bosch.search.gates import NOISE, STEP, RunningMean, largest, scaled
 from bosch.search.gradient_search import check_passes
 from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
@@ -87,14 +88,14 @@ class FrontSearch(Moves):
         """
         if not self.budgets:
             return
-        check_passes(self.worth.cost, self.free, "one gradient")
-        each = max(self.worth.cost, 1e-9)
+        check_passes(self.gradients.cost, self.free, "one gradient")
+        each = max(self.gradients.cost, 1e-9)
         gradients = int(_START_SHARE * self.free / each)
         for_gates = self.gates_to_learn(gradients)
         if for_gates:
             gradients = min(gradients - for_gates, int(_DESCENT_SHARE * self.free / each))
-        worth, chain = self._descent(gradients)
-        orders = [order_of([one], values) for one, values in zip(chain, worth, strict=True)]
+        values, chain = self._descent(gradients)
+        orders = [order_of([layout], value) for layout, value in zip(chain, values, strict=True)]
         gates = self._learned(for_gates)
         first, narrowest = len(self.budgets) // 2, self.kinds - 1
         self.unmeasured.discard(first)
@@ -102,24 +103,24 @@ class FrontSearch(Moves):
         if gates is not None:
             learned = [gates] * len(self.budgets)
             if self._wins(first, self._layout(narrowest, gates, first), "gates"):
-                worth, learned = learned, worth
+                values, learned = learned, values
                 orders = [order_of([], gates)] * len(self.budgets)
             self.other_start = lambda number: self._layout(narrowest, learned[number], number)
         kind = narrowest
-        local: Values | None = None  # what choices are worth at the layout below
+        local: Values | None = None  # values at the layout of the next smaller budget
         for number in [*range(first, -1, -1), *range(first + 1, len(self.budgets))]:
-            if number > first and self._is_stuck(number - 1) and self.free >= self.worth.cost:
-                local = self.worth.at(self.points[number - 1].choices)
+            if number > first and self._is_stuck(number - 1) and self.free >= self.gradients.cost:
+                local = self.gradients.at(self.points[number - 1].choices)
             if number != first:
-                self.unmeasured.discard(number)  # what was kept for it is now free
+                self.unmeasured.discard(number)  # frees the passes reserved for it
                 if local is None:
-                    choices = self._layout(kind, worth[number], number, orders[number])
+                    choices = self._layout(kind, values[number], number, orders[number])
                 else:
-                    both = scaled(local) + scaled(worth[number])
+                    both = scaled(local) + scaled(values[number])
                     choices = self._wider(number, both)
                 self._add(number, choices if self._affordable(choices) else chain[number], "start")
             if self._is_short(number) and not self.kinds_tried:
-                kind = self._best_kind(number, worth[number], orders[number])
+                kind = self._best_kind(number, values[number], orders[number])
 
     def _is_stuck(self, number: int) -> bool:
         """Whether a budget's mask falls short and scores no more than the next scarcer one's."""
@@ -130,23 +131,23 @@ class FrontSearch(Moves):
         """Whether a budget's mask scores less than the original."""
         return self.points[number].evaluation.score < self.full.score - 1e-9
 
-    def _best_kind(self, number: int, worth: Values, order: Choices) -> int:
+    def _best_kind(self, number: int, values: Values, order: Choices) -> int:
         """The window beside full units that wins at a budget, `_MIXED` where a mixture does.
 
-        Measured is what a gradient at the best layout so far promises more of, the best first. One
-        at a layout that answers nothing says nothing: there those of the start have their say.
+        Kinds are measured in the order of the gain that a gradient at the best layout so far
+        predicts. At a layout that answers nothing the gradient is no guide: `values` serve instead.
         """
         self.kinds_tried = True
         best = self.kinds - 1
         layouts = {
-            kind: self._layout(kind, worth, number, order) for kind in range(_MIXED, best)
+            kind: self._layout(kind, values, number, order) for kind in range(_MIXED, best)
         } if best > 1 else {}  # fmt: skip
         while layouts and self._is_short(number):
             point = self.points[number]
             if not self._pays(point.choices):
                 break
             is_blind = point.evaluation.score <= self._end(self.nothing).score
-            local = worth if is_blind else self.worth.at(point.choices)
+            local = values if is_blind else self.gradients.at(point.choices)
             promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
             kind = max(promised, key=lambda one: promised[one])
             if promised[kind] <= _sum_of(local, point.choices):
@@ -155,15 +156,17 @@ class FrontSearch(Moves):
                 best = kind
         return best
 
-    def _layout(self, kind: int, worth: Values, number: int, order: Order | None = None) -> Choices:
-        """The layout of a budget of one kind, by what choices are worth."""
+    def _layout(
+        self, kind: int, values: Values, number: int, order: Order | None = None
+    ) -> Choices:
+        """The layout of a budget with one window, or with a mixture, of greatest value."""
         budget = self.budgets[number]
         if kind == _MIXED:
-            return allotted(worth, self.costs, budget, order=order)
-        return self._of_window(kind, worth, budget, order)
+            return allotted(values, self.costs, budget, order=order)
+        return self._of_window(kind, values, budget, order)
 
     def _descent(self, affordable: int) -> tuple[list[Values], list[Choices]]:
-        """For each budget what choices are worth, and nested layouts of the narrowest window."""
+        """Values of choices for each budget, and nested layouts of the narrowest window."""
         affordable = max(1, affordable)
         count = min(_LEVELS, max(len(self.budgets), affordable))
         lowest = self.budgets[0]
@@ -172,35 +175,38 @@ class FrontSearch(Moves):
         shares = max(1, min(SHARES, affordable // max(1, len(levels))))
         every = max(1, math.ceil(len(levels) / affordable))
         choices, chain = self.everything, [self.everything]
-        of_budgets: list[tuple[Values, Choices]] = []
-        running = RunningWorth(choices.size * self.kinds)
-        worth: Values = np.zeros((*self.shape, self.kinds))
+        starts: list[tuple[Values, Choices]] = []
+        running = RunningMean(choices.size * self.kinds)
+        values: Values = np.zeros((*self.shape, self.kinds))
         for number, level in enumerate(levels):
             if number % every == 0:
-                fresh = self.worth.at(choices, shares)
-                worth = running.add(fresh.reshape(-1)).reshape(fresh.shape)
-            order = order_of(chain, worth)
-            choices = self._of_window(self.kinds - 1, worth, level, order, choices)
+                fresh = self.gradients.at(choices, shares)
+                values = running.add(fresh.reshape(-1)).reshape(fresh.shape)
+            order = order_of(chain, values)
+            choices = self._of_window(self.kinds - 1, values, level, order, choices)
             chain.append(choices)
             if level in self.budgets:
-                of_budgets.append((worth.copy(), choices))
-        of_budgets.reverse()
-        return [values for values, _ in of_budgets], [one for _, one in of_budgets]
+                starts.append((values.copy(), choices))
+        starts.reverse()
+        return [values for values, _ in starts], [layout for _, layout in starts]
 
     def _of_window(
         self,
         kind: int,
-        worth: Values,
+        values: Values,
         budget: int,
         order: Order | None = None,
         widest: Choices | None = None,
     ) -> Choices:
-        """The layout of a budget whose units have one window or are full, as those of `widest`."""
-        while worth[..., 0].size * self.costs[kind] > budget:
+        """The layout of a budget with one window beside full units, a subset of those of `widest`.
+
+        Where the budget is too small for the window, a narrower one is taken.
+        """
+        while values[..., 0].size * self.costs[kind] > budget:
             kind += 1
         kinds = np.array([0, kind])
         bound = None if widest is None else (widest > 0).astype(np.int64)
-        values, costs = worth[..., kinds], self.costs[kinds]
+        values, costs = values[..., kinds], self.costs[kinds]
         return kinds[allotted(values, costs, budget, order=order, widest=bound)]
 
     @property
@@ -219,7 +225,7 @@ class FrontSearch(Moves):
         return count
 
     def _learned(self, gradients: int) -> Values | None:
-        """What choices are worth, learned at layouts drawn by it as `bosch.search.gates` does.
+        """Values of choices, learned at layouts drawn by them as in `bosch.search.gates`.
 
         Numbers of full units and windows of the others take turns, the narrowest window first: all
         budgets and windows share one order of units.
@@ -233,7 +239,7 @@ class FrontSearch(Moves):
             kind = self.kinds - 1 - turn % (self.kinds - 1)
             advantage = gates[..., 0] - gates[..., kind] + NOISE * self._rng.gumbel(size=self.shape)
             choices = np.where(largest(advantage.reshape(-1), counts[number]), 0, kind)
-            gates = gates + STEP * scaled(self.worth.with_another(choices.reshape(self.shape)))
+            gates = gates + STEP * scaled(self.gradients.add(choices.reshape(self.shape)))
         return gates
 
     def _add(self, number: int, choices: Choices, name: str) -> None:
@@ -280,12 +286,12 @@ class FrontSearch(Moves):
                 known.append((evaluation.rank, choices))
         best = max(known, key=lambda one: one[0], default=None)
         if best is None or best[0] < point.evaluation.rank:
-            worth = self.worth.known(point.choices)
+            values = self.gradients.known(point.choices)
             own = np.arange(self.kinds) == point.choices[..., None]
-            worth = np.zeros(own.shape) if worth is None else worth
-            worth = worth + own * (float(np.abs(worth).mean()) or 1.0)
-            order = order_of(chain, worth)
-            choices = allotted(worth, self.costs, point.budget, order=order)
+            values = np.zeros(own.shape) if values is None else values
+            values = values + own * (float(np.abs(values).mean()) or 1.0)
+            order = order_of(chain, values)
+            choices = allotted(values, self.costs, point.budget, order=order)
             if self._affordable(choices):
                 measured = self._evaluate(choices, "swaps", "nested", is_enough)
                 if measured is not None and (best is None or measured.rank > best[0]):
@@ -342,6 +348,6 @@ class FrontSearch(Moves):
         )
 
 
-def _sum_of(worth: Values, choices: Choices) -> float:
-    """What a layout is worth to first order."""
-    return float(np.take_along_axis(worth, choices[..., None], axis=2).sum())
+def _sum_of(values: Values, choices: Choices) -> float:
+    """The value of a layout, to first order."""
+    return float(np.take_along_axis(values, choices[..., None], axis=2).sum())

@@ -88,15 +88,15 @@ class Moves(State):
     def _exchanged(self, choices: Choices, budget: int, most: int) -> Choices:
         """Change up to 2 x `most` units as gradients propose, then half as many, and so on."""
         while most >= 1 and self._pays(choices):
-            changed = self._stepped(choices, self.worth.at(choices), budget, 2 * most)
+            changed = self._stepped(choices, self.gradients.at(choices), budget, 2 * most)
             if (changed == choices).all():
                 break
             choices = changed
             most //= 2
         return choices
 
-    def _stepped(self, choices: Choices, worth: Values, budget: int, most: int) -> Choices:
-        """The layout of a budget by `worth`, of which about `most` units are not as they were.
+    def _stepped(self, choices: Choices, values: Values, budget: int, most: int) -> Choices:
+        """The layout of a budget by `values`, of which about `most` units are not as they were.
 
         Each unit's own choice gets a bonus, as large as keeps the others. Units that can stand in
         for each other all promise the same: half of those that could grow stay as they are.
@@ -106,9 +106,9 @@ class Moves(State):
         own = np.arange(self.kinds) == choices[..., None]
 
         def with_bonus(bonus: float) -> Choices:
-            return allotted(worth + bonus * own, self.costs, budget, widest=widest)
+            return allotted(values + bonus * own, self.costs, budget, widest=widest)
 
-        low, high = 0.0, 2.0 * float(np.abs(worth).max())
+        low, high = 0.0, 2.0 * float(np.abs(values).max())
         best = with_bonus(low)
         if (best != choices).sum() <= most:
             return best
@@ -129,10 +129,10 @@ class Moves(State):
     def _swap(self, number: int) -> Choices | None:
         """The most promising change of two units, one wider and one narrower, not yet tried."""
         point = self.points[number]
-        choices, worth = point.choices, self.worth.at(point.choices)
-        own = np.take_along_axis(worth, choices[..., None], axis=2)
-        penalty = _FAILURE * float(np.abs(worth[..., 0]).mean()) * point.failed
-        gains = (worth - own - penalty[..., None]).reshape(-1)
+        choices, values = point.choices, self.gradients.at(point.choices)
+        own = np.take_along_axis(values, choices[..., None], axis=2)
+        penalty = _FAILURE * float(np.abs(values[..., 0]).mean()) * point.failed
+        gains = (values - own - penalty[..., None]).reshape(-1)
         steps = (self.costs - self.costs[choices][..., None]).reshape(-1)
         room = point.budget - slots_of(choices, self.costs)
         wider, narrower = (
@@ -177,22 +177,22 @@ class Moves(State):
 
     def _grown(self, number: int) -> Choices:
         """The layout of the next scarcer budget, wider by its gradients, in one order with it."""
-        return self._wider(number, self.worth.at(self.points[number - 1].choices))
+        return self._wider(number, self.gradients.at(self.points[number - 1].choices))
 
-    def _wider(self, number: int, worth: Values) -> Choices:
-        """The layout of the next scarcer budget, wider by `worth`, in one order with it."""
+    def _wider(self, number: int, values: Values) -> Choices:
+        """The layout of the next scarcer budget, wider by `values`, in one order with it."""
         below = self.points[number - 1].choices
-        order = order_of(self._chain(below, range(number - 1)), worth)
-        return allotted(worth, self.costs, self.budgets[number], order=order, narrowest=below)
+        order = order_of(self._chain(below, range(number - 1)), values)
+        return allotted(values, self.costs, self.budgets[number], order=order, narrowest=below)
 
     def _shrunk_move(self, number: int) -> Choices | None:
         """The layout of the next larger budget, narrower by its gradients, in one order with it."""
         if number + 1 == len(self.points):
             return None
         above = self.points[number + 1].choices
-        worth = self.worth.at(above)
-        order = order_of(self._chain(above, range(number + 2, len(self.points))), worth)
-        return allotted(worth, self.costs, self.budgets[number], order=order, widest=above)
+        values = self.gradients.at(above)
+        order = order_of(self._chain(above, range(number + 2, len(self.points))), values)
+        return allotted(values, self.costs, self.budgets[number], order=order, widest=above)
 
     def _chain(self, choices: Choices, others: Iterable[int]) -> list[Choices]:
         """A layout and those of other points that have one order with it and each other."""

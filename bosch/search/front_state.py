@@ -1,4 +1,4 @@
-"""State of a search of a front: its budgets, what choices are worth, and what was measured."""
+"""State of a search of a front: its budgets, values of choices, and measured layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import CanWin, Evaluation
 from bosch.search.allotment import Choices, Values, slots_of, spaced_slots
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
-from bosch.search.gradient_search import Worth
+from bosch.search.gradient_search import GradientMeans
 from bosch.search.settings import SearchSettings, front_budget
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class State:
             int(slots_of(choices, self.costs)) for choices in (self.nothing, self.everything)
         )
         self.left = self.all_passes = float(front_budget(settings, self.shape[0]))
-        self.worth = Worth(evaluator, self._gradient)
+        self.gradients = GradientMeans(evaluator, self._gradient)
         self.held_out_cost = evaluator.held_out_passes
         self.for_nesting = 0.0
         self.evaluations = 0
@@ -96,7 +96,7 @@ class State:
             inside.append(self.chosen)
         inside = sorted({*inside})
         costs = [self._cost_of_first(one) for one in inside]
-        rest = self.left - self._for_ends - 2 * self.worth.cost
+        rest = self.left - self._for_ends - 2 * self.gradients.cost
         affordable = max(1, int(rest / max([1e-9, *costs])))
         if sum(costs) > rest and len(inside) > affordable:
             self.evaluator.note(
@@ -175,7 +175,7 @@ class State:
 
     def _pays(self, choices: Choices) -> bool:
         """Whether one more mask can be paid, and the gradient at a layout that proposes it."""
-        gradient = self.worth.cost if self.worth.known(choices) is None else 0.0
+        gradient = self.gradients.cost if self.gradients.known(choices) is None else 0.0
         return self.free - gradient >= (1 + self.held_out_cost) * self._cost(choices)
 
     @property

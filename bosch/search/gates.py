@@ -56,20 +56,20 @@ def scaled(gradient: Values) -> Values:
     return gradient / greatest if greatest > 0 else gradient
 
 
-class RunningWorth:
-    """Running mean of each unit's worth, which starts again where a gradient disagrees with it.
+class RunningMean:
+    """Running mean of each unit's value, which starts again where a gradient disagrees with it.
 
     A gradient of one share of the examples is noisy, so that a mean over shares is better. But a
-    unit whose substitutes slid is worth more than before.
+    unit becomes more valuable when its substitutes slide.
     """
 
     def __init__(self, units: int) -> None:
         self._mean = np.zeros(units)
         self._count = np.zeros(units)
 
-    def add(self, worth: Values) -> Values:
-        larger = np.maximum(np.abs(worth), np.abs(self._mean))
-        agree = np.abs(worth - self._mean) <= _AGREEMENT * larger
+    def add(self, values: Values) -> Values:
+        larger = np.maximum(np.abs(values), np.abs(self._mean))
+        agree = np.abs(values - self._mean) <= _AGREEMENT * larger
         self._count = np.where(agree, self._count, 0) + 1
-        self._mean = np.where(agree, self._mean + (worth - self._mean) / self._count, worth)
+        self._mean = np.where(agree, self._mean + (values - self._mean) / self._count, values)
         return self._mean

@@ -1,4 +1,4 @@
-"""What searches by gradients share: what choices are worth at a layout, and which move to try."""
+"""Shared by the searches that use gradients: mean gradients by layout, and moves to try."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Layout = npt.NDArray[Any]
 
 @dataclass
 class Move:
-    """One way to a new layout, how often it won, and the passes that it took.
+    """A rule that proposes layouts, how many of them won, and the passes they cost.
 
-    One that is `last` waits until the others no longer win.
+    A `last` move is tried only when the others no longer win.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Move:
 
 
 def check_passes(needed: float, left: float, what: str) -> None:
-    """Raise UserError where a search that has `left` passes cannot pay for those it needs."""
+    """Raise UserError where a search needs more passes than it has `left`."""
     if left < needed:
         raise UserError(
             f"search.budget_per_layer: {what} costs {needed:.1f} passes over the calibration set, "
@@ -43,12 +43,11 @@ def check_passes(needed: float, left: float, what: str) -> None:
         )
 
 
-class Worth:
-    """What choices are worth at layouts: at each the mean of the gradients that were taken there.
+class GradientMeans:
+    """The mean of the gradients taken at each layout: the estimated value of every choice there.
 
-    `take` of a layout and a share of the examples pays for a gradient and gives its values. `cost`
-    is that of the dearest share, so that no gradient costs more than was left for it; `taken`
-    counts them.
+    `take(layout, share)` computes the gradient over one share of the examples. `cost` is that of
+    the most expensive share, in passes: no gradient costs more. `taken` counts the gradients.
     """
 
     def __init__(self, evaluator: Evaluator, take: Callable[[Any, int], Values]) -> None:
@@ -58,19 +57,19 @@ class Worth:
         self._means: dict[bytes, tuple[Values, int]] = {}
 
     def known(self, layout: Layout) -> Values | None:
-        """What is known without another gradient."""
+        """The mean at a layout; None where no gradient was taken."""
         known = self._means.get(layout.tobytes())
         return None if known is None else known[0]
 
     def at(self, layout: Layout, gradients: int = 1) -> Values:
-        """The mean of at least `gradients` gradients, those taken there before included."""
+        """The mean of at least `gradients` gradients; takes those that are missing."""
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))
         for _ in range(gradients - count):
-            mean = self.with_another(layout)
+            mean = self.add(layout)
         return mean
 
-    def with_another(self, layout: Layout) -> Values:
-        """The mean with one more gradient, over the next share of the examples."""
+    def add(self, layout: Layout) -> Values:
+        """Take one more gradient, over the next share of the examples, and return the new mean."""
         values = self._take(layout, self.taken % SHARES)
         self.taken += 1
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))

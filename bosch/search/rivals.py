@@ -100,17 +100,17 @@ def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) 
 
 
 def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """One gradient at the original model profiles all units: those worth least become sliding.
+    """One gradient at the original model profiles all units: those of least value become sliding.
 
-    What a unit's full attention is worth to the answers' log-likelihood, to first order, as MoA
-    (arXiv 2406.14909) profiles the spans of heads; here there is one window.
+    A value is the first-order change of the answers' log-likelihood, as in MoA's profile of heads'
+    spans (arXiv 2406.14909); here there is one window.
     """
     anchors, _ = measure_anchors(evaluator, settings)
     full = HeadMask.all_full(*evaluator.shape)
-    worth = np.array(evaluator.gate_gradient(full, 0, 1).values)
-    bits = np.ones(worth.size, dtype=np.bool_)
-    bits[np.argsort(worth.reshape(-1), kind="stable")[: evaluator.budget]] = False
-    return final_result(evaluator, settings, HeadMask(bits.reshape(worth.shape)), anchors)
+    values = np.array(evaluator.gate_gradient(full, 0, 1).values)
+    bits = np.ones(values.size, dtype=np.bool_)
+    bits[np.argsort(values.reshape(-1), kind="stable")[: evaluator.budget]] = False
+    return final_result(evaluator, settings, HeadMask(bits.reshape(values.shape)), anchors)
 
 
 def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:

@@ -116,9 +116,9 @@ def _measured(evaluator: Evaluator, mask: HeadMask, anchors: Anchors) -> SearchR
 
 
 def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
-    """Units of choice: neighbouring heads, or heads of similar worth for methods with gradients.
+    """Units of choice: neighbouring heads, or for methods with gradients heads of similar value.
 
-    A head's worth is what the gradient at the original model says.
+    Values are those of a gradient at the original model.
     """
     full = HeadMask.all_full(*evaluator.shape)
     if by_gradient:

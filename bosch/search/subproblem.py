@@ -98,7 +98,7 @@ def restore_units(
     The unit of a layer is the one whose return gives the best score.
     """
 
-    def worth(mask: HeadMask) -> tuple[float, float]:
+    def rank(mask: HeadMask) -> tuple[float, float]:
         result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)
         return settings.sort_key(*result.rank)
 
@@ -112,6 +112,6 @@ def restore_units(
                 row = mask.is_full[layer].copy()
                 row[head] = True
                 candidates.append(mask.with_layer(layer, row))
-            mask = max(candidates, key=worth)
+            mask = max(candidates, key=rank)
             surplus -= 1
     return mask

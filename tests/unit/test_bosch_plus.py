@@ -24,8 +24,8 @@ from bosch.objective.evaluation_log import (
 from bosch.objective.objective import Objective
 from bosch.search.bosch_plus import bosch_plus
 from bosch.search.evaluator import SHARES, Evaluator
-from bosch.search.gates import RunningWorth, scaled
-from bosch.search.gradient_search import Move, Worth
+from bosch.search.gates import RunningMean, scaled
+from bosch.search.gradient_search import GradientMeans, Move
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings, plus_budget
 from bosch.window import Window
@@ -522,7 +522,7 @@ def test_gradients_over_shares_of_the_examples_have_the_mean_over_all():
     assert passes == pytest.approx(whole.full_forward_equivalents, rel=0.05)
 
 
-def _worth(shares: list[int]) -> Worth:
+def _gradient_means(shares: list[int]) -> GradientMeans:
     """The n-th gradient says n of every unit; share s costs s + 1."""
 
     def take(layout: Any, share: int) -> np.ndarray:
@@ -530,18 +530,18 @@ def _worth(shares: list[int]) -> Worth:
         return np.array([float(len(shares))])
 
     evaluator: Any = SimpleNamespace(cost_of_gradient=lambda share, shares: share + 1)
-    return Worth(evaluator, take)
+    return GradientMeans(evaluator, take)
 
 
-def test_worth_is_the_mean_of_the_gradients_at_a_layout() -> None:
+def test_values_are_the_mean_of_the_gradients_at_a_layout() -> None:
     shares: list[int] = []
-    worth, here, there = _worth(shares), np.array([True]), np.array([False])
-    assert worth.cost == SHARES and worth.known(here) is None
-    assert worth.at(here, 3) == 2.0 and worth.at(here, 2) == worth.known(here) == 2.0
-    assert worth.at(there) == 4.0 and worth.with_another(here) == (1 + 2 + 3 + 5) / 4
+    means, here, there = _gradient_means(shares), np.array([True]), np.array([False])
+    assert means.cost == SHARES and means.known(here) is None
+    assert means.at(here, 3) == 2.0 and means.at(here, 2) == means.known(here) == 2.0
+    assert means.at(there) == 4.0 and means.add(here) == (1 + 2 + 3 + 5) / 4
     for _ in range(SHARES):
-        worth.with_another(there)
-    assert shares == [*range(SHARES), *range(5)] and worth.taken == len(shares)
+        means.add(there)
+    assert shares == [*range(SHARES), *range(5)] and means.taken == len(shares)
 
 
 def test_a_move_promises_its_wins_per_pass() -> None:
@@ -552,7 +552,7 @@ def test_a_move_promises_its_wins_per_pass() -> None:
 
 def test_a_running_mean_starts_again_where_a_gradient_disagrees() -> None:
     """By more than half of the larger one."""
-    running = RunningWorth(3)
+    running = RunningMean(3)
     gradients = ([4.0, 4.0, 0.0], [2.0, 1.9, 0.0], [6.0, 1.5, 0.0], [4.0, 1.1, 1.0])
     means = [running.add(np.array(gradient)).tolist() for gradient in gradients]
     assert means[:2] == [[4.0, 4.0, 0.0], [3.0, 1.9, 0.0]]

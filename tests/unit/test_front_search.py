@@ -378,7 +378,7 @@ def test_a_layout_is_kept_wherever_it_is_better() -> None:
         assert search._measure(number, tried, "move") == is_best
     # The second one is known, the third no evaluation, the fourth ended early and is not repeated.
     assert (search.evaluations, search.left) == (2, search.all_passes - 2)
-    assert not search.worth.at(choices)[..., -1].any()  # beside the narrowest window
+    assert not search.gradients.at(choices)[..., -1].any()  # beside the narrowest window
     for point, (*_, is_better) in zip(search.points.values(), rows, strict=True):
         assert (point.choices == (choices if is_better else _full())).all()
         assert point.failures == (0 if is_better else 3)
