@@ -146,11 +146,11 @@ def backward(
     scores = torch.einsum("bihd,bjhd->bhij", q, keys) * softmax_scale
     weights = torch.exp(scores - softmax_lse[..., None]).masked_fill(~visible, 0.0)
     delta = (dout * out).sum(-1).transpose(1, 2)[..., None]
-    of_scores = weights * (torch.einsum("bihd,bjhd->bhij", dout, values) - delta) * softmax_scale
-    dq.copy_(torch.einsum("bhij,bjhd->bihd", of_scores, keys))
-    of_keys = torch.einsum("bhij,bihd->bjhd", of_scores, q)
-    of_values = torch.einsum("bhij,bihd->bjhd", weights, dout)
-    for result, repeated in ((dk, of_keys), (dv, of_values)):
+    score_grads = weights * (torch.einsum("bihd,bjhd->bhij", dout, values) - delta) * softmax_scale
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", score_grads, keys))
+    key_grads = torch.einsum("bhij,bihd->bjhd", score_grads, q)
+    value_grads = torch.einsum("bhij,bihd->bjhd", weights, dout)
+    for result, repeated in ((dk, key_grads), (dv, value_grads)):
         result.copy_(repeated.unflatten(2, (k.shape[2], heads)).sum(3))
 
 

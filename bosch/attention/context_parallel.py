@@ -92,11 +92,11 @@ class _Exchanged(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Halo:
-    """What the heads of one window exchange in a pass, as rows of [B * 2C, HG, DKV].
+    """The rows [B * 2C, HG, DKV] that the heads of one window exchange in a pass.
 
-    `sent` are the indices of the rows that this process sends, in the order of the processes,
-    `sent_counts` of them to each. `before` [B, K] are, for each of its two chunks, the indices of
-    the keys before it among its own rows followed by the received ones.
+    `sent`: indices of the rows to send, ordered by receiving process, `sent_counts` to each.
+    `received_counts`: rows from each process. `before`: for each of this process's two chunks the
+    indices [B, K] of the keys before it, into its own rows followed by the received ones.
     """
 
     sent: Tensor
@@ -140,14 +140,14 @@ class SplitPass:
         if (chunk, window) not in self._contexts:
             size, start = self.split.chunk, chunk * self.split.chunk
             before = torch.arange(start).expand(self.rows, -1)
-            shown = torch.ones_like(before, dtype=torch.bool)
+            is_key = torch.ones_like(before, dtype=torch.bool)
             if window is not None:
-                before, shown = self._slots_before(chunk, window)
+                before, is_key = self._slots_before(chunk, window)
             document = None
             if self._document is not None:
-                of_keys = self._document.gather(1, before).masked_fill(~shown, _NO_DOCUMENT)
+                earlier = self._document.gather(1, before).masked_fill(~is_key, _NO_DOCUMENT)
                 own = self._document[:, start : start + size]
-                document = torch.cat([of_keys, own], dim=1).to(self.device)
+                document = torch.cat([earlier, own], dim=1).to(self.device)
             context = AttentionContext(size, before.shape[1], document=document)
             self._contexts[chunk, window] = context
         return self._contexts[chunk, window]
@@ -155,7 +155,7 @@ class SplitPass:
     def in_sequence(self, window: Window | None, seen: Tensor) -> Tensor:
         """Keys or values `seen` [B, HG, K + C, D] by the last chunk, at their slots [B, HG, T, D].
 
-        Where it sees nothing they are 0; no later token will see anything there either.
+        Slots that it does not see are 0: no later token sees them either.
         """
         if window is None:
             return seen
@@ -168,11 +168,11 @@ class SplitPass:
         return whole.scatter_(2, index, seen[:, :, : slots.shape[1]])
 
     def _slots_before(self, chunk: int, window: Window) -> tuple[Tensor, Tensor]:
-        """Slots of the keys before a chunk that its queries may see, and which are real: [B, K].
+        """Slots of the keys before a chunk that its queries may see, and which are keys: [B, K].
 
-        First come the sinks before the halo, of the document that reaches into it, then the halo.
-        So within each document the distance to a key in the window, and whether a key is a sink,
-        are the same as in the whole sequence. Rows with fewer such sinks are filled up in front.
+        First the sinks, before the halo, of the document that reaches into it; then the halo. So
+        within each document the distance to a key in the window, and whether a key is a sink, are
+        those of the whole sequence. Rows with fewer sinks are padded on the left.
         """
         start = self.split.halo_start(chunk, window)
         halo = torch.arange(start, chunk * self.split.chunk).expand(self.rows, -1)
@@ -182,17 +182,17 @@ class SplitPass:
             begins = start - same.sum(1, keepdim=True)  # numbers rise, so these are consecutive
         counts = (start - begins).clamp(max=window.sinks)
         offset = torch.arange(-int(counts.max()), 0).expand(self.rows, -1)
-        shown = offset >= -counts
-        sinks = (begins + counts + offset).where(shown, start)
-        of_halo = torch.ones_like(halo, dtype=torch.bool)
-        return torch.cat([sinks, halo], dim=1), torch.cat([shown, of_halo], dim=1)
+        is_sink = offset >= -counts
+        sinks = (begins + counts + offset).where(is_sink, start)
+        is_key = torch.cat([is_sink, torch.ones_like(halo, dtype=torch.bool)], dim=1)
+        return torch.cat([sinks, halo], dim=1), is_key
 
     def _make_halo(self, window: Window) -> _Halo:
         split, rank = self.split, self.communicator.rank
         received = [self._received_tokens(process, window) for process in range(split.ranks)]
         chunks = torch.split(self._tokens, split.chunk, dim=1)
         own = torch.cat([chunks[c] for c in split.chunks_of(rank)], dim=1)
-        # Of each token its index among this process's own rows, then among those it receives.
+        # Index of each token in this process's own rows followed by the received ones.
         index = torch.zeros(self._tokens.numel(), dtype=torch.long)
         index[own.flatten()] = torch.arange(own.numel())
         sent = [index[tokens[self._owner[tokens] == rank]] for tokens in received]
@@ -209,11 +209,11 @@ class SplitPass:
         )
 
     def _received_tokens(self, process: int, window: Window) -> Tensor:
-        """The tokens that a process needs and does not hold, by the process that sends them."""
+        """The tokens that a process must receive, ordered by sending process."""
         needed = torch.zeros(self._tokens.numel(), dtype=torch.bool)
         for chunk in self.split.chunks_of(process):
-            slots, shown = self._slots_before(chunk, window)
-            needed[self._tokens.gather(1, slots)[shown]] = True
+            slots, is_key = self._slots_before(chunk, window)
+            needed[self._tokens.gather(1, slots)[is_key]] = True
         tokens = needed.nonzero()[:, 0]
         tokens = tokens[self._owner[tokens] != process]
         return tokens[self._owner[tokens].argsort(stable=True)]
@@ -224,10 +224,10 @@ def split_attention(
     current: SplitPass,
     last_seen: list[tuple[Tensor, ...]] | None = None,
 ) -> Tensor:
-    """As `hybrid_attention`, of the two chunks that this process holds: [B, 2C, HQ, D].
+    """`hybrid_attention` of the two chunks that this process holds: [B, 2C, HQ, D].
 
     The call has query [B, HQ, 2C, D], key and value [B, HKV, 2C, D]; its context is not read. All
-    processes of the split must call it. For each group of heads, the keys and the values that the
+    processes of the split must call it. For each group of heads, the keys and values that the
     second chunk sees are appended to `last_seen`.
     """
     call = call.autocast()
@@ -245,21 +245,21 @@ def split_attention(
         transform = call.transform.of(layout, group, q_per_kv)
         if last_seen is not None:
             last_seen.append(torch.split(keys[1], sizes, dim=-1))
-        of_chunks = []
+        parts = []
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):
             keys_seen, values_seen = torch.split(seen, sizes, dim=-1)
             context = current.context(chunk, window)
             part = AttentionCall(
                 queries, keys_seen, values_seen, own, context, transform, call.backend
             )
-            of_chunks.append(compute_attention(part).transpose(1, 2))
-        outputs.append(torch.cat(of_chunks, dim=2))
+            parts.append(compute_attention(part).transpose(1, 2))
+        outputs.append(torch.cat(parts, dim=2))
     return layout.merge(outputs, q_per_kv)
 
 
 @functools.cache
 def _layout_of(group: HeadGroup) -> HeadLayout:
-    """The layout of a tensor that holds a group's heads alone."""
+    """The layout of tensors with the heads of one group only."""
     return HeadLayout.deploy({group.window: len(group.heads)})
 
 

@@ -60,13 +60,13 @@ class _WithLogits(torch.autograd.Function):
         kernel: SoftmaxKernel = ctx.kernel
         query, key, value, logits, out, total = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        of_states = kernel.backward(gradient, query, key, value, out, total)
-        of_logits = None
+        state_grads = kernel.backward(gradient, query, key, value, out, total)
+        logit_grads = None
         if ctx.needs_input_grad[4]:
             lost = torch.exp(logits.to(total.dtype)[:, None] - total)
             products = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1)
             if not kernel.heads_first:
                 products = products.transpose(-1, -2)
-            of_logits = -(lost * products).sum(-1)
-            of_logits = of_logits.reshape(-1, len(logits)).sum(0).to(logits.dtype)
-        return None, *of_states, of_logits
+            logit_grads = -(lost * products).sum(-1)
+            logit_grads = logit_grads.reshape(-1, len(logits)).sum(0).to(logits.dtype)
+        return None, *state_grads, logit_grads

@@ -63,12 +63,12 @@ class HeadLayout:
         windows = [group.window for group in self.groups]
         if len(set(windows)) < len(windows) or len({w.sinks for w in windows if w}) > 1:
             raise ValueError(f"groups of heads must differ in window and not in sinks: {windows}")
-        of_sliding = tuple(window for window in windows if window is not None)
+        sliding_windows = tuple(window for window in windows if window is not None)
         for name, value in {
             "num_key_value_heads": len(heads),
-            "windows": of_sliding,
-            "sinks": of_sliding[0].sinks if of_sliding else 0,
-            "has_full": len(of_sliding) < len(windows),
+            "windows": sliding_windows,
+            "sinks": sliding_windows[0].sinks if sliding_windows else 0,
+            "has_full": len(sliding_windows) < len(windows),
             "is_contiguous": all(group.is_slice for group in self.groups),
             "_places": tuple(sorted(range(len(windows)), key=lambda i: self.groups[i].heads)),
         }.items():

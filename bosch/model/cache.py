@@ -331,10 +331,10 @@ class SplitCache(Cache):
         states: Mapping[int, int] | None,
         *args: Any,
     ) -> None:
-        of_layer = states or {}
+        state_counts = states or {}
         super().__init__(
             layers=[
-                _cache_layer(kind, of_layer.get(number, 0), layout, *args)
+                _cache_layer(kind, state_counts.get(number, 0), layout, *args)
                 for number, layout in enumerate(layouts)
             ]
         )

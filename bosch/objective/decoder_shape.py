@@ -97,7 +97,7 @@ class DecoderShape:
             experts_per_token=experts_per_token(text) if experts else 0,
             active_width=_active_width(model, kinds.full, number_of_experts),
             parameters=total,
-            active_parameters=(flops.all_linear + flops.head) // 2,
+            active_parameters=(flops.all_linear + flops.output_head) // 2,
             layer_parameters=max(layers),
             attention_parameters=sum(_count(module.parameters()) for module in attention),
             expert_parameters=_count(experts),

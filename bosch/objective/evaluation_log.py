@@ -211,13 +211,13 @@ class EvaluationLog:
             whole.append(entry)
             return is_own
 
-        strangers = self._journal.read_new(take).count(False)
+        foreign = self._journal.read_new(take).count(False)
         if self._journal.damaged:  # the search publishes the file, which others read as JSON lines
             self._journal.replace(whole)
-        if strangers:
+        if foreign:
             logger.warning(
                 "%s: %d evaluations are of another model, calibration set or window: not used",
-                self.path, strangers,
+                self.path, foreign,
             )  # fmt: skip
 
     def _take(self, entry: dict[str, Any]) -> bool:

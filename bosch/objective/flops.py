@@ -31,13 +31,13 @@ _NORMS_AFTER = ("post_feedforward", "post_mlp")
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Operations for each position that one decoder layer's linear maps compute."""
+    """Operations of the linear maps of one decoder layer, per position."""
 
     query: int
     key_value: int
     output: int
     feed_forward: int
-    gate: int = 0  # of `query`, what is computed again where attention is reused
+    gate: int = 0  # the part of `query` that is computed again where attention is reused
     norm_follows: bool = False  # a norm after the feed-forward block keeps its input for backward
 
     @property
@@ -77,11 +77,12 @@ class Flops:
         self.full_layers = [self.layers[number] for number in kinds.full]
         heads = text.num_attention_heads
         self.q_per_kv: int = heads // kinds.heads
+        # A KV group's scores and its sums of values: 2 D operations each, per query head.
         self.per_pair: int = 4 * kinds.head_dim * self.q_per_kv
         self.num_key_value_heads = kinds.heads
         self.own_windows = kinds.windows
         self.per_own_pair: int = 4 * kinds.own_head_dim * heads
-        self.head: int = 2 * model.get_output_embeddings().weight.numel()
+        self.output_head: int = 2 * model.get_output_embeddings().weight.numel()
         self.windows = window_menu(windows)
         self._first_full = kinds.full[0]
         self.all_linear = self.outside + sum(layer.linear for layer in self.layers)
@@ -96,12 +97,12 @@ class Flops:
         counts: list[int] = np.bincount(row, minlength=len(pairs)).tolist()
         return self.per_pair * sum(n * each for n, each in zip(counts, pairs, strict=True))
 
-    def every(self, pairs: Sequence[int]) -> int:
+    def every_choice(self, pairs: Sequence[int]) -> int:
         """Attention of a layer with every head under every choice."""
         return self.per_pair * self.num_key_value_heads * sum(pairs)
 
-    def answers(self, queries: int, length: int) -> int:
-        """Attention of every head for `queries` positions in all, under a dense mask."""
+    def dense_attention(self, queries: int, length: int) -> int:
+        """Attention of one layer, all heads, for `queries` positions over `length` keys each."""
         return self.per_pair * self.num_key_value_heads * queries * length
 
     def whole_pass(self, mask: HeadMask, batch: Batch) -> int:
@@ -113,10 +114,10 @@ class Flops:
         linear = self.all_linear * batch.positions
         attention = sum(self.attention(row, pairs) for row in mask.choices)
         own = sum(self._own_attention(layer, batch) for layer in self.own_windows)
-        return linear + attention + own + self.head * len(batch.answers)
+        return linear + attention + own + self.output_head * len(batch.answers)
 
     def other_layer(self, layer: int, batch: Batch) -> int:
-        """A decoder layer without full attention."""
+        """All of a decoder layer without full attention."""
         own = self._own_attention(layer, batch) if layer in self.own_windows else 0
         return self.layers[layer].linear * batch.positions + own
 
@@ -128,14 +129,14 @@ class Flops:
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
         """Forward and backward pass for the gates: attention of every choice, no weight gradients.
 
-        With `recompute` the backward pass first computes a second time every layer that it reaches,
-        and a feed-forward block whose output it needs a third time. Backward through a linear map
-        costs as much as the map, through attention 2.5 times that. It ends at the attention outputs
-        of the lowest full layer.
+        With `recompute` every layer that the backward pass reaches is computed a second time, and a
+        feed-forward block whose output a norm needs a third time. Backward through a linear map
+        costs as much as the map, through attention 2.5 times as much as forward. The backward pass
+        ends at the attention outputs of the lowest full layer.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         linear = self.all_linear * batch.positions
-        attention = self.every(self.pairs(*batch.input_ids.shape))
+        attention = self.every_choice(self.pairs(*batch.input_ids.shape))
         own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
         count = len(self.full_layers)
         reached = sum(layer.linear for layer in above) * batch.positions
@@ -147,7 +148,7 @@ class Flops:
         if recompute:
             third = sum(layer.feed_forward for layer in above if layer.norm_follows)
             again = reached + third * batch.positions + count * attention + own_reached
-        return forward + again + backward + 2 * self.head * len(batch.answers)
+        return forward + again + backward + 2 * self.output_head * len(batch.answers)
 
 
 def sliding_pairs(length: int, window: Window) -> int:
@@ -178,7 +179,7 @@ def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
 
 
 def linear_flops(module: nn.Module, text: Any) -> int:
-    """Operations of a module's own matrices; a token visits some of the experts only."""
+    """Operations of a module's own matrices per token, of the experts that one token uses."""
     total = 0
     if "Norm" in type(module).__name__:
         return 0

@@ -1,9 +1,9 @@
 """How the answers' log-likelihood changes with each KV head, from one backward pass.
 
 Gates in [0, 1] blend a KV head's attention outputs: g full + (1 - g) sliding with one window. With
-several, each choice but the narrowest window has a gate, and what their gates leave is the share of
-the narrowest. So a head mask is a corner of the gates' cube. At a corner the derivative with
-respect to every gate costs one forward and one backward pass, as much as a few masks.
+several windows each choice but the narrowest window has a gate, and the narrowest has the weight
+1 - sum of the gates. A head mask has gates of 0 and 1. The derivative with respect to all gates
+costs one forward and one backward pass, as much as evaluating a few masks.
 
 L layers, HKV key/value heads, K windows of the menu.
 """
@@ -41,9 +41,9 @@ def gate_gradients(
 
     It is computed in the model's dtype. `layouts`: full, then each window from the widest to the
     narrowest; the narrowest has no gate, so entry k is for `layouts[k]`. The model is in search
-    mode. No parameter gets a gradient. With `recompute` the backward pass
-    computes each layer a second time instead of keeping its activations: to the same bits.
-    Where sequences are `split` over processes each has its own gates, and adds up its own answers.
+    mode. No parameter gets a gradient. With `recompute` the backward pass computes each layer again
+    instead of keeping its activations, with bit-identical results. Where sequences are `split`, the
+    gradients of the processes, each over the answers among its tokens, are summed.
     """
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
@@ -82,7 +82,7 @@ def blended_attention(
 ) -> Attend:
     """Attention whose output is that of all layouts, weighted by `gates` [HKV, K].
 
-    The last layout has the weight that the gates leave.
+    The last layout has the weight 1 - sum of its head's gates.
     """
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:

@@ -215,7 +215,7 @@ class BatchPass:
             self.operations += flops.attention(row, pairs)
             return run()
         self.savings.add(self._mixture_name(row))
-        self.operations += flops.every(pairs)
+        self.operations += flops.every_choice(pairs)
         with replace_attention(attention, self._attend_every_choice(number)):
             return run()
 
@@ -303,7 +303,7 @@ class BatchPass:
                 return forward(state, **narrow)
         key, value = keys_and_values(attention, forward, state, kwargs)
         self.operations += costs.key_value * self.batch.positions + costs.linear * columns.numel()
-        self.operations += len(self.owner.layouts) * flops.answers(
+        self.operations += len(self.owner.layouts) * flops.dense_attention(
             columns.numel(), self.batch.input_ids.shape[1]
         )
         state = state.gather(1, columns[:, :, None].expand(-1, -1, state.shape[2]))

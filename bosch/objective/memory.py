@@ -117,13 +117,13 @@ class ActivationSizes:
     def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
         """Bytes that a gate gradient takes which keeps the activations of every layer.
 
-        Those of one layer are what a backward pass has of it at once, and its feed-forward block's.
+        Per layer: what the backward pass through one layer needs, and its feed-forward block.
         """
         tokens = rows * length
-        of_layer = self.gradient(rows, length, *windows) - self.layers * self.state(tokens)
+        attention = self.gradient(rows, length, *windows) - self.layers * self.state(tokens)
         width = 7 * self._per_shard(self.feed_forward)
         feed_forward = self._own(tokens) * width * self.value_bytes
-        return self.layers * (self.state(tokens) + of_layer + feed_forward)
+        return self.layers * (self.state(tokens) + attention + feed_forward)
 
     def _own(self, tokens: int) -> int:
         return -(-tokens // self.sharing)

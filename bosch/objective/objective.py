@@ -363,7 +363,7 @@ class Objective:
             batch = self._batches[index]
             states, layer_operations = self._forward.answer_states(index, batch, mask)
             results[batch.examples] = answer_results(answer_logits(self.model, states), batch)
-            head_operations = self._forward.flops.head * len(batch.answers)
+            head_operations = self._forward.flops.output_head * len(batch.answers)
             operations[index] += layer_operations + head_operations
 
     def _upper_bounds(self, results: Tensor, measured: Sequence[int]) -> tuple[float, float]:

@@ -71,21 +71,21 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
             final_states(model.get_decoder(), batch, model.device)
     (sums,) = ranks.merge(sums)
     long = torch.tensor([length > window.most_keys for length in lengths])
-    of_sinks, of_window = sums[:, :, :, long].flatten(3)  # [L, HQ, N]
-    estimate = log_mass_bias(of_sinks, of_window).to(model.dtype)
+    sink_log_mass, window_log_mass = sums[:, :, :, long].flatten(3)  # [L, HQ, N]
+    estimate = log_mass_bias(sink_log_mass, window_log_mass).to(model.dtype)
     values: list[list[float]] = ranks.from_first(estimate.tolist())
     set_sink_bias(model, values)
     objective.cache.clear()  # activations without the bias
     return values
 
 
-def log_mass_bias(of_sinks: Tensor, of_window: Tensor) -> Tensor:
+def log_mass_bias(sink_log_mass: Tensor, window_log_mass: Tensor) -> Tensor:
     """The b of `give_sink_bias` for s_t and w_t [..., N]: [...]."""
-    target = nn.functional.logsigmoid(of_sinks - of_window).mean(-1)
-    low, high = of_sinks.amin(-1), of_sinks.amax(-1)
+    target = nn.functional.logsigmoid(sink_log_mass - window_log_mass).mean(-1)
+    low, high = sink_log_mass.amin(-1), sink_log_mass.amax(-1)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        reached = nn.functional.logsigmoid(middle[..., None] - of_window).mean(-1)
+        reached = nn.functional.logsigmoid(middle[..., None] - window_log_mass).mean(-1)
         low, high = middle.where(reached < target, low), high.where(reached < target, middle)
     return (low + high) / 2
 

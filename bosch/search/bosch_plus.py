@@ -153,9 +153,9 @@ class _Search:
                 at_sliding = self.gradients.add(~everything)
                 self._measure(track, self._largest(scaled(at_full) + scaled(at_sliding)), "start")
             return
-        of_layer = np.repeat(at_full.reshape(self.shape).sum(axis=1), self.shape[1])
+        layer_values = np.repeat(at_full.reshape(self.shape).sum(axis=1), self.shape[1])
         layers = np.zeros(self.num_units, dtype=np.bool_)
-        layers[np.lexsort((-at_full, -of_layer))[: self.full_units]] = True
+        layers[np.lexsort((-at_full, -layer_values))[: self.full_units]] = True
         for name, mask in (("layers", layers), ("mean", self._largest(self._total_values))):
             if self.left >= 2 + _EXCHANGES * self.gradients.cost:
                 self._measure(track, mask, "start", name)

@@ -117,7 +117,7 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     parts = model.get_decoder(), model.get_output_embeddings()
     parameters = {id(p): p.numel() for part in parts for p in part.parameters()}
     assert shape.parameters == sum(parameters.values())
-    assert shape.active_parameters == (flops.all_linear + flops.head) // 2
+    assert shape.active_parameters == (flops.all_linear + flops.output_head) // 2
     layers = [sum(p.numel() for p in layer.parameters()) for layer in parts[0].layers]
     assert shape.layer_parameters == max(layers)
     assert shape.tables == shape.parameters - sum(layers)
