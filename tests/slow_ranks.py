@@ -46,7 +46,7 @@ def _save_slowly() -> None:
 
 if __name__ == "__main__":
     ranks.REPORT_SECONDS = 1.0
-    decisions.LEAST_PATIENCE, decisions.TIMES_SLOWER = 5 / 60, 0
+    decisions.MIN_STEP_TIMEOUT, decisions.TIMEOUT_FACTOR = 5 / 60, 0
     steps = {"step": 3, "late step": 8}
     if os.environ["SLOW"] in steps and os.environ["RANK"] == "1":
         _hang_in_step(steps[os.environ["SLOW"]])

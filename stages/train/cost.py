@@ -46,14 +46,14 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         budget = training_budget(loaded, processes, devices.memory, on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
-    of_mask = search.kv_heads(shape.kinds, recipe.model.dtype)
+    mask_heads = search.kv_heads(shape.kinds, recipe.model.dtype)
     layouts = planned_rows(loaded, shape)
-    of_budgets = {
+    budget_flops = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
         for slots, rows in layouts.items()
     }
-    flops = mean_over_budgets(of_budgets)
-    of_original = shape.training_flops(tokens, length) - unneeded
+    flops = mean_over_budgets(budget_flops)
+    original_flops = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     checkpoints = len(train.checkpoint_steps)
     materialize = recipe[MaterializeConfig]
@@ -70,16 +70,17 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     facts = [
         f"{counted(steps, 'step')} of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{counted(train.batch_tokens // length, 'sequence')} a step on {on}",
-        f"{format_flops(flops)} without recomputation: {flops / of_original:.0%} of the original's",
+        f"{format_flops(flops)} without recomputation: {flops / original_flops:.0%} of the "
+        "original's",
         f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
         f"restart points are written, {format_bytes(files)} while checkpoints are",
         f"on disk {counted(checkpoints, 'checkpoint')} ({format_bytes(saved)}) and at most two "
         f"restart points ({format_bytes(restart)})",
     ]
-    if len(of_budgets) > 1:
-        least, most = min(of_budgets.values()), max(of_budgets.values())
+    if len(budget_flops) > 1:
+        least, most = min(budget_flops.values()), max(budget_flops.values())
         facts.append(
-            f"the mean over steps for {len(of_budgets)} budgets of the front, where all of them "
+            f"the mean over steps for {len(budget_flops)} budgets of the front, where all of them "
             f"have one order of heads: from {least / flops:.0%} of it for the scarcest to "
             f"{most / flops:.0%}"
         )
@@ -97,9 +98,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
-    for fact, of_scores in _scores(loaded, of_mask, processes):
+    for fact, score_flops in _scores(loaded, mask_heads, processes):
         facts.append(fact)
-        done += of_scores
+        done += score_flops
     if budget is None:
         facts.append(f"does not run on {on}: {faults[0]}")
     else:

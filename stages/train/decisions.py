@@ -1,7 +1,7 @@
-"""What a run decides at the end of a step, the same on every process.
+"""Decisions at the end of a training step, the same on every process.
 
-Whether its gradient counts: one that is not finite, or far larger than those before, is left out or
-ends the run. And whether to write a restart point and to stop.
+Whether the update is applied: a gradient that is not finite, or far larger than those before, is
+skipped or ends the run. And whether to write a restart point, and to stop.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from stages.context import Runtime
 from stages.train.stage import TrainConfig
 
 _REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
-_LEAST = 20  # of them; with fewer, only what is not finite is a bad step
-MOST_IN_A_ROW = 5  # so many bad steps, one after the other, end the run
-MOST_REMEMBERED = 10  # or so many among the last `_REMEMBERED`
-_LEAST_TIMED = 5  # steps that are timed before their time says when one hangs
-TIMES_SLOWER = 20  # than the median of the last steps: a step that takes as long hangs
-LEAST_PATIENCE = 2.0  # minutes, however short the steps
+_MIN_NORMS = 20  # of them; with fewer, a step is bad only if its norm is not finite
+MAX_BAD_IN_A_ROW = 5  # this many consecutive bad steps end the run
+MAX_BAD_REMEMBERED = 10  # or this many among the last `_REMEMBERED`
+_MIN_TIMED = 5  # steps that are timed before the timeout follows from their time
+TIMEOUT_FACTOR = 20  # of the median of the last steps
+MIN_STEP_TIMEOUT = 2.0  # minutes
 
 
 class SpikeRule:
-    """Judges gradient norms by those of the last steps; the same on every process."""
+    """Finds bad steps by the gradient norms of the last ones; the same on every process."""
 
     def __init__(self, train: TrainConfig, steps: int) -> None:
-        """`steps`: those of the whole run."""
+        """`steps`: the number of steps of the whole run."""
         self._factor = train.spike_factor
-        # In a short run half of its steps do: what is left out is not trained on.
+        # In a short run half of the steps: skipped steps train on nothing.
         self._in_a_row, self._in_all = (
-            min(most, math.ceil(steps / 2)) for most in (MOST_IN_A_ROW, MOST_REMEMBERED)
+            min(most, math.ceil(steps / 2)) for most in (MAX_BAD_IN_A_ROW, MAX_BAD_REMEMBERED)
         )
         # Norm, None where it was not finite, and whether the step was bad. A spike enters the
         # median, too, so that steps after a lasting rise are no spikes.
@@ -56,8 +56,8 @@ class SpikeRule:
         """Continue from the `state` of a restart point."""
         self._steps.extend((norm, bad) for norm, bad in state)
 
-    def fault(self, norm: float) -> str | None:
-        """What is wrong with a step of this gradient norm; the step is remembered."""
+    def judge(self, norm: float) -> str | None:
+        """Record a step's gradient norm; returns what is wrong with it, or None."""
         fault = self._fault(norm)
         self._steps.append((norm if math.isfinite(norm) else None, fault is not None))
         return fault
@@ -66,7 +66,7 @@ class SpikeRule:
         if not math.isfinite(norm):
             return f"grad_norm is {norm}"
         norms = [earlier for earlier, _ in self._steps if earlier is not None]
-        if self._factor is not None and len(norms) >= _LEAST:
+        if self._factor is not None and len(norms) >= _MIN_NORMS:
             median = statistics.median(norms)
             if norm > self._factor * median:
                 return (
@@ -76,7 +76,7 @@ class SpikeRule:
         return None
 
     def too_many(self) -> str | None:
-        """How many steps were bad, where these are more than may be left out."""
+        """The number of bad steps, as text, where they are more than may be skipped; else None."""
         bad = [was_bad for _, was_bad in self._steps]
         in_a_row = len(list(takewhile(bool, reversed(bad))))
         if in_a_row >= self._in_a_row:
@@ -86,19 +86,19 @@ class SpikeRule:
         return None
 
 
-def step_patience(seconds: Sequence[float], most: float) -> float:
-    """Minutes that a process waits for the others in a step before it takes one for lost.
+def step_timeout(seconds: Sequence[float], most: float) -> float:
+    """Minutes after which a process that waits in a step takes another one for lost.
 
-    `TIMES_SLOWER` times the median of what the last steps took, in `seconds`, but at least
-    `LEAST_PATIENCE` and at most `most`, in minutes; `most` until enough steps are timed.
+    `TIMEOUT_FACTOR` times the median of the last steps' `seconds`, at least `MIN_STEP_TIMEOUT` and
+    at most `most` minutes; `most` until enough steps are timed.
     """
-    if len(seconds) < _LEAST_TIMED:
+    if len(seconds) < _MIN_TIMED:
         return most
-    return min(most, max(LEAST_PATIENCE, TIMES_SLOWER * statistics.median(seconds) / 60))
+    return min(most, max(MIN_STEP_TIMEOUT, TIMEOUT_FACTOR * statistics.median(seconds) / 60))
 
 
 class RestartTimer:
-    """Decides about restart points by steps and by minutes, and about stopping by signals."""
+    """Says when a restart point is due, by steps and minutes, and when a signal stops training."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._every = runtime.save_every_steps
@@ -126,7 +126,7 @@ class RestartTimer:
     def decide(self, step: int) -> tuple[bool, bool]:
         """Whether a restart point is due at the end of step `step`, and whether training stops.
 
-        The same on every process, which all call it; a signal to one of them is enough.
+        All processes call it and get the same answer; a signal to one of them is enough.
         """
         late = time.monotonic() - self._last >= self._seconds
         flags = torch.tensor([late, self._signalled], dtype=torch.int32)

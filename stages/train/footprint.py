@@ -294,7 +294,7 @@ def training_memory(
         teacher = element_bytes * shape.parameters / shards
         if sharded:  # its tables stay gathered; its layers are while the student's are not
             teacher += element_bytes * shape.tables
-    of_loss = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
+    loss_sizes = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
     activations = _activations(shape, train, runtime, tokens, exchanged)
     return TrainingMemory(
@@ -305,7 +305,7 @@ def training_memory(
         gathered=gathered,
         layer=max(activations.layer, own_gradients) + layer_gradients,
         attention=tokens * element_bytes * 2.0 * (shape.query_size + 2 * shape.key_value_size),
-        loss=liger_loss_bytes(*of_loss) if fused else loss_bytes(*of_loss, distilled),
+        loss=liger_loss_bytes(*loss_sizes) if fused else loss_bytes(*loss_sizes, distilled),
         tables=tables,
         teacher=teacher,
         exchanged=activations.exchanged,

@@ -33,7 +33,7 @@ from stages.formats import format_bytes
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
-from stages.train.decisions import RestartTimer, SpikeRule, step_patience
+from stages.train.decisions import RestartTimer, SpikeRule, step_timeout
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.optimizer import set_learning_rate
@@ -53,7 +53,7 @@ class Loop:
     """Trains over a `Schedule`, writing restart points and checkpoints; every process runs one.
 
     `model` and `optimizer` are as the accelerator prepared them. Only the first process has a
-    `metrics_log`. `step` is the number of the step under way, from 1; between steps of the last.
+    `metrics_log`. `step` counts from 1: the step under way, or between steps the last one finished.
     """
 
     accelerator: Accelerator
@@ -71,9 +71,9 @@ class Loop:
     metrics_log: MetricsLog | None
     needles: NeedleWatch | None
     held_out: HeldOutWatch | None
-    budgets: BudgetDraw | None  # None: the one that the model was loaded with
+    budgets: BudgetDraw | None  # None: every step trains the layout that the model was loaded with
     flops: Mapping[int | None, float]  # of a step, by its budget
-    planned_memory: float  # bytes of this process at the peak, by plan
+    planned_memory: float  # bytes of this process at the peak, as `plan` computes them
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Loop:
         self._peak_flops = peak_flops(self.accelerator.num_processes)
 
     def run(self) -> None:
-        """Take every step that is left, or those until a signal asks for a stop."""
+        """Take the remaining steps, or those until a signal stops training."""
         first, stop = self.step + 1, False
         self.model.train()
         self.stopwatch.read()  # loading is not part of the first step
@@ -98,7 +98,7 @@ class Loop:
             loss = self.forward_backward(batches, predicted)
             norm = self.clip()
             skipped = self.update(loss, norm)
-            limit_collectives(self.patience)  # no process loads or compiles any longer
+            limit_collectives(self.step_timeout)  # no process loads or compiles any longer
             scores = self.score()
             is_due, stop = self.timer.decide(self.step)
             self.log(loss, norm, skipped, scores)
@@ -116,7 +116,7 @@ class Loop:
     def start_step(self) -> None:
         """Set learning rate, budget and random seed, which restart points do not hold.
 
-        All follow from the step's number, the seed from the process, too.
+        All are functions of the step's number, the seed also of the process.
         """
         set_learning_rate(self.optimizer, self.learning_rate)
         entropy = [self.seed, self.step, self.accelerator.process_index]
@@ -131,14 +131,14 @@ class Loop:
 
     @property
     def budget(self) -> int | None:
-        """KV slots of the step's budget; None where all steps train the loaded one."""
+        """KV slots of the step's budget; None where every step trains the loaded layout."""
         return None if self.budgets is None else self.budgets.of_step(self.step)
 
     def read(self) -> tuple[list[Batch], int]:
         """This process's micro-batches of the step, and the tokens all of them predict together.
 
-        Micro-batches are dealt out to the processes in turn, so a step reads the same sequences
-        with any number of them. Processes that share sequences read the same ones.
+        Micro-batches go to the processes in turn, so a step reads the same sequences with any
+        number of processes. Processes that share sequences read the same micro-batch.
         """
         schedule, size = self.schedule, self.schedule.micro_batch_size
         sharing = self.runtime.context_parallel
@@ -146,9 +146,9 @@ class Loop:
         with self.stopwatch.timed("data"):
             batches = []
             for number in range(schedule.accumulation):
-                dealt = number * replicas + self.accelerator.process_index // sharing
-                start = (self.step - 1) * schedule.sequences + dealt * size
-                rows = [self.data[index] for index in range(start, start + size)]
+                index = number * replicas + self.accelerator.process_index // sharing
+                start = (self.step - 1) * schedule.sequences + index * size
+                rows = [self.data[row] for row in range(start, start + size)]
                 batch = self.collate(rows)
                 batches.append({n: v.to(self.accelerator.device) for n, v in batch.items()})
             predicted = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches)
@@ -166,7 +166,7 @@ class Loop:
         means_over = self.accelerator.num_processes * self.schedule.accumulation
         for batch in batches:
             with self.accelerator.accumulate(self.model):
-                with self.saved_on_host():
+                with self.offload_activations():
                     loss = self.loss_of(batch, predicted)
                 self.accelerator.backward(loss * means_over)
             total += loss.detach()
@@ -174,11 +174,11 @@ class Loop:
         assert layouts_of(self.unwrapped) == layouts, "the layout changed within a step"
         return float(self.accelerator.gather(total).sum())
 
-    def saved_on_host(self) -> AbstractContextManager[Any]:
-        """Keep what autograd saves in host memory, where the recipe says so.
+    def offload_activations(self) -> AbstractContextManager[Any]:
+        """Save tensors for backward in host memory, with runtime.offload_activations.
 
-        Of layers that are recomputed that is their inputs; transformers' own way pins memory, which
-        takes a GPU.
+        With recomputation these are the inputs of layers. transformers' own offloading pins memory,
+        which needs a GPU.
         """
         if not self.runtime.offload_activations:
             return nullcontext()
@@ -189,19 +189,19 @@ class Loop:
         return self.model(**batch, num_items_in_batch=predicted)["loss"]
 
     def clip(self) -> float:
-        """Clip the gradients and return their norm over all processes before it."""
+        """Clip the gradients and return their global norm before clipping."""
         limit = self.train.max_grad_norm
         norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def update(self, loss: float, norm: float) -> bool:
-        """Change the weights, and return whether the step was left out as a bad one instead.
+        """Update the weights, or skip a bad step; returns whether it was skipped.
 
-        A step is bad where its gradient norm is a spike (train.spike_factor) or not finite. Raises
-        RunError at a bad step without train.bad_steps = skip, when too many were left out, and
-        where the loss is not finite though the gradient norm is.
+        A step is bad if its gradient norm is a spike (train.spike_factor) or not finite. Raises
+        RunError at a bad step without train.bad_steps = skip, when too many were skipped, and where
+        only the loss is not finite.
         """
-        fault = self.spikes.fault(norm)
+        fault = self.spikes.judge(norm)
         skipped = fault is not None and self.train.bad_steps == "skip"
         if not math.isfinite(loss):
             fault = f"loss is {loss}"
@@ -229,9 +229,9 @@ class Loop:
         )
 
     @property
-    def patience(self) -> float:
-        """Minutes that this process waits for the others in a step."""
-        return step_patience(self._seconds, self.runtime.collective_timeout_minutes)
+    def step_timeout(self) -> float:
+        """Minutes that this process waits for the others in a step before it gives up."""
+        return step_timeout(self._seconds, self.runtime.collective_timeout_minutes)
 
     def score(self) -> dict[str, Any]:
         """The scores that are due, by their name in the metrics, at the chosen budget."""
@@ -247,7 +247,7 @@ class Loop:
         return scores
 
     def log(self, loss: float, norm: float, skipped: bool, scores: dict[str, Any]) -> None:
-        """Time the step, for `patience`, and write its line of the metrics."""
+        """Record the step's time, for `step_timeout`, and write its line of the metrics."""
         seconds, spent = self.stopwatch.read()
         checkpoints = spent.get("checkpoint", 0.0)
         seconds = max(seconds - checkpoints - spent.get("scores", 0.0), 1e-9)
@@ -275,11 +275,11 @@ class Loop:
     def save(self, is_due: bool) -> None:
         """Write the checkpoints of this step, then, if it `is_due`, begin a restart point.
 
-        In this order a run killed in between takes the step again and rewrites both.
+        In this order a run that is killed in between repeats the step and rewrites both.
         """
         runtime, last = self.runtime, self.step == self.schedule.steps
-        patience = collectives_within(runtime.timeout_minutes, afterwards=self.patience)
-        with self.stopwatch.timed("checkpoint"), patience:
+        limit = collectives_within(runtime.timeout_minutes, afterwards=self.step_timeout)
+        with self.stopwatch.timed("checkpoint"), limit:
             for tokens, at_step in self.schedule.checkpoint_steps.items():
                 if at_step == self.step:
                     self.write_checkpoint(tokens, self._averaged_with(tokens) if last else [])
@@ -293,8 +293,8 @@ class Loop:
                 )
 
     def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
-        """Write `tokens-<tokens>`, averaged with those of the token counts `averaged`."""
-        # DeepSpeed keeps small parameters whole between steps, and expects so after this.
+        """Write `tokens-<tokens>`, averaged with the checkpoints of the token counts `averaged`."""
+        # DeepSpeed keeps small parameters unsharded between steps, and expects so afterwards.
         sharded = self.model.optimizer if self.runtime.sharding == "deepspeed" else None
         if sharded is not None:
             sharded.checkpoint_event_prologue()
@@ -319,9 +319,9 @@ class Loop:
         return self.accelerator.unwrap_model(self.model)
 
     def state(self) -> dict[str, Any]:
-        """What a restart point holds besides the step: weights and moments by parameters' names.
+        """The state of a restart point without the step: weights and moments by parameter name.
 
-        Of DeepSpeed it has this process's shards, under a name of its own.
+        With DeepSpeed this process's shards, under a key with the process's number.
         """
         spikes = json.dumps(self.spikes.state)
         if self.runtime.sharding == "deepspeed":
@@ -341,16 +341,16 @@ class Loop:
         return {"model": model, "optimizer": optimizer, "spikes": spikes}
 
     def _make_moments(self) -> None:
-        """Give every parameter the moments that a restart point is asked for when it is loaded.
+        """Create the moments of every parameter, which loading a restart point expects.
 
-        AdamW has none before the first step, and of a parameter without gradient none after it.
+        AdamW has none before the first step, and for parameters without gradient none afterwards.
         """
         moments = self.optimizer.optimizer.state
         if self.runtime.sharding == "deepspeed" or moments:
             return
         get_state_dict(self.model, self.optimizer.optimizer)
-        for of_parameter in moments.values():  # it took a step without gradients: not to be counted
-            of_parameter["step"].zero_()
+        for parameter_state in moments.values():  # undo the step that get_state_dict counted
+            parameter_state["step"].zero_()
 
     def resume(self, point: Path) -> None:
         """Continue from a restart point."""

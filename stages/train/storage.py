@@ -230,7 +230,7 @@ class RestartPoints:
             dcp.save(own, checkpoint_id=place, process_group=self._group)
         try:
             dcp.load(received, checkpoint_id=place, process_group=self._group)
-        except CheckpointException as error:  # of one or more processes, told to all
+        except CheckpointException as error:  # raised on all processes for one or more
             raise RunError(
                 f"not every process can read what all have written below {place}: "
                 "runtime.output_root has to be on a disk that all nodes share"

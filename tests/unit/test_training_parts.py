@@ -943,7 +943,8 @@ def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
     loop: Any = SimpleNamespace(
         runtime=Runtime(sharding=sharding, timeout_minutes=9), step=3, train=TrainConfig(),
         schedule=SimpleNamespace(steps=4, checkpoint_steps={10: 2, 20: 3, 25: 3, 40: 4}),
-        patience=1.0, stopwatch=Stopwatch(), write_checkpoint=lambda *given: calls.append(given),
+        step_timeout=1.0, stopwatch=Stopwatch(),
+        write_checkpoint=lambda *given: calls.append(given),
         _averaged_with=lambda tokens: [tokens - 1], state=lambda: {"a": 1},
         restarts=SimpleNamespace(
             check=lambda: calls.append("check"), save=lambda *given: calls.append(given)

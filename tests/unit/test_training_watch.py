@@ -32,7 +32,7 @@ from stages.train import decisions
 from stages.train import run as training
 from stages.train import watch as watching
 from stages.train.data import PackedSequences, collate_documents
-from stages.train.decisions import RestartTimer, SpikeRule, step_patience
+from stages.train.decisions import RestartTimer, SpikeRule, step_timeout
 from stages.train.loop import Loop
 from stages.train.loss import install_loss
 from stages.train.metrics import peak_flops, step_flops
@@ -69,29 +69,29 @@ def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_spike_is_many_times_the_median_of_the_steps_before() -> None:
     rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
-    assert all(rule.fault(norm) is None for norm in [1.0, 2.0] * 10)
-    fault = rule.fault(5.0)
+    assert all(rule.judge(norm) is None for norm in [1.0, 2.0] * 10)
+    fault = rule.judge(5.0)
     assert fault is not None and "train.spike_factor = 3 times 1.5" in fault
-    assert rule.fault(6.0) is None  # three times 2, the median with the last one
-    assert rule.fault(float("nan")) == "grad_norm is nan"
+    assert rule.judge(6.0) is None  # three times 2, the median with the last one
+    assert rule.judge(float("nan")) == "grad_norm is nan"
     resumed = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     resumed.restore(json.loads(json.dumps(rule.state)))
-    assert resumed.state == rule.state and resumed.fault(9.0) == rule.fault(9.0) is not None
+    assert resumed.state == rule.state and resumed.judge(9.0) == rule.judge(9.0) is not None
 
 
 def test_norms_that_stay_high_are_no_spikes_for_ever() -> None:
     """Left out or not, a step's norm counts in the median of the last 100."""
     rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
-    faults = [rule.fault(norm) for norm in [1.0] * 20 + [9.0] * 40]
+    faults = [rule.judge(norm) for norm in [1.0] * 20 + [9.0] * 40]
     assert faults[20] is not None and faults[-1] is None
     few = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
-    assert [few.fault(norm) for norm in [1.0] * 19 + [9.0]] == [None] * 20
+    assert [few.judge(norm) for norm in [1.0] * 19 + [9.0]] == [None] * 20
 
 
 def test_without_a_factor_only_what_is_not_finite_is_bad() -> None:
     rule = SpikeRule(TrainConfig(), 1000)
-    assert [rule.fault(norm) for norm in [1.0] * 30 + [1e9]] == [None] * 31
-    assert rule.fault(float("inf")) == "grad_norm is inf"
+    assert [rule.judge(norm) for norm in [1.0] * 30 + [1e9]] == [None] * 31
+    assert rule.judge(float("inf")) == "grad_norm is inf"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_no_more_than_a_few_steps_are_left_out(
     for step in range(1, steps + 1):
         rule = SpikeRule(TrainConfig(), steps)
         rule.restore(state)
-        rule.fault(float("nan") if step in bad_steps else 1.0)
+        rule.judge(float("nan") if step in bad_steps else 1.0)
         state = json.loads(json.dumps(rule.state))
         if step in bad_steps and stopped is None and (reason := rule.too_many()):
             stopped = f"{step}: {reason}"
@@ -188,7 +188,7 @@ def test_a_step_that_is_left_out_changes_no_weight(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With every step left out, the last checkpoint holds the weights of the start."""
-    monkeypatch.setattr(SpikeRule, "fault", lambda self, norm: "a test says so")
+    monkeypatch.setattr(SpikeRule, "judge", lambda self, norm: "a test says so")
     train_here(case, tmp_path, train={"bad_steps": "skip"})
     start = load_file(case / "materialize" / "model" / "model.safetensors")
     end = load_file(tmp_path / "checkpoints" / "tokens-1280" / "model.safetensors")
@@ -493,7 +493,7 @@ def test_watches_compile_nothing_and_measure_routers_of_compiled_layers() -> Non
     [([1.0] * 4, 15), ([1.0] * 5, 2), ([30.0] * 9 + [900.0], 10), ([90.0] * 20, 15)],
 )
 def test_a_step_waits_for_a_multiple_of_its_own_time(seconds: list[float], minutes: float) -> None:
-    assert step_patience(seconds, 15) == minutes
+    assert step_timeout(seconds, 15) == minutes
 
 
 def test_minutes_to_a_restart_point_count_from_the_last_one(
