@@ -1,4 +1,4 @@
-"""Simulations of how often an interval holds the truth; `test_coverage.py` prints all of them."""
+"""Simulated coverage: how often intervals hold the true value. `test_coverage.py` prints it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
     "log-normal, sigma 1": lambda rng, n: rng.lognormal(-0.5, 1.0, n),
     "two kinds, as many of each": lambda rng, n: rng.choice([0.0, 2.0], n) + rng.normal(0, 0.1, n),
 }
-# The same, so heavy-tailed that no interval of a mean holds; their differences' intervals do.
+# Pareto exponents so small that intervals of a mean fail, and those of differences hold.
 HEAVY_TAILS = (1.5, 2.0, 2.5, 3.0)
-# Samples' scores in [0, 1] with the mean that is asked for.
+# Samples' scores in [0, 1] with a given mean.
 SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values]] = {
     "right or wrong": lambda rng, mean, shape: (rng.random(shape) < mean).astype(np.float64),
     "four parts": lambda rng, mean, shape: rng.binomial(4, mean, shape) / 4,
@@ -41,10 +41,10 @@ SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values
 }
 
 
-def of_shares(
+def score_coverage(
     truths: Sequence[float], counts: Sequence[int], kind: str, draws: int, seed: int = 0
 ) -> float:
-    """Coverage of the mean score of subtasks with these expected scores and samples."""
+    """Coverage of the mean score of subtasks with these true scores and numbers of samples."""
     rng = np.random.default_rng(seed)
 
     def intervals() -> Iterator[Interval]:
@@ -52,29 +52,29 @@ def of_shares(
             pairs = zip(truths, counts, strict=True)
             yield mean_score([float(SCORES[kind](rng, p, (n,)).mean()) for p, n in pairs], counts)
 
-    return _covered(intervals(), float(np.mean(truths)))
+    return _coverage(intervals(), float(np.mean(truths)))
 
 
-def of_documents(kind: str, count: int, draws: int, seed: int = 0) -> float:
+def loss_coverage(kind: str, count: int, draws: int, seed: int = 0) -> float:
     """Coverage of Student's interval of the mean loss of `count` documents."""
     rng = np.random.default_rng(seed)
-    return _covered((student(LOSSES[kind](rng, count)) for _ in range(draws)), 1.0)
+    return _coverage((student(LOSSES[kind](rng, count)) for _ in range(draws)), 1.0)
 
 
-def of_heavy_tails(alpha: float, count: int, draws: int, seed: int = 0) -> tuple[float, float]:
+def heavy_tail_coverage(alpha: float, count: int, draws: int, seed: int = 0) -> tuple[float, float]:
     """Coverage for Pareto losses of mean 1: of their mean, and of the difference of two models."""
     rng = np.random.default_rng(seed)
     losses = (rng.pareto(alpha, (draws, 2, count)) + 1) * (alpha - 1) / alpha
-    mean = _covered((student(first) for first, _ in losses), 1.0)
-    return mean, _covered((student(first - second) for first, second in losses), 0.0)
+    mean = _coverage((student(first) for first, _ in losses), 1.0)
+    return mean, _coverage((student(first - second) for first, second in losses), 0.0)
 
 
 def comparisons(
     scores: tuple[float, float], noise: float, subtasks: int, count: int, draws: int, seed: int = 0
 ) -> list[Comparison]:
-    """Comparisons of two models of these expected scores on samples that are hard for both.
+    """Comparisons of two models with these true scores, whose answers depend on shared hardness.
 
-    `noise` is the share of the samples on which the second one answers on its own.
+    `noise` is the share of samples on which the second model's answer is independent of it.
     """
     rng, results = np.random.default_rng(seed), []
     for draw in range(draws):
@@ -85,24 +85,24 @@ def comparisons(
     return results
 
 
-def of_comparisons(
+def comparison_coverage(
     results: Sequence[Comparison], scores: tuple[float, float]
 ) -> tuple[float, float | None, float]:
-    """Coverage of the difference, of the ratios that were given, and the share of p < 0.05."""
-    difference = _covered((one.difference for one in results), scores[0] - scores[1])
+    """Coverage of the difference, of the ratio where half have one, and the share of p < 0.05."""
+    difference = _coverage((one.difference for one in results), scores[0] - scores[1])
     given = [one.ratio for one in results if one.ratio is not None]
     few = len(given) < len(results) / 2
-    ratio = None if few or not scores[1] else _covered(given, scores[0] / scores[1])
+    ratio = None if few or not scores[1] else _coverage(given, scores[0] / scores[1])
     return difference, ratio, float(np.mean([one.p_value < 0.05 for one in results]))
 
 
-def of_seeds(
+def seed_coverage(
     score: float, seeds: int, examples: int, draws: int, seed: int = 0, *, is_skewed: bool = False
 ) -> tuple[float, float]:
     """Coverage of a mean over seeds and examples, and of the difference of two such methods.
 
-    Examples are harder or easier, or a few of them far harder (`is_skewed`: log-normal of sigma 1);
-    seeds luckier or less lucky.
+    Examples and seeds have normal effects; with `is_skewed` those of examples are log-normal of
+    sigma 1.
     """
     rng = np.random.default_rng(seed)
     means, differences = [], []
@@ -119,19 +119,19 @@ def of_seeds(
         ]
         means.append(crossed_mean(sides[0]))
         differences.append(crossed_difference(*sides))
-    return _covered(means, score), _covered(differences, 0.0)
+    return _coverage(means, score), _coverage(differences, 0.0)
 
 
-def of_methods(
+def method_coverage(
     scores: tuple[float, float], seeds: int, samples: int, spread: float, draws: int, seed: int = 0
 ) -> tuple[float, float, float]:
     """Coverage of a method's mean score over seeds and samples, and of the difference of two.
 
-    And the share of p < 0.05. A sample is hard or easy for all seeds but in three of ten cases;
-    a seed's score lies off the method's by a normal of standard deviation `spread`.
+    Third, the share of p < 0.05. Seeds share a sample's hardness in seven of ten cases; a seed's
+    score differs from the method's by a normal of standard deviation `spread`.
     """
     rng = np.random.default_rng(seed)
-    means, differences, told = [], [], []
+    means, differences, rejected = [], [], []
     for draw in range(draws):
         hardness = rng.random(samples)
 
@@ -145,11 +145,11 @@ def of_methods(
         means.append(crossed_mean(first, is_score=True))
         test = crossed_test(first, second, seed=draw)
         differences.append(Estimate(test.mean, test.low, test.high))
-        told.append(test.p_value < 0.05)
+        rejected.append(test.p_value < 0.05)
     difference = scores[0] - scores[1]
-    return _covered(means, scores[0]), _covered(differences, difference), float(np.mean(told))
+    return _coverage(means, scores[0]), _coverage(differences, difference), float(np.mean(rejected))
 
 
-def _covered(intervals: Iterable[Interval | Estimate], truth: float) -> float:
+def _coverage(intervals: Iterable[Interval | Estimate], truth: float) -> float:
     held = [one.low - 1e-12 <= truth <= one.high + 1e-12 for one in intervals]
     return float(np.mean(held))

@@ -1,4 +1,7 @@
-"""Bytes that training sends for split sequences, counted at torch.distributed, and its losses."""
+"""Bytes that training sends for split sequences, counted at torch.distributed, and its losses.
+
+pytest -s tests/benchmarks/test_context_traffic.py
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ def test_bytes_are_those_of_the_formula_and_losses_those_of_one_process(
         "checkpoint_tokens": [], "mixed_precision": "no",
     }  # fmt: skip
     runtime = {"context_parallel": ranks, "checkpointing": "full", "micro_batch_size": 1}
-    print(f"\n{'sliding heads':>13} {'bytes a step':>13} {'formula':>9} {'of all full':>11}"
+    print(f"\n{'sliding heads':>13} {'bytes a step':>13} {'/ formula':>9} {'/ all full':>11}"
           f" {'largest difference of losses':>29}")  # fmt: skip
-    of_full = 0.0
+    all_full = 0.0
     for sliding in (0, 2, 3):
         case = _case(tmp_path / f"case-{sliding}", sliding)
         done = train_in_processes(
@@ -59,12 +62,12 @@ def test_bytes_are_those_of_the_formula_and_losses_those_of_one_process(
             Runtime(**runtime), LENGTH,
         )  # fmt: skip
         train_here(case, tmp_path / f"one-{sliding}", train=train)
-        split, one = (metrics(tmp_path / f"{name}-{sliding}") for name in ("split", "one"))
-        worst = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(split, one, strict=True))
-        of_full = of_full or sent
+        split, alone = (metrics(tmp_path / f"{name}-{sliding}") for name in ("split", "one"))
+        worst = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(split, alone, strict=True))
+        all_full = all_full or sent
         print(
-            f"{sliding:>8} of {HEADS} {sent:>13,.0f} {sent / formula:>9.3f} {sent / of_full:>11.1%}"
-            f" {worst:>29.1e}"
+            f"{sliding:>8} of {HEADS} {sent:>13,.0f} {sent / formula:>9.3f} "
+            f"{sent / all_full:>11.1%} {worst:>29.1e}"
         )
         assert formula <= sent <= 1.05 * formula
         assert worst < 1e-6

@@ -88,13 +88,13 @@ def _full_kernels() -> dict[str, Attention]:
 def _hybrid_kernels() -> dict[str, Attention]:
     layout = full_first(2, 8, Window(WINDOW))
 
-    def of(backend: str) -> Attention:
+    def kernel(backend: str) -> Attention:
         return lambda query, key, value: hybrid_attention(
             query, key, value, layout, backend=backend
         )
 
     names = [n for n, entry in BACKENDS.items() if entry.usable() and n != "eager"]
-    return {f"hybrid {name}": of(name) for name in names}
+    return {f"hybrid {name}": kernel(name) for name in names}
 
 
 def _milliseconds(works: dict[str, Callable[[], object]]) -> dict[str, float]:

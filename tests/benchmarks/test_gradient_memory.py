@@ -1,6 +1,6 @@
 """Memory of a pass and of a gate gradient, beside the formula that plans state.
 
-    pytest -s tests/benchmarks/test_gradient_memory.py --override-ini addopts=
+    pytest -s tests/benchmarks/test_gradient_memory.py
 
 T = 2,048, random models. Bytes are those of all tensors alive at once (`tests/peak_memory.py`).
 

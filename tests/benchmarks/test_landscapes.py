@@ -1,6 +1,6 @@
 """Regret per pass of every search on synthetic landscapes; bosch_plus is best or tied on each.
 
-    pytest tests/benchmarks/test_landscapes.py -s --override-ini addopts= \
+    pytest tests/benchmarks/test_landscapes.py -s \
         [BOSCH_UNITS=48,320,1000 BOSCH_KAPPA=4,10,100 in the environment]
 
 A regret of 0 is the optimum, 1 the mean of random masks on budget. At the same kappa bosch may

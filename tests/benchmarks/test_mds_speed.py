@@ -1,10 +1,9 @@
-"""MB of plain shard that one core reads per second: verified, decompressed, cut into samples.
+"""MB of uncompressed shard that one core reads per second: verified, decompressed, decoded.
 
     pytest -s tests/benchmarks/test_mds_speed.py
 
-Records are as ProLong's: 4,096 token ids (uint32) in 16 kB, two spans, a domain; one shard of
-64 MB, in processor time, the best of five. Detokenising is the tokenizers library's work and is not
-in the figure.
+Records are as ProLong's: 4,096 token ids (uint32) in 16 kB, two spans, a domain. One shard of
+64 MB, processor time, the best of five, without detokenising.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _RECORDS = 3900
 
 
 def _array(values: np.ndarray) -> bytes:
-    """An array in the encoding ndarray:uint32: dimensions and width of a size, sizes, values."""
+    """Encode as ndarray:uint32: a byte for the number and the width of sizes, sizes, values."""
     return (
         bytes([values.ndim << 2 | 1]) + np.array(values.shape, "<u2").tobytes() + values.tobytes()
     )
@@ -43,7 +42,7 @@ def _record(rng: np.random.Generator) -> bytes:
 
 
 def write_shard(folder: Path, *, compressed: bool) -> int:
-    """One shard and its index; returns the shard's plain bytes."""
+    """Write one shard and its index; returns the number of uncompressed bytes."""
     rng = np.random.default_rng(0)
     records = [_record(rng) for _ in range(_RECORDS)]
     offsets = np.cumsum([4 * (_RECORDS + 2), *map(len, records)]).astype("<u4").tobytes()

@@ -1,6 +1,6 @@
 """Cost of the searches on the quickstart's base model, side by side on the same calibration sets.
 
-    pytest tests/benchmarks/test_search_cost.py -s --override-ini addopts= \
+    pytest tests/benchmarks/test_search_cost.py -s \
         [BOSCH_SEEDS=5 BOSCH_RATIOS=0.25,0.5,0.75,0.875 BOSCH_KAPPA=4,16,64 in the environment]
 
 Work is counted in full-forward equivalents, time is the processor time of one thread. Held-out

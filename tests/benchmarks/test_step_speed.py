@@ -124,8 +124,8 @@ def test_restart_points_cost_two_percent_of_the_steps(tmp_path: Path) -> None:
     whole = [clock() - start for clock, start in zip(clocks, before, strict=True)]
     steps = SAVED_STEPS / EVERY
     shares = [
-        [one / (total / steps) for one in of]
-        for of, total in zip(zip(*saved, strict=True), whole, strict=True)
+        [seconds / (total / steps) for seconds in saves]
+        for saves, total in zip(zip(*saved, strict=True), whole, strict=True)
     ]
     for name, values in zip(("processor time", "time"), shares, strict=True):
         print(f"a restart point of ten steps, {name}: {[f'{v:.2%}' for v in values]}")

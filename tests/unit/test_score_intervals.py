@@ -168,8 +168,8 @@ def test_seeds_vary_too() -> None:
     results = np.repeat(np.array([[0.0], [1.0], [0.0], [1.0]]), 500, axis=1)
     wide = crossed_mean(results, is_score=True)
     assert wide.mean == 0.5 and wide.low < 0.1 and wide.high > 0.9
-    assert min(coverage.of_seeds(0.5, 3, 24, 400)) >= LEAST
-    assert min(coverage.of_seeds(0.5, 8, 12, 400, is_skewed=True)) >= LEAST
+    assert min(coverage.seed_coverage(0.5, 3, 24, 400)) >= LEAST
+    assert min(coverage.seed_coverage(0.5, 8, 12, 400, is_skewed=True)) >= LEAST
 
 
 @np.errstate(all="raise")
@@ -233,8 +233,8 @@ def test_holm_of_known_p_values() -> None:
 
 
 def test_a_test_of_methods_agrees_with_its_interval_and_covers() -> None:
-    mean, difference, told = coverage.of_methods((0.9, 0.7), 3, 120, 0.02, 100)
-    assert min(mean, difference) >= LEAST and told > 0.5
+    mean, difference, rejected = coverage.method_coverage((0.9, 0.7), 3, 120, 0.02, 100)
+    assert min(mean, difference) >= LEAST and rejected > 0.5
     ones, zeros = np.ones((2, 5)), np.zeros((2, 5))
     few = crossed_test(zeros, ones)
     assert few.p_value > 0.05 and few.high == 0.0  # five samples are too few
