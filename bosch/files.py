@@ -36,7 +36,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """Limits of a JSON text that may come from a stranger.
+    """Limits of a JSON text from an untrusted source.
 
     A value in Python takes up to about 100 bytes however short it is in the file, so the count of
     values (each key, list and object is one too) bounds the memory, and bytes alone do not.

@@ -32,12 +32,10 @@ class FrontPoint:
     """A head mask of the front, what it costs and what it scores.
 
     `layout[l][h]` is the window of KV head h of layer l, in the base model's order, or 0 where it
-    is full. `kv_slots` are heads x cached tokens at the front's context, `bytes` the same layout's
-    cache in an engine, None where it has not been priced. `score` and `log_likelihood` are those
-    of the examples that the search has used. The held-out score is that of examples that it has
-    not, with one-sided 95 % limits: below the lower, and above the upper, the true score lies with
-    a chance of 5 % each. `passes` are the full passes the search had spent when it measured the
-    point.
+    is full. `kv_slots` are heads x cached tokens at the front's context, `bytes` the layout's cache
+    in an engine, None before `Front.priced`. `score` and `log_likelihood` are on the examples of
+    the search. `held_out_score` is on other examples; `held_out_low` and `held_out_high` are
+    one-sided 95 % limits. `passes` are the full passes spent when the point was measured.
     """
 
     kv_slots: int
@@ -115,11 +113,11 @@ class Front:
             self._check_layout(index, point)
         for index, point in enumerate(self.points):
             self._check_values(index, point)
-        for index, (one, next_one) in enumerate(pairwise(self.points)):
-            if one.kv_slots >= next_one.kv_slots:
+        for index, (point, larger) in enumerate(pairwise(self.points)):
+            if point.kv_slots >= larger.kv_slots:
                 raise ValueError(
-                    f"points[{index + 1}]: kv_slots is {next_one.kv_slots:,}, no more than the "
-                    f"{one.kv_slots:,} of the point before it"
+                    f"points[{index + 1}]: kv_slots is {larger.kv_slots:,}, no more than the "
+                    f"{point.kv_slots:,} of the point before it"
                 )
 
     def _check_layout(self, index: int, point: FrontPoint) -> None:
@@ -129,10 +127,10 @@ class Front:
                 f"points[{index}]: layout must hold {self.num_layers} rows of "
                 f"{self.num_key_value_heads} windows"
             )
-        strangers = {size for row in point.layout for size in row} - {0, *self.window_sizes}
-        if strangers:
+        unknown = {size for row in point.layout for size in row} - {0, *self.window_sizes}
+        if unknown:
             raise ValueError(
-                f"points[{index}]: layout has the window {min(strangers)}, window_sizes are "
+                f"points[{index}]: layout has the window {min(unknown)}, window_sizes are "
                 f"{list(self.window_sizes)}"
             )
 
@@ -165,7 +163,7 @@ class Front:
         model: str,
         seed: int | None = None,
     ) -> Front:
-        """The front of `points` in any order; of equal KV slots the first given stays."""
+        """The front of `points`, in any order; among points of equal KV slots the first is kept."""
         menu = window_menu(windows)
         by_slots: dict[int, FrontPoint] = {}
         for point in points:
@@ -201,12 +199,12 @@ class Front:
 
     @cached_property
     def nested(self) -> tuple[bool, ...]:
-        """Which points share one order of the heads of each layer.
+        """Which points share one order of the heads of each layer, from the widest window down.
 
-        Two points do unless one gives a head more than another of its layer, and the other point
-        less; if every two of some points do, all of them do. From each point on the others are
-        added in their order where they fit, and the largest such group is taken; the chosen point
-        is always in it.
+        Two points share none if they order two heads of a layer in opposite ways. Points that
+        agree in pairs agree all together. From each point a group is built by adding the others in
+        their order where they agree with all in it; the largest group counts. With `chosen` the
+        group is the one built from that point.
         """
         count = len(self.points)
         agree = np.ones((count, count), dtype=np.bool_)
@@ -226,14 +224,14 @@ class Front:
     def head_order(self) -> list[list[int]]:
         """KV heads of each layer from the widest window to the narrowest in every nested point.
 
-        So a cache of any of these points keeps a full head before a sliding one, and a wider window
-        before a narrower. Heads that no nested point tells apart keep the base model's order.
+        In each of these points full heads come before sliding ones, and wider windows before
+        narrower. Heads with equal windows in all nested points keep the base model's order.
         """
         choices = self._choices[np.array(self.nested)].astype(int).sum(axis=0)
         return [[int(head) for head in np.argsort(row, kind="stable")] for row in choices]
 
     def priced(self, bytes_of: Callable[[HeadMask], int]) -> Front:
-        """This front with the bytes of each point's cache, from its mask."""
+        """This front with `bytes` of each point computed from its mask."""
         points = (
             replace(point, bytes=int(bytes_of(self.mask(index))))
             for index, point in enumerate(self.points)
@@ -261,7 +259,7 @@ class Front:
         """Read and check; raises UserError when the file is missing, damaged or too new."""
         content = load_user_json(path, "search again", CONFIG_LIMITS)
         try:
-            return _of_content(content)
+            return _from_content(content)
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
 
@@ -300,7 +298,7 @@ _POINT_TYPES: FieldTypes = {
 assert [field.name for field in fields(FrontPoint)] == list(_POINT_TYPES)
 
 
-def _of_content(content: object) -> Front:
+def _from_content(content: object) -> Front:
     """The front in a JSON value; raises ValueError if it holds no valid front."""
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object with a front")

@@ -1,9 +1,9 @@
-"""Fields of a section that are paths: one annotation says all that becomes of them.
+"""Fields of a section that are paths.
 
     path: Annotated[PathText | None, Input(identity=…, check=…)]
 
-The annotation alone decides how the path is resolved, what of it is in the stage's key, and
-whether a recipe that names it is refused.
+The annotation alone decides how the path is resolved, what stands for it in the stage's key, and
+which paths are refused.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Hasher(Protocol):
 class Input:
     """Marks a field as a path.
 
-    `identity(section, path, hasher)` is what the stage's key holds in place of the path, as JSON:
-    what it leads to by content, or what is used where the path is None; None leaves it out.
-    `check(where, section, path)` raises UserError where the path is not what it should be.
-    `is_name(section, text, root)`: whether the text is a name on the hub, which stays as it is.
+    `identity(section, path, hasher)` is the JSON value that stands for the path in the stage's key:
+    a hash of the content, or of the default where the path is None; None leaves the field out.
+    `check(where, section, path)` raises UserError for an invalid path; `where` is the dotted path.
+    `is_name(section, text, root)`: whether the text is a name on the hub, which is not resolved.
     `is_pattern`: whether the path may be a glob.
     """
 
@@ -55,9 +55,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Origins:
-    """The folders at which relative paths start, by who wrote them.
+    """The folders that relative paths start from, by where a path was written.
 
-    `overridden` are the dotted paths, split, of what the command line replaced.
+    `overridden` are the dotted paths, split, that the command line replaced.
     """
 
     file: Path
@@ -88,7 +88,7 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
         elif mark is not None and isinstance(value, str):
             root = origins.of(here, is_default=name not in section.model_fields_set)
             path = os.path.normpath(root / Path(value).expanduser())
-            if mark.is_pattern and not os.path.exists(path):  # brackets of the root are its name's
+            if mark.is_pattern and not os.path.exists(path):  # brackets in the root are no glob
                 path = os.path.normpath(glob.escape(str(root)) / Path(value).expanduser())
             is_name = mark.is_name is not None and mark.is_name(section, value, root)
             changes[name] = value if is_name and not os.path.exists(path) else path
@@ -96,9 +96,9 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
 
 
 def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A section's values without its paths, and by dotted path what stands for them in a key.
+    """A section's values without its paths, and what stands for those in a key, by dotted path.
 
-    Raises OSError for a file that cannot be read, UserError for one that is not there.
+    Raises OSError for a file that cannot be read, UserError for one that does not exist.
     """
     config, inputs = section.in_key(), dict[str, Any]()
     for place, owner in _sections(section):
@@ -142,7 +142,7 @@ def _mark(section: Section, name: str) -> Input | None:
 def _sections(
     section: Section, place: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], Section]]:
-    """A section and all those inside it, each with the way to it."""
+    """A section and all sections inside it, each with its place: field names and list indices."""
     yield place, section
     for name, value in section:
         if isinstance(value, Section):
@@ -171,7 +171,7 @@ def hashed_files(pattern: str, files: Iterable[Path], hasher: Hasher) -> dict[st
 
 
 def common_folder(pattern: str) -> Path:
-    """The folder below which the names of a pattern's files are told apart."""
+    """The folder that the names of a pattern's files are relative to."""
     path = Path(pattern).expanduser()
     if path.is_dir():
         return path
@@ -182,7 +182,7 @@ def common_folder(pattern: str) -> Path:
 
 
 def python_identity() -> dict[str, Any]:
-    """The Python whose standard library serves as text."""
+    """The Python whose standard library is the default text."""
     return {"python": f"{platform.python_implementation()} {platform.python_version()}"}
 
 

@@ -24,7 +24,7 @@ def suites_config(folder: Path, **section: Any) -> StageConfig[EvaluateConfig]:
 
 
 def score_original(folder: Path, work: Path, **section: Any) -> Scores:
-    """Scores of the model as it is."""
+    """Scores of the original model; creates `work`, the stage's output."""
     work.mkdir()
     original.run(suites_config(folder, **section), {}, work)
     return Scores.read(work)

@@ -1,4 +1,4 @@
-"""A stage that the project does not know: what a stranger adds, in one file."""
+"""A whole stage in one file, as a user of the project would add it."""
 
 from __future__ import annotations
 

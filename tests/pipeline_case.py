@@ -21,7 +21,7 @@ from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
 from pipeline.run import launch
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.worker import execute
 from stages.stage import Stage, World
 from tests.rank_processes import Forked
@@ -47,10 +47,10 @@ def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
     return execute(order)
 
 
-def runner(case: Case, *overrides: str, **choice: Any) -> Runner:
+def runner(case: Case, *overrides: str, **options: Any) -> Runner:
     """A runner of a case's recipe whose stages take no time."""
     loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
-    return Runner(loaded, Choice(**choice), in_process)
+    return Runner(loaded, RunOptions(**options), in_process)
 
 
 def write_safetensors(path: Path, value: int = 0) -> None:

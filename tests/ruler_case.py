@@ -1,4 +1,4 @@
-"""Text and questions to make RULER's samples of, the same on every machine."""
+"""Text and questions for RULER's samples, the same on every machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENIZER = Path(__file__).parent.parent / "recipes/quickstart/base_model"
 
 
 def essay_text(words: int = 6000) -> str:
-    """Sentences of made-up prose."""
+    """Sentences of random words, about `words` in all."""
     rng = Random(1)
     parts: list[str] = []
     while sum(map(len, parts)) < 6 * words:
@@ -24,7 +24,7 @@ def essay_text(words: int = 6000) -> str:
 def write_data(folder: Path, questions: int = 60) -> Path:
     """SQuAD and HotpotQA in the form in which RULER has them.
 
-    HotpotQA has so many `questions`, SQuAD twice as many, three in ten of them without an answer.
+    HotpotQA has `questions` questions, SQuAD twice as many, some three in ten unanswerable.
     """
     rng = Random(2)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Rivals of the search that need no optimiser."""
+"""Layer rules, head rankings and profiles of heads: methods without a search."""

@@ -1,9 +1,8 @@
-"""What is checked of a model directory before transformers reads it; imports no torch.
+"""Checks of a model directory before transformers reads it; imports no torch.
 
-transformers reads JSON of any size, and takes from a config.json not only sizes but also names of
-code: attention kernels on the hub, which it downloads and loads as native libraries, kernels for
-experts, quantisers, other files of weights. Only names that are known to fetch nothing are
-accepted, anywhere in the file.
+transformers reads JSON of any size. A config.json may also name code: attention kernels on the hub,
+which it downloads and loads as native libraries, kernels for experts, quantisers, other files of
+weights. At any depth of the file only names are accepted that are known to download nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ TOKENIZER_TEXTS = (
 # 50,000; Florence 2 has 1,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _MOST_SPECIAL_TOKENS = 10_000
-# Ends of the names of fields by whose value transformers makes a list of that length.
+# Suffixes of fields that are lengths: transformers makes a list of as many items.
 _COUNTS = ("layers", "n_layer", "blocks", "num_labels", "first_k_dense_replace", "kernel_size")
 _MOST_LABELS = 100_000
 _ATTENTION = (
@@ -63,21 +62,21 @@ _CODE_NAMES = {
     "_experts_implementation": _EXPERTS,
     "_experts_implementation_internal": _EXPERTS,
 }
-# Fields that no model needs and that lead elsewhere: to kernels, to other files than are hashed, or
-# to ways of decoding whose code transformers takes from the hub.
+# Fields that no model needs: they name kernels, files that are not hashed, or ways of decoding
+# whose code transformers downloads from the hub.
 _REFUSED = (
     "kernel_config", "use_kernels", "transformers_weights", "fast_tokenizer_files", "gguf_file",
     "custom_generate", "penalty_alpha", "dola_layers", "force_words_ids", "constraints",
 )  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
-# transformers would compute with these by kernels from the hub, where the package `kernels` is
-# installed; they are loaded in the model's dtype instead.
+# Loaded in the model's dtype: where the package `kernels` is installed, transformers would compute
+# with these by kernels from the hub.
 DEQUANTISED = ("fp8", "mxfp4")
 _QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq", "torchao")
 
 
 def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> Iterator[str]:
-    """A message for each file beyond all limits, and for a configuration that chooses code."""
+    """A message for each file over the size limits, and for each configuration that names code."""
     for name in (*_LARGE, *CONFIG_FILES):
         if name not in read_already and os.path.lexists(directory / name):
             yield from model_file_fault(directory / name)
@@ -88,7 +87,7 @@ def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> It
 
 
 def model_file_fault(path: Path) -> Iterator[str]:
-    """The same for one JSON file of a model directory."""
+    """The messages of `model_file_faults` for one JSON file."""
     try:
         if path.name in _LARGE:
             check_json_text(read_within(path), JSON_LIMITS)
@@ -109,10 +108,10 @@ def model_file_fault(path: Path) -> Iterator[str]:
 
 def config_faults(content: Any) -> Iterator[str]:
     """The first message, if any, for what no configuration may hold."""
-    yield from itertools.islice(itertools.chain(_code_faults(content), _counts(content)), 1)
+    yield from itertools.islice(itertools.chain(_code_faults(content), _count_faults(content)), 1)
 
 
-def _counts(content: Any) -> Iterator[str]:
+def _count_faults(content: Any) -> Iterator[str]:
     """A message for each count of layers or labels that no model has, in objects at any depth."""
     if isinstance(content, Mapping):
         for name, value in content.items():
@@ -120,7 +119,7 @@ def _counts(content: Any) -> Iterator[str]:
             most = _MOST_LABELS if name == "num_labels" else MOST_LAYERS
             if is_count and not value <= most:
                 yield f"{name} = {value!r:.60}; that is no model"
-            yield from _counts(value)
+            yield from _count_faults(value)
 
 
 def check_faults(faults: Iterator[str]) -> None:

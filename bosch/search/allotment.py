@@ -40,11 +40,11 @@ def allotted(
     narrowest: Choices | None = None,
     widest: Choices | None = None,
 ) -> Choices:
-    """A layout of at most `budget` slots whose values [L, U, C] sum to nearly the most.
+    """A layout of at most `budget` slots whose values [L, U, C] sum to nearly the maximum.
 
-    Each unit takes the choice of largest value less a price for its slots, and the price is such
-    that the slots suffice. What is left widens single units, the dearest step that fits by its
-    value for a slot first. With an `order` no unit gets a wider window than one before it.
+    Each unit takes the choice of largest value less a price for its slots; the price is such that
+    the slots suffice. Slots that are left widen single units, by the step of greatest value per
+    slot first. With an `order` no unit gets a wider window than one before it.
     `narrowest` and `widest` bound the choices. The layout of the narrowest choices must be within
     the budget, and bounds must not contradict the order.
     """
@@ -110,7 +110,7 @@ def _in_order(profits: Values) -> Choices:
 def _filled(
     choices: Choices, values: Values, costs: Values, budget: float, is_ordered: bool
 ) -> Choices:
-    """Widen single units while slots are left, those of most value for a slot first."""
+    """Widen single units while slots are left, by the step of greatest value per slot first."""
     choices, kinds = choices.copy(), np.arange(values.shape[2])
     own = np.take_along_axis(values, choices[..., None], axis=2)
     left = budget - slots_of(choices, costs)

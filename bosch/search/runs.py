@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class MethodRun:
     """Result, trace, costs and notes of one run of a method.
 
-    `costs` are those of `Evaluator.costs`, with `solver_seconds`: time outside the model, and of
-    `model_seconds` those that earlier attempts took, `earlier_seconds`.
+    `costs` are those of `Evaluator.costs`, `solver_seconds`, the time outside the model, and
+    `earlier_seconds`, the part of `model_seconds` that earlier attempts spent.
     """
 
     result: SearchResult
@@ -58,11 +58,10 @@ def run_method(
 ) -> MethodRun:
     """Run one method of the table; the mask has exactly ceil(rho N) sliding units.
 
-    Evaluations that `log` knows cost nothing; without one the run remembers its own only. With
-    `slot_budgets` methods of several windows meet their chosen one in place of the ratio. Raises
-    UserError when the name is unknown, when a static ranking gets a scorer that is no model, when
-    the budget pays for no gradient of a search by gradients, or when the calibration set tells no
-    mask from another.
+    Masks in `log` are not evaluated again. With `slot_budgets` methods of several windows meet the
+    chosen budget in place of the ratio. Raises UserError when the name is unknown, when a static
+    ranking gets a scorer that is no model, when the budget is too small for one gradient of a
+    search that takes them, or when the calibration set gives all masks the same score.
     """
     if log is None:
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
@@ -79,12 +78,12 @@ def run_method(
 
 
 def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """As `run_method`, with an evaluator of the caller's, which outlives a search that is stopped.
+    """`run_method` with the caller's evaluator, which is still usable after an interrupted search.
 
     The function of a search or ablation takes (evaluator, settings), that of a file (scorer,
     settings). A layer rule's takes (L, H, rho), a ranking's (model, calibration set, W), both with
-    the settings they read by name. A profile's takes (model, calibration set, windows) and returns
-    what each choice of a head loses: the windows that lose least within the budget are its mask.
+    the settings that `Method.settings` names as keywords. A profile's takes (model, calibration
+    set, windows) and returns the loss of each choice of a head.
     """
     method = METHODS.get(name)
     if method is None:
@@ -110,7 +109,7 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
 
 
 def _measured(evaluator: Evaluator, mask: HeadMask, anchors: Anchors) -> SearchResult:
-    """The result of a method that searches nothing: its own mask, whatever the anchors score."""
+    """The result of a method without a search: its mask, even where an anchor scores higher."""
     evaluation = evaluator.evaluate(mask, "final", "final mask")
     return SearchResult(evaluator.units.head_mask(mask), evaluation, anchors, evaluation)
 
@@ -156,7 +155,7 @@ def unsearched_mask(
     window_size: int,
     settings: SearchSettings,
 ) -> HeadMask:
-    """Mask of a layer rule or a static ranking, whose score is not measured.
+    """Mask of a layer rule or a static ranking, without measuring its score.
 
     Raises what `static_mask` raises, and UserError where the ratio and the granularity do not fit.
     """
@@ -177,9 +176,9 @@ def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:
 
 
 def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMask:
-    """Mask of a static ranking, with notes on what its reader must know."""
+    """Mask of a static ranking; notes ties at the budget, and that sinks were not ranked."""
     objective, started = _objective(name, evaluator), time.perf_counter()
-    # Every rank goes by the first one's ranking: rounding on another device could differ.
+    # All ranks use the first one's ranking: another device may round differently.
     ranked = objective.ranks.from_first(
         static_mask(name, objective.model, objective.calibration, objective.window.size, settings)
     )
@@ -195,12 +194,12 @@ def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMa
 
 
 def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """The windows by which a profile's losses sum to nearly the least within the budget.
+    """Windows whose losses, by a profile, sum to nearly the minimum within the budget.
 
-    The budget is the chosen one of `evaluator.slot_budgets`, by default that of the ratio's full
-    heads beside others of the narrowest window. MoA solves this by mixed integer programming
-    (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve: `allotted` goes
-    through the latter's layouts by their price and then spends what is left.
+    The budget is the chosen one of `evaluator.slot_budgets`, by default the slots of the ratio's
+    full heads beside others of the narrowest window. MoA solves this by mixed integer programming
+    (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve; `allotted` tries
+    the layouts of that greedy order, and then widens windows by the slots that are left.
     """
     objective, windows = _objective(name, evaluator), evaluator.windows
     losses = objective.ranks.from_first(
@@ -210,11 +209,11 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
         raise RunError(f"{name} gives losses that are not finite: {remedy(objective.model)}")
     group = settings.head_granularity
     evaluator.units = Units.by_value(losses[..., -1], group)
-    by_choice = [evaluator.units.gather(one).sum(axis=2) for one in np.moveaxis(losses, 2, 0)]
+    by_choice = [evaluator.units.gather(loss).sum(axis=2) for loss in np.moveaxis(losses, 2, 0)]
     anchors = evaluator.anchors(settings.swa_ratio, len(windows))
     budgets = evaluator.slot_budgets or SlotBudgets(objective.calibration.max_length)
-    held = [budgets.context, *(window.held(budgets.context) for window in windows)]
-    costs = group * np.array(held, dtype=np.float64)
+    cached = [budgets.context, *(window.held(budgets.context) for window in windows)]
+    costs = group * np.array(cached, dtype=np.float64)
     sliding, units = evaluator.budget, math.prod(evaluator.shape)
     slots = float((units - sliding) * costs[0] + sliding * costs[-1])
     if budgets.chosen is not None:

@@ -180,7 +180,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text of a stranger's file for a message: without control characters, and not too long."""
+    """Text of an untrusted file for a message: without control characters, and not too long."""
     text = "".join(c if c.isprintable() else "?" for c in text[:201])
     return text if len(text) <= 200 else f"{text[:200]} …"
 

@@ -10,7 +10,7 @@ from bosch.files import load_user_json
 
 
 class Question(NamedTuple):
-    """A question, its answers, and the numbers of its documents and of others on its subject."""
+    """A question, its answers, and the indices of its documents and of related ones."""
 
     text: str
     answers: list[str]
@@ -21,7 +21,7 @@ class Question(NamedTuple):
 def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
     """The questions of `qa_1` (SQuAD) or `qa_2` (HotpotQA) and all documents, in sorted order.
 
-    Raises UserError when the file is missing, damaged or another one.
+    Raises UserError when the file is missing, damaged or not RULER's.
     """
     read = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
     try:
@@ -33,31 +33,30 @@ def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
 
 
 def _squad(content: Any) -> tuple[list[Question], list[str]]:
-    """SQuAD 2.0's answerable questions; a question's article is what it is related to."""
+    """SQuAD 2.0's answerable questions; the other paragraphs of an article are related."""
     articles = [article["paragraphs"] for article in content["data"]]
-    documents = sorted({paragraph["context"] for many in articles for paragraph in many})
-    number = {document: at for at, document in enumerate(documents)}
+    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+    indices = {document: index for index, document in enumerate(documents)}
     questions = []
-    for paragraphs in articles:
-        article = [number[paragraph["context"]] for paragraph in paragraphs]
-        for paragraph in paragraphs:
-            own = number[paragraph["context"]]
-            related = [at for at in article if at != own]
+    for article in articles:
+        for paragraph in article:
+            own = indices[paragraph["context"]]
+            related = [index for p in article if (index := indices[p["context"]]) != own]
             questions += [
-                Question(one["question"], [a["text"] for a in one["answers"]], [own], related)
-                for one in paragraph["qas"]
-                if not one["is_impossible"]
+                Question(qa["question"], [a["text"] for a in qa["answers"]], [own], related)
+                for qa in paragraph["qas"]
+                if not qa["is_impossible"]
             ]
     return questions, documents
 
 
 def _hotpotqa(content: Any) -> tuple[list[Question], list[str]]:
     """HotpotQA's questions, each with the ten documents that come with it."""
-    texts = [[f"{title}\n{''.join(lines)}" for title, lines in one["context"]] for one in content]
-    documents = sorted({text for many in texts for text in many})
-    number = {document: at for at, document in enumerate(documents)}
+    contexts = [[f"{title}\n{''.join(lines)}" for title, lines in qa["context"]] for qa in content]
+    documents = sorted({text for context in contexts for text in context})
+    indices = {document: index for index, document in enumerate(documents)}
     questions = [
-        Question(one["question"], [one["answer"]], [number[text] for text in many], [])
-        for one, many in zip(content, texts, strict=True)
+        Question(qa["question"], [qa["answer"]], [indices[text] for text in context], [])
+        for qa, context in zip(content, contexts, strict=True)
     ]
     return questions, documents

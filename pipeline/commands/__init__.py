@@ -12,9 +12,9 @@ from bosch.commands import Command
 class RecipeCommand(Command):
     """A command that works on a recipe: `run(loaded, options)` returns the exit status.
 
-    `fetch` allows looking the recipe's model up over the network; without `input_files` its data
-    need not be there, without `model_files` neither weights nor tokenizer. Without `model_family`
-    nothing is checked that takes transformers.
+    `fetch` allows looking up the recipe's model over the network. Without `input_files` its data
+    may be missing, without `model_files` weights and tokenizer. Without `model_family` checks that
+    import transformers are left out.
     """
 
     fetch: bool = True

@@ -20,7 +20,7 @@ from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, find_faults
 from pipeline.recipe.model_shape import file_faults, read_model
 from pipeline.recipe.processes import require_one_node
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.evaluate.scores import (
     ABOUT_MARKS,
     HYBRID,
@@ -81,7 +81,7 @@ def _name(text: str) -> str:
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Evaluate, print the table and say where it is; 1 where a model or a task has no score."""
     require_one_node("evaluate", loaded.world)  # another would wait for the lock of the first
-    evaluation = Evaluation(Runner(loaded, Choice()))
+    evaluation = Evaluation(Runner(loaded, RunOptions()))
     if options.watch and options.model:
         raise UserError("--watch follows the recipe's training; leave --model out")
     if options.checkpoints and options.model:
@@ -247,8 +247,9 @@ def _loss_table(positions: Mapping[str, PositionLoss]) -> Table:
     return Table.of_rows(title, ["position", *positions], rows)
 
 
-def _loss(of: BinLoss) -> str:
-    return f"{of.mean:.3f}" + ("" if of.low is None else f" ({of.low:.3f} to {of.high:.3f})")
+def _loss(bin_loss: BinLoss) -> str:
+    interval = "" if bin_loss.low is None else f" ({bin_loss.low:.3f} to {bin_loss.high:.3f})"
+    return f"{bin_loss.mean:.3f}{interval}"
 
 
 def _cell(score: MeanScore | SuiteScores | None, value: float | None = None) -> str:

@@ -39,7 +39,7 @@ def read_options(section: type[_Options], arguments: argparse.Namespace, command
     values = {name: getattr(arguments, name) for name in section.model_fields}
     values = {name: value for name, value in values.items() if value is not None}
     try:
-        return section.model_validate(values, strict=False)  # a shell knows nothing but text
+        return section.model_validate(values, strict=False)  # values of the command line are text
     except ValidationError as error:
         faults = []
         for sentence in sentences(section, error):
@@ -68,14 +68,14 @@ def _method(name: str) -> str:
 
 
 def _named(value: object) -> object:
-    """The methods that a text names; all stands for every one."""
+    """The methods in a comma-separated list; `all` stands for every method."""
     names = split(value)
     if not isinstance(names, list):
         return names
     return [one for name in names for one in (METHODS if name == "all" else (name,))]
 
 
-# Lists rise without repetition; methods keep the order in which they are named.
+# Lists of numbers are sorted and without repetition; methods keep their order.
 Seeds = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
     BeforeValidator(split),

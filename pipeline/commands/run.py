@@ -11,7 +11,7 @@ from pipeline.commands import RecipeCommand
 from pipeline.commands.evaluate import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.evaluate.scores import Scores
 from stages.formats import counted
 from stages.report.stage import PAGE
@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Run what is to run and say where the results are; 1 where a task has no score."""
-    choice = Choice(
+    choice = RunOptions(
         options.until, options.start, tuple(options.force), options.wait, options.dry_run
     )
     runner = Runner(loaded, choice)

@@ -18,7 +18,7 @@ from bosch.files import open_regular
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-# Far beyond any recipe; a stranger's file must neither hang nor crash the parser.
+# Far beyond any recipe; an untrusted file must neither hang nor crash the parser.
 _MOST_BYTES = 2**20
 _MOST_DEPTH = 32
 _MOST_VALUES = 10_000

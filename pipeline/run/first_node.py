@@ -1,7 +1,7 @@
 """Heartbeats of the first node of a run on several, on the disk that all of them share.
 
-The other nodes wait for what the first one makes alone, for hours where that takes hours. So that
-they do not wait forever, it counts in a file while its run lasts, and says there how it ended.
+The other nodes wait for what the first one makes alone, which may take hours. So that they do not
+wait forever, the first node increments a counter in a file, and writes there how its run ended.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 180.0
 
 
-class Heart:
-    """The first node's side: counts in `file` from the beginning until the end of its run."""
+class FirstNodeHeartbeat:
+    """The first node's side: a thread that writes a counter to `file` until its run ends."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -41,8 +41,8 @@ class Heart:
             beats += 1
 
     @contextlib.contextmanager
-    def ends_with(self) -> Iterator[None]:
-        """Around the rest of the run: note how it ended."""
+    def until_end(self) -> Iterator[None]:
+        """Write how the run in this block ended, and end the heartbeats."""
         ended, lost = "", False
         try:
             yield
@@ -56,8 +56,8 @@ class Heart:
                 write_json(self._file, {"run": self._run, "ended": ended, "lost": lost})
 
 
-class Watcher:
-    """Another node's side; made when its own run begins."""
+class FirstNodeWatcher:
+    """Another node's side; created when its own run begins."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -66,9 +66,9 @@ class Watcher:
         self.alive = False
 
     def fault(self) -> RunError | None:
-        """Why nothing more is to be expected of the first node."""
+        """Why there is nothing left to wait for; None while the first node's run may go on."""
         record = read_json(self._file)
-        # A network file system may fail to read it for a moment: that is no sign of life.
+        # Where a network file system cannot be read for a moment, the record is None.
         if record is not None and record != self._seen:
             self._seen, self._since, self.alive = record, time.monotonic(), True
         ended = record.get("ended") if isinstance(record, dict) else None

@@ -21,7 +21,7 @@ from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.files import Stamp, changed_file, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import require_one_node
-from pipeline.run.first_node import Heart, Watcher
+from pipeline.run.first_node import FirstNodeHeartbeat, FirstNodeWatcher
 from pipeline.run.graph import (
     Node,
     current_document,
@@ -67,8 +67,8 @@ POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which stages a run may touch: `--until`, `--from`, `--force`; whether it waits, or is dry."""
+class RunOptions:
+    """Options of `bosch run`: the first and last stage, forced stages, `--wait`, `--dry-run`."""
 
     until: str | None = None
     start: str | None = None
@@ -83,57 +83,58 @@ class Runner:
     def __init__(
         self,
         loaded: LoadedRecipe,
-        choice: Choice = Choice(),
+        options: RunOptions = RunOptions(),
         launcher: Launcher = launch,
     ) -> None:
-        self.loaded, self.choice, self.launcher = loaded, choice, launcher
+        self.loaded, self.options, self.launcher = loaded, options, launcher
         self.name = loaded.recipe.name
         self.store = Store(loaded.output_root)
         self.hasher: FileHasher = self.store.hasher()
-        # Before the files are hashed, which may take one node longer than another.
-        signs = self.store.root / self.name / "first_node.json"
-        several = loaded.world.nodes > 1 and not choice.dry
+        # Made before files are hashed: hashing may take longer on one node than on another.
+        heartbeat_file = self.store.root / self.name / "first_node.json"
+        several = loaded.world.nodes > 1 and not options.dry
         leads = loaded.world.node_rank == 0
-        self._heart = Heart(signs) if several and leads else None
-        self._first_node = Watcher(signs) if several and not leads else None
+        self._heartbeat = FirstNodeHeartbeat(heartbeat_file) if several and leads else None
+        self._first_node = FirstNodeWatcher(heartbeat_file) if several and not leads else None
         self.nodes = resolve(loaded, self.hasher)
         self.all_names = [node.name for node in self.nodes]
         self.chosen = self._choose()
 
     def _choose(self) -> list[str]:
         first, last = 0, len(self.all_names) - 1
-        if self.choice.start is not None:
-            first = self.all_names.index(find_stage("--from", self.choice.start, self.nodes))
-        if self.choice.until is not None:
-            last = self.all_names.index(find_stage("--until", self.choice.until, self.nodes))
+        if self.options.start is not None:
+            first = self.all_names.index(find_stage("--from", self.options.start, self.nodes))
+        if self.options.until is not None:
+            last = self.all_names.index(find_stage("--until", self.options.until, self.nodes))
         if first > last:
             raise UserError(
-                f"--from {self.choice.start} comes after --until {self.choice.until}: no stage left"
+                f"--from {self.options.start} comes after --until {self.options.until}: no stage "
+                "left"
             )
-        if self.choice.force:
+        if self.options.force:
             require_one_node("--force", self.loaded.world)
         chosen = self.all_names[first : last + 1]
-        for name in self.choice.force:
+        for name in self.options.force:
             if find_stage("--force", name, self.nodes) not in chosen:
                 raise UserError(f"--force {name}: --from and --until leave this stage out")
         return chosen
 
     def states(self) -> list[StageState]:
         """The states of all stages, forced ones among them."""
-        forced = frozenset(self.choice.force)
+        forced = frozenset(self.options.force)
         return inspect(self.nodes, self.store, self.hasher, self.name, forced, self.force_id)
 
     @property
     def force_id(self) -> str | None:
-        """What names this run where it is forced, and its attempts before; None until it begins."""
-        return self.store.force_id(self.name, self.choice.force) if self.choice.force else None
+        """Identifies a forced run over all its attempts; None before it begins, or unforced."""
+        return self.store.force_id(self.name, self.options.force) if self.options.force else None
 
     def run(self) -> int:
         """Run what is to run; returns the number of stages that ran.
 
         Raises UserError or RunError; what was published or begun before stays.
         """
-        with contextlib.nullcontext() if self._heart is None else self._heart.ends_with():
+        with contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.until_end():
             return self._run()
 
     def _run(self) -> int:
@@ -152,13 +153,13 @@ class Runner:
         )
         for name in todo:
             call(self._node(name).stage.refusal, self.loaded)
-        # Beside the links: what this run was asked for.
+        # The resolved recipe of this run, beside its links.
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
         self.hasher.save()  # `status` knows them while the first stage runs
         self.store.tidy(self.name)
-        if self.choice.force:
-            self.store.note_force(self.name, self.choice.force)
+        if self.options.force:
+            self.store.note_force(self.name, self.options.force)
         ran = 0
         for name in self.chosen:
             state = states[name]
@@ -175,7 +176,7 @@ class Runner:
     def _finish(self) -> None:
         self.hasher.save()
         whole = self.chosen == self.all_names
-        if self.loaded.world.node_rank == 0 and (whole or self.choice.force):
+        if self.loaded.world.node_rank == 0 and (whole or self.options.force):
             self.store.forget_force(self.name)
 
     def _inspect(self, node: Node) -> StageState:
@@ -190,7 +191,7 @@ class Runner:
         for name in self.all_names[: self.all_names.index(self.chosen[0])]:
             if name in needed and states[name].state != "cached":
                 raise UserError(
-                    f"--from {self.choice.start}: the earlier stage {name} is not there: "
+                    f"--from {self.options.start}: the earlier stage {name} is not there: "
                     f"{states[name]}; leave --from out"
                 )
 
@@ -212,16 +213,19 @@ class Runner:
     def _lead(self, node: Node, state: StageState, label: str) -> None:
         key = str(node.key)
         output = f"{self.name}: stage {node.name}"
-        with hold(self.store.lock(node.name, key), output, self.name, wait=self.choice.wait):
-            if not (state.afresh and self.choice.force):
+        with hold(self.store.lock(node.name, key), output, self.name, wait=self.options.wait):
+            if not (state.afresh and self.options.force):
                 state = self._inspect(node)  # another run may have made it since
-            if state.afresh or not self._available(node):
+            if state.afresh or not self._recover(node):
                 print(f"{label}: {state}", flush=True)
                 self._make(node, forced=state.afresh)
             self._link(node)
 
-    def _available(self, node: Node) -> bool:
-        """Whether the output is there after all: made by another run, or left by a crash."""
+    def _recover(self, node: Node) -> bool:
+        """Whether the output exists by now: made by another run, or complete but not published.
+
+        Moves a damaged output aside, and publishes complete work that a crash left.
+        """
         key = str(node.key)
         damage = self.store.damage(node.name, key, self.hasher)
         if damage is not None:
@@ -326,7 +330,7 @@ class Runner:
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
-        """Take away the links to results that do not belong to the run now under way."""
+        """Remove the links of a stage and of those that depend on it: their results are older."""
         for name in self.all_names[self.all_names.index(node.name) :]:
             if name == node.name or node.name in upstream_of(name, self.nodes):
                 self.store.unlink(self.name, name)
@@ -367,8 +371,8 @@ class Runner:
         }
 
     def _shared(self, node: Node) -> str | None:
-        """Where the stage finds what earlier runs have paid for; `--force` pays again."""
-        made_again = {node.name, *upstream_of(node.name, self.nodes)} & set(self.choice.force)
+        """The folder of reusable results of earlier runs; None where `--force` makes them again."""
+        made_again = {node.name, *upstream_of(node.name, self.nodes)} & set(self.options.force)
         if made_again or node.document is None:
             return None
         if node.stage.pool is not None:
@@ -376,7 +380,7 @@ class Runner:
         return str(self.store.shared(node.name, node.document))
 
     def _follow(self, node: Node) -> None:
-        """On other nodes than the first: join distributed stages, wait for the others' output."""
+        """On a node other than the first: join distributed stages, wait for other outputs."""
         assert self._first_node is not None
         key = str(node.key)
         joined = False
@@ -389,12 +393,12 @@ class Runner:
             if damaged is not None and folder.exists() and folder.lstat().st_ino == damaged:
                 return self.store.damage(node.name, key, self.hasher) is None
             manifest = self.store.manifest(node.name, key)
-            # Nor is what was made of inputs that were made again since.
+            # An output made from inputs that were replaced since does not count.
             return manifest is not None and replaced_input(manifest, self._contents(node)) is None
 
         while not is_there():
             fault = self._first_node.fault()
-            # It may have published this output since.
+            # It may have published this output before it ended.
             if fault is not None and not is_there():
                 raise type(fault)(f"{node.name}: {fault}")
             begun = self.store.lock(node.name, key).exists() and self._first_node.alive
@@ -419,7 +423,7 @@ def _typed(section: BaseModel) -> dict[str, Any]:
 
 @functools.cache
 def checkout_commit() -> str | None:
-    """Commit of the checkout, `+` behind it where files differ from it; None outside git."""
+    """Commit of the checkout, with a `+` where tracked files were changed; None outside git."""
     git = shutil.which("git")
     if git is None:
         return None

@@ -65,7 +65,8 @@ def named_budget(name: str) -> tuple[str, str] | None:
 
 def _evaluated_name(name: str) -> str:
     formed = any(
-        of(name) is not None for of in (checkpoint_tokens, named_window, named_budget, named_rival)
+        parse(name) is not None
+        for parse in (checkpoint_tokens, named_window, named_budget, named_rival)
     )
     if name not in (ORIGINAL, HYBRID, *METHODS) and not formed:
         raise ValueError(

@@ -87,8 +87,8 @@ class SharedReading:
             output = model.get_decoder()(**split.inputs(inputs), use_cache=False)
         states, own_targets = output.last_hidden_state[0], split.own(split.whole_chunks(targets))[0]
         losses = [
-            nn.functional.cross_entropy(answer_logits(model, some), of_some, reduction="none")
-            for some, of_some in zip(states.split(_CHUNK), own_targets.split(_CHUNK), strict=True)
+            nn.functional.cross_entropy(answer_logits(model, chunk), labels, reduction="none")
+            for chunk, labels in zip(states.split(_CHUNK), own_targets.split(_CHUNK), strict=True)
         ]
         return split.whole(torch.cat(losses)[None])[0, : targets.shape[1]]
 

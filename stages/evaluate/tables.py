@@ -151,8 +151,8 @@ def _group_row(
         if not keys:
             return {}, None
         names = {"tasks": [task for task, _ in keys], "of": len(group.tasks)}
-        of_parts = [[parts[key] for key in keys if key[0] in part] for part in group.parts]
-        averaged = [_pooled(own, evenly=True) for own in of_parts if own]
+        part_scores = [[parts[key] for key in keys if key[0] in part] for part in group.parts]
+        averaged = [_pooled(own, evenly=True) for own in part_scores if own]
         return {**_over(averaged or [parts[key] for key in keys]), **names}, None
     keys = [key for key in metrics if key[0] in group.tasks and key in parts]
     scores: dict[str, dict[str, Any]] = {}
@@ -200,10 +200,10 @@ def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
     values = [value for own in lists for value in own]
     if not evenly and not any(isinstance(own, Documents) for own in lists):
         return values
-    of_each = [own.counts if isinstance(own, Documents) else (1,) * len(own) for own in lists]
+    counts = [own.counts if isinstance(own, Documents) else (1,) * len(own) for own in lists]
     if evenly:
-        of_each = [tuple(count / sum(counts) for count in counts) for counts in of_each]
-    return Documents(values, itertools.chain.from_iterable(of_each))
+        counts = [tuple(n / sum(own) for n in own) for own in counts]
+    return Documents(values, itertools.chain.from_iterable(counts))
 
 
 def _over(parts: Sequence[_Part]) -> dict[str, Any]:

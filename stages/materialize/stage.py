@@ -99,7 +99,7 @@ _MOST_BYTES = 4 * 2**20
 def licence_of(card: Path) -> dict[str, str]:
     """The licence's fields in the front matter of a model card; empty where none can be read.
 
-    Only their own lines are parsed: a stranger wrote the rest.
+    Only the lines of these fields are parsed: the rest is untrusted.
     """
     try:
         lines = read_within(card, _MOST_BYTES).decode().splitlines()

@@ -142,7 +142,7 @@ def figures(points: Sequence[Point]) -> dict[str, list[Picture]]:
     """Figure 5 has a row of panels for each window and a line for each ratio, Figure 6 a row for
     each ratio and a line for each window.
     """
-    return {name: list(_panels(points, name, *of)) for name, of in _FIGURES.items()}
+    return {name: list(_panels(points, name, *fields)) for name, fields in _FIGURES.items()}
 
 
 def draw_figures(points: Sequence[Point], folder: Path) -> None:

@@ -46,7 +46,7 @@ LOOK = {
 POINTS = Axis("Needle average (points of 100)", domain=(0.0, 108.0), values=range(0, 101, 20))
 
 
-def standing(results: Results) -> Picture | None:
+def averages(results: Results) -> Picture | None:
     """The averages of the search's hybrid, its rivals and the original; None without scores."""
     label = METHODS[results.search.mask.method].label
     hybrid, trained = results.checkpoint(HYBRID), results.trained
@@ -60,7 +60,7 @@ def standing(results: Results) -> Picture | None:
         "standing",
         ranking(rows, POINTS, LOOK,
                 reference=_original(results)),
-        ", ".join(f"{row['label']} {row['text']}" for row in rows) + _spoken_original(results),
+        ", ".join(f"{row['label']} {row['text']}" for row in rows) + _original_text(results),
     )  # fmt: skip
 
 
@@ -111,10 +111,10 @@ def head_mask(search: Search) -> Picture:
         kinds = ["full", "sliding"]
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
-        for layer, own in enumerate(mask.choices.tolist())
-        for head, kind in enumerate(kinds[choice] for choice in own)
+        for layer, choices in enumerate(mask.choices.tolist())
+        for head, kind in enumerate(kinds[choice] for choice in choices)
     ]
-    counts = [{"x": layer, "text": len(own)} for layer, own in enumerate(sliding)]
+    counts = [{"x": layer, "text": len(heads)} for layer, heads in enumerate(sliding)]
     x = alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.08))
     look = styles(kinds, {"full": Style("full"), "sliding": Style("sliding")})
     cells = alt.Chart(values(rows)).mark_rect(cornerRadius=2).encode(
@@ -122,7 +122,7 @@ def head_mask(search: Search) -> Picture:
         color=colour(look), tooltip="tip:N",
     )  # fmt: skip
     above = alt.Chart(values(counts)).mark_text(y=-9, fontWeight="bold", fontSize=11)
-    text = ", ".join(f"{layer}: {len(own)}" for layer, own in enumerate(sliding))
+    text = ", ".join(f"{layer}: {len(heads)}" for layer, heads in enumerate(sliding))
     return Picture(
         "mask",
         alt.layer(cells, above.encode(x=x, text="text:N")).properties(
@@ -143,7 +143,7 @@ _LAYER_PANELS = (
 def layers_probed(search: Search) -> list[Picture]:
     """Each quantity of Algorithms 1 and 2 by layer; none where no layer was probed."""
     pictures = []
-    for field, label, paint, heading in _LAYER_PANELS:
+    for field, label, colour_name, heading in _LAYER_PANELS:
         importance = sorted(search.summary.layer_importance, key=lambda row: row.layer)
         rows = [
             {"x": row.layer, "y": value, "tip": f"layer {row.layer}: {label.lower()} {value:.4g}"}
@@ -155,7 +155,7 @@ def layers_probed(search: Search) -> list[Picture]:
         whole = (0.0, 1.0) if field != "drop" else None
         is_small = field == "drop" and high < 0.02
         form: AxisForm = "number" if field == "weight" or is_small else "share"
-        chart = alt.Chart(values(rows)).mark_bar(color=f"var(--{paint})").encode(
+        chart = alt.Chart(values(rows)).mark_bar(color=f"var(--{colour_name})").encode(
             x=alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0)),
             y=Axis(label, form, zero=True, domain=whole).of(alt.Y, "y"),
             tooltip="tip:N",
@@ -183,7 +183,7 @@ def recovery(results: Results) -> Picture:
                    reference=_original(results), has_lines=False)  # fmt: skip
     line = alt.Chart(values(rows)).mark_line(color="var(--hybrid)").encode(x="x:Q", y="y:Q")
     return Picture(
-        "recovery", chart + line, f"Hybrid: {text}{_spoken_original(results)}",
+        "recovery", chart + line, f"Hybrid: {text}{_original_text(results)}",
         "Needle average over training tokens",
     )  # fmt: skip
 
@@ -246,7 +246,7 @@ def windows(results: Results) -> Picture | None:
     )
     y = Axis("Needle average (points)", domain=(0.0, 105.0))
     chart = curves(rows, axis, y, look, reference=_original(results))
-    return Picture("windows", chart, f"{text}{_spoken_original(results)}")
+    return Picture("windows", chart, f"{text}{_original_text(results)}")
 
 
 def positions(results: Results) -> list[Picture]:
@@ -265,29 +265,31 @@ def positions(results: Results) -> list[Picture]:
         bins = {label: getattr(one, field) for label, (one, _) in shown.items()}
         rows = [
             row
-            for label, of in bins.items()
-            if of
-            for row in _bins(label, shown[label][0].edges, of)
+            for label, losses in bins.items()
+            if losses
+            for row in _bins(label, shown[label][0].edges, losses)
         ]
         if rows:
             look = {label: style for label, (_, style) in shown.items() if bins[label]}
             axis = Axis("Position (tokens, log)", "length", log=True)
-            ends = ", ".join(f"{label} {of[-1].mean:.3f}" for label, of in bins.items() if of)
+            last_bins = ", ".join(
+                f"{label} {losses[-1].mean:.3f}" for label, losses in bins.items() if losses
+            )
             chart = curves(rows, axis, Axis(title), look)
-            pictures.append(Picture(name, chart, f"In the last bin: {ends}.", heading))
+            pictures.append(Picture(name, chart, f"In the last bin: {last_bins}.", heading))
     return pictures
 
 
 def _bins(label: str, edges: Sequence[int], bins: Sequence[BinLoss]) -> Iterable[dict[str, Any]]:
     for (first, end), one in zip(itertools.pairwise(edges), bins, strict=True):
-        ends = "" if one.low is None else f" ({one.low:.3f} to {one.high:.3f})"
-        tip = f"{label}, tokens {first:,} to {end - 1:,}: {one.mean:.3f}{ends} nats"
+        interval = "" if one.low is None else f" ({one.low:.3f} to {one.high:.3f})"
+        tip = f"{label}, tokens {first:,} to {end - 1:,}: {one.mean:.3f}{interval} nats"
         row = {"series": label, "x": math.sqrt(first * end), "y": one.mean, "tip": tip}
         yield row | {"low": one.low, "high": one.high}
 
 
 def cache_lengths(cache: CacheSize) -> list[int]:
-    """Powers of two from below the window to 256 windows: the context lengths worth showing."""
+    """Powers of two from below the widest window to about 256 windows: the lengths of the chart."""
     widest = max(window.size for window in cache.sliding)
     first = max(1, widest // 4).bit_length() - 1
     return [2**power for power in range(first, first + 11)]
@@ -299,8 +301,8 @@ def cache_by_length(cache: CacheSize) -> Picture:
     rows: list[dict[str, Any]] = [
         {"series": series, "x": at, "y": size, "tip": f"{series}, {format_length(at)}: "
          f"{format_bytes(size)}, {size / cache.original(at):.0%} of the original"}
-        for series, of in (("original", cache.original), ("hybrid", cache.dynamic))
-        for at in lengths for size in [of(at)]
+        for series, bytes_at in (("original", cache.original), ("hybrid", cache.dynamic))
+        for at in lengths for size in [bytes_at(at)]
     ]  # fmt: skip
     low, high = (math.log2(rows[len(lengths)]["y"]), math.log2(rows[len(lengths) - 1]["y"]))
     powers = [2.0**power for power in range(math.ceil(low), math.floor(high) + 1, 2)]
@@ -308,8 +310,8 @@ def cache_by_length(cache: CacheSize) -> Picture:
     y = Axis("KV cache (bytes, log)", "bytes", log=True, values=powers)
     edges = [max(window.past, lengths[0]) for window in cache.sliding]
     texts = ["window full"] + [""] * (len(edges) - 1)  # at the widest
-    ends = [{"x": x, "text": text} for x, text in zip(edges, texts, strict=True)]
-    full = alt.Chart(values(ends))
+    lines = [{"x": x, "text": text} for x, text in zip(edges, texts, strict=True)]
+    full = alt.Chart(values(lines))
     marks = full.mark_rule(strokeDash=[2, 3], color="var(--soft)").encode(x="x:Q")
     marks += full.mark_text(y="height", dy=-8, dx=6, align="left").encode(x="x:Q", text="text:N")
     look = {"original": LOOK["original"], "hybrid": LOOK["trained"]}
@@ -348,7 +350,7 @@ def document_lengths(statistics: Mapping[str, Any]) -> Picture | None:
 
 
 def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
-    """A bar for each stage, as long as it ran."""
+    """A bar for each stage's seconds."""
     rows = [
         {"label": stage, "series": "trained", "x": value, "text": format_seconds(value),
          "tip": f"{stage}: {format_seconds(value)}"}
@@ -361,7 +363,7 @@ def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
 
 
 def extent(numbers: Sequence[float]) -> tuple[float, float]:
-    """Smallest and largest value with a little room on both sides, never of zero height."""
+    """Smallest and largest value with a margin on both sides, which is never zero."""
     low, high = min(numbers), max(numbers)
     room = 0.06 * (high - low) or max(abs(high) * 0.06, 1e-6)
     return low - room, high + room
@@ -374,6 +376,6 @@ def _original(results: Results) -> tuple[str, float] | None:
     return f"original {format_score(original.average)}", original.average
 
 
-def _spoken_original(results: Results) -> str:
+def _original_text(results: Results) -> str:
     original = results.checkpoint(ORIGINAL)
     return "." if original is None else f"; original {format_score(original.average)}."

@@ -92,7 +92,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         missing=scores.notes(NEEDLE, FAILED_MODELS),
         tiles=list(_tiles(results)),
         why_no_score=_why_no_score(results, is_trained=False),
-        standing=charts.standing(results),
+        averages=charts.averages(results),
         share=format_share(results.search.sliding / results.search.total),
         against_original=charts.against_original(results),
         mask=charts.head_mask(results.search),
@@ -131,8 +131,8 @@ def _tiles(results: Results) -> Iterable[Tile]:
         if row.name != suite_title(NEEDLE):  # its tiles show scores
             value = signed(row.mean, 1 if row.unit == "points" else 2)
             more = f"against the original, 95 % interval {row.text.partition(' ')[2]}"
-            paint = "untrained" if model == HYBRID else "hybrid"
-            yield Tile(f"{row.name}, {kind_of(model)}", value, more, row.unit, paint)
+            colour = "untrained" if model == HYBRID else "hybrid"
+            yield Tile(f"{row.name}, {kind_of(model)}", value, more, row.unit, colour)
     search, cache = results.search, results.cache
     compared = [(p.length, p.over_original) for p in results.measured_points if p.over_original]
     for length, over in compared[-1:]:
@@ -155,13 +155,13 @@ def _tiles(results: Results) -> Iterable[Tile]:
     yield Tile(f"Window{several} (W)", search.window_sizes, reach, "tokens")
 
 
-def _score_tile(name: str, model: str | None, results: Results, paint: str) -> Tile:
+def _score_tile(name: str, model: str | None, results: Results, colour: str) -> Tile:
     scores = results.checkpoint(model) if model is not None else None
     if scores is None:
         failed = results.scores.failed_models
         if model in failed:
             return Tile(name, "", f"Could not be evaluated: {failed[model]}.")
-        return Tile(name, "", _why_no_score(results, is_trained=paint == "hybrid"))
+        return Tile(name, "", _why_no_score(results, is_trained=colour == "hybrid"))
     suite = scores.suite
     more = f"needle average over {suite.samples:,} samples"
     if suite.against_original is not None:
@@ -172,7 +172,7 @@ def _score_tile(name: str, model: str | None, results: Results, paint: str) -> T
     if scores.tokens:
         more += f", after {format_count(scores.tokens)} tokens"
     average = format_score(scores.average)
-    return Tile(name, average, more, "of 100", paint, f"#{anchor(scores.name)}")
+    return Tile(name, average, more, "of 100", colour, f"#{anchor(scores.name)}")
 
 
 def _why_no_score(results: Results, *, is_trained: bool) -> str:

@@ -38,9 +38,9 @@ def front_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
 def budget_rows(
     loaded: LoadedRecipe, budgets: Literal["all"] | Sequence[int | float]
 ) -> dict[int, list[LayerHeads]]:
-    """Heads by window for each of these budgets of the front, by its KV slots, ascending.
+    """An estimate of each budget's heads by window before the search, by KV slots, ascending.
 
-    Spread evenly over the layers; whatever slides has the narrowest window.
+    Full heads are spread evenly over the layers; all others have the narrowest window.
     """
     recipe, kinds = loaded.recipe, shape_of(loaded).kinds
     search = recipe[SearchConfig]
@@ -49,26 +49,27 @@ def budget_rows(
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
     least, _ = search.slot_range(price)
     saved = max(1, price.tokens - window.held(price.tokens))
-    held = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
-    named = held[:-1] if budgets == "all" else sorted({_slots_of(one, held) for one in budgets})
-    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
+    sizes = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
+    chosen = sizes[:-1]
+    if budgets != "all":
+        chosen = sorted({_slots_of(budget, sizes) for budget in budgets})
+    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in chosen}
 
 
-def _slots_of(budget: int | float, held: Sequence[int]) -> int:
-    """KV slots of a budget by its name, as `budget_slots` reads it: a share, or from 2 on slots."""
+def _slots_of(budget: int | float, sizes: Sequence[int]) -> int:
+    """KV slots of a budget as `budget_slots` reads it: a share up to 1, above that slots."""
     if budget > 1:
         return int(budget)
-    most = budget * held[-1] * (1 + 1e-12)
-    return max((slots for slots in held if slots <= most), default=held[0])
+    most = budget * sizes[-1] * (1 + 1e-12)
+    return max((slots for slots in sizes if slots <= most), default=sizes[0])
 
 
 def chosen_point(front: Front, price: Price) -> int:
     """The index of the point that a budget takes.
 
-    Of those within the budget the one with the best score, of equals the one with the best
-    log-likelihood. With `keep` the smallest point such that its held-out score and those of all
-    larger ones are above that share of the original's by their lower limits. Raises UserError where
-    there is none.
+    Among those within the budget the one with the best score, then the best log-likelihood. With
+    `keep` the smallest point such that its held-out score and those of all larger points reach that
+    share of the original's by their lower limits. Raises UserError where there is none.
     """
     if price.budget.keep is not None:
         return _kept(front, price.budget.keep)

@@ -189,8 +189,8 @@ def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> s
         one = _evaluation_flops(loaded.recipe, shape, method)
         flops = one * _most_evaluations(loaded, shape, method)
         jobs = search.jobs if together else _search_jobs(loaded.recipe, method)
-        of_method = replace(search, flops=flops, jobs=jobs)
-        text = format_hours(of_method.hours(devices.name, devices.count))
+        method_cost = replace(search, flops=flops, jobs=jobs)
+        text = format_hours(method_cost.hours(devices.name, devices.count))
         times.setdefault(text, []).append(method)
     return "upper bounds: " + "; ".join(
         f"{text}: {', '.join(names)}" for text, names in times.items()

@@ -19,11 +19,12 @@ import sys
 from pathlib import Path
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner
 from pipeline.run.worker import execute
 
 assert main(["plan", sys.argv[1]]) == 0
-Runner(load_recipe(Path(sys.argv[1]), (), env={}), Choice(), lambda order, _: execute(order)).run()
+loaded = load_recipe(Path(sys.argv[1]), (), env={})
+Runner(loaded, launcher=lambda order, _: execute(order)).run()
 """
 
 

@@ -263,8 +263,10 @@ def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
     ]
     _, ranks, _, sizes = (searched / "stability.md").read_text().split("\n## ")
     for r in data["layer_importance"]:
-        of = "the same" if r["same_calibration_set"] else "of each seed"
-        row = f"| 0.5 | {r['budget_per_layer']} | {of} | {r['measure'].replace('_', '-')} | "
+        calibration = "the same" if r["same_calibration_set"] else "of each seed"
+        row = (
+            f"| 0.5 | {r['budget_per_layer']} | {calibration} | {r['measure'].replace('_', '-')} | "
+        )
         row += "– | –" if r["mean"] is None else f"{r['mean']:.2f} | {r['least']:.2f} to "
         assert ranks.count(row) == 1
     for r in data["calibration_size"]:

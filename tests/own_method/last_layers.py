@@ -1,4 +1,4 @@
-"""A method of one file: full layers at the end."""
+"""A search method in one file: a layer rule that keeps the last layers full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ register(
 
 
 def mask(num_layers: int, num_heads: int, swa_ratio: float) -> Any:
-    """The first ceil(rho N) heads are sliding; numpy is imported when it is called for."""
+    """The first ceil(rho N) heads slide. Recipes load this file without numpy."""
     numpy, heads = (importlib.import_module(name) for name in ("numpy", "bosch.heads"))
     units = num_layers * num_heads
     is_full = numpy.arange(units) >= swa_budget(units, swa_ratio)

@@ -215,7 +215,10 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
         f"{100 * slots / 128:.1f}".removesuffix(".0") + " %" for slots in SLOTS
     ]
     assert share_names([1000, 4000, 8000], 8000) == ["12.5 %", "50 %", "100 %"]
-    assert share_names([1000, 1001], 8000) == ["12.50 %", "12.51 %"]  # told apart
+    assert share_names([1000, 1001], 8000) == [
+        "12.50 %",
+        "12.51 %",
+    ]  # rounded no further than they differ
     with pytest.raises(UserError, match="kv_budget is 5"):
         train_here(case, tmp_path, train={"budgets": [5]})
     points = [*FRONT.points, FrontPoint.of(

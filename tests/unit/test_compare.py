@@ -1,4 +1,4 @@
-"""Comparisons: their combinations, what runs, what the tables say; stages run in this process."""
+"""Comparisons: combinations, stages that run, tables and pages; stages run in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.failures import DISK_FULL_STATUS
 from pipeline.run.launch import failure_of
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.worker import execute
 from stages.evaluate.scores import Scores
 from stages.pages import page as template
@@ -152,7 +152,7 @@ def test_every_method_of_the_paper_has_its_place() -> None:
     assert sorted(["bosch_plus", "b_layer"], key=Combination.order) == ["b_layer", "bosch_plus"]
 
 
-def test_a_method_that_does_not_say_so_is_none_of_the_papers(
+def test_a_registered_method_comes_after_those_of_the_paper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(methods.METHODS, "own", methods.Method("Own", "one by one", "", ""))
@@ -200,7 +200,7 @@ def test_pages_that_are_missing_or_of_older_code_are_written_again(case: Case) -
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 9])
-def test_a_stopped_comparison_goes_on(case: Case, stop_at: int) -> None:
+def test_a_stopped_comparison_resumes(case: Case, stop_at: int) -> None:
     arguments = ("--methods", "bosch,bme", "--ratios", "0.25,0.5")
     stopped, resumed = Launches(stop_at, KeyboardInterrupt), Launches()
     with pytest.raises(KeyboardInterrupt):
@@ -223,12 +223,13 @@ def test_a_stage_of_all_combinations_that_fails_ends_the_comparison(
 
 
 @pytest.mark.parametrize(
-    ("status", "told"), [(DISK_FULL_STATUS, "search: the disk of .* is full"), (-9, "search: .*")]
+    ("status", "message"),
+    [(DISK_FULL_STATUS, "search: the disk of .* is full"), (-9, "search: .*")],
 )
-def test_what_befalls_any_combination_ends_the_comparison(
-    case: Case, status: int, told: str
+def test_a_full_disk_and_a_killed_process_end_the_comparison(
+    case: Case, status: int, message: str
 ) -> None:
-    """No other one would find more space, or be spared by who ends processes."""
+    """They would stop the other combinations too."""
 
     class Full(Launches):
         def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -237,15 +238,15 @@ def test_what_befalls_any_combination_ends_the_comparison(
             return super().__call__(order, world)
 
     launches = Full()
-    with pytest.raises(RunError, match=rf"^BME at 0\.25: {told}"):
+    with pytest.raises(RunError, match=rf"^BME at 0\.25: {message}"):
         comparison(case, "--methods", "bme,bosch", "--ratios", "0.25,0.5", launches=launches)
     assert [order["stage"] for order in launches.orders] == ["prepare"]
 
 
-def test_a_model_without_scores_is_said(
+def test_a_model_without_scores_is_reported_with_the_reason(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Evaluated, but its logits are no numbers: a row of dashes alone would not say why."""
+    """A row of dashes alone would not say that its logits are NaN."""
 
     class Failing(Launches):
         def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -285,17 +286,19 @@ def test_a_refused_combination_leaves_the_others_their_scores(
         assert "BOSCH at 0.5 has no scores: " in text and "BME" in text
     status, text = printed(case, monkeypatch, capsys, lambda *_: result)
     assert status == 1 and "BOSCH at 0.5 has no scores: " in text
-    # What is mended resumes from there.
+    # Once mended, the comparison resumes with the combination that failed.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
     assert len(again.results) == 2 and not again.failures
 
 
 def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
-    """Rivals and windows, which a comparison leaves out, are nothing to the original."""
+    """The original does not depend on rivals and windows, which a comparison leaves out."""
     case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
     case.save()
     launches = Launches()
-    Runner(load_recipe(case.file, env={}, stages=table()), Choice(until="original"), launches).run()
+    Runner(
+        load_recipe(case.file, env={}, stages=table()), RunOptions(until="original"), launches
+    ).run()
     comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
     assert launches.count("original") == 1 and launches.count("evaluate") == 1
 
@@ -323,7 +326,7 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
     case.save()
     launches = Launches()
     recipe = load_recipe(case.file, env={}, stages=table())
-    Runner(recipe, Choice(until="search"), launches).run()
+    Runner(recipe, RunOptions(until="search"), launches).run()
     result = comparison(case, "--methods", "front", "--ratios", "0.5,0.75", launches=launches)
     assert len(result.results) == 2 and launches.count("search") == 1
     scores = [one.calibration_score for one in result.results.values()]
@@ -339,7 +342,7 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
 def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage that nobody knows reads the checkpoints, which there are none of."""
+    """Also left out is a stage of the user's that needs checkpoints: a comparison trains none."""
     own = replace(own_stage.STAGE, function="tests.fake_stages:run", needs=("prepare", "train"))
     stages_of_all = in_order([*table(), own])
     monkeypatch.setitem(globals(), "table", lambda: stages_of_all)
@@ -355,7 +358,7 @@ def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
     assert [order["stage"] for order in launches.orders] == stages
 
 
-def test_methods_of_one_window_have_the_widest_of_a_fronts(case: Case) -> None:
+def test_methods_of_one_window_take_the_widest_window_of_a_front(case: Case) -> None:
     case.content["search"] = FRONT
     case.save()
     compared = comparison(case, "--methods", "bme", "--ratios", "0.5")
@@ -367,7 +370,7 @@ def test_methods_of_one_window_have_the_widest_of_a_fronts(case: Case) -> None:
 def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
     launches = Launches()
     loaded = load_recipe(case.file, ["search.method=bme"], env={}, stages=table())
-    Runner(loaded, Choice(until="materialize"), launches).run()
+    Runner(loaded, RunOptions(until="materialize"), launches).run()
     links = {
         path: os.readlink(path) for path in (case.runs / "tiny").iterdir() if path.is_symlink()
     }
@@ -472,7 +475,7 @@ def made_up(scores: Mapping[str, Mapping[float, float]], samples: int = 400) -> 
     return Comparison("r", "m", Path("x"), tuple(combinations), False, results)
 
 
-def test_the_highest_is_bold_only_where_it_is_shown_to_be(capsys: Any) -> None:
+def test_the_highest_is_bold_only_where_all_others_are_significantly_lower(capsys: Any) -> None:
     """At ρ = 0.75 the two highest differ by half a point of 400 samples."""
     compared = made_up(
         {
@@ -503,7 +506,7 @@ def test_the_highest_is_bold_only_where_it_is_shown_to_be(capsys: Any) -> None:
     assert "Table 1" in shown and "Fisher" in shown and "ρ = 0.75" in shown
 
 
-def test_a_cache_in_vllm_is_that_of_all_seeds_or_of_none() -> None:
+def test_the_cache_in_vllm_is_shown_only_where_every_seed_has_one() -> None:
     compared = made_up({"rand": {0.5: 10.0, 0.75: 5.0}})
     results = {
         replace(one, seed=seed): replace(result, cache=cache)
@@ -515,14 +518,14 @@ def test_a_cache_in_vllm_is_that_of_all_seeds_or_of_none() -> None:
     assert "| RAND | 0.5 | 37.5% | – |" in text and "| RAND | 0.75 | 50.0% | 75.0% |" in text
 
 
-def test_many_tests_show_what_is_plain_and_no_more() -> None:
-    """Each is one of all pairs at its ratio, since the highest is chosen by the same samples."""
+def test_p_values_are_corrected_for_all_pairs_of_a_ratio() -> None:
+    """The highest is chosen by the same samples, so its tests count as all pairs."""
     ratios = [number / 20 for number in range(1, 19)]
     names = ("bme", "intr", "fisher", "dcam", "apl", "proxy", "razor", "qada", "rand", "bosch")
     plain = {name: dict.fromkeys(ratios, 100.0 * (name == "bosch")) for name in names}
     tests = made_up(plain).tests("untrained", "needle")
     assert len(tests) == 9 * 18 and all(one.is_lower for one in tests)
-    # Of eight samples that one of two answers alone.
+    # Eight samples are answered by one of the two methods only.
     few = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 42.0}})
     [pair] = few.tests("untrained", "needle")
     assert 0.001 < pair.p_holm < 0.01 and f"| {pair.p_holm:.3f} | yes |" in markdown(few)
@@ -533,8 +536,8 @@ def test_many_tests_show_what_is_plain_and_no_more() -> None:
         assert one.p_holm == pytest.approx(3 * pair.p_value)
 
 
-def test_documents_of_several_samples_weigh_as_many() -> None:
-    """Of 40 documents ten with nine samples each; a suite's average is the mean over samples."""
+def test_documents_weigh_by_their_number_of_samples() -> None:
+    """Ten of 40 documents have nine samples each; a suite's average is the mean over samples."""
     compared = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 60.0}})
     right, counts = [1.0] * 10 + [0.0] * 30, [9] * 10 + [1] * 30
     for one, result in compared.results.items():
@@ -559,7 +562,7 @@ def test_documents_of_several_samples_weigh_as_many() -> None:
     assert uneven.average == 50.0
 
 
-def test_seeds_whose_samples_differ_have_a_range_from_the_lowest_to_the_highest() -> None:
+def test_seeds_scored_on_different_samples_have_the_range_of_their_averages() -> None:
     compared = made_up({"rand": {0.5: 20.0}})
     [(one, result)] = compared.results.items()
     original, row = result.rows
@@ -583,7 +586,7 @@ def test_averages_that_are_no_means_over_subtasks_are_not_tested(more: float) ->
     assert compared.tests("untrained", "needle") == []
 
 
-def test_nothing_is_bold_of_five_samples() -> None:
+def test_nothing_is_bold_with_five_samples() -> None:
     text = markdown(made_up({"bme": {0.5: 0.0}, "fisher": {0.5: 100.0}}, samples=5))
     assert "**" not in text and "<u>100.0 (" in text and "<u>0.0 (" in text
 
@@ -605,7 +608,7 @@ def test_nothing_is_bold_beside_a_method_with_other_samples() -> None:
         ((None, None), "after training"),
     ],
 )
-def test_the_tokens_of_training_are_of_a_combination_that_has_trained_scores(
+def test_the_title_has_the_training_tokens_of_a_combination_with_trained_scores(
     tokens: tuple[int | None, int | None], title: str
 ) -> None:
     compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
@@ -626,7 +629,7 @@ def test_the_page_shows_every_method_and_escapes_names() -> None:
     assert "<td><strong>20.0 (19.0–21.0)</strong></td><td><u>4.0 (3.0–5.0)</u></td>" in html
 
 
-def test_the_papers_figures_stand_beside_ours_where_model_and_setting_match(case: Case) -> None:
+def test_the_papers_scores_are_shown_where_model_and_setting_match(case: Case) -> None:
     compared = made_up({"intr": {0.5: 20.0}, "fisher": {0.5: 80.0}, "bosch_plus": {0.5: 90.0}})
     recipe = load_recipe(ROOT / "recipes/qwen3_8b_r075.yaml", fetch=False, input_files=False).recipe
     paper = paper_scores(recipe)
@@ -647,7 +650,7 @@ def test_the_papers_figures_stand_beside_ours_where_model_and_setting_match(case
     assert not paper_scores(load_recipe(case.file, env={}).recipe)
 
 
-def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
+def test_every_score_of_a_task_links_to_its_predictions(case: Case) -> None:
     result = comparison(case, "--methods", "bme,rand", "--ratios", "0.5", "--with-training")
     tables = list(task_tables(result))
     assert [table.name for table in tables] == ["tasks-0.5-untrained", "tasks-0.5-trained"]
@@ -663,7 +666,7 @@ def test_every_score_of_a_task_leads_to_its_predictions(case: Case) -> None:
         assert f'<h4 id="{name}">' in (result.folder / file).read_text()
         assert f'href="{target}"' in html
     assert 'data-task="vt" data-length="512"' in html
-    # An average leads to the scores that it is of.
+    # The header of an average links to the table of its tasks.
     columns = [cell.target for table in score_tables(result) for cell in table.header[1:]]
     assert columns == ["#tasks-0.5-untrained", "#tasks-0.5-trained"]
     assert all(html.count(f'id="{column[1:]}"') == 1 for column in columns)

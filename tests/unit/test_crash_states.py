@@ -11,7 +11,7 @@ import pytest
 
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.worker import execute
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
@@ -37,7 +37,7 @@ def test_publishing_loses_and_invents_nothing(tmp_path: Path) -> None:
 
     def run() -> Runner:
         loaded = load_recipe(case.file, stages=fake_table())
-        runner = Runner(loaded, Choice(until="search"), launcher)
+        runner = Runner(loaded, RunOptions(until="search"), launcher)
         runner.run()
         return runner
 

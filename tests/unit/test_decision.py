@@ -44,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return load_results(report_fixture.publish(tmp_path_factory.mktemp("stages")))
 
 
-def of(results: Results, right: Mapping[str, int], count: int) -> Results:
+def with_answers(results: Results, right: Mapping[str, int], count: int) -> Results:
     """Models that answer the first `right` of `count` samples of a task."""
     place = ("needle", "vt", 512)
     samples = {name: {place: [1.0] * n + [0.0] * (count - n)} for name, n in right.items()}
@@ -66,7 +66,7 @@ def of(results: Results, right: Mapping[str, int], count: int) -> Results:
 def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
     results: Results, right: dict[str, int], count: int, shipped: str, reason: str
 ) -> None:
-    choice = choose(of(results, {ORIGINAL: count, "intr": count, **right}, count))
+    choice = choose(with_answers(results, {ORIGINAL: count, "intr": count, **right}, count))
     assert choice is not None and choice.model == shipped and reason in choice.reason
 
 
@@ -96,7 +96,7 @@ def test_loss_by_position_speaks_where_scores_do_not(
     shipped: str, reason: str,
 ) -> None:  # fmt: skip
     names = (HYBRID, FIRST, LAST)
-    made = of(results, {ORIGINAL: count, **dict(zip(names, right, strict=True))}, count)
+    made = with_answers(results, {ORIGINAL: count, **dict(zip(names, right, strict=True))}, count)
     bins = [[BinLoss(mean=mean, high=room and mean + room)] for mean in losses or ()]
     positions = {
         name: PositionLoss(edges=[1, 2], documents=6, loss=one, difference=one)
@@ -112,7 +112,7 @@ def test_loss_by_position_speaks_where_scores_do_not(
 
 
 def test_a_checkpoint_with_fewer_samples_is_not_compared(results: Results) -> None:
-    made = of(results, {ORIGINAL: 100, FIRST: 100, LAST: 90}, 100)
+    made = with_answers(results, {ORIGINAL: 100, FIRST: 100, LAST: 90}, 100)
     samples = {**made.samples, FIRST: {("needle", "vt", 512): [1.0]}}
     choice = choose(replace(made, samples=samples))
     assert choice is not None and choice.model == LAST
@@ -149,7 +149,7 @@ def test_tasks_of_which_a_model_answered_a_part_are_not_compared(results: Result
 def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
     results: Results,
 ) -> None:
-    made = of(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 100, LAST: 100}, 100)
+    made = with_answers(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 100, LAST: 100}, 100)
     helmet = {("helmet", "kilt_nq", 8192): [1.0] * 100}
     whole = {name: {**own, **helmet} for name, own in made.samples.items() if name != LAST}
     choice = choose(replace(made, samples={**whole, LAST: made.samples[LAST]}))
@@ -186,7 +186,7 @@ def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
 def test_nothing_is_to_ship_only_where_the_best_loses_too_much(
     results: Results, right: tuple[int, int], start: str
 ) -> None:
-    made = of(results, {ORIGINAL: 1000, FIRST: right[0], LAST: right[1]}, 1000)
+    made = with_answers(results, {ORIGINAL: 1000, FIRST: right[0], LAST: right[1]}, 1000)
     sentence = headline(made, ReportConfig())
     assert sentence is not None and sentence.startswith(start)
 
@@ -212,7 +212,7 @@ def test_depths_of_one_question_are_one_sample_in_the_sentence_too(results: Resu
 
 
 def test_a_rival_without_needle_scores_is_compared_too(results: Results) -> None:
-    made = of(results, {ORIGINAL: 100, HYBRID: 90, "intr": 70}, 100)
+    made = with_answers(results, {ORIGINAL: 100, HYBRID: 90, "intr": 70}, 100)
     place = ("helmet", "kilt_nq", 8192)
     samples = {
         name: {place: scores} for name, own in made.samples.items() for scores in own.values()
@@ -222,7 +222,7 @@ def test_a_rival_without_needle_scores_is_compared_too(results: Results) -> None
 
 
 def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> None:
-    made = of(results, {ORIGINAL: 20, HYBRID: 5, LAST: 19}, 20)
+    made = with_answers(results, {ORIGINAL: 20, HYBRID: 5, LAST: 19}, 20)
     sentence = headline(made, ReportConfig(gpu_hour_price=2.0))
     assert sentence is not None and sentence.startswith("Ship the hybrid after 2,000 tokens (")
     found = overall(made, LAST)
@@ -239,18 +239,18 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     cached = headline(replace(made, cached_answers=1_200), ReportConfig())
     assert "13.28 GPU hours, not counting 1,200 answers that earlier runs gave" in str(cached)
     assert headline(replace(made, samples={}), ReportConfig()) is None
-    lost = headline(of(results, {ORIGINAL: 20, HYBRID: 2, LAST: 5}, 25), ReportConfig())
+    lost = headline(with_answers(results, {ORIGINAL: 20, HYBRID: 2, LAST: 5}, 25), ReportConfig())
     assert str(lost).startswith(
         "Ship none yet: even the best loses more than 5 points. It is the hybrid"
     )
-    none = headline(of(results, {ORIGINAL: 0, HYBRID: 0}, 20), ReportConfig())
+    none = headline(with_answers(results, {ORIGINAL: 0, HYBRID: 0}, 20), ReportConfig())
     assert str(none).startswith(
         "No advice: the original scores 0 over its task, which does not show what a hybrid loses. "
         "The hybrid, untrained takes 29.7 % of the original's KV cache at 2k, prefills at 1.50"
     )
-    near = headline(of(results, {ORIGINAL: 1000, HYBRID: 996}, 1000), ReportConfig())
+    near = headline(with_answers(results, {ORIGINAL: 1000, HYBRID: 996}, 1000), ReportConfig())
     assert "it scores 0.4 points less than the original [" in str(near)
-    few = headline(of(results, {ORIGINAL: 5, HYBRID: 4}, 5), ReportConfig())
+    few = headline(with_answers(results, {ORIGINAL: 5, HYBRID: 4}, 5), ReportConfig())
     assert "5 samples are too few to show any loss" in str(few)
 
 
@@ -285,7 +285,7 @@ def test_the_sentence_says_which_model_had_no_memory(
         for point in results.efficiency.points
     ]
     efficiency = results.efficiency.model_copy(update={"points": points})
-    made = of(results, {ORIGINAL: 20, HYBRID: 19}, 20)
+    made = with_answers(results, {ORIGINAL: 20, HYBRID: 19}, 20)
     assert words in str(headline(replace(made, efficiency=efficiency), ReportConfig()))
 
 
@@ -294,7 +294,7 @@ def test_the_search_is_compared_with_a_rival_before_and_after_training(results: 
     right = {ORIGINAL: 200, HYBRID: 150, "intr": 20, LAST: 196, trained: 180}
     suite = results.rivals[0].suite
     rivals = [NeedleScores(name, suite) for name in ("intr", trained)]
-    sentence = comparisons(replace(of(results, right, 200), rivals=rivals))
+    sentence = comparisons(replace(with_answers(results, right, 200), rivals=rivals))
     assert sentence is not None
     before, after = sentence.split(". ")
     assert before.startswith("The search's heads score +65.0 points [")
@@ -321,11 +321,11 @@ def test_the_smallest_budget_near_the_original_is_named(
     ]
     served = results.served.model_copy(update={"budgets": budgets, "kv_budget": 250})
     names = [model if share == "25 %" else budget_name(model, share) for share in shares]
-    made = of(results, {ORIGINAL: 400, **dict(zip(names, right, strict=True))}, 400)
+    made = with_answers(results, {ORIGINAL: 400, **dict(zip(names, right, strict=True))}, 400)
     sentence = comparisons(replace(made, served=served, rivals=[]))
     assert words in str(sentence)
     assert comparisons(replace(made, rivals=[])) is None
-    alone = of(results, {ORIGINAL: 400, names[0]: right[0]}, 400)
+    alone = with_answers(results, {ORIGINAL: 400, names[0]: right[0]}, 400)
     assert comparisons(replace(alone, served=served, rivals=[])) is None
 
 

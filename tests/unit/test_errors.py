@@ -63,19 +63,19 @@ def test_a_failure_of_a_stage_has_a_kind_and_a_message(
     tmp_path: Path, error: BaseException, kind: str, message: str
 ) -> None:
     log = tmp_path / "logs" / "stage.log"
-    told = describe(error, tmp_path, log)
-    assert told["kind"] == kind and told["message"].startswith(message)
+    failure = describe(error, tmp_path, log)
+    assert failure["kind"] == kind and failure["message"].startswith(message)
     assert log.exists() == (kind == "unexpected")
     if kind == "disk":
         for name in ("__cause__", "__context__"):
             wrapped = RunError("cannot be written")
             setattr(wrapped, name, error)
-            assert describe(wrapped, tmp_path, log) == told
+            assert describe(wrapped, tmp_path, log) == failure
     if log.exists():
         assert "KeyError" in log.read_text()
         (tmp_path / "file").touch()
-        told = describe(error, tmp_path, tmp_path / "file" / "stage.log")
-        assert told["message"] == r"unexpected KeyError: 'a\nb'"
+        failure = describe(error, tmp_path, tmp_path / "file" / "stage.log")
+        assert failure["message"] == r"unexpected KeyError: 'a\nb'"
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_a_full_disk_of_the_hub_s_cache_is_no_fault_of_the_model(
     monkeypatch.setattr(fetch, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=r"No space left on device: .*hub") as full:
         load()
-    told = describe(full.value, tmp_path / "work", tmp_path / "stage.log")
-    assert told["kind"] == "disk"
-    assert told["message"].startswith(f"the disk of {tmp_path / 'hub'} is full; free some space")
+    failure = describe(full.value, tmp_path / "work", tmp_path / "stage.log")
+    assert failure["kind"] == "disk"
+    assert failure["message"].startswith(f"the disk of {tmp_path / 'hub'} is full; free some space")
 
 
 def test_the_causes_of_an_error_that_is_its_own_cause_end() -> None:

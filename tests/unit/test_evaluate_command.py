@@ -19,7 +19,7 @@ from pipeline.cli import main
 from pipeline.commands import evaluate, evaluation
 from pipeline.recipe.load import load_recipe
 from pipeline.run.locks import hold
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.context import ModelConfig
 from stages.evaluate.answers import TaskGroup, content_identity
 from stages.evaluate.scores import SelectedScores, write_samples
@@ -66,7 +66,9 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launches = Launches()
-    monkeypatch.setattr(evaluate, "Runner", lambda loaded, choice: Runner(loaded, choice, launches))
+    monkeypatch.setattr(
+        evaluate, "Runner", lambda loaded, options: Runner(loaded, options, launches)
+    )
     return launches
 
 
@@ -77,7 +79,7 @@ def run(case: Case, env: Mapping[str, str] | None = None, **options: Any) -> int
 
 def _publish(case: Case, stage: str, *names: str, finished: bool = True) -> Path:
     """Model directories where a stage has them, below its work directory while it runs."""
-    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
+    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), RunOptions())
     node = next(node for node in runner.nodes if node.name == stage)
     place = runner.store.work(stage, str(node.key))
     for name in names:
@@ -190,7 +192,7 @@ def test_other_budgets_are_other_scores_beside_the_same_original(
         case.save()
         _publish(case, "materialize", "model")
         assert run(case) == 0
-        nodes = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice()).nodes
+        nodes = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), RunOptions()).nodes
         keys.add(next(node.key for node in nodes if node.name == "original"))
     places = [order["work_dir"] for order in launches.orders]
     assert len(keys) == 1 and len(places) == len(set(places)) == 2
@@ -344,7 +346,7 @@ def test_watch_ends_where_nothing_appears_any_more(
 def test_watch_waits_while_a_stage_runs(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), Choice())
+    runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), RunOptions())
     key = str(next(node.key for node in runner.nodes if node.name == "search"))
     polls: list[float] = []
     with ExitStack() as running:
@@ -425,15 +427,15 @@ def test_a_models_identity_is_of_every_file_that_is_read_and_of_how_it_runs(tmp_
     assert len(found) == 3 + len(read)
 
 
-@pytest.mark.parametrize("of", ["model", "original"])
+@pytest.mark.parametrize("changed", ["model", "original"])
 @pytest.mark.parametrize("is_restored", [False, True])
 def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
-    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch, of: str, is_restored: bool
+    case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch, changed: str, is_restored: bool
 ) -> None:
     for name in ("other", "same"):
         monkeypatch.setitem(RIGHT, name, 3)
     place, same = (_model(case, case.folder / name, note=name) for name in ("other", "same"))
-    file = place / "model.safetensors" if of == "model" else case.model / "model.safetensors"
+    file = place / "model.safetensors" if changed == "model" else case.model / "model.safetensors"
     before = file.read_bytes()
 
     forgotten: list[tuple[Path, set[str]]] = []
@@ -444,13 +446,13 @@ def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
         assert str(file) in launches.orders[-1]["stamps"]
         models = json.loads((Path(launches.orders[0]["work_dir"]) / "models.json").read_text())
         own, base = models["models"], launches.orders[0]["model_identity"]
-        expected.update({own["other"]} if of == "model" else {*own.values(), base})
+        expected.update({own["other"]} if changed == "model" else {*own.values(), base})
         write_safetensors(file, 7)
         if is_restored:
             file.write_bytes(before)
 
     launches.during = write
-    named = f"--model {place}" if of == "model" else str(file)
+    named = f"--model {place}" if changed == "model" else str(file)
     with pytest.raises(RunError, match=f"^{named}: changed while it was evaluated"):
         run(case, model=[str(place), str(same)])
     assert not Path(launches.orders[0]["work_dir"]).exists()

@@ -139,7 +139,7 @@ def test_a_search_sees_what_another_one_finds_while_it_makes_a_bound(tmp_path):
         {"numerics": "gpu"},
     ],
 )
-def test_other_models_data_windows_and_kernels_are_strangers(tmp_path, change):
+def test_other_models_data_windows_and_kernels_share_no_evaluations(tmp_path, change):
     mask = HeadMask.all_full(3, 4)
     log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
     assert not log_of(tmp_path, "other", replace(CONTEXT, **change)).history(mask, "anchors")

@@ -26,7 +26,7 @@ from data_prep.source_files import tokenizer_files
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.context import StageConfig
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.helmet import Helmet
@@ -209,8 +209,8 @@ def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
         stage(order)
         return {}
 
-    choice = Choice(until="search")
-    return Runner(load_recipe(case.file, stages=fake_table()), choice, launcher)
+    options = RunOptions(until="search")
+    return Runner(load_recipe(case.file, stages=fake_table()), options, launcher)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,9 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     with pytest.raises(UserError, match="name the slots of one") as caught:
         budget_slots(AutoConfig.from_pretrained(folder), 5)
     # What the sentence calls each of them names it.
-    for told, one in zip(re.findall(r"(\d+) \(([\d.]+)\)", str(caught.value)), slots, strict=True):
+    for shown, one in zip(re.findall(r"(\d+) \(([\d.]+)\)", str(caught.value)), slots, strict=True):
         config = AutoConfig.from_pretrained(folder)
-        assert one == int(told[0]) == budget_slots(config, float(told[1]))
+        assert one == int(shown[0]) == budget_slots(config, float(shown[1]))
     load = AutoModelForCausalLM.from_pretrained
     for share, expected in [(1.0, 3), (slots[2] / original, 2), (slots[2] / original - 1e-6, 1)]:
         assert load(folder, kv_budget=share).kv_budget == slots[expected]

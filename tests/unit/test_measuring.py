@@ -1,4 +1,4 @@
-"""The parts of `measure`: what is measured, what it is checked against, how failures are told."""
+"""The parts of `measure`: what is measured, its checks, and the reports of failures."""
 
 from __future__ import annotations
 
@@ -352,9 +352,9 @@ def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run
         config = json.loads((folder / base / "config.json").read_text())
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config | own))
-    of = None if original is None else str(folder / original)
+    original_dir = None if original is None else str(folder / original)
     with pytest.raises(UserError, match=sentence):
-        measurement.measure(str(folder / model), of, MeasureSettings(), tmp_path / "none")
+        measurement.measure(str(folder / model), original_dir, MeasureSettings(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -434,8 +434,8 @@ def test_a_panel_shows_the_original_and_the_hybrids_of_its_window_in_its_unit() 
     panels = figures(points)["figure_5_ratios"]
     assert len(panels) == 2 * 3
     for panel, window in ((panels[2], 8), (panels[5], 16)):
-        told = f"memory, 90th percentile, GB, W = {window}: original, 10: 2; ρ = 0.5, 10: 2."
-        assert panel.description == told
+        description = f"memory, 90th percentile, GB, W = {window}: original, 10: 2; ρ = 0.5, 10: 2."
+        assert panel.description == description
 
 
 @pytest.mark.parametrize(

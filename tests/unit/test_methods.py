@@ -438,8 +438,8 @@ def test_a_log_of_another_model_or_data_set_is_not_used(
     other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, mask = tmp_path / "evaluations.jsonl", HeadMask.all_full(2, 4)
-    stranger = {"calibration": "data", "model": "model", other: "another"}
-    log = EvaluationLog(path, EvaluationContext(**stranger, window_size=16, sinks=0))
+    other_context = {"calibration": "data", "model": "model", other: "another"}
+    log = EvaluationLog(path, EvaluationContext(**other_context, window_size=16, sinks=0))
     log.append(mask, Evaluation(1.0, -0.5), "anchors")
     log.append_gradient(mask, "0/4", GateGradient([[1.0]]))
     log.append_held_out(mask, Evaluation(1.0, -0.5))

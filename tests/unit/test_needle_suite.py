@@ -76,7 +76,7 @@ def test_a_task_that_cannot_be_made_is_missing_where_it_may_be_on_every_rank(
     suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Common words of 128k tokens need more words than there are."""
-    make, told = SampleFolder.make, list[list[dict[str, str]]]()
+    make, gathered = SampleFolder.make, list[list[dict[str, str]]]()
 
     def refuse(self: SampleFolder, *arguments: Any) -> None:
         if self.task == "cwe":
@@ -84,8 +84,8 @@ def test_a_task_that_cannot_be_made_is_missing_where_it_may_be_on_every_rank(
         make(self, *arguments)
 
     def gather(own: list[dict[str, str]]) -> list[dict[str, str]]:
-        told.append(own)
-        return [one for of_rank in told for one in of_rank]
+        gathered.append(own)
+        return [one for failures in gathered for one in failures]
 
     monkeypatch.setattr(SampleFolder, "make", refuse)
     monkeypatch.setattr(needle_suite, "gather_object", gather)

@@ -13,7 +13,7 @@ from pipeline.cli import main
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.report import index
 from stages.stage import LoadedRecipe
 from tests import own_stage
@@ -34,12 +34,12 @@ def load(case: Case, *overrides: str) -> LoadedRecipe:
 
 
 def states(case: Case, *overrides: str) -> dict[str, str]:
-    runner = Runner(load(case, *overrides), Choice(), in_process)
+    runner = Runner(load(case, *overrides), RunOptions(), in_process)
     return {state.node.name: str(state) for state in runner.states()}
 
 
 def test_it_runs_in_its_place_and_is_cached(case: Case) -> None:
-    assert Runner(load(case), Choice(), in_process).run() == 8
+    assert Runner(load(case), RunOptions(), in_process).run() == 8
     names = [stage.name for stage in TABLE]
     assert names.index("prepare") < names.index("words") < names.index("report")
     assert (case.output("words") / "words.txt").read_text() == "some\ntext"
@@ -71,7 +71,7 @@ def test_it_may_read_all_stages_or_the_report_itself(
     stages = in_order([send, *table, digest])
     assert [one.name for one in stages][-3:] == ["digest", "report", "send"]
     loaded = load_recipe(case.file, env={}, stages=stages)
-    assert Runner(loaded, Choice(), in_process).run() == 9
+    assert Runner(loaded, RunOptions(), in_process).run() == 9
     summary = json.loads((case.output("digest") / "manifest.json").read_text())["summary"]
     read = {one.name for one in loaded.present} - {"digest", "report", "send"}
     assert set(summary["inputs"]) == read
@@ -86,7 +86,7 @@ def test_a_stage_that_needs_what_is_no_stage_is_refused() -> None:
 
 
 def test_its_section_decides_its_key(case: Case) -> None:
-    Runner(load(case), Choice(), in_process).run()
+    Runner(load(case), RunOptions(), in_process).run()
     assert states(case, "words.most=5")["words"] == "to run (words.most changed 10 → 5)"
     assert states(case, "words.most=5")["evaluate"] == "cached"
     (case.corpus / "b.txt").write_text("more")

@@ -100,8 +100,8 @@ def stream(name: str, lengths: list[int], number: int, seed: int = 0) -> Documen
 def test_mixture_keeps_shares_and_total(tokens, weight, seed):
     streams = [stream("a", [5, 9, 30] * 10, 0, seed), stream("b", [7, 1, 2] * 10, 1, seed)]
     documents = list(mix(streams, [weight, 1.0], tokens))
-    of_streams = [sum(len(d) for number, d in documents if number == n) for n in (0, 1)]
-    assert sum(of_streams) == tokens and of_streams == [s.tokens for s in streams]
+    stream_tokens = [sum(len(d) for number, d in documents if number == n) for n in (0, 1)]
+    assert sum(stream_tokens) == tokens and stream_tokens == [s.tokens for s in streams]
     share = weight / (weight + 1)
     assert streams[0].tokens - share * tokens <= 30
     assert streams[1].tokens - (1 - share) * tokens <= 7

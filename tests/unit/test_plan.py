@@ -178,14 +178,14 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
     cost = _costs(_load(case, changes))["evaluate"]
     (memory,) = [fact for fact in cost.facts if fact.startswith("per process: ")]
     assert f" of KV cache for {2 if 'samples: 2,' in changes else 8} samples of {longest}" in memory
-    (told,) = [fact for fact in cost.facts if " samples each for the hybrid" in fact]
-    assert not samples or told.startswith(f"{samples:,} samples each")
-    assert cost.jobs == (int(told.partition(" ")[0].replace(",", "")),)
+    (fact,) = [text for text in cost.facts if " samples each for the hybrid" in text]
+    assert not samples or fact.startswith(f"{samples:,} samples each")
+    assert cost.jobs == (int(fact.partition(" ")[0].replace(",", "")),)
     assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told", "layouts"),
+    ("overrides", "expected", "layouts"),
     [
         (["train=null"], "for the hybrid", [(1, 8, 32)]),
         (["evaluate.rivals=[intr]", "train.checkpoint_tokens=[]"],
@@ -206,7 +206,7 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
     ],
 )  # fmt: skip
 def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
-    case: Case, overrides: list[str], told: str, layouts: list[tuple[int, int, int]]
+    case: Case, overrides: list[str], expected: str, layouts: list[tuple[int, int, int]]
 ) -> None:
     """Of the case's 16 KV heads so many are full; 12 samples of 512 tokens, each with 128 new."""
     cost = _costs(_load(case, *overrides))["evaluate"]
@@ -217,7 +217,7 @@ def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
     assert cost.flops == pytest.approx(flops)
     caches = [(models, 32 * (n * 512 + (16 - n) * (w - 1))) for models, n, w in layouts]
     *_, samples, _, memory = cost.facts
-    assert samples == f"12 samples {told}"
+    assert samples == f"12 samples {expected}"
     held = format_bytes(2 * max(cache for _, cache in caches))
     in_pass = format_bytes(2 * 2 * 512 * (4 * 64 + 3 * 128))
     assert f", {held} of KV cache for 2 samples of 512, about {in_pass} in a pass" in memory
@@ -237,7 +237,7 @@ def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harness", "samples", "told"),
+    ("harness", "samples", "expected"),
     [
         ("harness: {tasks: [gsm8k], samples: 7}", 7, "GSM8K: 7 documents of about 1,156 tokens"),
         ("harness: {tasks: [aime25]}", 30, "AIME 2025: 30 documents of about 12,150 tokens"),
@@ -248,11 +248,11 @@ def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
     ],
 )  # fmt: skip
 def test_tasks_of_lm_eval_count_as_the_recipe_asks_them(
-    case: Case, harness: str, samples: int, told: str
+    case: Case, harness: str, samples: int, expected: str
 ) -> None:
     cost = _costs(_load(case, f"evaluate={{needle: null, {harness}}}"))["original"]
     assert cost.jobs == (samples,)
-    assert any(told in fact for fact in cost.facts)
+    assert any(expected in fact for fact in cost.facts)
 
 
 def test_a_model_too_large_for_a_device_is_noted(
@@ -350,8 +350,8 @@ def test_a_model_sharded_over_two_nodes_is_said_not_to_run() -> None:
     loaded = _paper("qwen3_8b", "runtime.search_parallel=tensor", "runtime.processes=8")
     for count, runs in ((8, True), (16, False)):
         text = "\n".join(plan_lines(loaded, f"h100x{count}"))
-        told = f"does not run on {count} processes: runtime.search_parallel: tensor"
-        assert (told in text) != runs
+        message = f"does not run on {count} processes: runtime.search_parallel: tensor"
+        assert (message in text) != runs
 
 
 def test_a_prompt_is_split_over_the_processes_of_all_nodes() -> None:

@@ -75,9 +75,9 @@ def test_validate_names_what_a_run_would_fetch(
     # All of it is in the hub's cache, then its weights are not.
     snapshot = tmp_path / "cache" / "hub" / "models--some--model" / "snapshots" / "main"
     shutil.copytree(case.model, snapshot)
-    for told in (False, True):
+    for is_noted in (False, True):
         assert main(["validate", str(case.file), "model.path=some/model"]) == 0
-        assert ("a run fetches the model some/model: " in capsys.readouterr().out) == told
+        assert ("a run fetches the model some/model: " in capsys.readouterr().out) == is_noted
         (snapshot / "model.safetensors").unlink(missing_ok=True)
 
 

@@ -167,8 +167,8 @@ def test_a_lost_connection_names_the_processes_that_do_not_report(monkeypatch):
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
     monkeypatch.setattr(ranks, "REPORT_SECONDS", 0.1)
 
-    def fail(reason, told, kind=LostRankError):
-        with pytest.raises(kind, match=told), ranks.partners_alive():
+    def fail(reason, message, kind=LostRankError):
+        with pytest.raises(kind, match=message), ranks.partners_alive():
             raise RuntimeError(reason)
 
     fail("Broken pipe", "^process 2 of this run does not answer .Broken pipe.")
@@ -180,9 +180,9 @@ def test_a_lost_connection_names_the_processes_that_do_not_report(monkeypatch):
         "torch.distributed.distributed_c10d._get_default_store",
         Mock(side_effect=RuntimeError("the store is gone")),
     )
-    for per_node, told in (("1", "^node 0, or its launcher, of"), ("2", "^another process of")):
+    for per_node, message in (("1", "^node 0, or its launcher, of"), ("2", "^another process of")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
-        fail("Broken pipe", f"{told} this run does not answer")
+        fail("Broken pipe", f"{message} this run does not answer")
 
 
 def test_collectives_wait_as_long_as_the_work_around_them(monkeypatch):

@@ -53,8 +53,8 @@ def test_queries_and_keys_come_back_and_all_else_stays(
     assert main(["repair", *paths, *([] if share == 1 else ["--share", str(share)])]) == 0
     ours, own, source = (weights(folder) for folder in (tmp_path / "out", tuned, older))
     changed = [name for name, value in ours.items() if not torch.equal(value, own[name])]
-    told = f"out: {len(changed)} query and key weights, {share:g} of {older}\n"
-    assert changed and capsys.readouterr().out.endswith(told)
+    summary = f"out: {len(changed)} query and key weights, {share:g} of {older}\n"
+    assert changed and capsys.readouterr().out.endswith(summary)
     config: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}

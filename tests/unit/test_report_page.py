@@ -184,7 +184,7 @@ def test_a_trace_ends_where_its_evaluations_do_and_marks_the_last_of_the_final_m
 def test_every_chart_is_valid_vega_lite(results: Results) -> None:
     search = results.search
     pictures = [
-        charts.standing(results), *charts.against_original(results), charts.head_mask(search),
+        charts.averages(results), *charts.against_original(results), charts.head_mask(search),
         charts.layers_probed(search)[0], charts.recovery(results),
         charts.training_loss(results.training or []), charts.positions(results)[0],
         charts.cache_by_length(results.cache), charts.document_lengths(results.statistics),
@@ -389,7 +389,7 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[
     shown = [(row["series"], row["x"]) for row in rows_of(charts.windows(failed))]
     assert shown[3:] == [("INTR", 64), ("INTR", 256)]
     # They are neither points of the recovery nor rivals in the first picture.
-    others = rows_of(charts.recovery(results)) + rows_of(charts.standing(results))
+    others = rows_of(charts.recovery(results)) + rows_of(charts.averages(results))
     assert 60.0 not in [row.get("y", row["x"]) for row in others]
 
 

@@ -81,9 +81,9 @@ def test_the_plan_says_what_the_rival_costs(case: Case) -> None:
     assert with_rival["evaluate"].flops == pytest.approx(without["evaluate"].flops * 4 / 3)
     # The search's hybrid alone is trained for several budgets.
     front = ("search.method=front", "search.points=[0.2,0.5,0.9]", "rival={}")
-    of_one, of_several = costs(*front), costs(*front, "train.budgets=all")
-    assert of_several["train_rival"] == of_one["train_rival"] == of_one["train"]
-    assert of_several["train"].flops != of_one["train"].flops
+    one_budget, all_budgets = costs(*front), costs(*front, "train.budgets=all")
+    assert all_budgets["train_rival"] == one_budget["train_rival"] == one_budget["train"]
+    assert all_budgets["train"].flops != one_budget["train"].flops
 
 
 def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(

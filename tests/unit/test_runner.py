@@ -1,4 +1,4 @@
-"""What runs, what does not, and the reason told for it; stages run in this process."""
+"""What runs, what does not, and the stated reason; stages run in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipeline.run import failures, first_node, heartbeat, worker
 from pipeline.run.graph import document_key, resolve
 from pipeline.run.heartbeat import Heartbeat
 from pipeline.run.locks import hold
-from pipeline.run.runner import Choice, Runner, checkout_commit
+from pipeline.run.runner import Runner, RunOptions, checkout_commit
 from pipeline.run.status import differences, inspect
 from pipeline.run.store import Store
 from pipeline.run.worker import execute
@@ -49,19 +49,19 @@ def load(case: Case, *overrides: str, distributed: bool = False, **world: int) -
     return replace(loaded, world=World(**world))
 
 
-def launching(case: Case, launcher: Any, *overrides: str, **choice: Any) -> Runner:
+def launching(case: Case, launcher: Any, *overrides: str, **options: Any) -> Runner:
     """A runner whose stages another function starts."""
-    current = runner(case, *overrides, **choice)
+    current = runner(case, *overrides, **options)
     current.launcher = launcher
     return current
 
 
-def states(case: Case, *overrides: str, **choice: Any) -> dict[str, str]:
-    return {one.node.name: str(one) for one in runner(case, *overrides, **choice).states()}
+def states(case: Case, *overrides: str, **options: Any) -> dict[str, str]:
+    return {one.node.name: str(one) for one in runner(case, *overrides, **options).states()}
 
 
-def to_run(case: Case, *overrides: str, **choice: Any) -> list[str]:
-    return [name for name, text in states(case, *overrides, **choice).items() if text != "cached"]
+def to_run(case: Case, *overrides: str, **options: Any) -> list[str]:
+    return [name for name, text in states(case, *overrides, **options).items() if text != "cached"]
 
 
 def published(case: Case, stage: str, file: str = "manifest.json") -> dict[str, Any]:
@@ -98,20 +98,18 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
 
 
-def test_a_stage_is_told_all_that_its_order_says(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: dict[str, StageConfig[Any]] = {}
+def test_a_stage_gets_everything_in_its_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: dict[str, StageConfig[Any]] = {}
     run = fake_stages.run
 
     def note(config: StageConfig[Any], *paths: Any) -> dict[str, Any]:
-        told[type(config.section).__name__] = config
+        configs[type(config.section).__name__] = config
         return run(config, *paths)
 
     monkeypatch.setattr(fake_stages, "run", note)
     current = runner(case, "seed=7")
     current.run()
-    search, nodes = told["SearchConfig"], {node.name: node for node in current.nodes}
+    search, nodes = configs["SearchConfig"], {node.name: node for node in current.nodes}
     document = nodes["search"].document or {}
     assert search.shared == current.store.shared("search", document)
     assert search.model_identity == document_key(document["model"])
@@ -119,8 +117,8 @@ def test_a_stage_is_told_all_that_its_order_says(
     assert str(case.model / "model.safetensors") in search.stamps
     recipe = current.loaded.recipe
     assert (search.seed, search.model, search.runtime) == (7, recipe.model, recipe.runtime)
-    assert told["EvaluateConfig"].shared == current.store.pool("evaluation")
-    assert told["ReportConfig"].model_identity is None
+    assert configs["EvaluateConfig"].shared == current.store.pool("evaluation")
+    assert configs["ReportConfig"].model_identity is None
 
 
 def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
@@ -129,7 +127,7 @@ def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     assert loaded.world.used_gpus == 16
     assert World(processes_per_node=4, gpus=8).used_gpus == 4
     assert World(processes_per_node=4).used_gpus == 0
-    Runner(loaded, Choice(until="train"), in_process).run()
+    Runner(loaded, RunOptions(until="train"), in_process).run()
     manifests = [published(case, name) for name in ("prepare", "materialize", "train")]
     assert [(one["processes"], one["gpus"]) for one in manifests] == [(1, 0), (1, 1), (16, 16)]
 
@@ -227,7 +225,7 @@ def test_a_changed_stage_version_reruns_it(case: Case) -> None:
         replace(stage, version=stage.version + (stage.name == "train"))
         for stage in first.loaded.stages
     )
-    again = Runner(replace(first.loaded, stages=raised), Choice(), in_process)
+    again = Runner(replace(first.loaded, stages=raised), RunOptions(), in_process)
     shown = {one.node.name: str(one) for one in again.states()}
     before = next(stage.version for stage in STAGES if stage.name == "train")
     change = f"version {before} → {before + 1}"
@@ -328,7 +326,7 @@ def test_two_recipes_share_equal_stages(case: Case) -> None:
     other = case.folder / "other.yaml"
     other.write_text(case.file.read_text())
     loaded = load_recipe(other, ["search.swa_ratio=0.75"], env={}, stages=fake_table())
-    assert Runner(loaded, Choice(), in_process).run() == 5
+    assert Runner(loaded, RunOptions(), in_process).run() == 5
     assert (case.runs / "other" / "prepare").resolve() == prepared
     assert (case.runs / "other" / "original").resolve() == case.output("original").resolve()
     assert to_run(case) == []
@@ -359,7 +357,7 @@ def test_until_from_and_force(case: Case, capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(UserError, match=expected):
             runner(case, **wrong)
     with pytest.raises(UserError, match="--force works on one node only"):
-        Runner(load(case, nodes=2), Choice(force=("train",)), in_process)
+        Runner(load(case, nodes=2), RunOptions(force=("train",)), in_process)
 
 
 def test_recipes_without_train_and_evaluate(case: Case) -> None:
@@ -419,7 +417,7 @@ def test_another_node_waits_until_a_damaged_output_is_mended(case: Case) -> None
     file.write_text(good.replace("0", "1"))
     timer = threading.Timer(1.0, file.write_text, [good])
     timer.start()
-    Runner(load(case, nodes=2, node_rank=1), Choice(until="prepare"), in_process).run()
+    Runner(load(case, nodes=2, node_rank=1), RunOptions(until="prepare"), in_process).run()
     assert timer.finished.is_set() and file.read_text() == good
 
 
@@ -467,7 +465,7 @@ def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(
 
 
 def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full disk, where the note of what happened fails too, it is told."""
+    """On a full disk, where the note of what happened fails too, it is reported."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -513,7 +511,7 @@ def test_every_attempt_counts_the_gpus_that_it_ran_on(case: Case) -> None:
 
     def on(gpus: int, launcher: Any) -> Runner:
         loaded = load(case, distributed=True, processes_per_node=gpus, gpus=gpus)
-        return Runner(loaded, Choice(until="train"), launcher)
+        return Runner(loaded, RunOptions(until="train"), launcher)
 
     with pytest.raises(KeyboardInterrupt):
         on(8, killed).run()
@@ -604,8 +602,8 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
         orders.append(order)
         return execute(order)
 
-    def shared_of(*overrides: str, **choice: Any) -> Any:
-        launching(case, noting, *overrides, until="search", **choice).run()
+    def shared_of(*overrides: str, **options: Any) -> Any:
+        launching(case, noting, *overrides, until="search", **options).run()
         (shown,) = [order["shared"] for order in orders if order["stage"] == "search"]
         orders.clear()
         return shown
@@ -627,11 +625,11 @@ def test_what_a_stage_that_is_to_run_refuses_is_told_before_the_first_one_runs(c
     ]
     loaded = load_recipe(case.file, env={}, stages=stages)
     with pytest.raises(UserError, match="the GPUs are too small"):
-        Runner(loaded, Choice(), in_process).run()
+        Runner(loaded, RunOptions(), in_process).run()
     assert not case.output("prepare").exists()
-    assert Runner(loaded, Choice(until="prepare"), in_process).run() == 1
+    assert Runner(loaded, RunOptions(until="prepare"), in_process).run() == 1
     runner(case, until="search").run()
-    assert Runner(loaded, Choice(), in_process).run() == 5
+    assert Runner(loaded, RunOptions(), in_process).run() == 5
 
 
 def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
@@ -662,7 +660,7 @@ def test_inputs_that_a_stage_has_or_lacks_are_told_in_order() -> None:
 
 def on_node(case: Case, rank: int, launcher: Any = in_process, distributed: bool = False) -> Runner:
     loaded = load(case, distributed=distributed, nodes=2, node_rank=rank)
-    return Runner(loaded, Choice(until="train"), launcher)
+    return Runner(loaded, RunOptions(until="train"), launcher)
 
 
 def failing(order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -701,7 +699,7 @@ def test_a_node_does_not_wait_for_a_first_one_that_is_not_there(
 def test_an_old_record_that_cannot_be_read_for_a_moment_is_no_sign_of_life(tmp_path: Path) -> None:
     file = tmp_path / "first_node.json"
     write_json(file, {"run": "1", "ended": "the disk is full", "lost": False})
-    watcher, record = first_node.Watcher(file), file.read_text()
+    watcher, record = first_node.FirstNodeWatcher(file), file.read_text()
     for content in ("", record):
         file.write_text(content)
         assert watcher.fault() is None

@@ -173,7 +173,7 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
         layers.append({None: first, **own})
     plan = module_plan(layers, ranks, grouping)
     check_ranks(plan, layers, ranks, heads)
-    sizes = {size for of_layer in plan.sizes for size in of_layer}
+    sizes = {size for layer_sizes in plan.sizes for size in layer_sizes}
     assert grouping == "unequal" or sizes == {plan.unit}
     shards = min(ranks, heads)
     if not several or shards == 1:

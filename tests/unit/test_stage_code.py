@@ -1,4 +1,4 @@
-"""Whoever changes the code of a stage is asked whether its version has to be raised."""
+"""A change of a stage's code fails here until its version is raised or the change is recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_code_of_every_stage_is_the_recorded_one() -> None:
     assert recorded == now, "run: python -m tests.tools.stage_code"
 
 
-def test_a_change_is_told_until_the_version_is_raised() -> None:
+def test_a_change_is_reported_until_the_version_is_raised() -> None:
     now = stage_code.current()
     module = "stages.prepare.run"
     recorded = {**now, "modules": {**now["modules"], module: "other"}}
@@ -27,7 +27,7 @@ def test_a_change_is_told_until_the_version_is_raised() -> None:
 
 
 def test_scoring_has_a_version_of_its_own() -> None:
-    """Answers outlive the stages that ask for them."""
+    """Scored answers are reused by later runs of the stages."""
     now = stage_code.current()
     for module in (
         "data_prep.tasks.needles",

@@ -235,7 +235,7 @@ def test_a_link_is_no_file_of_finished_work(tmp_path: Path) -> None:
 def test_an_output_that_takes_nothing_ends_with_1(
     case: Case, is_full: bool, unbuffered: str
 ) -> None:
-    """A full disk is told; whoever has closed a pipe wants to hear no more."""
+    """A full disk is reported; a closed pipe is not."""
     reader, output = os.pipe()
     os.close(reader)
     if is_full:
@@ -245,8 +245,8 @@ def test_an_output_that_takes_nothing_ends_with_1(
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(output)
-    told = "error: the standard output cannot be written to: no space is left where it leads\n"
-    assert (done.returncode, done.stderr) == (1, told * is_full)
+    message = "error: the standard output cannot be written to: no space is left where it leads\n"
+    assert (done.returncode, done.stderr) == (1, message * is_full)
 
 
 def test_a_closed_output_is_no_failure(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Head masks in the files of other projects: DuoAttention and rtp-llm.
 
-docs/reference/format.md says what each of them can hold. A mask is never rounded to what a format
-can hold: where it cannot hold it, the error message says why.
+docs/reference/format.md says what each of them can hold. A mask that a format cannot hold exactly
+is refused with the reason.
 L layers, HKV key/value heads, HQ query heads.
 """
 
@@ -29,12 +29,12 @@ from bosch.files import (
 from bosch.heads import MOST_HEADS, HeadMask, HeadMaskFile
 from bosch.window import Window, windows_text
 
-# DuoAttention's names within a folder of patterns.
+# DuoAttention's files in a folder of attention patterns.
 _GATES, _GATES_CONFIG = "full_attention_heads.tsv", "config.json"
 
 
 def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
-    """A folder with gate scores 1 (full) and 0 (streaming) per KV head, and the window's sizes."""
+    """Write a folder with gate scores, 1 (full) or 0 (streaming) per KV head, window and sinks."""
     window = _one_window(file, "DuoAttention")
     rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
     # recent_size counts the query's own position, as a window here does.
@@ -47,8 +47,8 @@ def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) 
 def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, int, int]:
     """Mask, window and sinks from DuoAttention's folder: its gate scores, read as a ranking.
 
-    The heads of the lowest scores slide, exactly ceil(rho N) of them; of equal scores that of lower
-    index does. Without `swa_ratio` every score must be 0 or 1.
+    The ceil(rho N) heads of lowest score slide, among equal scores those of lower index. Without
+    `swa_ratio` every score must be 0 or 1. Raises UserError for what cannot be read.
     """
     try:
         lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
@@ -78,14 +78,14 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
 
 
 def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> None:
-    """`headwise_config` of rtp-llm: 1 for a full and 0 for a sliding query head of each layer."""
+    """Write rtp-llm's `headwise_config`: 1 for a full and 0 for a sliding query head, by layer."""
     window = _one_window(file, "rtp-llm")
     per_head = _for_query_heads(file, query_heads)
     settings: dict[str, Any] = {
         "sink_token_num": window.sinks,
         # rtp-llm counts the keys before the query's own position.
         "swa_token_num": window.size - 1,
-        # Below, all heads are full: there a window and its sinks see everything.
+        # rtp-llm uses full heads below this length, where a window and its sinks see everything.
         "seqlen_threshold": window.size + window.sinks,
     }
     settings |= {str(layer): [int(full) for full in row] for layer, row in enumerate(per_head)}
@@ -95,7 +95,8 @@ def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> No
 def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, int, int]:
     """Mask, window and sinks from a file with `headwise_config`, such as a config.json.
 
-    `query_heads` of a layer share its `heads` KV heads evenly.
+    A layer has `query_heads` query heads for `heads` KV heads. Raises UserError for what cannot be
+    read, or where query heads of one KV head differ.
     """
     settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
@@ -119,9 +120,9 @@ def _check_size(path: Path, layers: int, heads: int) -> None:
 
 
 def _one_window(file: HeadMaskFile, project: str) -> Window:
-    """That of all sliding heads; of several, or with a sink bias, raises UserError.
+    """The window of all sliding heads; raises UserError where there are several, or a sink bias.
 
-    A front's point need not use every window of its menu.
+    Only windows that heads use count: a front's menu may have more.
     """
     if file.sink_bias is not None:
         raise UserError(
@@ -138,7 +139,7 @@ def _one_window(file: HeadMaskFile, project: str) -> Window:
 
 
 def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:
-    """`is_full` [L, HQ]: each KV head's decision for all query heads that share it."""
+    """`is_full` [L, HQ]: each KV head's value, repeated for its query heads."""
     heads = file.num_key_value_heads
     if query_heads is None or not heads <= query_heads <= MOST_HEADS or query_heads % heads:
         raise UserError(
@@ -149,7 +150,7 @@ def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray
 
 
 def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, heads: int) -> HeadMask:
-    """The mask of KV heads from `rows` [L, HQ]; refuses query heads of one KV head that differ."""
+    """The mask of KV heads from `rows` [L, HQ]; raises UserError where those of a group differ."""
     for layer, row in enumerate(rows):
         if len(row) != query_heads:
             raise UserError(

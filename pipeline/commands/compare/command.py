@@ -33,7 +33,7 @@ from pipeline.commands.paths import model_label, typed_path
 from pipeline.recipe.load import find_faults, listing
 from pipeline.run.graph import upstream_of
 from pipeline.run.launch import Launcher, launch
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Ratios, Section
 from stages.formats import format_seconds
@@ -102,8 +102,8 @@ def run_comparison(
 
     def runner_of(combination: Combination) -> Runner:
         """A new one for each use, which reads the hashes that the others have saved."""
-        choice = Choice(wait=options.wait)
-        runner = Runner(_recipe_of(loaded, combination, options), choice, launcher)
+        run_options = RunOptions(wait=options.wait)
+        runner = Runner(_recipe_of(loaded, combination, options), run_options, launcher)
         runner.hasher.save()
         return runner
 

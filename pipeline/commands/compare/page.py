@@ -197,7 +197,7 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
     _, original = comparison.originals[suite, "", 0]
     tests = comparison.tests(models, suite)
     header = ["Method"]
-    # The original model has no sliding head: its score stands in every column to compare with.
+    # The original does not depend on the ratio: every column repeats its score.
     rows = {"": ["Original"]} | {method: [METHODS[method].label] for method in comparison.methods}
     for ratio in comparison.ratios:
         has_tasks = any(row.task for _, row in comparison.rows(models, ratio=ratio))
@@ -227,21 +227,21 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
     groups: dict[str, list[list[str]]] = {}
     for method in comparison.methods:
         groups.setdefault(group_of(method), []).append(rows[method])
-    methods = [Group(own, heading) for heading, own in groups.items()]
+    methods = [Group(method_rows, heading) for heading, method_rows in groups.items()]
     return Table(title, header, [Group([rows[""]]), *methods], text_columns=1)
 
 
 def _table_name(ratio: float, models: Models) -> str:
-    """Where on the page the ratio's scores by task are."""
+    """The HTML id of the ratio's table of scores by task."""
     return f"tasks-{ratio:g}-{models}"
 
 
 def _marks(tests: Sequence[AgainstHighest], scored: Sequence[str]) -> dict[str, int]:
     """Marks of a column's cells by method, as `Cell` has them: 1 is bold, 2 is underlined.
 
-    1 for the method that is shown to be above all others; where there is none, 2 for each that is
-    not shown to be below the highest, and for the highest. A method that is `scored` on other
-    samples than the highest is in no test, and so not shown to be below it.
+    1 for the highest if every other method is significantly lower; otherwise 2 for the highest and
+    for each that is not. A method that is `scored` on other samples than the highest is in no test,
+    and counts as not significantly lower.
     """
     if not tests:
         return {}
@@ -253,9 +253,10 @@ def _marks(tests: Sequence[AgainstHighest], scored: Sequence[str]) -> dict[str, 
 def _average(
     comparison: Comparison, models: Models, method: str, ratio: float, suite: str
 ) -> tuple[float, float, float, str] | None:
-    """A suite's average, the ends of its interval over samples and seeds, and what these are.
+    """A suite's mean over seeds, two ends and their kind: "interval" or "seeds from".
 
-    Where the seeds have no samples in common the ends are those of the seeds' averages.
+    An interval is over samples and seeds. Where seeds were scored on different samples the ends are
+    the lowest and highest average of a seed.
     """
     rows = comparison.averages(models, method, ratio, suite)
     if not rows:
@@ -291,16 +292,16 @@ def _with_interval(score: float, low: float, high: float) -> str:
 
 
 def significance_tables(comparison: Comparison) -> Iterator[Table]:
-    """For each suite every method's difference to the highest of its ratio, and its test."""
+    """For each suite the difference of every method to the highest of its ratio, and its test."""
     for suite in comparison.suites:
         for models in _KINDS:
             tests = comparison.tests(models, suite)
             groups = []
             for ratio in comparison.ratios:
-                own = [test for test in tests if test.ratio == ratio]
-                if own:
-                    heading = f"ρ = {ratio:g}, against {METHODS[own[0].highest].label}"
-                    groups.append(Group([_test_row(test) for test in own], heading))
+                at_ratio = [test for test in tests if test.ratio == ratio]
+                if at_ratio:
+                    heading = f"ρ = {ratio:g}, against {METHODS[at_ratio[0].highest].label}"
+                    groups.append(Group([_test_row(test) for test in at_ratio], heading))
             if groups:
                 title = f"Against the highest: {suite} average, {models}"
                 header = ("Method", "difference", "95 % interval", "p, Holm", "shown lower")
@@ -315,7 +316,7 @@ def _test_row(test: AgainstHighest) -> list[str]:
 
 
 def task_tables(comparison: Comparison) -> Iterator[Table]:
-    """Tasks by methods at each ratio, of the untrained hybrids and, if there are, the trained."""
+    """A table of tasks by methods for each ratio, and for untrained and trained hybrids."""
     for ratio in comparison.ratios:
         methods = [method for method in comparison.methods if comparison.results_of(method, ratio)]
         header = ["task", "Original", *(METHODS[method].label for method in methods)]
@@ -326,20 +327,20 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
                 ]
                 for method in methods
             }
-            places = dict.fromkeys(row.place for own in by_method.values() for _, row in own)
+            places = dict.fromkeys(row.place for scored in by_method.values() for _, row in scored)
             rows = []
             for place in places:
                 scores = {
-                    method: [(one, row) for one, row in own if row.place == place]
-                    for method, own in by_method.items()
+                    method: [(one, row) for one, row in scored if row.place == place]
+                    for method, scored in by_method.items()
                 }
                 _, task, length = place
                 at = format_length(length) if length else ""
                 name = Cell(f"{task} at {at}" if at else task, task=task, length=at)
                 original = comparison.originals.get(place)
-                own_cell = _task_cell(comparison, [original] if original else [])
-                cells = [_task_cell(comparison, own) for own in scores.values()]
-                rows.append([name, own_cell, *cells])
+                original_cell = _task_cell(comparison, [original] if original else [])
+                cells = [_task_cell(comparison, scored) for scored in scores.values()]
+                rows.append([name, original_cell, *cells])
             if rows:
                 title = f"ρ = {ratio:g}, {models}"
                 yield Table(title, header, [Group(rows)], 1, name=_table_name(ratio, models))
@@ -348,7 +349,7 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
     """The mean over seeds; a dash where there is no score.
 
-    With one seed the mean leads to the predictions, with several each of their scores.
+    With one seed the mean links to its predictions, with several the score of each seed does.
     """
     if not rows:
         return Cell(format_score(None), share=0.0)
@@ -365,7 +366,7 @@ def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRo
 
 
 def _target(comparison: Comparison, combination: Combination, row: ScoreRow) -> str:
-    """Where the predictions of a score are, from the comparison's folder."""
+    """The link to the predictions of a score, relative to the comparison's folder."""
     names = {"original": ORIGINAL, "untrained": HYBRID}
     tokens = comparison.results[combination].trained_tokens or 0
     name = names.get(row.models) or checkpoint_name(tokens)
@@ -443,7 +444,7 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
     return [
         label,
         f"{ratio:g}",
-        *(f"{statistics.fmean(o):.1%}" if len(o) == len(results) else "–" for o in shares),
+        *(f"{statistics.fmean(s):.1%}" if len(s) == len(results) else "–" for s in shares),
         f"{score:.3f}",
         f"{likelihood:.3f}",
         f"{mean('evaluations'):,.0f}",

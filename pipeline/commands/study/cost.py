@@ -118,7 +118,7 @@ def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
         "budget_per_layer": point.setting.budget,
         **{name: point.cost(name) for name in _COSTS},
         **point.record("held_out_"),
-        **{f"{name}_of_each_seed": of_seeds for name, of_seeds in means.items()},
+        **{f"{name}_of_each_seed": seed_means for name, seed_means in means.items()},
         **differences,
     }
 

@@ -46,7 +46,7 @@ from data_prep.text import haystack_words
 from pipeline.commands.paths import model_label
 from pipeline.commands.study import StudyOptions
 from pipeline.run.launch import Launcher, launch
-from pipeline.run.runner import Choice, Runner
+from pipeline.run.runner import Runner, RunOptions
 from stages.finished import FinishedWork, Record
 from stages.formats import counted
 from stages.prepare.stage import PrepareConfig
@@ -352,7 +352,7 @@ class StudiedModel:
         What the store holds is not trained again; stages have the memory to themselves. Raises
         UserError and RunError as the stages do.
         """
-        runner = Runner(self._with_mask(mask, window), Choice(), self.launcher)
+        runner = Runner(self._with_mask(mask, window), RunOptions(), self.launcher)
         runner.hasher.save()
         train = next(node for node in runner.nodes if node.name == TRAIN.name)
         examples, key = self.held_out_set, str(train.key)

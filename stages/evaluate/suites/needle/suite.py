@@ -92,8 +92,8 @@ class NeedleSuite(Suite):
                     if subtask.task not in self.section.optional:
                         raise
                     faults[subtask.task] = str(fault)
-        for of_rank in gather_object([faults]):
-            self.missing |= of_rank
+        for rank_faults in gather_object([faults]):
+            self.missing |= rank_faults
         self._folders = {
             subtask: folder
             for subtask, folder in self._folders.items()

@@ -193,16 +193,16 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
                     f"input_args of {name} must be a list of texts, system_prompt a text"
                 )
             # Upstream fills one placeholder of a question or a distractor: the last that it has.
-            of_needle, of_question, of_distractor = (
+            in_needle, in_question, in_distractor = (
                 _placeholders(text, arguments)
                 for text in (experiment["needle"], question, distractor or "")
             )
             yield NeedleTest(
                 name=f"{experiment['id']}_{name}_{kind}",
                 kind=kind,
-                needle=_filled(experiment["needle"], of_needle),
-                question=_filled(question, of_question[-1:]),
-                distractor=_filled(distractor, of_distractor[-1:]) if of_distractor else None,
+                needle=_filled(experiment["needle"], in_needle),
+                question=_filled(question, in_question[-1:]),
+                distractor=_filled(distractor, in_distractor[-1:]) if in_distractor else None,
                 template=template,
                 system_prompt=system,
                 answers=answers,
