@@ -54,7 +54,7 @@ JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
 # values, and a config.json may list every module's quantisation. transformers takes 30 microseconds
 # for a key.
 CONFIG_LIMITS = JsonLimits(4 * 2**20, 200_000)
-MOST_LAYERS = 1_000  # that such a file may count; no model is near it
+MAX_LAYERS = 1_000  # that such a file may count; no model is near it
 
 
 def almost_full(folder: Path) -> bool:

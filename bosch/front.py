@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, write_json
-from bosch.heads import MOST_HEADS, FieldTypes, HeadMask, typed_fields
-from bosch.window import MOST_WINDOWS, Window, Windows, rising_menu, window_menu
+from bosch.files import CONFIG_LIMITS, MAX_LAYERS, load_user_json, write_json
+from bosch.heads import MAX_HEADS, FieldTypes, HeadMask, typed_fields
+from bosch.window import MAX_WINDOWS, Window, Windows, rising_menu, window_menu
 
 FORMAT = 1
-MOST_POINTS = 100
+MAX_POINTS = 100
 
 Layout = tuple[tuple[int, ...], ...]
 
@@ -100,10 +100,10 @@ class Front:
     def __post_init__(self) -> None:
         if not self.points:
             raise ValueError("a front has at least one point")
-        if len(self.window_sizes) > MOST_WINDOWS:
+        if len(self.window_sizes) > MAX_WINDOWS:
             raise ValueError(
                 f"window_sizes has {len(self.window_sizes):,} windows, a mask has at most "
-                f"{MOST_WINDOWS}"
+                f"{MAX_WINDOWS}"
             )
         if self.context < 1:
             raise ValueError(f"context is {self.context}, expected at least one token")
@@ -309,10 +309,10 @@ def _from_content(content: object) -> Front:
     layers, heads, sizes = (
         values["num_layers"], values["num_key_value_heads"], values["window_sizes"],
     )  # fmt: skip
-    if not 1 <= heads <= MOST_HEADS or not 1 <= layers <= MOST_LAYERS:
+    if not 1 <= heads <= MAX_HEADS or not 1 <= layers <= MAX_LAYERS:
         raise ValueError(f"{layers:,} layers of {heads:,} KV heads; that is no model")
-    if len(values["points"]) > MOST_POINTS:
-        raise ValueError(f"{len(values['points']):,} points, a front has at most {MOST_POINTS:,}")
+    if len(values["points"]) > MAX_POINTS:
+        raise ValueError(f"{len(values['points']):,} points, a front has at most {MAX_POINTS:,}")
     rising_menu(sizes, values["sinks"])
     points = []
     for index, entry in enumerate(values.pop("points")):

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MOST_LAYERS, load_user_json, write_json
-from bosch.window import MOST_WINDOWS, Window, Windows, kv_slots, rising_menu, window_menu
+from bosch.files import CONFIG_LIMITS, MAX_LAYERS, load_user_json, write_json
+from bosch.window import MAX_WINDOWS, Window, Windows, kv_slots, rising_menu, window_menu
 
 FORMATS = (1, 2, 3)
-MOST_HEADS = 10_000  # of a layer; no model is near it
+MAX_HEADS = 10_000  # of a layer; no model is near it
 _LARGEST = 2**63
 
 
@@ -60,8 +60,8 @@ class HeadMask:
     def of_choices(cls, choices: npt.ArrayLike) -> HeadMask:
         """From the choice of each head [L, HKV]; raises ValueError outside 0 .. 15."""
         array = np.array(choices)
-        if array.dtype.kind not in "iu" or not ((array >= 0) & (array <= MOST_WINDOWS)).all():
-            raise ValueError(f"a choice is full (0) or one of at most {MOST_WINDOWS} windows")
+        if array.dtype.kind not in "iu" or not ((array >= 0) & (array <= MAX_WINDOWS)).all():
+            raise ValueError(f"a choice is full (0) or one of at most {MAX_WINDOWS} windows")
         mask = cls(array == 0)
         mask._set(array == 0, array.astype(np.uint8))
         return mask
@@ -351,19 +351,19 @@ def _file_of(content: object) -> HeadMaskFile:
     ratio, heads = values["swa_ratio"], values["num_key_value_heads"]
     if not 0 <= ratio <= 1:
         raise ValueError(f"swa_ratio is {ratio}, expected a share from 0 to 1")
-    if not 1 <= heads <= MOST_HEADS:
+    if not 1 <= heads <= MAX_HEADS:
         raise ValueError(f"num_key_value_heads is {heads}; that is no model")
     rows = values["swa_kv_heads"]
-    if len(rows) > MOST_LAYERS:
+    if len(rows) > MAX_LAYERS:
         raise ValueError(f"swa_kv_heads has {len(rows):,} layers; that is no model")
     per_layer = "one list of head indices per layer"
     if not several:
         rows, sizes = [[row] for row in rows], [values["window_size"]]
     else:
         sizes = values["window_sizes"]
-        if len(sizes) > MOST_WINDOWS:
+        if len(sizes) > MAX_WINDOWS:
             raise ValueError(
-                f"window_sizes has {len(sizes):,} windows, a mask has at most {MOST_WINDOWS}"
+                f"window_sizes has {len(sizes):,} windows, a mask has at most {MAX_WINDOWS}"
             )
         per_layer = f"for each layer a list of head indices for each of {len(sizes)} windows"
     if not all(
@@ -398,7 +398,7 @@ def _checked_bias(content: Mapping[str, Any], sinks: int) -> tuple[tuple[float, 
     widths = {len(row) if isinstance(row, list) else 0 for row in rows}
     if (
         len(widths) > 1
-        or not 0 < (width := min(widths)) <= MOST_HEADS
+        or not 0 < (width := min(widths)) <= MAX_HEADS
         or width % heads
         or not all(type(x) in (int, float) and abs(x) < _LARGEST for row in rows for x in row)
     ):

@@ -9,7 +9,7 @@ from bosch.errors import UserError
 from bosch.files import JSON_LIMITS, load_user_json, open_regular, parse_json
 
 # A model of 10**12 parameters has some hundred files.
-_MOST_FILES = 10_000
+_MAX_FILES = 10_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # What transformers would take weights from as well, or instead: an adapter beside them, and a
@@ -53,7 +53,7 @@ def weight_files(directory: Path) -> list[str]:
     if not isinstance(weights, dict):
         raise UserError(f"{index} is damaged: it has no weight_map")
     names = {name if isinstance(name, str) else repr(name) for name in weights.values()}
-    if len(names) > _MOST_FILES:
+    if len(names) > _MAX_FILES:
         raise UserError(f"{index} names {len(names):,} files of weights; that is no model")
     for name in names:
         path = PurePosixPath(name)

@@ -16,8 +16,8 @@ from typing import TypeAlias
 # Longer blocks compute more pairs outside the window, shorter ones keep a kernel less busy.
 _MAX_BLOCK = 128
 # Kernels and vLLM count keys in 32 bits.
-_MOST_KEYS = 2**31 - 1
-MOST_WINDOWS = 15  # of one mask, so that a digit names each
+_MAX_KEYS = 2**31 - 1
+MAX_WINDOWS = 15  # of one mask, so that a digit names each
 # First tokens of a text that count as sinks where a sink bias is estimated; as many are commonly
 # kept.
 SINK_TOKENS = 4
@@ -41,7 +41,7 @@ class Window:
                 "window_size must be an integer of at least 1 and sinks one of at least 0, found "
                 f"{size!r:.60} and {sinks!r:.60}"
             )
-        if size + sinks > _MOST_KEYS:
+        if size + sinks > _MAX_KEYS:
             raise ValueError(f"window_size and sinks are {self}; expected fewer than 2^31 in all")
 
     def __str__(self) -> str:

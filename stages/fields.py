@@ -31,7 +31,7 @@ _LONGEST_TEXT = 200
 _JOINERS = "\u200c\u200d"
 # More than any model, corpus or machine has; sums and products of such counts are exact.
 MOST = 10**15
-_MOST_PROCESSES = 1024
+_MAX_PROCESSES = 1024
 
 
 def parse_count(value: object) -> object:
@@ -141,7 +141,7 @@ def ordered(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
 
 
 Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=MOST)]
-ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MOST_PROCESSES)] | Literal["auto"]
+ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MAX_PROCESSES)] | Literal["auto"]
 BatchSize = Annotated[int, Field(gt=0, le=2**20)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
 Number = Annotated[float, BeforeValidator(parse_number)]

@@ -25,7 +25,7 @@ from stages.fields import Section
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # A longer list of files is folded into one hash.
-_MOST_LISTED = 32
+_MAX_LISTED = 32
 _Section = TypeVar("_Section", bound=Section)
 
 
@@ -164,7 +164,7 @@ def hashed_files(pattern: str, files: Iterable[Path], hasher: Hasher) -> dict[st
     """Names and hashes of the files that a path, a folder or a glob names."""
     base = common_folder(pattern)
     hashes = {path.relative_to(base).as_posix(): hasher.sha256(path) for path in files}
-    if len(hashes) <= _MOST_LISTED:
+    if len(hashes) <= _MAX_LISTED:
         return {"files": hashes}
     folded = hashlib.sha256(canonical_json(hashes).encode()).hexdigest()
     return {"files": len(hashes), "sha256": folded}

@@ -20,7 +20,7 @@ from bosch.attention.logit_transform import LogitTransform, dense_attention
 
 # Rows that are padded on the left are computed one by one from this many queries on; below, one
 # call under a mask is faster.
-LEAST_PADDED = 128
+MIN_PADDED = 128
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
 DENSE_MASK_ENTRIES = 2**24
 
@@ -113,7 +113,7 @@ def causal_attention(call: GroupCall) -> Tensor:
     if not fixed and not torch.compiler.is_compiling():
         if context.document is not None and context.valid is None:
             return _rows_apart(call, context.document_lengths())
-        padding = context.left_padding() if context.q_length >= LEAST_PADDED else None
+        padding = context.left_padding() if context.q_length >= MIN_PADDED else None
         if padding is not None:
             return _rows_apart(call, [[slots, context.kv_length - slots] for slots in padding])
     queries = context.query_slots(query.device)

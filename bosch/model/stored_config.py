@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import MOST_LAYERS
+from bosch.files import MAX_LAYERS
 from bosch.model.families import (
     BASE_PREFIX,
     FAMILIES,
@@ -62,7 +62,7 @@ class StoredConfig:
         listed = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
         count = len(listed) if isinstance(listed, list | str) else None
         layers = self.number("num_hidden_layers", count)
-        if layers > MOST_LAYERS:
+        if layers > MAX_LAYERS:
             raise UserError(f"model.path: config.json has {layers:,} layers; that is no model")
         return layers
 

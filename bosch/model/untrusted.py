@@ -17,7 +17,7 @@ from bosch.errors import UserError, printable
 from bosch.files import (
     CONFIG_LIMITS,
     JSON_LIMITS,
-    MOST_LAYERS,
+    MAX_LAYERS,
     check_json_text,
     load_json,
     read_within,
@@ -44,10 +44,10 @@ TOKENIZER_TEXTS = (
 # Fields with special tokens. transformers compares each with all others, which takes 32 s for
 # 50,000; Florence 2 has 1,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
-_MOST_SPECIAL_TOKENS = 10_000
+_MAX_SPECIAL_TOKENS = 10_000
 # Suffixes of fields that are lengths: transformers makes a list of as many items.
 _COUNTS = ("layers", "n_layer", "blocks", "num_labels", "first_k_dense_replace", "kernel_size")
-_MOST_LABELS = 100_000
+_MAX_LABELS = 100_000
 _ATTENTION = (
     "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
     "flash_attention_4",
@@ -102,7 +102,7 @@ def model_file_fault(path: Path) -> Iterator[str]:
     yield from (f"{path}: {fault}" for fault in config_faults(content))
     for name in _SPECIAL_TOKENS:
         tokens = content.get(name)
-        if isinstance(tokens, list | dict) and len(tokens) > _MOST_SPECIAL_TOKENS:
+        if isinstance(tokens, list | dict) and len(tokens) > _MAX_SPECIAL_TOKENS:
             yield f"{path}: {name} has {len(tokens):,} tokens; that is no tokenizer"
 
 
@@ -116,7 +116,7 @@ def _count_faults(content: Any) -> Iterator[str]:
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
-            most = _MOST_LABELS if name == "num_labels" else MOST_LAYERS
+            most = _MAX_LABELS if name == "num_labels" else MAX_LAYERS
             if is_count and not value <= most:
                 yield f"{name} = {value!r:.60}; that is no model"
             yield from _count_faults(value)

@@ -16,7 +16,7 @@ from bosch.model.families import HYBRID_PREFIX
 _ORIGINAL = "original_max_position_embeddings"
 # Model cards write it in JSON, as an argument of a server, or in a sentence.
 _IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
-_MOST_BYTES = 4 * 2**20
+_MAX_BYTES = 4 * 2**20
 # Kinds of RoPE that are not scaled; mrope is an older name of the one that places images too.
 _UNSCALED = ("default", "mrope")
 # These have no RoPE; of any scaled one phimoe reads fields that YaRN does not have.
@@ -49,7 +49,7 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
         if isinstance(value, int):
             return value
     try:
-        text = read_within(card, _MOST_BYTES).decode() if card is not None else ""
+        text = read_within(card, _MAX_BYTES).decode() if card is not None else ""
     except (OSError, ValueError):
         return None
     lengths = {int(number) for number in _IN_CARD.findall(text)}

@@ -17,7 +17,7 @@ from bosch.files import JsonLimits, parse_json, read_within
 # Bytes of the file, and values of a line's JSON: 10,000 examples of 8,000 tokens take 500 MB.
 _LIMITS = JsonLimits(2**30, 2_000_000)
 # An id of six digits takes eight bytes with its comma and blank; the rest is for the other fields.
-MOST_TOKENS = 120_000_000
+MAX_TOKENS = 120_000_000
 # A search measures the set in at most MAX_ROUNDS rounds, between which an evaluation can end early.
 MAX_ROUNDS = 8
 

@@ -40,7 +40,7 @@ from bosch.search.bosch import SearchResult, final_result
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Bits, Gates, RunningMean, Values, largest, scaled
 from bosch.search.gradient_search import GradientMeans, Move, check_passes
-from bosch.search.settings import LEAST_PLUS_BUDGET, SearchSettings, plus_budget
+from bosch.search.settings import MIN_PLUS_BUDGET, SearchSettings, plus_budget
 from bosch.search.solvers.swaps import swap
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ _GATES = 4
 _GATES_SHARE = 0.55
 # Of a large budget: fewest and most of these gradients, and their share of what the other start,
 # its exchanges and three masks leave. No more than one for every four units.
-_FEWEST_GATES, _MOST_GATES = 6, 64
+_FEWEST_GATES, _MAX_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
 # Gradients of one move that trains the gates further.
 _MORE_GATES = 8
@@ -94,12 +94,12 @@ def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
     """Say where other budgets per layer would be the same budget."""
     layers = evaluator.shape[0]
     highest = kappa = settings.budget_per_layer
-    while plus_budget(replace(settings, budget_per_layer=highest + 1), layers) == LEAST_PLUS_BUDGET:
+    while plus_budget(replace(settings, budget_per_layer=highest + 1), layers) == MIN_PLUS_BUDGET:
         highest += 1
     if highest > kappa:
         evaluator.note(
             f"search.budget_per_layer: {kappa} with {layers} layers is the least budget of "
-            f"bosch_plus, {LEAST_PLUS_BUDGET} passes, and so is every value up to {highest}"
+            f"bosch_plus, {MIN_PLUS_BUDGET} passes, and so is every value up to {highest}"
         )
 
 
@@ -193,7 +193,7 @@ class _Search:
         if self.left < 2 * (1 + _STEPS * cost):
             return _GATES if _GATES_SHARE * self.left >= 1 + _GATES * cost else 0
         spare = self.left - 3 - (_STEPS + _EXCHANGES) * cost
-        most = min(_MOST_GATES, max(_FEWEST_GATES, self.num_units // 4))
+        most = min(_MAX_GATES, max(_FEWEST_GATES, self.num_units // 4))
         count = int(min(most, _GATES_OF_SPARE * spare / cost)) if cost > 0 else most
         return count if count >= _FEWEST_GATES else 0
 

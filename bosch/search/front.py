@@ -49,7 +49,7 @@ from bosch.search.settings import SearchSettings
 _START_SHARE, _DESCENT_SHARE, _GATES_SHARE = 0.75, 0.4, 0.55
 # Most levels of the descent.
 _LEVELS = 20
-_FEWEST_GATES, _MOST_GATES = 4, 64
+_FEWEST_GATES, _MAX_GATES = 4, 64
 # Scarcest budgets whose numbers of full units gates are learned at, and fewest of these units.
 _GATE_BUDGETS, _FEWEST_FULL = 4, 4
 # The kind of a layout that mixes all windows; others are the number of their window.
@@ -218,7 +218,7 @@ class FrontSearch(Moves):
 
     def gates_to_learn(self, gradients: int) -> int:
         """How many of the `gradients` gates get; none where these are too few for two starts."""
-        most = min(_MOST_GATES, max(_FEWEST_GATES, self.everything.size // 4))
+        most = min(_MAX_GATES, max(_FEWEST_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
         if not self._drawn or count < _FEWEST_GATES:
             return 0

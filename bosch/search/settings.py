@@ -11,7 +11,7 @@ from bosch.errors import UserError
 SolverName = Literal["nomad", "nomad_penalty", "one_plus_one", "annealing"]
 
 # Passes that bosch_plus may spend however small kappa is.
-LEAST_PLUS_BUDGET = 4
+MIN_PLUS_BUDGET = 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def plus_budget(settings: SearchSettings, num_layers: int) -> int:
 
     Gradients count at their cost in evaluations.
     """
-    return max(LEAST_PLUS_BUDGET, round(settings.budget_per_layer * num_layers / 10))
+    return max(MIN_PLUS_BUDGET, round(settings.budget_per_layer * num_layers / 10))
 
 
 def front_budget(settings: SearchSettings, num_layers: int) -> int:

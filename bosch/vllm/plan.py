@@ -25,7 +25,7 @@ _PADDED_UP_TO = 1.5
 SERVED_RANKS, SERVED_TOKENS = (1, 2, 4, 8), (32 * 1024, 128 * 1024)
 
 # Steps of fewer tokens read a prompt noticeably slower.
-_LEAST_BATCH_TOKENS = 256
+_MIN_BATCH_TOKENS = 256
 
 
 def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
@@ -34,7 +34,7 @@ def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
     A sliding head's cache holds the tokens of all concurrent steps beside its window. `most` is
     vLLM's own choice, `sequences` what `--max-num-seqs` says: each needs one token of a step.
     """
-    return min(most, max(_LEAST_BATCH_TOKENS, min(windows, default=most), sequences))
+    return min(most, max(_MIN_BATCH_TOKENS, min(windows, default=most), sequences))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ Grouping = Literal["engine", "equal", "unequal"]
 
 # In groups of our own: most of a kind, and how much more memory fewer groups, or fewer unequal
 # modules, may take. Each costs time in every step.
-_MOST_GROUPS, _FEWER_GROUPS = 64, 1.05
+_MAX_GROUPS, _FEWER_GROUPS = 64, 1.05
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def packed_groups(
     the largest group: returned first, then for each kind the indices of its modules by groups.
     """
     bins = {
-        kind: [_even_bins(heads, count) for count in range(1, min(len(heads), _MOST_GROUPS) + 1)]
+        kind: [_even_bins(heads, count) for count in range(1, min(len(heads), _MAX_GROUPS) + 1)]
         for kind, heads in modules.items()
     }
 

@@ -22,7 +22,7 @@ from data_prep.documents.mds_index import Shard
 from data_prep.documents.records import RECORD_LIMITS
 
 # A file of a few kilobytes may claim to be gigabytes when it is decompressed.
-_MOST_DECOMPRESSED = 2**30
+_MAX_DECOMPRESSED = 2**30
 # What decoders raise on bytes that no encoder has written.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
@@ -71,8 +71,8 @@ def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
     form.check(stored, path)
     if not is_compressed:
         return memoryview(stored)
-    if shard.raw_data.size > _MOST_DECOMPRESSED:
-        raise UserError(f"{path}: more than {_MOST_DECOMPRESSED:,} bytes decompressed; split it")
+    if shard.raw_data.size > _MAX_DECOMPRESSED:
+        raise UserError(f"{path}: more than {_MAX_DECOMPRESSED:,} bytes decompressed; split it")
     try:
         plain = pa.decompress(stored, decompressed_size=shard.raw_data.size, codec="zstd")
     except OSError as error:

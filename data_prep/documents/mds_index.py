@@ -19,7 +19,7 @@ _XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 _HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
 
 # Of one shard's entry: some values for each of its columns.
-_MOST_CHARACTERS = 2**18
+_MAX_CHARACTERS = 2**18
 
 # Offsets in a shard are 32-bit.
 _Size = Annotated[int, Field(ge=0, lt=2**32)]
@@ -99,8 +99,8 @@ def read_index(path: Path) -> list[Shard]:
 
 def _shard(path: Path, number: int, entry: Any) -> Shard:
     # Wrong values are reported one by one, each in a kilobyte: a shard may not have many.
-    if len(json.dumps(entry)) > _MOST_CHARACTERS:
-        raise _no_index(path, f"shards.{number}: more than {_MOST_CHARACTERS:,} characters")
+    if len(json.dumps(entry)) > _MAX_CHARACTERS:
+        raise _no_index(path, f"shards.{number}: more than {_MAX_CHARACTERS:,} characters")
     try:
         shard = Shard.model_validate(entry)
     except ValidationError as error:

@@ -28,7 +28,7 @@ from data_prep.text import WINDOW
 
 OVERLAP = 2**12
 # Unicode's own forms make 18 characters of one at most, and a few steps put one beside each.
-_MOST_GROWTH = 256
+_MAX_GROWTH = 256
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"{where}: damaged, {part} has a wrong value ({reason})") from None
-        if growth > _MOST_GROWTH:
+        if growth > _MAX_GROWTH:
             raise UserError(
                 f"{where}: its {part} may make a text {growth:,.6g} times longer; that is no "
                 "tokenizer"

@@ -34,7 +34,7 @@ NOISE_LINE = (
 )
 # In percent of an essay's sentences.
 DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
-_MOST_FITS = 40
+_MAX_FITS = 40
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -273,7 +273,7 @@ def largest_fit(
         )
     too_large: int | None = None
     rate = per_unit
-    for step in range(_MOST_FITS):
+    for step in range(_MAX_FITS):
         slack = length - used
         if slack < per_unit or too_large == fits + 1:
             break

@@ -19,10 +19,10 @@ from bosch.files import open_regular
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 # Far beyond any recipe; an untrusted file must neither hang nor crash the parser.
-_MOST_BYTES = 2**20
-_MOST_DEPTH = 32
-_MOST_VALUES = 10_000
-_MOST_DIGITS = 64
+_MAX_BYTES = 2**20
+_MAX_DEPTH = 32
+_MAX_VALUES = 10_000
+_MAX_DIGITS = 64
 
 
 class _Loader(_Base):  # type: ignore[misc]
@@ -65,8 +65,8 @@ _set_resolvers()
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text, an alias as a copy; raises UserError with `where` and the line."""
-    if len(text) > _MOST_BYTES:
-        raise UserError(f"{where}: is longer than {_MOST_BYTES:,} characters; that is no recipe")
+    if len(text) > _MAX_BYTES:
+        raise UserError(f"{where}: is longer than {_MAX_BYTES:,} characters; that is no recipe")
     try:
         _check_limits(text)
         return _unshared(yaml.load(text, Loader=_Loader))
@@ -126,10 +126,10 @@ def _check_limits(text: str) -> None:
             values += 1
         if getattr(event, "tag", None) is not None:
             problem = f"the tag {event.tag}; write the plain value"
-        if len(open_nodes) + depth > _MOST_DEPTH:
-            problem = f"more than {_MOST_DEPTH} values inside each other"
-        if values > _MOST_VALUES:
-            problem = f"more than {_MOST_VALUES:,} values, aliases counted each time"
+        if len(open_nodes) + depth > _MAX_DEPTH:
+            problem = f"more than {_MAX_DEPTH} values inside each other"
+        if values > _MAX_VALUES:
+            problem = f"more than {_MAX_VALUES:,} values, aliases counted each time"
         if problem is not None:
             raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
 
@@ -138,7 +138,7 @@ def _scalar_problem(event: yaml.ScalarEvent) -> str | None:
     character = control_character(event.value)
     if character is not None:
         return f"a text holds the control character {character!r}"
-    if sum(map(str.isdigit, event.value)) > _MOST_DIGITS and event.implicit[0]:
+    if sum(map(str.isdigit, event.value)) > _MAX_DIGITS and event.implicit[0]:
         number = event.value.replace("_", "").lstrip("+-").replace(".", "", 1)
         if number.isdigit():
             return f"a number of {len(number)} digits"
@@ -149,7 +149,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; raises UserError when there is none."""
     try:
         with open_regular(path) as file:
-            text = file.read(4 * _MOST_BYTES + 1).decode("utf-8")
+            text = file.read(4 * _MAX_BYTES + 1).decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such recipe file") from None
     except IsADirectoryError:

@@ -20,7 +20,7 @@ from bosch.model.cache import CACHE_NAME, HybridCache, keeps_every_token, padded
 logger = logging.getLogger(__name__)
 
 # Fewer tokens are not worth a pass of their own.
-LEAST_SHARED = 64
+MIN_SHARED = 64
 
 
 class SharedPrompt:
@@ -50,10 +50,10 @@ class SharedPrompt:
         if len(ids) == 1:
             shared = shared[: _common(previous, shared)]
         cached = _common(self._ids, shared)
-        if cached < len(shared) // 2 and len(shared) - most >= LEAST_SHARED:
+        if cached < len(shared) // 2 and len(shared) - most >= MIN_SHARED:
             self._compute(shared)
             cached = len(shared)
-        if cached - most < LEAST_SHARED:
+        if cached - most < MIN_SHARED:
             return None
         assert self._cache is not None
         return padded_rows(self._cache, padding, cached)

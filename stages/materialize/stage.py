@@ -92,8 +92,8 @@ def read_model_config(materialize: Path) -> StoredConfig:
 
 _FRONT = "---"
 _KEYS = ("license", "license_name", "license_link")
-_MOST_CHARACTERS = 500
-_MOST_BYTES = 4 * 2**20
+_MAX_CHARACTERS = 500
+_MAX_BYTES = 4 * 2**20
 
 
 def licence_of(card: Path) -> dict[str, str]:
@@ -102,7 +102,7 @@ def licence_of(card: Path) -> dict[str, str]:
     Only the lines of these fields are parsed: the rest is untrusted.
     """
     try:
-        lines = read_within(card, _MOST_BYTES).decode().splitlines()
+        lines = read_within(card, _MAX_BYTES).decode().splitlines()
     except (OSError, ValueError):
         return {}
     if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:
@@ -110,7 +110,7 @@ def licence_of(card: Path) -> dict[str, str]:
     licence = {}
     for line in lines[1 : lines.index(_FRONT, 1)]:
         key, _, text = line.partition(":")
-        if key in _KEYS and len(text) <= _MOST_CHARACTERS:
+        if key in _KEYS and len(text) <= _MAX_CHARACTERS:
             try:
                 value = yaml.safe_load(text)
             except (yaml.YAMLError, ValueError, RecursionError):

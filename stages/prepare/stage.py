@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
-from bosch.objective.calibration import MOST_TOKENS
+from bosch.objective.calibration import MAX_TOKENS
 from data_prep.documents.sources import KINDS, SourceKind
 from data_prep.source_files import tokenizer_files
 from data_prep.tasks.tables import NeedleTask
@@ -189,10 +189,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     sources, length = prepare.sources, prepare.calibration.length
     yield from position_faults(loaded, "prepare.calibration.length", length)
     examples = prepare.calibration.examples
-    if examples * length > MOST_TOKENS:
+    if examples * length > MAX_TOKENS:
         yield (
             f"prepare.calibration: {examples:,} examples of {length:,} tokens are more than the "
-            f"{MOST_TOKENS:,} tokens that a calibration set may hold"
+            f"{MAX_TOKENS:,} tokens that a calibration set may hold"
         )
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):

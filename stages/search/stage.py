@@ -16,7 +16,7 @@ from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
-from bosch.window import MOST_WINDOWS, SINK_TOKENS, Window, named_share, rising_menu
+from bosch.window import MAX_WINDOWS, SINK_TOKENS, Window, named_share, rising_menu
 from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
@@ -68,7 +68,7 @@ class SearchConfig(Section):
     windows: Annotated[list[Count], AfterValidator(rising)] | None = Field(
         None,
         min_length=1,
-        max_length=MOST_WINDOWS,
+        max_length=MAX_WINDOWS,
         description=(
             "In place of window_size the windows that sliding heads may have, from the smallest "
             "up, like [128, 512, 2k]; for methods "

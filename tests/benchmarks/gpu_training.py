@@ -32,7 +32,7 @@ SMALL = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
 }  # fmt: skip
 RATIO, STEPS, PROFILED_STEP = 0.75, 6, 4
-MOST_ROWS = 25  # of the profile
+MAX_ROWS = 25  # of the profile
 
 
 def make_case(folder: Path, small: bool) -> tuple[Any, int]:
@@ -62,7 +62,7 @@ def profile_one_step(tables: list[str]) -> None:
             result = passes(self, *args)
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         rows = profiler.key_averages()
-        tables.append(rows.table(sort_by=order, row_limit=MOST_ROWS, max_name_column_width=60))
+        tables.append(rows.table(sort_by=order, row_limit=MAX_ROWS, max_name_column_width=60))
         return result
 
     Loop.forward_backward = forward_backward  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from stages.report.verdict import final_model
 
 RECIPE = "recipes/quickstart.yaml"
 SEEDS = [42, 43, 44]
-LEAST_LOSS, LEAST_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 10.0, 0.8, 0.25, 0.1
+MIN_LOSS, MIN_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 10.0, 0.8, 0.25, 0.1
 FIRST = 16
 STAGES = (
     "prepare", "search", "materialize", "train", "original", "rival", "train_rival", "evaluate"
@@ -50,8 +50,8 @@ def faults(results: Results) -> list[str]:
     sentences = []
     for rival in results.rivals:
         is_trained = named_rival(rival.name) is not None
-        if not is_trained and original.average - rival.average < LEAST_LOSS:
-            sentences.append(f"{rival.name} loses less than {LEAST_LOSS:g} points")
+        if not is_trained and original.average - rival.average < MIN_LOSS:
+            sentences.append(f"{rival.name} loses less than {MIN_LOSS:g} points")
         found = overall(results, final if is_trained else HYBRID, rival.name)
         if found is None or found[1].difference_low <= 0:
             sentences.append(f"the search is not ahead of {rival.name} by more than the interval")
@@ -59,8 +59,8 @@ def faults(results: Results) -> list[str]:
         sentences.append("the rule was not trained")
     against = untrained.against_original
     recovered = trained.average - untrained.average
-    if against.difference_high < 0 and recovered < LEAST_RECOVERY * lost:
-        sentences.append(f"training brings back less than {LEAST_RECOVERY:.0%}")
+    if against.difference_high < 0 and recovered < MIN_RECOVERY * lost:
+        sentences.append(f"training brings back less than {MIN_RECOVERY:.0%}")
     worst = worst_loss(results, final_model(results))
     if worst >= worst_loss(results, HYBRID):
         sentences.append("training does not make the loss in text smaller")

@@ -309,7 +309,7 @@ def test_padded_rows_need_no_mask_and_cost_their_own_squares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows padded on the left are computed one by one: outputs and gradients are eager's."""
-    monkeypatch.setattr(causal, "LEAST_PADDED", 2)
+    monkeypatch.setattr(causal, "MIN_PADDED", 2)
     case = Case(40, 8, 0, (True, False), batch=3, padding="left", seed=3)
     padding = case.context().left_padding()
     assert padding is not None and len({*padding}) == 3

@@ -524,7 +524,7 @@ def test_what_a_compressed_file_becomes_is_bounded_by_its_size(tmp_path, monkeyp
     path.write_bytes(gzip.compress(b'{"text": "one two"}\n' * 500))
     times = 10_000 // path.stat().st_size + 1
     for constant, ratio, is_read in ((10_000, 0, True), (0, times, True), (9_999, 0, False)):
-        monkeypatch.setattr(records, "MOST_DECOMPRESSED", constant)
-        monkeypatch.setattr(records, "MOST_RATIO", ratio)
+        monkeypatch.setattr(records, "MAX_DECOMPRESSED", constant)
+        monkeypatch.setattr(records, "MAX_RATIO", ratio)
         with nullcontext() if is_read else pytest.raises(UserError, match="that is no text"):
             assert len(list(records.read_rows(path, ()))) == 500

@@ -231,7 +231,7 @@ def test_unusual_values_beside_the_text(tmp_path):
 
 @pytest.mark.parametrize("part_bytes", [700, 5000])
 def test_a_record_of_just_the_most_bytes_is_read(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(records, "MOST_RECORD_BYTES", 1000)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
     text = "y" * (1000 - len(lines([""])))
     file = tmp_path / "a.jsonl"
@@ -377,7 +377,7 @@ def test_a_long_text_file_is_read_in_pieces(tmp_path, monkeypatch, piece):
 
 
 def test_no_part_reads_a_huge_record_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MOST_RECORD_BYTES", 100)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * 1000)
     for start in (0, 50, 500):

@@ -20,13 +20,13 @@ from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
 from bosch.files import (
     CONFIG_LIMITS,
-    MOST_LAYERS,
+    MAX_LAYERS,
     load_user_json,
     read_within,
     replacing,
     write_text,
 )
-from bosch.heads import MOST_HEADS, HeadMask, HeadMaskFile
+from bosch.heads import MAX_HEADS, HeadMask, HeadMaskFile
 from bosch.window import Window, windows_text
 
 # DuoAttention's files in a folder of attention patterns.
@@ -115,7 +115,7 @@ def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, in
 
 
 def _check_size(path: Path, layers: int, heads: int) -> None:
-    if layers > MOST_LAYERS or heads > MOST_HEADS:
+    if layers > MAX_LAYERS or heads > MAX_HEADS:
         raise UserError(f"{path}: {layers:,} layers of {heads:,} KV heads; that is no model")
 
 
@@ -141,7 +141,7 @@ def _one_window(file: HeadMaskFile, project: str) -> Window:
 def _for_query_heads(file: HeadMaskFile, query_heads: int | None) -> npt.NDArray[np.bool_]:
     """`is_full` [L, HQ]: each KV head's value, repeated for its query heads."""
     heads = file.num_key_value_heads
-    if query_heads is None or not heads <= query_heads <= MOST_HEADS or query_heads % heads:
+    if query_heads is None or not heads <= query_heads <= MAX_HEADS or query_heads % heads:
         raise UserError(
             f"--attention-heads: rtp-llm lists query heads; expected a multiple of the mask's "
             f"{heads} KV heads, found {query_heads}"

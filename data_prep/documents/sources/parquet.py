@@ -12,7 +12,7 @@ from data_prep.documents.sources import Kind, Part, Source, records
 
 # A file is the mark, row groups, the footer, the footer's length in four bytes, and the mark again.
 _MAGIC = b"PAR1"
-_LEAST_BYTES = 12
+_MIN_BYTES = 12
 
 
 class _Parquet(Kind):
@@ -26,11 +26,11 @@ class _Parquet(Kind):
             start = stream.read(4)
             stream.seek(max(size - 8, 0))
             footer_length, end = stream.read(4), stream.read(4)
-        if size < _LEAST_BYTES or start != _MAGIC or end != _MAGIC:
+        if size < _MIN_BYTES or start != _MAGIC or end != _MAGIC:
             raise UserError(
                 f"{where}: {file} is not a whole Parquet file (cut short or of another kind)"
             )
-        if int.from_bytes(footer_length, "little") > size - _LEAST_BYTES:
+        if int.from_bytes(footer_length, "little") > size - _MIN_BYTES:
             raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:

@@ -15,7 +15,7 @@ from bosch.objective.evaluation_log import Evaluation
 from pipeline.commands.study.runs import Measured
 from stages.pages.charts import Axis, Picture, curves, styles, values
 
-_LEAST_NATS = 1e-4
+_MIN_NATS = 1e-4
 _SCORE = Axis("held-out score", domain=(-0.03, 1.03))
 
 
@@ -119,4 +119,4 @@ def jaccard_maps(
 
 def _missing(log_likelihood: float) -> float:
     """Distance to 0, for a log axis: log-likelihoods span four powers of ten."""
-    return max(_LEAST_NATS, -log_likelihood)
+    return max(_MIN_NATS, -log_likelihood)

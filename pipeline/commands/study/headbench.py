@@ -17,7 +17,7 @@ from bosch.model.families import decoder_layers
 from bosch.progress import progress
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
-from bosch.window import MOST_WINDOWS, Window, Windows, window_menu, windows_text
+from bosch.window import MAX_WINDOWS, Window, Windows, window_menu, windows_text
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, interval_text, measured
 from pipeline.commands.study.studied_model import Results, Setting, StudiedModel
@@ -110,7 +110,7 @@ def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
     # The shortest of the sets' longest examples.
     shortest = min(one.max_length for one in sets)
     size = max(1, window.size // 4)
-    while size + window.sinks < shortest and len(menu) < MOST_WINDOWS:
+    while size + window.sinks < shortest and len(menu) < MAX_WINDOWS:
         menu.append(Window(size, window.sinks))
         size *= 2
     return tuple(menu[::-1])

@@ -20,7 +20,7 @@ from pipeline.commands.study.studied_model import Setting, StudiedModel, digest_
 from stages.formats import counted
 from stages.pages.tables import Table
 
-_MOST_MASKS = 20_000
+_MAX_MASKS = 20_000
 
 Landscape = dict[HeadMask, Evaluation]
 
@@ -97,11 +97,11 @@ def _anchor_table(model: StudiedModel) -> Table:
 
 def _check_size(model: StudiedModel, ratio: float) -> None:
     count = count_on_budget(*model.shape, ratio)
-    if count > _MOST_MASKS:
+    if count > _MAX_MASKS:
         layers, heads = model.shape
         raise UserError(
             f"study optimality: {layers} x {heads} KV heads have {count:,} masks at ratio "
-            f"{ratio:g}, more than {_MOST_MASKS:,} that can be enumerated; take a smaller model, "
+            f"{ratio:g}, more than {_MAX_MASKS:,} that can be enumerated; take a smaller model, "
             "like that of recipes/study/enumerable.yaml"
         )
 

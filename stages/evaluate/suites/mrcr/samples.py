@@ -26,7 +26,7 @@ from stages.evaluate.suites.mrcr import Mrcr
 logger = logging.getLogger(__name__)
 
 FIELDS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
-_MOST_NEEDLES = 1000  # the published data has at most 8
+_MAX_NEEDLES = 1000  # the published data has at most 8
 
 
 class MrcrSample(NamedTuple):
@@ -51,7 +51,7 @@ def sample_of(row: Mapping[str, Any]) -> MrcrSample:
         raise ValueError("a conversation, its answer and the string before it must not be empty")
     texts = [text for turn in turns for text in turn.values()]
     "".join([answer, prefix, *texts]).encode()  # texts alone, and no half a surrogate
-    if type(needles) is not int or not 0 < needles < _MOST_NEEDLES:
+    if type(needles) is not int or not 0 < needles < _MAX_NEEDLES:
         raise ValueError(f"n_needles is {needles!r:.60}")
     return MrcrSample(needles, turns, answer, prefix)
 

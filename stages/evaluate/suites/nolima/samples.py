@@ -28,7 +28,7 @@ from stages.evaluate.suites.nolima import Nolima
 _BASE_SEED = 42
 # To every chat model upstream says this, whatever the set's own system prompt is.
 _CHAT_SYSTEM = "You are a helpful assistant"
-_MOST_TESTS = 100_000  # of a needle set, whose public ones have some hundred
+_MAX_TESTS = 100_000  # of a needle set, whose public ones have some hundred
 # Around the needle, as shares of the context, where no distractor stands.
 _FREE_ZONE = 0.2
 # Contexts below which a distractor has a fixed place, and characters by which it is found again.
@@ -146,9 +146,9 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
     experiments = load_user_json(path, "get the set again")
     try:
         every = (test for one in experiments for test in _tests(one, default_template))
-        tests = list(islice(every, _MOST_TESTS + 1))
-        if len(tests) > _MOST_TESTS:
-            raise ValueError(f"more than {_MOST_TESTS:,} questions")
+        tests = list(islice(every, _MAX_TESTS + 1))
+        if len(tests) > _MAX_TESTS:
+            raise ValueError(f"more than {_MAX_TESTS:,} questions")
         if not tests:
             raise ValueError("it has no question")
         name, number = Counter(test.name for test in tests).most_common(1)[0]
