@@ -150,13 +150,13 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what a killed process left of `replacing` below a folder that nobody writes into."""
+    """Remove what a killed process left of `replacing` below a folder with no writers."""
     for path in list(folder.rglob(f"{TEMPORARY}*")):
         remove(path)
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove from a folder, not from those in it, temporaries that nobody writes any more.
+    """Remove from a folder, not from those in it, temporaries that are no longer written.
 
     Those are of a process that has ended, or, of a process elsewhere, older than `seconds`.
     """

@@ -110,7 +110,7 @@ def _meminfo(proc: Path, name: str) -> int:
 def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
     """Limit and use, in bytes, of each control group around this process that has a limit.
 
-    Cached files that nobody uses count as free: the system gives them up first.
+    Cached files that are not in use count as free: the system gives them up first.
     """
     for folder in _control_groups("memory", proc, cgroups):
         for limit_file, use_file, cached in (

@@ -154,7 +154,7 @@ def _silent_partners() -> str:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{_ALIVE}/{rank}", "1")
         with suppress(RuntimeError):
-            dist.destroy_process_group()  # whoever waits for this process ends waiting
+            dist.destroy_process_group()  # other processes stop waiting for this one
         deadline = time.monotonic() + REPORT_SECONDS
         silent = list(range(size))
         while silent and time.monotonic() < deadline:

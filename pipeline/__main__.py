@@ -21,7 +21,7 @@ def trusted_path(path: list[str]) -> list[str]:
         here = os.getcwd()
     except FileNotFoundError:  # removed: nothing can be imported from there
         here = ""
-    # Whoever works in the folder of an installed package needs that package nevertheless.
+    # The folder of the standard library or of installed packages stays on the path.
     library = here == os.path.dirname(os.__file__) or here.endswith("-packages")
     unwanted = {"", _FOLDER, _ROOT} | (set() if library else {here})
     return [_ROOT, *(entry for entry in path if entry not in unwanted)]

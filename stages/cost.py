@@ -40,7 +40,7 @@ class Devices:
 class Cost:
     """FLOPs of a stage, the most bytes it has on disk, and what else is worth saying.
 
-    The work comes in phases, one after another, of so many `jobs` each. All jobs are of equal size,
+    The work comes in phases, one after another, of `jobs[i]` jobs each. All jobs are of equal size,
     and each is done by one process. `efficiency` is the share of the devices' peak, `reads` are
     the bytes that decoding takes from their memory. Of the bytes on disk those that are `removed`
     are gone when the stage ends.

@@ -1,7 +1,7 @@
 """Types that describe a stage, a recipe, and a recipe that was read and checked.
 
 `recipe[SearchConfig]` is the section of that type; `recipe.get(TrainConfig)` is None where the
-recipe leaves it out. Whoever adds a stage adds a package with a `stage.py` that sets STAGE, and a
+recipe leaves it out. A stage is a package with a `stage.py` that sets STAGE, and a
 module with its function. Nothing here or in a `stage.py` imports torch, so that `status` stays
 instant.
 """

@@ -25,7 +25,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _live_tensors() -> list[torch.Tensor]:
-    """Every tensor that Python knows, whoever holds it."""
+    """Every tensor that Python's garbage collector knows."""
     return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
 
 

@@ -65,7 +65,7 @@ def truncate(path: Path, cut: int) -> None:
 
 
 def gone(pid: int, seconds: float = 20) -> bool:
-    """Whether a process ends by then; one that was killed may not have been waited for."""
+    """Whether a process ends within `seconds`; a zombie counts as ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -46,7 +46,7 @@ def run_module(
     environment: dict[str, str] | None = None,
     per_node: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE ARGUMENTS` on so many ranks with gloo: the first bad status, all output.
+    """`python -m MODULE ARGUMENTS` on `ranks` ranks with gloo; the first bad status and all output.
 
     A rank whose partner died has a minute to end by itself. `per_node`: ranks of one node.
     """
@@ -92,7 +92,7 @@ def printed_bytes(benchmark: str, *arguments: str, **environment: str) -> int:
 def run_order(
     order: dict[str, Any], ranks: int = 1, environment: dict[str, str] | None = None
 ) -> int:
-    """Run a stage on so many ranks, as `pipeline.run.launch` does, and return the exit status."""
+    """Run a stage on `ranks` ranks, as `pipeline.run.launch` does, and return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "order.json")
         file.write_text(json.dumps(order))

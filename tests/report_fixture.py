@@ -326,7 +326,7 @@ def evaluate(folder: Path, *models: str) -> None:
     more = [[0.0, 0.1, 0.2], [0.0, 0.1, 0.25], [0.0, 0.05, 0.21]] * 2
 
     def losses(times: int) -> list[list[float]]:
-        """Of a model that loses so many times as much as the first beside the original."""
+        """Losses of a model whose difference to the original is `times` the first model's."""
         return [
             [a + times * b for a, b in zip(*rows, strict=True)]
             for rows in zip(original, more, strict=True)

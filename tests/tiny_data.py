@@ -33,7 +33,7 @@ def _bpe(vocabulary: int) -> str:
 
 
 def tiny_tokenizer(vocabulary: int = 512) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of so many tokens with single digits and an end-of-text token."""
+    """A byte-level BPE of `vocabulary` tokens with single digits and an end-of-text token."""
     backend = Tokenizer.from_str(_bpe(vocabulary))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>"

@@ -30,7 +30,7 @@ QUICKSTART_MASK = HeadMaskFile.load(_RECIPES / "masks" / "quickstart" / "bosch_p
 
 
 def mask_of_counts(counts: Sequence[int], heads: int = KV_HEADS, seed: int = 1) -> HeadMask:
-    """A random mask with so many full heads in each layer."""
+    """A random mask with `counts` full heads in each layer."""
     generator = np.random.default_rng(seed)
     rows = np.zeros((len(counts), heads), dtype=bool)
     for row, count in zip(rows, counts, strict=True):
@@ -73,7 +73,7 @@ def save_menu_hybrid(folder: Path, family: str, sizes: Sequence[int]) -> HeadMas
 
 
 def save_quickstart(folder: Path, sinks: int = 0) -> None:
-    """Save the quickstart's hybrid, with so many sinks, and its tokenizer."""
+    """Save the quickstart's hybrid, with `sinks` sinks, and its tokenizer."""
     windows = [Window(window.size, sinks) for window in QUICKSTART_MASK.windows]
     base = load_model(QUICKSTART, dtype="float32")
     materialize(base, QUICKSTART_MASK.mask, windows).save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 A score lies in [0, 1]. A benchmark's score is the mean over its subtasks, each a task at a length,
 of the mean over the subtask's samples. Of few samples the intervals of scores are exact or wider;
-tests/benchmarks/coverage.py simulates how often each holds the truth.
+tests/benchmarks/coverage.py simulates how often each holds the true value.
 
 S seeds, E examples.
 """

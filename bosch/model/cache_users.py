@@ -1,7 +1,7 @@
 """What holds states of a hybrid model under its layout: caches, and managers of requests.
 
-While one does, the layout must stay. They are known by weak references, so that a cache that
-nobody holds any longer hinders nothing.
+While one does, the layout must stay. They are held by weak references, so a cache that is no longer
+referenced does not count.
 """
 
 from __future__ import annotations

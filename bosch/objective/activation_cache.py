@@ -117,7 +117,7 @@ class ActivationCache:
         self.entries.clear()
 
     def has_room(self, mask: HeadMask, layer: int, batch: int, size: int) -> bool:
-        """Whether so many bytes more would be kept of a layer."""
+        """Whether an entry of `size` bytes would be kept for a layer."""
         return self._victims(size, (layer, _rows(mask, layer), batch)) is not None
 
     def _make_room(self, size: int, key: Key) -> bool:

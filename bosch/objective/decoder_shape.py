@@ -137,9 +137,9 @@ class DecoderShape:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
         A full head's query costs the t keys before it, a sliding head's the W keys it sees;
-        `shares` are those of the heads of each window. The output head is computed at so many
-        tokens as there are `logits`, by default at all. A multiplication and an addition are two
-        operations; recurrences are left out.
+        `shares` are those of the heads of each window. The output head is computed at `logits`
+        tokens, by default at all. A multiplication and an addition are two operations; recurrences
+        are left out.
         """
         full = keys = (length + 1) / 2
         for window, share in (shares or {}).items():

@@ -58,7 +58,7 @@ class ActivationSizes:
         return self._own(tokens) * self.hidden * self.value_bytes
 
     def layer_entry(self, tokens: int, windows: int) -> int:
-        """A layer's input and its attention, full and of each of so many windows.
+        """Bytes of a layer's input and its attention, full and with each of `windows` windows.
 
         It is all that reuse keeps of a layer.
         """

@@ -68,8 +68,8 @@ def forced_records(
 ) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
     """Teacher-forced examples: the sample, and its token ids and answer length.
 
-    Tasks take turns. Prompt and answer together have at most `length` tokens; with `max_new_tokens`
-    the prompt and so many.
+    Tasks take turns. Prompt and answer have at most `length` tokens; with `max_new_tokens` the
+    prompt and this many tokens do.
     """
     for number in range(examples):
         task = tasks[number % len(tasks)]

@@ -43,7 +43,7 @@ from stages.train.stage import TrainConfig, checkpoint_name
 COMMAND = RecipeCommand("score checkpoints, of a running training too, or any model directory")
 
 _POLL_SECONDS = 30.0
-# Between two stages of a run nobody holds a lock.
+# Between two stages of a run no lock is held.
 _IDLE_POLLS = 4
 
 
@@ -164,7 +164,7 @@ def _checkpoints(
 def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScores:
     """Evaluate what appears until training is finished and all of it is evaluated.
 
-    Raises UserError for a name that no checkpoint will have, RunError where nobody trains.
+    Raises UserError for a name that no checkpoint will have, RunError where no run is training.
     """
     train = evaluation.runner.loaded.recipe.get(TrainConfig)
     planned = [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]

@@ -67,7 +67,7 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
 
 
 def unexpected(error: BaseException, log_file: Path) -> str:
-    """One line for a failure that nobody foresaw; its traceback is appended to `log_file`."""
+    """One line for an unexpected failure; its traceback is appended to `log_file`."""
     line = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)

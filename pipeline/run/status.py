@@ -95,7 +95,7 @@ def replaced_input(manifest: Mapping[str, Any], now: Mapping[str, str]) -> str |
 def inspect_output(
     node: Node, store: Store, hasher: FileHasher, last: str | None, inputs: Mapping[str, str]
 ) -> StageState:
-    """The state of one stage's output, whoever may be making it.
+    """The state of one stage's output, without regard to runs that are making it.
 
     `last` is the key of its output in the recipe's last run, `inputs` the `contents` of what it
     needs.

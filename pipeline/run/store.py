@@ -100,7 +100,7 @@ class Store:
         """The work directory of an output, with what an earlier attempt left.
 
         That is thrown away where its inputs held something else than `inputs`, and where `force`
-        names a forced run that did not begin it. The attempt that begins runs on so many `gpus`.
+        names a forced run that did not begin it. The attempt runs on `gpus` GPUs.
 
         Raises RunError for what could not be published in the end, such as a link in it.
         """

@@ -102,7 +102,7 @@ def _cost(
 ) -> Cost:
     """All suites of a model with each of `layouts`, as far as their samples are known.
 
-    A process holds so many `weights`, and the cache of the layout with the largest.
+    A process holds `weights` bytes, and the cache of the layout with the largest.
     """
     recipe, shape = loaded.recipe, shape_of(loaded)
     work, facts = _work(recipe[EvaluateConfig], loaded.positions)

@@ -29,7 +29,7 @@ _ROUTERS = ("Router", "Gate")  # how transformers' names of their classes end
 
 
 class _Watch(Generic[T]):
-    """Scores a model in training on `samples`, every so many steps and at the end.
+    """Scores a model in training on `samples`, every `every` steps and at the end.
 
     `sharing` processes share each sample (`runtime.context_parallel`).
     """

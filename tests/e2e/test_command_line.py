@@ -255,9 +255,7 @@ def test_scripts_say_how_they_are_used() -> None:
 
 
 @pytest.mark.parametrize("count", ["abc", "-1", "3.5"])
-def test_a_count_of_requeues_that_is_none_is_told_before_the_job(
-    tmp_path: Path, count: str
-) -> None:
+def test_an_invalid_count_of_requeues_is_refused_before_the_job(tmp_path: Path, count: str) -> None:
     (tmp_path / "launch").mkdir()
     for name in ("torchrun.sh", "setup.sh"):
         (tmp_path / "launch" / name).write_text("#!/bin/sh\nexit 3\n")

@@ -174,7 +174,7 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
     assert Scores.read(again).checkpoints["dcam"] == scores.checkpoints["dcam"]
 
 
-def test_a_lost_rank_is_said_to_be_one(stages, tmp_path, monkeypatch):
+def test_a_lost_rank_is_reported_as_lost(stages, tmp_path, monkeypatch):
     """Wherever ranks wait for each other: at the masks of the rivals, and at the answers."""
 
     class Two:
@@ -204,7 +204,7 @@ def test_a_lost_rank_is_said_to_be_one(stages, tmp_path, monkeypatch):
             evaluate.run(config, _inputs(stages), tmp_path)
 
 
-def test_killed_run_goes_on(stages, evaluated, tmp_path, monkeypatch):
+def test_a_killed_run_resumes(stages, evaluated, tmp_path, monkeypatch):
     """A second attempt asks only what is missing and ends with the same scores."""
     real, batches = suite.generate, []
 

@@ -194,7 +194,7 @@ def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypa
     assert all(files(one)[name] != files(other)[name] for name in names)
 
 
-def test_killed_run_goes_on(model, corpus, tmp_path, monkeypatch):
+def test_a_killed_run_resumes(model, corpus, tmp_path, monkeypatch):
     """With the documents that were tokenised, to the same bytes."""
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
     stage_config = config(model, corpus)

@@ -244,7 +244,7 @@ def test_a_base_that_changes_while_it_is_read_is_not_searched(inputs, tmp_path):
     assert not (tmp_path / "evaluations.jsonl").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_a_sentence(inputs, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported_in_a_sentence(inputs, tmp_path, monkeypatch):
     def full(folder):
         raise OSError(28, "No space left on device", folder)
 

@@ -79,7 +79,7 @@ def test_the_mask_is_materialised_with_what_the_search_estimated(
         assert (model(ids).logits - expected).abs().max() > 1e-4
 
 
-def test_a_search_goes_on_with_the_bias_it_began_with(
+def test_a_search_resumes_with_the_bias_it_began_with(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     values = torch.randn(LAYERS, 8).tolist()

@@ -97,7 +97,7 @@ def test_masks_of_searches_are_on_budget_and_searches_on_their_own_sets(searched
         assert len({(key["settings"]["seed"], key["examples"]) for key in own}) == 2
 
 
-def test_a_stopped_study_goes_on(searched: Path, tmp_path: Path) -> None:
+def test_a_stopped_study_resumes(searched: Path, tmp_path: Path) -> None:
     """With the last results lost it ends with the same numbers and computes only these again."""
     folder = tmp_path / "again"
     shutil.copytree(searched, folder)

@@ -161,7 +161,7 @@ def test_a_batch_has_the_tokens_of_single_requests(
     assert answers.texts == [text_after(model, text, 16) for text in texts]
 
 
-def test_a_saved_cache_goes_on(
+def test_generation_continues_from_a_saved_cache(
     tmp_path: Path, model: Any, reference: Any, prompts: list[list[int]]
 ) -> None:
     prompt, path = prompts[-1], str(tmp_path / "cache.safetensors")

@@ -4,7 +4,8 @@
 
 Lines of the product are drawn at random, each gets one plausible wrong change in a copy of the
 checkout, and the tests nearest to its module run. Prints a row a change and the share that was
-killed; --list prints the changes alone. A change nobody noticed wants a test, or its line deleted.
+killed; --list prints the changes alone. A change that no test noticed needs a test, or its line
+deleted.
 With --log a run that was stopped, or reached --hours, resumes where it stopped. With --ran tests
 that run the changed line come first: FILE is `coverage json --show-contexts` of a run whose
 contexts are tests.

@@ -107,7 +107,7 @@ class Soak:
             )  # fmt: skip
 
     def undisturbed(self, processes: int) -> tuple[Path, float]:
-        """A run that nobody kills, and the seconds it took."""
+        """An uninterrupted run, and the seconds it took."""
         started = time.monotonic()
         runs = self.folder / f"undisturbed-{processes}"
         if self.start(runs, processes).wait() != 0:
@@ -129,7 +129,7 @@ class Soak:
             if status == 0:
                 return runs / NAME
             if peace:
-                raise Wrong(f"a run that nobody kills ends with {status}: {self.tail(runs)}")
+                raise Wrong(f"an uninterrupted run ends with {status}: {self.tail(runs)}")
 
     def kill(self, command: subprocess.Popen[bytes], runs: Path) -> int:
         """Kill one of the targets; returns the status that the command ends with."""

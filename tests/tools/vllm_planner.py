@@ -80,7 +80,7 @@ def random_cases(seed: int, number: int = 60) -> list[dict[str, Any]]:
 
 
 def two_kinds(counts: list[int], heads: int, windows: list[int]) -> list[dict[int | None, int]]:
-    """Heads by window of layers with so many full ones of `heads`; the others have one window."""
+    """Heads by window of layers with `counts` full heads of `heads`; the others have one window."""
     return [
         {None: full, window: heads - full} for full, window in zip(counts, windows, strict=True)
     ]

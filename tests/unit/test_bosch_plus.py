@@ -456,7 +456,7 @@ def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
 
 
 @pytest.mark.parametrize(("kappa", "said"), [(4, True), (8, True), (10, True), (11, False)])
-def test_budgets_that_are_the_same_are_said_to_be(kappa, said):
+def test_budgets_that_are_the_same_are_noted(kappa, said):
     """Four passes at least: with four layers up to 11 evaluations a layer."""
     _, evaluator = exact(Layered(4, 4, 0), 0.5, budget=kappa)
     assert any("every value up to 11" in note for note in evaluator.notes) == said

@@ -212,7 +212,7 @@ def test_only_predicted_tokens_are_among_the_largest() -> None:
 SHORT = {"total_tokens": 512, "checkpoint_tokens": [], "teacher": "original", "teacher_tokens": 0.5}
 
 
-def test_training_with_a_teacher_goes_on_after_a_kill(case: Path, tmp_path: Path) -> None:
+def test_training_with_a_teacher_resumes_after_a_kill(case: Path, tmp_path: Path) -> None:
     train = {"teacher": "original", "learning_rate": 3e-3}
     train_here(case, tmp_path / "whole", train=train)
     losses = [step["loss"] for step in metrics(tmp_path / "whole")]

@@ -53,7 +53,7 @@ def test_losses_are_nearly_those_of_float32_moments(case: Path, tmp_path: Path) 
     assert losses["adamw"][-1] < 0.9 * losses["adamw"][0]
 
 
-def test_training_goes_on_after_a_kill(
+def test_training_resumes_after_a_kill(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than training

@@ -89,7 +89,7 @@ def test_no_mask_is_paid_for_twice_and_results_do_not_depend_on_it(tmp_path):
     assert costs["reused_evaluations"] == costs["evaluations"] > 2
 
 
-def test_a_stopped_search_goes_on_and_still_knows_what_it_paid(tmp_path):
+def test_a_resumed_search_keeps_its_costs(tmp_path):
     search(log_of(tmp_path, "other"), "b_single")
     whole, whole_evaluator, _ = search(EvaluationLog(None, CONTEXT))
     stopped, _, first = search(log_of(tmp_path, "mine"), stop_after=4)
@@ -146,7 +146,7 @@ def test_other_models_data_windows_and_kernels_share_no_evaluations(tmp_path, ch
     assert log_of(tmp_path, "same").history(mask, "anchors")
 
 
-def test_a_stopped_search_goes_on_on_another_device_but_tells_nobody(tmp_path):
+def test_a_search_resumed_on_another_device_shares_no_evaluations(tmp_path):
     mask = HeadMask.all_full(3, 4)
     log_of(tmp_path, "mine").append(mask, Evaluation(0.5, -1.25), "anchors")
     elsewhere = replace(CONTEXT, numerics="gpu")

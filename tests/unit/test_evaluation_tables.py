@@ -472,7 +472,7 @@ def test_models_are_compared_on_what_the_original_answered_too(tmp_path: Path) -
     }
 
 
-def test_prompts_that_were_cut_are_counted_and_told_once(tmp_path: Path) -> None:
+def test_prompts_that_were_cut_are_counted_and_reported_once(tmp_path: Path) -> None:
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     names = ("original", "hybrid")
     suite = answered(folder, {name: {"a": [1.0, 0.0], "b": [1.0]} for name in names})

@@ -229,7 +229,7 @@ def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
         ),
     ],
 )
-def test_an_input_that_changes_while_its_stage_runs_is_told_and_nothing_published(
+def test_an_input_that_changes_while_its_stage_runs_is_reported_and_nothing_published(
     case: Case, stage: str, change: Callable[[Case], object], expected: str
 ) -> None:
     before = {path: path.read_bytes() for path in case.folder.rglob("*") if path.is_file()}
@@ -254,7 +254,7 @@ def test_an_input_that_changes_while_its_stage_runs_is_told_and_nothing_publishe
 @pytest.mark.parametrize(
     ("stage", "file"), [("prepare", "corpus/a.txt"), ("search", "model/model.safetensors")]
 )
-def test_an_input_that_changes_and_changes_back_is_told_and_nothing_published(
+def test_an_input_that_changes_and_changes_back_is_reported_and_nothing_published(
     case: Case, stage: str, file: str, killed: bool
 ) -> None:
     path = case.folder / file
@@ -321,7 +321,7 @@ def test_a_stage_that_read_what_changed_and_changed_back_says_so(tmp_path: Path)
             running.check_inputs()
 
 
-def test_an_input_that_changes_before_its_stage_begins_is_told_at_once(case: Case) -> None:
+def test_an_input_that_changes_before_its_stage_begins_is_reported_at_once(case: Case) -> None:
     begun = []
 
     def work(order: Mapping[str, Any]) -> None:

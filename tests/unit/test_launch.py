@@ -147,7 +147,7 @@ def test_no_process_and_no_folder_is_left_of_a_stage(
 @pytest.mark.parametrize(
     ("status", "error"), [(REQUEUE_STATUS, StoppedError), (1, Terminated), (-9, Terminated)]
 )
-def test_a_stage_that_is_told_to_stop_has_saved_its_work_only_if_it_says_so(
+def test_a_stage_stopped_by_a_signal_has_saved_its_work_only_if_its_status_says_so(
     worker: Path, monkeypatch: pytest.MonkeyPatch, status: int, error: type[BaseException]
 ) -> None:
     ends, signals = iter((Terminated(), status)), list[int]()

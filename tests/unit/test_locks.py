@@ -105,7 +105,7 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
         lambda path: path.hardlink_to(shutil.copy(__file__, path.with_name("other"))),
     ],
 )
-def test_what_is_no_file_in_the_place_of_a_lock_is_told(tmp_path: Path, harm: object) -> None:
+def test_what_is_no_file_in_the_place_of_a_lock_is_reported(tmp_path: Path, harm: object) -> None:
     path = tmp_path / "a.json"
     harm(path)  # type: ignore[operator]
     sentence = rf"^{path}: a folder, link or pipe stands where the lock of a run should be"
@@ -200,7 +200,7 @@ def test_only_leftovers_of_this_namespace_are_ended(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_waiting_is_told_once_and_ends_when_the_holder_is_done(
+def test_waiting_is_reported_once_and_ends_when_the_holder_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(locks, "WAIT_SECONDS", 0.02)

@@ -466,7 +466,7 @@ def test_a_report_says_whose_layout_it_measured(
     assert report["model"]["original"] == original.format(folder=folder)
 
 
-def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
+def test_an_interrupted_measurement_resumes_and_a_complete_one_begins_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []
@@ -510,7 +510,7 @@ def test_an_interrupted_measurement_goes_on_and_a_complete_one_begins_again(
         assert calls == [*turns, ("stop", 0)]
 
 
-def test_lack_of_memory_is_told_from_other_ends(
+def test_lack_of_memory_is_distinguished_from_other_failures(
     tmp_path: Path,
 ) -> None:
     assert is_out_of_memory(MemoryError())

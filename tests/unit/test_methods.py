@@ -42,7 +42,7 @@ SEARCHED = [
 
 
 class RandomScores:
-    """Scores that depend on the mask alone, in steps, with gradients of so many passes."""
+    """Scores that depend on the mask alone, in steps of `quantum`; a gradient costs `passes`."""
 
     quantum = 1 / 16
 

@@ -101,7 +101,7 @@ def test_its_section_decides_its_key(case: Case) -> None:
         ("words.folder=no/where", "words.folder: there is no folder"),
     ],
 )
-def test_its_faults_are_told_with_the_others(case: Case, override: str, fault: str) -> None:
+def test_its_faults_are_reported_with_the_others(case: Case, override: str, fault: str) -> None:
     with pytest.raises(UserError, match=r"search\.swa_ratio") as caught:
         load(case, override, "search.swa_ratio=2")
     if "unknown key" in fault:

@@ -71,7 +71,7 @@ def _paper(name: str, *overrides: str) -> LoadedRecipe:
 def _hours(
     name: str, stage: str, device: str, count: int, efficiency: float | None, *overrides: str
 ) -> float:
-    """Hours that the plan says for a stage of a recipe on so many devices."""
+    """Planned hours of a recipe's stage on `count` devices."""
     loaded = _paper(name, *overrides)
     devices = plan_devices(loaded, f"{device}x{count}", efficiency)
     return plan_costs(loaded, devices)[stage].hours(device, count)
@@ -208,7 +208,7 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
 def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
     case: Case, overrides: list[str], expected: str, layouts: list[tuple[int, int, int]]
 ) -> None:
-    """Of the case's 16 KV heads so many are full; 12 samples of 512 tokens, each with 128 new."""
+    """`layouts`: models, full of 16 KV heads, window. 12 samples of 512 tokens, 128 new."""
     cost = _costs(_load(case, *overrides))["evaluate"]
     layers, flops = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128), 0.0
     for models, full, window in layouts:
@@ -291,7 +291,7 @@ def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
     assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
 
 
-def test_one_of_anything_is_told_as_one(case: Case) -> None:
+def test_counts_of_one_are_singular(case: Case) -> None:
     one = (
         "prepare.calibration.examples=1", "prepare.train_tokens=128", "train.total_tokens=128",
         "train.batch_tokens=128", "train.checkpoint_tokens=[]", "evaluate.rivals=[intr]",
@@ -346,7 +346,7 @@ def test_the_stated_efficiency_counts_in_every_stage(case: Case) -> None:
     )
 
 
-def test_a_model_sharded_over_two_nodes_is_said_not_to_run() -> None:
+def test_the_plan_says_that_a_model_sharded_over_two_nodes_does_not_run() -> None:
     loaded = _paper("qwen3_8b", "runtime.search_parallel=tensor", "runtime.processes=8")
     for count, runs in ((8, True), (16, False)):
         text = "\n".join(plan_lines(loaded, f"h100x{count}"))
@@ -458,7 +458,7 @@ def test_a_sliding_head_costs_its_window_and_an_idle_expert_nothing() -> None:
         ([], 2, "processes instead of 2"),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_setting_that_helps(
+def test_what_does_not_fit_is_reported_with_the_setting_that_helps(
     overrides: list[str], processes: int, names: str
 ) -> None:
     text = "\n".join(plan_lines(_paper("qwen3_14b", *overrides), f"a800x{processes}"))

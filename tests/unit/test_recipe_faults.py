@@ -278,7 +278,7 @@ def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
     assert "\n" not in case.fault("evaluate.budgets=[0.2,1.5]")
 
 
-def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
+def test_all_faults_of_fields_are_reported_at_once(case: Case) -> None:
     message = case.fault(
         "model.dtpye=float32",
         "prepare.sources.0.wieght=2",
@@ -310,7 +310,7 @@ def test_all_faults_of_fields_are_told_at_once(case: Case) -> None:
     )
 
 
-def test_all_faults_between_valid_fields_are_told_at_once(case: Case) -> None:
+def test_all_faults_between_valid_fields_are_reported_at_once(case: Case) -> None:
     truncate(case.model / "model.safetensors", 1)
     (case.model / "tokenizer.json").unlink()
     case.change_config(num_hidden_layers=None, max_position_embeddings=400)
@@ -623,7 +623,7 @@ def test_processes_are_as_many_as_gpus_unless_somebody_says(
         "FSDP_OFFLOAD_PARAMS",
     ],
 )  # fmt: skip
-def test_stages_are_not_told_of_other_launchers_processes(name: str) -> None:
+def test_stages_do_not_see_variables_of_other_launchers(name: str) -> None:
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "ib0",
             "OMP_NUM_THREADS": "4", "SLURM_JOB_ID": "7", "HF_HOME": "/h", "SIZE": "1"}  # fmt: skip
     assert without_others({**kept, name: "2"}) == kept

@@ -454,7 +454,7 @@ def test_paths_below_the_checkout_are_shown_as_recipes_write_them(
 
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("without", [("train",), ("original", "train", "evaluate")])
-def test_absent_stages_are_said_to_be_absent(
+def test_absent_stages_are_reported_as_absent(
     tmp_path: Path, without: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     inputs = report_fixture.publish(tmp_path, without=without)
@@ -473,7 +473,7 @@ def test_absent_stages_are_said_to_be_absent(
 
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("failed", ["hybrid", "tokens-4000000", "intr"])
-def test_what_has_no_score_is_said_with_the_reason(
+def test_what_has_no_score_is_reported_with_the_reason(
     tmp_path: Path, inputs: dict[str, Path], capsys: pytest.CaptureFixture[str], failed: str
 ) -> None:
     """On the page's first screen and on the terminal; another checkpoint does not stand for it."""

@@ -221,7 +221,7 @@ def test_a_sample_takes_two_tokenisations(task, tokenizer, data):
     assert fitting <= 15
 
 
-def test_folder_goes_on_where_it_stopped(tmp_path, tokenizer, data):
+def test_making_a_folder_of_samples_resumes(tmp_path, tokenizer, data):
     for task in ("niah_multikey_2", "vt", "fwe"):
         folder = partial(
             SampleFolder, task=task, length=1024, new_tokens=8, seed=5, corpus=_corpus(data),

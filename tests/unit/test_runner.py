@@ -464,7 +464,9 @@ def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(
     assert resolve(load(case), hasher)[0].key is not None
 
 
-def test_a_failure_is_told_and_its_work_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_reported_and_its_work_kept(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a full disk, where the note of what happened fails too, it is reported."""
 
     def full(*_: object) -> None:
@@ -527,7 +529,7 @@ def test_every_attempt_counts_the_gpus_that_it_ran_on(case: Case) -> None:
     assert older.gpu_hours == 1.0
 
 
-def test_a_stage_that_another_run_makes_is_told(case: Case) -> None:
+def test_a_stage_that_another_run_makes_is_reported(case: Case) -> None:
     runner(case, until="prepare").run()
     current = runner(case)
     node = next(one for one in current.nodes if one.name == "search")
@@ -618,7 +620,7 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     assert shared_of() not in (first, None)
 
 
-def test_what_a_stage_that_is_to_run_refuses_is_told_before_the_first_one_runs(case: Case) -> None:
+def test_what_a_later_stage_refuses_is_reported_before_the_first_one_runs(case: Case) -> None:
     stages = [
         replace(one, refusal="tests.fake_stages:refuse") if one.name == "search" else one
         for one in fake_table()
@@ -632,7 +634,7 @@ def test_what_a_stage_that_is_to_run_refuses_is_told_before_the_first_one_runs(c
     assert Runner(loaded, RunOptions(), in_process).run() == 5
 
 
-def test_fields_that_a_newer_version_has_or_lacks_are_told_as_such() -> None:
+def test_fields_that_a_newer_version_added_or_removed_are_reported_as_such() -> None:
     old = {"stage": "search", "config": {"gone": 1, "same": None, "value": None}}
     new = {"stage": "search", "config": {"same": None, "seed": None, "value": 2}}
     assert list(differences(old, new, "search")) == [
@@ -648,7 +650,7 @@ def test_a_hash_in_the_place_of_a_word_is_not_shown() -> None:
         assert list(differences(*documents, "prepare")) == ["prepare.essays has other content"]
 
 
-def test_inputs_that_a_stage_has_or_lacks_are_told_in_order() -> None:
+def test_inputs_that_were_added_or_removed_are_reported_in_order() -> None:
     old = {"upstream": dict.fromkeys("abcdefgh", "1")}
     new = {"upstream": {"a": "1", "x": "1", "b": "2"}}
     assert list(differences(old, new, "report")) == [

@@ -1,6 +1,6 @@
 """Intervals against their definitions, and where the samples are too few for one.
 
-tests/benchmarks/test_coverage.py simulates how often they hold the truth.
+tests/benchmarks/test_coverage.py simulates how often they hold the true value.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_few_values_get_a_higher_level(
         assert interval(values)[1:] == pytest.approx(expected)
 
 
-def test_models_that_agree_everywhere_are_not_said_to_be_equal() -> None:
+def test_models_that_agree_everywhere_are_not_reported_as_equal() -> None:
     """The exact bound of no event in 4 x 12 samples, 7.4 points."""
     result = compare([[1.0] * 12] * 4, [[1.0] * 12] * 4)
     exact = 1 - 0.025 ** (1 / 48)

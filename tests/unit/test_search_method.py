@@ -332,7 +332,7 @@ def test_b_layer_turns_a_surplus_back_in_the_one_layer_where_it_helps_most():
         (False, True, "layers scored 1 as far as it was measured: the sliding"),
     ],
 )
-def test_ties_are_said(strict, race, words):
+def test_ties_are_noted(strict, race, words):
     def flat(mask):
         return 1.0 if mask.is_full.any() else 0.0
 

@@ -658,7 +658,7 @@ def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
     ("version", "tested"),
     [("0.32.0", True), ("0.33.1+cpu", True), ("0.3.2", False), ("0.34.0rc1", False)],
 )
-def test_a_version_that_was_not_tested_is_said(version: str, tested: bool) -> None:
+def test_a_version_that_was_not_tested_is_named_in_a_warning(version: str, tested: bool) -> None:
     assert bool(untested_version(version)) is not tested
 
 

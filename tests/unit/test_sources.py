@@ -143,7 +143,7 @@ def test_index_merged_from_those_below_it_is_read_alone(tmp_path):
     assert [part.paths for part in parts] == [(tmp_path,)] * len(merged["shards"])
 
 
-def test_missing_shard_is_told_before_any_is_read(tmp_path):
+def test_a_missing_shard_is_reported_before_any_is_read(tmp_path):
     folder = shutil.copytree("tests/data/mds/plain", tmp_path / "a")
     (folder / "shard.00001.mds").unlink()
     with pytest.raises(UserError, match=r"shard\.00001\.mds: this shard is in index\.json"):

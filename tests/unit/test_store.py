@@ -429,7 +429,7 @@ def test_a_hash_is_not_kept_of_a_file_that_was_changed_as_it_was_read(
         ([], "Input should be a valid dictionary"),
     ],
 )
-def test_a_damaged_record_is_told_with_its_file_and_field(
+def test_a_damaged_record_is_reported_with_its_file_and_field(
     tmp_path: Path, content: Any, fault: str
 ) -> None:
     file = tmp_path / Manifest.FILE

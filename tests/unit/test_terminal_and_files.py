@@ -109,7 +109,7 @@ def test_a_command_that_has_no_space_says_where(
     assert os.listdir(folder) == []
 
 
-def test_a_disk_without_inodes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_inodes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its free space would tell a person that it is not full."""
     left = SimpleNamespace(f_files=9, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda folder: left)
@@ -186,7 +186,7 @@ _PLACES = {
     ],
 )
 @pytest.mark.usefixtures("alarm")
-def test_what_is_no_regular_file_is_told_and_not_read(
+def test_what_is_no_regular_file_is_reported_and_not_read(
     case: Case,
     capsys: pytest.CaptureFixture[str],
     place: str,

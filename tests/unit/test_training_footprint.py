@@ -191,7 +191,7 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
         ({}, "deepspeed", True, 12 * 5010),
     ],
 )
-def test_a_restart_point_has_what_training_goes_on_with(
+def test_a_restart_point_has_the_state_that_training_resumes_from(
     train: dict[str, Any], sharding: str, tied: bool, expected: int
 ) -> None:
     shape = replace(SHAPE, tied=tied)

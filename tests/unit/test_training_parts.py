@@ -421,7 +421,7 @@ def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_a_process", [False, True])
-def test_a_full_disk_is_told_in_one_sentence(
+def test_a_full_disk_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_process: bool
 ) -> None:
     """Before the first step, too, when nothing but a tensor of each process is written."""
@@ -479,7 +479,7 @@ def test_a_disk_that_nodes_do_not_share_is_named(
         (OSError(errno.EACCES, "Permission denied"), 0, False),
     ],
 )
-def test_a_disk_without_space_is_told_from_one_that_refuses(
+def test_a_full_disk_is_distinguished_from_one_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, is_full: bool
 ) -> None:
     """torch's writer of archives does not say why a write failed."""
@@ -504,7 +504,7 @@ def test_a_folder_that_is_gone_is_a_fault_of_the_disk_and_a_gpus_error_is_none(
         assert caught.value is error
 
 
-def test_a_rank_lost_while_saving_is_not_told_as_a_fault_of_the_disk(tmp_path: Path) -> None:
+def test_a_rank_lost_while_saving_is_not_reported_as_a_fault_of_the_disk(tmp_path: Path) -> None:
     """Saving waits for the others; gloo's own words, which training turns into a lost rank."""
     message = r"Connection closed by peer \[127\.0\.0\.1\]:40123"
     with pytest.raises(RuntimeError, match=message), disk_errors("a restart point", tmp_path):

@@ -429,7 +429,7 @@ def test_an_empty_cache_of_transformers_saves_what_a_hybrid_one_does(
 
 
 @pytest.mark.parametrize("assisted", [False, True])
-def test_generate_goes_on_with_a_cache_of_the_user(hybrid: Any, assisted: bool) -> None:
+def test_generate_continues_with_a_cache_of_the_user(hybrid: Any, assisted: bool) -> None:
     """Assisted decoding takes tokens back, which the layers must have recorded."""
     ids, cache = tokens(1, LENGTH), DynamicCache(config=hybrid.config)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if assisted else {}

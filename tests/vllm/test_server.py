@@ -103,7 +103,7 @@ def test_the_cache_holds_what_the_plan_says(client: OpenAI, log: Path) -> None:
     assert hybrid > 3 * original
 
 
-def test_a_stream_is_what_comes_at_once(client: OpenAI, text: str) -> None:
+def test_a_streamed_answer_equals_the_whole_one(client: OpenAI, text: str) -> None:
     options: dict[str, Any] = {
         "model": "hybrid", "prompt": text, "max_tokens": 20, "temperature": 0,
     }  # fmt: skip
