@@ -29,7 +29,7 @@ from stages.train.stage import TrainConfig, batch_faults
 
 # Share of the peak in training of a mixture of experts: what four days for 2.5B tokens of
 # Qwen3-30B-A3B on 16 A800 come to (BOSCH B.5). Its forward passes reach what dense ones do: one
-# evaluation of it takes 2.2 times as long as of Qwen3-1.7B (B.4), for 2.7 times the operations.
+# evaluation of it takes 2.2 times as long as of Qwen3-1.7B (B.4), for 2.8 times the operations.
 EXPERTS_EFFICIENCY = 0.0565
 
 
