@@ -70,7 +70,7 @@ def main() -> None:
 
 def _quickstart(original: Path, folder: Path) -> Path:
     file = HeadMaskFile.load(MASK)
-    model = loading.load_model(original, dtype="float32")
+    model = loading.load_model(original)
     materialize(model, file.mask, file.windows).save_pretrained(folder)
     return folder
 
