@@ -1,4 +1,4 @@
-"""Layer rules: whole layers keep full attention by their place alone (BOSCH §3.2).
+"""Layer rules: whole layers keep full attention by their place alone (BOSCH §3.4).
 
 N - ceil(rho N) units stay full. As many whole layers as fit stay full at the places a rule names;
 what is left, less than a layer, are the first KV heads of the layer the rule names next.
