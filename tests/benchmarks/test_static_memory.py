@@ -6,7 +6,7 @@ Each figure is of a process of its own: the most memory it held while it scored,
 before, on a random model of one layer (4 query heads, 2 KV heads, D = 16), W = 1,024, one thread.
 The columns printed are 2k, 4k, 8k, 16k and 32k tokens, the figures MiB. One figure alone, in bytes:
 
-    python -m tests.benchmarks.test_static_memory dcam 2048
+    MALLOC_TRIM_THRESHOLD_=0 python -m tests.benchmarks.test_static_memory dcam 2048
 """
 
 from __future__ import annotations
