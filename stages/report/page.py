@@ -200,7 +200,10 @@ def words(results: Results) -> list[tuple[str, str]]:
 
 
 def speed_table(results: Results) -> Table | None:
-    """Measured speed, memory and cache of both models at each length; None without a measure."""
+    """Measured speed, memory and cache of both models at each length; None without a measure.
+
+    The title names the precision: the section "KV cache" counts in that of the saved weights.
+    """
     if results.efficiency is None:
         return None
     rows = []
@@ -214,8 +217,10 @@ def speed_table(results: Results) -> Table | None:
                      *(_or_dash(size, format_bytes) for size in sizes)])  # fmt: skip
     header = ("context (tokens)", "model", "prefill, tokens/s", "decoding, tokens/s",
               "peak memory", "KV cache")  # fmt: skip
-    title = f"Measured on {results.efficiency.machine}"
-    if (sequences := results.efficiency.settings.get("batch_size", 1)) > 1:
+    settings, title = results.efficiency.settings, f"Measured on {results.efficiency.machine}"
+    if dtype := settings.get("dtype"):
+        title += f" in {dtype}"
+    if (sequences := settings.get("batch_size", 1)) > 1:
         title += f", {sequences} sequences together"
     return Table(title, header, [Group(rows)])
 

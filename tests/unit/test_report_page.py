@@ -331,10 +331,11 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
-def test_speed_says_how_many_sequences_its_bytes_are_of(results: Results) -> None:
+def test_speed_says_what_its_bytes_are_of(results: Results) -> None:
     assert results.efficiency is not None
     for settings, title in (
         ({}, "Measured on some GPU"),
+        ({"dtype": "float32", "batch_size": 1}, "Measured on some GPU in float32"),
         ({"batch_size": 4}, "Measured on some GPU, 4 sequences together"),
     ):
         measured = results.efficiency.model_copy(update={"settings": settings})
