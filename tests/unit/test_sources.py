@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -338,6 +339,20 @@ def test_a_text_that_parquet_repeats_is_held_once(tmp_path):
         assert next(documents) == text
         assert pa.total_allocated_bytes() - before < 2**25
     assert next(documents, None) is None
+
+
+def test_texts_of_parquet_are_made_once(tmp_path):
+    """Arrow gives every batch the texts of all rows before: with them the last would hold all."""
+    texts = [f"{number:06d}" * 500 for number in range(4000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    [part] = list_parts(source := Source("s", "parquet", str(tmp_path)), 0, 128)
+    tracemalloc.start()
+    try:
+        assert all(text == read for text, read in zip(texts, read_part(part, source), strict=True))
+        # Two batches of 1,000 rows, 3 MB each.
+        assert tracemalloc.get_traced_memory()[1] < 8e6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("pattern", ["", "*.txt"])
