@@ -25,8 +25,13 @@ from bosch.model.families import (
 from bosch.objective.batches import Batch
 from bosch.window import Window, Windows, block_size, window_menu
 
+# What families call the blocks of a layer that map each token by itself, in order.
+FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 # Families' names of a norm between the feed-forward block and the sum it is added to.
-_NORMS_AFTER = ("post_feedforward", "post_mlp")
+_NORMS_AFTER = ("post_feedforward", "post_ffn", "post_mlp", "post_norm2")
+# Families whose attention and feed-forward block both read a layer's input; of some the
+# configuration says it.
+_SIDE_BY_SIDE = ("cohere", "cohere2", "cohere2_moe", "phi")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class LayerFlops:
     output: int
     feed_forward: int
     gate: int = 0  # the part of `query` that is computed again where attention is reused
-    norm_follows: bool = False  # a norm after the feed-forward block keeps its input for backward
+    third: int = 0  # of `feed_forward`, blocks whose output a gradient's recomputation needs, too
 
     @property
     def linear(self) -> int:
@@ -65,7 +70,7 @@ class Flops:
         self.layers = [
             _attention_layer(layer, text, family)
             if number in kinds.full or number in kinds.windows
-            else LayerFlops(0, 0, 0, sum(linear_flops(module, text) for module in layer.modules()))
+            else LayerFlops(0, 0, 0, _all_linear(layer, text), third=_third(layer, text))
             for number, layer in enumerate(layers)
         ]
         # Maps of the decoder that no layer owns, like Gemma 4's embeddings for each layer.
@@ -75,6 +80,9 @@ class Flops:
             if isinstance(module, nn.Linear) and not name.startswith("layers.")
         )
         self.full_layers = [self.layers[number] for number in kinds.full]
+        self._side_by_side: bool = getattr(
+            text, "use_parallel_residual", family.model_type in _SIDE_BY_SIDE
+        )
         heads = text.num_attention_heads
         self.q_per_kv: int = heads // kinds.heads
         # A KV group's scores and its sums of values: 2 D operations each, per query head.
@@ -129,12 +137,14 @@ class Flops:
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
         """Forward and backward pass for the gates: attention of every choice, no weight gradients.
 
-        With `recompute` every layer that the backward pass reaches is computed a second time, and a
-        feed-forward block whose output a norm needs a third time. Backward through a linear map
-        costs as much as the map, through attention 2.5 times as much as forward. The backward pass
-        ends at the attention outputs of the lowest full layer.
+        With `recompute` the backward pass first computes a second time every layer that it reaches,
+        and a feed-forward block whose output it needs a third time. Backward through a linear map
+        costs as much as the map, through attention 2.5 times that. It ends at the attention outputs
+        of the lowest full layer; what stands beside that attention it does not reach.
         """
         first, above = self._first_full, self.layers[self._first_full :]
+        lowest = above[0]
+        beside = lowest.feed_forward if self._side_by_side else 0
         linear = self.all_linear * batch.positions
         attention = self.every_choice(self.pairs(*batch.input_ids.shape))
         own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
@@ -142,11 +152,13 @@ class Flops:
         reached = sum(layer.linear for layer in above) * batch.positions
         own_reached = sum(cost for layer, cost in own.items() if layer > first)
         forward = linear + count * attention + sum(own.values())
-        backward = reached - (above[0].query + above[0].key_value) * batch.positions
+        backward = reached - (lowest.query + lowest.key_value + beside) * batch.positions
         backward += ((count - 1) * attention + own_reached) * 5 // 2
         again = 0
         if recompute:
-            third = sum(layer.feed_forward for layer in above if layer.norm_follows)
+            third = sum(layer.third for layer in above)
+            # Nothing after the lowest attention needs its projected output then.
+            third -= beside + lowest.output if self._side_by_side else 0
             again = reached + third * batch.positions + count * attention + own_reached
         return forward + again + backward + 2 * self.output_head * len(batch.answers)
 
@@ -162,20 +174,34 @@ def sliding_pairs(length: int, window: Window) -> int:
 
 def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
     attention: Any = getattr(layer, family.attention)
-    total = sum(linear_flops(module, text) for module in layer.modules())
+    own = _all_linear(attention, text)
     output = linear_flops(getattr(attention, family.output), text)
     if family.fused:
-        fused = linear_flops(getattr(attention, family.fused), text)
-        return LayerFlops(0, fused, output, total - fused - output)
-    query = linear_flops(attention.q_proj, text)
-    # Some families take the keys for values.
-    values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
-    key_value = linear_flops(attention.k_proj, text) + values
-    feed_forward = total - query - key_value - output
-    norm_follows = any(name.startswith(_NORMS_AFTER) for name, _ in layer.named_children())
+        key_value = own - output
+    else:
+        # Some families take the keys for values.
+        values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
+        key_value = linear_flops(attention.k_proj, text) + values
+    query = own - key_value - output  # and a gate's own projection
+    feed_forward = _all_linear(layer, text) - own
     return LayerFlops(
-        query, key_value, output, feed_forward, query if family.gated else 0, norm_follows
+        query, key_value, output, feed_forward, query if family.gated else 0, _third(layer, text)
     )
+
+
+def _third(layer: nn.Module, text: Any) -> int:
+    # A recomputation ends where the last block begins, unless a norm keeps that block's output.
+    blocks = [getattr(layer, name, None) for name in FEED_FORWARD]
+    costs = [_all_linear(block, text) for block in blocks if block is not None]
+    norm_follows = any(
+        name.startswith(_NORMS_AFTER) and "Norm" in type(module).__name__
+        for name, module in layer.named_children()
+    )
+    return sum(costs if norm_follows else costs[:-1])
+
+
+def _all_linear(module: nn.Module, text: Any) -> int:
+    return sum(linear_flops(each, text) for each in module.modules())
 
 
 def linear_flops(module: nn.Module, text: Any) -> int:

@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from bosch.attention import AttentionCall
 from bosch.model.families import Family
 from bosch.model.interface import Attend, HeadState, head_state, set_head_state
+from bosch.objective.flops import FEED_FORWARD
 from bosch.objective.memory import RECOMPUTED_TOKENS
-
-# What families call the block of a layer that maps each token by itself.
-_FEED_FORWARD = ("mlp", "block_sparse_moe")
 
 Step = Callable[[int, Callable[..., Tensor], Tensor, dict[str, Any]], Tensor]
 
@@ -109,7 +107,7 @@ def recompute_layers(model: Any) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for layer in model.get_decoder().layers:
-            for name in _FEED_FORWARD:
+            for name in FEED_FORWARD:
                 if (block := getattr(layer, name, None)) is not None:
                     by_tokens = partial(_recomputed_by_tokens, block.forward)
                     stack.enter_context(replace_forward(block, by_tokens))

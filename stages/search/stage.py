@@ -548,6 +548,14 @@ def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
         return {}
 
 
+# Families whose gradients were miscounted: at the same budget a search takes other ones now.
+_RECOUNTED = (
+    "afmoe", "beam", "cohere", "cohere2", "cohere2_moe", "gemma4", "gemma4_text",
+    "gemma4_unified_text", "gpt_neox", "granitemoehybrid", "granitemoeshared", "hyperclovax",
+    "laguna", "lfm3", "phi", "stablelm",
+)  # fmt: skip
+
+
 def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
     """What tells masks from those of a method as it was before a mend, where one changed them."""
     search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].chosen_budget
@@ -558,6 +566,10 @@ def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
         mends |= {"counts_gradient_of_units": True}
     if search.method == "given" and len(search.menu) > 1:
         mends |= {"keeps_given_mask": True}
+    family = loaded.info.config.get("model_type") if loaded.info is not None else None
+    method = METHODS[search.method]
+    if method.gradients and method.searches and family in _RECOUNTED:
+        mends |= {"counts_gradients": True}
     return {"search": mends} if mends else {}
 
 

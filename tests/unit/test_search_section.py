@@ -373,6 +373,23 @@ def test_only_results_that_a_mend_changed_have_another_key(
     assert choices.get("search", {}).keys() == mended
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "mended"),
+    [
+        ("phi", "bosch_plus", {"counts_gradients"}),
+        ("phi", "one_gradient", set()),
+        ("llama", "bosch_plus", set()),
+    ],
+)
+def test_a_search_whose_gradients_cost_otherwise_has_another_key(
+    case: Case, family: str, method: str, mended: set[str]
+) -> None:
+    case.change_config(model_type=family)
+    assert STAGE.choices is not None
+    choices = STAGE.choices(load_recipe(case.file, [f"search.method={method}"]))
+    assert choices.get("search", {}).keys() == mended
+
+
 def test_rankings_of_capped_scores_have_another_key(case: Case) -> None:
     info = ModelInfo(small_config("gemma2").to_dict())
     assert attention_mends("dcam", info) == {"reads": ["softcap"]}
