@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -30,7 +31,7 @@ class Measured:
 
     def mean(self, measure: str) -> Estimate:
         """Mean held-out score or log-likelihood."""
-        return crossed_mean(self.results[measure], is_score=measure == "score")
+        return held_out_mean(self.results[measure], measure)
 
     def difference(self, measure: str, base: Measured) -> Estimate:
         """Difference from another setting on the same examples."""
@@ -81,6 +82,12 @@ def measured(
             results = dict(zip(_MEASURES, held_out, strict=has_held_out))
             rows.append(Measured(one, runs, results))
     return rows
+
+
+def held_out_mean(results: Results, measure: str) -> Estimate:
+    """Mean of exact matches or log-likelihoods [S, E], within their range."""
+    mean = crossed_mean(results, is_score=measure == "score")
+    return mean if measure == "score" else mean.within(-math.inf, 0.0)
 
 
 def interval_text(estimate: Estimate, digits: int = 3) -> str:

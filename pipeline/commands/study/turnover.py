@@ -14,7 +14,7 @@ from bosch.heads import HeadMask
 from bosch.search.methods import METHODS
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
-from pipeline.commands.study.runs import interval_text, measured
+from pipeline.commands.study.runs import held_out_mean, interval_text, measured
 from pipeline.commands.study.studied_model import Setting, StudiedModel
 from stages.formats import counted
 from stages.pages.tables import Table
@@ -101,8 +101,8 @@ def _swap(
     for column, name in enumerate(("score", "log_likelihood")):
         mine, theirs = own[:, :, column], changed[:, :, column]
         is_score = name == "score"
-        record[name] = crossed_mean(mine, is_score=is_score)._asdict()
-        record[f"swapped_{name}"] = crossed_mean(theirs, is_score=is_score)._asdict()
+        record[name] = held_out_mean(mine, name)._asdict()
+        record[f"swapped_{name}"] = held_out_mean(theirs, name)._asdict()
         lost = crossed_difference(mine, theirs, is_score=is_score, has_paired_seeds=True)
         if is_same:  # nothing turned over: a mask loses nothing against itself
             lost = Estimate(0.0, 0.0, 0.0)
