@@ -111,10 +111,11 @@ def masks_of_study(
             continue
         settings = key["settings"]
         name = _name(key["method"], settings["swa_ratio"], settings.get("head_granularity", 1))
-        # A key leaves defaults out.
+        # A key leaves defaults out. Of equal budgets, the mask of most calibration examples.
         budget = settings.get("budget_per_layer", SearchSettings.budget_per_layer)
-        if name not in best or budget > best[name]["budget"]:
-            best[name] = {"budget": budget, **entry}
+        rank = budget, entry["result"].get("examples", 0)
+        if name not in best or rank > best[name]["rank"]:
+            best[name] = {"rank": rank, **entry}
     for name, entry in best.items():
         key, result = entry["key"], entry["result"]
         mask = HeadMask.from_key(result["mask"])

@@ -53,21 +53,26 @@ def test_a_recipe_takes_the_mask(path: Path) -> None:
 
 
 def test_of_a_study_the_mask_of_the_largest_budget_is_kept(tmp_path: Path) -> None:
-    """A key leaves out a budget that is the default; masks of several windows are left out."""
+    """A key leaves out a budget that is the default; masks of several windows are left out.
+
+    Of two budgets alike the mask of more examples is kept.
+    """
     recipe = Path("recipes", "study", "enumerable.yaml")
     seed = load_recipe(ROOT / recipe, []).recipe.seed
-    masks = [HeadMask.from_swa_kv_heads([[head], [], []], 4).key for head in range(3)]
+    masks = [HeadMask.from_swa_kv_heads([[head], [], []], 4).key for head in range(4)]
     journal = Journal(tmp_path / "results.jsonl")
-    for mask, window, settings in zip(
-        masks, (64, 64, [16, 64]), ({"budget_per_layer": 16}, {}, {}), strict=True
-    ):
+    for mask, window, examples, settings in zip(
+        masks, (64, 64, 64, [16, 64]), (96, 16, 96, 96), ({"budget_per_layer": 16}, {}, {}, {}),
+        strict=True,
+    ):  # fmt: skip
         settings |= {"swa_ratio": 0.25, "seed": seed}
         method = "moa" if window != 64 else "bosch"
         key = {"kind": "search", "method": method, "window_size": window, "sinks": 0}
         result = {"mask": mask, "score": 1.0, "costs": {"full_forward_equivalents": 1.0}}
+        result["examples"] = examples
         journal.append({"key": key | {"settings": settings}, "result": result})
     (found,) = masks_of_study(recipe, tmp_path)
-    assert found[0] == "bosch-0.25" and found[1].mask.key == masks[1]
+    assert found[0] == "bosch-0.25" and found[1].mask.key == masks[2]
 
 
 def test_the_schema_has_the_fields_of_the_file() -> None:

@@ -90,6 +90,7 @@ class SearchOutcome:
     costs: dict[str, float]
     layers: list[dict[str, float]]
     full_log_likelihood: float
+    examples: int = 0  # of the calibration set; 0 in results of earlier versions
 
 
 def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, int | None]]:
@@ -445,6 +446,7 @@ class StudiedModel:
             "costs": {**run.costs, "seconds": seconds},
             "layers": run.result.layers,
             "full_log_likelihood": full.log_likelihood,
+            "examples": len(calibration),
         }
 
     def context(self, examples: CalibrationSet) -> Record:
