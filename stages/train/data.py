@@ -57,12 +57,11 @@ class PackedSequences:
 
     def tokens_by_source(self, start: int, stop: int, count: int) -> np.ndarray:
         """Tokens of each of `count` sources in the items [start, stop), [count] int64."""
-        columns = self._table.select_columns(["document_sources", "document_lengths"])
-        tokens = np.zeros(count, np.int64)
-        for index in self._order[start:stop].tolist():
-            row = columns[index]
-            np.add.at(tokens, row["document_sources"], row["document_lengths"])
-        return tokens
+        names = ["document_sources", "document_lengths"]
+        # All at once from Arrow: row by row, 70,000 rows took a minute after a restart.
+        rows = self._table.select_columns(names).with_format("arrow")[self._order[start:stop]]
+        sources, lengths = (rows[name].combine_chunks().flatten().to_numpy() for name in names)
+        return np.bincount(sources, lengths, minlength=count).astype(np.int64)
 
     def held_out(self, count: int) -> list[dict[str, Any]]:
         """Sequences that training does not read.
