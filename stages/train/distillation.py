@@ -71,7 +71,8 @@ class TeacherLoss:
 
     With `tokens` < 1 it is taken on that share of each sequence's predicted tokens, rounded up,
     where it is largest, and divided by the share: its mean over those tokens counts like a mean
-    over all. With `context_parallel` a pass is over this process's tokens of each sequence.
+    over all, and a little more where their number is rounded. With `context_parallel` a pass is
+    over this process's tokens of each sequence.
     """
 
     def __init__(
