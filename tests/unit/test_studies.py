@@ -41,6 +41,7 @@ from pipeline.commands.study.headbench import (
     records_of,
     table_of,
 )
+from pipeline.commands.study.page import StudyResult, publish
 from pipeline.commands.study.runs import Measured
 from pipeline.commands.study.studied_model import Setting
 from recipes.study.make_composition_model import (
@@ -220,6 +221,12 @@ def test_searches_that_are_known_say_nothing_about_the_time_left(
     )
     runs.measured(model, [Setting("bosch", 0.5), Setting("rand", 0.5)], has_held_out=False)
     assert free == [True, False, False, False]
+
+
+def test_markdown_does_not_stand_in_a_studys_html(tmp_path: Path) -> None:
+    publish(StudyResult("one", "One", "(`model`) was read.", {}, []), tmp_path, "bosch study one")
+    assert "(model) was read." in (tmp_path / "one.html").read_text()
+    assert "(`model`) was read." in (tmp_path / "one.md").read_text()
 
 
 def test_intervals_of_turnover_hold_nothing_impossible() -> None:

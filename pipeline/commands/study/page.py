@@ -55,7 +55,7 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
         "stages/pages/results.html",
         title=result.title,
         subtitle="",
-        text=result.text,
+        text=result.text.replace("`", ""),  # Markdown's
         command=command,
         figures=list(result.figures.values()),
         tables=result.tables,
