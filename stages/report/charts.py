@@ -104,19 +104,18 @@ def against_original(results: Results) -> list[Picture]:
 
 def head_mask(search: Search) -> Picture:
     """Layers (x) by KV heads (y), with a colour for full heads and for those of each window."""
-    mask, menu = search.mask.mask, search.mask.windows
-    sliding = mask.swa_kv_heads
-    kinds = ["full", *(f"W = {window.size:,}" for window in menu)]
-    if len(menu) == 1:
-        kinds = ["full", "sliding"]
+    mask, sliding = search.mask.mask, search.mask.mask.swa_kv_heads
+    several = len(search.windows) > 1
+    named = {one: f"W = {one.size:,}" if several else "sliding" for one in search.windows}
+    kinds = {None: "full", **named}
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
-        for layer, choices in enumerate(mask.choices.tolist())
-        for head, kind in enumerate(kinds[choice] for choice in choices)
+        for layer, own in enumerate(mask.windows_per_layer(search.mask.windows))
+        for head, kind in enumerate(kinds[window] for window in own)
     ]
     counts = [{"x": layer, "text": len(heads)} for layer, heads in enumerate(sliding)]
     x = alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.08))
-    look = styles(kinds, {"full": Style("full"), "sliding": Style("sliding")})
+    look = styles(kinds.values(), {"full": Style("full"), "sliding": Style("sliding")})
     cells = alt.Chart(values(rows)).mark_rect(cornerRadius=2).encode(
         x=x, y=alt.Y("y:O", title="KV head", scale=alt.Scale(padding=0.08)),
         color=colour(look), tooltip="tip:N",

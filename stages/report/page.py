@@ -151,7 +151,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
     reach = f"and {sinks} sink tokens" if sinks else "the token itself included"
     if search.mask.sink_bias is not None:
         reach += "; a learned sink bias in each sliding query head"
-    several = "s" if len(search.mask.windows) > 1 else ""
+    several = "s" if len(search.windows) > 1 else ""
     yield Tile(f"Window{several} (W)", search.window_sizes, reach, "tokens")
 
 

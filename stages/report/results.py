@@ -74,15 +74,21 @@ class Search:
         return self.mask.mask.num_sliding
 
     @property
+    def windows(self) -> tuple[Window, ...]:
+        """Windows that some head has, from the widest down; the menu where none slides."""
+        menu, choices = self.mask.windows, self.mask.mask.choices
+        return tuple(w for choice, w in enumerate(menu, 1) if (choices == choice).any()) or menu
+
+    @property
     def heads(self) -> dict[Window | None, int]:
         """KV heads of the whole model by window, None of full ones."""
         rows = self.mask.mask.heads_per_layer(self.mask.windows)
-        return {window: sum(row[window] for row in rows) for window in rows[0]}
+        return {window: sum(row[window] for row in rows) for window in (None, *self.windows)}
 
     @property
     def window_sizes(self) -> str:
         """The windows for people: one, or all from the smallest up."""
-        return windows_text([Window(window.size) for window in self.mask.windows])
+        return windows_text([Window(window.size) for window in self.windows])
 
     @property
     def total(self) -> int:

@@ -26,7 +26,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
     price, gpu_hours = section.gpu_hour_price, results.total_gpu_hours
     original, hybrid = results.checkpoint("original"), results.checkpoint("hybrid")
     trained, search, cache = results.trained, results.search, results.cache
-    sizes = [window.size for window in search.mask.windows[::-1]]
+    sizes = [window.size for window in search.windows[::-1]]
     return {
         "title": title,
         "model": search.mask.model,
@@ -56,7 +56,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
             "trained_tokens": trained.tokens if trained else None,
         },
         "swa_ratio": search.sliding / search.total,
-        "window_size": search.mask.window_size,
+        "window_size": sizes[-1],
         **({"window_sizes": sizes} if len(sizes) > 1 else {}),
         "sinks": search.mask.sinks,
         **({} if results.served.budget is None else {"budget": results.served.budget.model_dump()}),

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from bosch.errors import RunError
-from bosch.heads import HeadMask
+from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache_size import OwnWindow
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
+from bosch.window import Window
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.positions.suite import position_table
@@ -329,6 +330,20 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     table = budget_table(load_results(inputs))
     assert table is not None
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
+
+
+def test_windows_that_no_head_has_are_not_named(results: Results) -> None:
+    choices, menu = 2 * results.search.mask.mask.choices, [Window(128), Window(16)]
+    mask = HeadMaskFile.of(
+        HeadMask.of_choices(choices), menu, model="m", method="front", swa_ratio=0.5
+    )
+    search = replace(results.search, mask=mask)
+    assert search.window_sizes == "16" and search.heads.keys() == {None, Window(16)}
+    summary = summarize(replace(results, search=search), "title", ReportConfig())
+    assert summary["window_size"] == 16 and "window_sizes" not in summary
+    assert "128" not in str(charts.head_mask(search).chart.to_dict())
+    full = replace(mask, mask=HeadMask.of_choices(0 * choices))
+    assert replace(search, mask=full).window_sizes == "16 and 128"
 
 
 def test_speed_says_what_its_bytes_are_of(results: Results) -> None:
