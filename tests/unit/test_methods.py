@@ -193,7 +193,7 @@ def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
         ("single_ablation", 0.5, 100, 2 + 224 + 1),
         ("layer_ablation", 0.5, 100, 2 + 28 + 1),
         ("layer_restoration", 0.5, 100, 2 + 28 + 1),
-        ("one_gradient", 0.5, 100, 2 + 1 + 4),
+        ("one_gradient", 0.5, 100, 2 + 1 + 5),
         ("rand", 0.5, 100, 3),
         ("dcam", 0.5, 100, 3),
     ],

@@ -9,8 +9,8 @@ _STRICT = frozenset({"strict"})
 
 
 def _one_gradient(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    # In forward passes: the gradient's own, its recomputation, and two for going backward.
-    gradient = 1 + 1 + 2
+    # In forward passes: the gradient's own, its recomputation, and backward through attention 2.5.
+    gradient = 5
     return ANCHORS + gradient + 1
 
 
