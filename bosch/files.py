@@ -26,6 +26,10 @@ _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 # Size, times and inode of a file, and of the link that leads to it.
 Stamp = list[int]
 _ALMOST_FULL_BYTES = 1024**2
+# A server of files that is away, a process at its limits: what could not be read may be whole.
+_NOT_OF_THE_FILE = frozenset(
+    {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+)
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 SCANNED_BYTES = 2**20
 # For scanning JSON: bytes before a value; an opening bracket is a step of 1, a closing one of -1.
@@ -141,18 +145,39 @@ def replace(source: Path, target: Path) -> None:
     remove(old)
 
 
+def exists(path: Path) -> bool:
+    """Whether a file or folder is there; a link that leads nowhere is not.
+
+    Raises OSError where the system cannot tell: then `Path.exists` is False from Python 3.14 on.
+    """
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there, or a link to one. Raises OSError where the system cannot tell."""
+    return exists(path) and stat.S_ISDIR(os.stat(path).st_mode)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of what lies in a folder, in order; none where there is no folder. Raises OSError."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it; their names are on disk when this returns."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Remove what a killed process left of `replacing` below a folder with no writers."""
-    for path in list(folder.rglob(f"{TEMPORARY}*")):
-        remove(path)
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
@@ -174,6 +199,17 @@ def read_json(path: Path) -> Any:
         return load_json(path)
     except (OSError, ValueError):
         return None
+
+
+def read_record(path: Path) -> Any:
+    """As `read_json`, of a file that nobody replaces: raises OSError where it may be whole."""
+    try:
+        return load_json(path)
+    except OSError as error:
+        read_fault(path.name, error)
+    except ValueError:
+        pass
+    return None
 
 
 def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
@@ -333,8 +369,15 @@ def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
             if file_digest(folder / name) != digest:
                 return f"{name} has other content"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            return read_fault(name, error)
     return fault
+
+
+def read_fault(name: str, error: OSError) -> str:
+    """The fault of a file that cannot be read. Raises the error where the file may be whole."""
+    if error.errno in _NOT_OF_THE_FILE:
+        raise error
+    return f"{name} cannot be read ({error.strerror})"
 
 
 def listing_fault(folder: Path, files: Collection[str], beside: Collection[str]) -> str | None:
@@ -349,7 +392,7 @@ def listing_fault(folder: Path, files: Collection[str], beside: Collection[str])
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            return read_fault(name, error)
     added = added_entries(folder, files, beside)
     return f"{added[0]} was added to it" if added else None
 
@@ -402,24 +445,21 @@ def sync_tree(folder: Path) -> None:
         sync(Path(directory))
 
 
-def share_files(folder: Path) -> None:
-    """Give each file its folder's permissions to read and write.
-
-    safetensors makes its files for their owner alone, and then no server's user can read a model.
-    """
-    for name in files_below(folder):
-        path = folder / name
-        if not path.is_symlink():
-            path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)
-
-
 def files_below(folder: Path) -> Iterator[str]:
-    """Names of all files below a folder, relative to it, in order."""
+    """Names of all files below a folder, relative to it, in order; none below a file.
+
+    Raises OSError where a folder cannot be listed.
+    """
     files = []
-    for directory, _, names in os.walk(folder):
+    for directory, _, names in os.walk(folder, onerror=_raise_if_there):
         base = os.path.relpath(directory, folder)
         files += [os.path.normpath(os.path.join(base, name)) for name in names]
     yield from sorted(files)
+
+
+def _raise_if_there(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def newest_below(folder: Path) -> float:

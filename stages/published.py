@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bosch.errors import RunError
-from bosch.files import canonical_json, hash_fault, read_json, write_json
+from bosch.files import canonical_json, exists, hash_fault, read_record, write_json
 
 if TYPE_CHECKING:
     from typing import Self
@@ -51,7 +51,7 @@ class Summary(Record):
         Raises RunError where it is missing or damaged.
         """
         path = folder / cls.FILE
-        content = read_json(path)
+        content = read_record(path)
         if content is None:
             raise RunError(f"{path}: missing or damaged; {RUN_AGAIN}")
         return cls.check(content, str(path))
@@ -80,7 +80,7 @@ class WorkSummary(Summary):
 
         None where there is none yet, and, with a warning, where it or a file of it is damaged.
         """
-        if not (folder / cls.FILE).exists():
+        if not exists(folder / cls.FILE):
             return None
         try:
             record = cls.read(folder)

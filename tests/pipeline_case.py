@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from bosch.errors import UserError
@@ -62,6 +64,26 @@ def write_safetensors(path: Path, value: int = 0) -> None:
 def truncate(path: Path, cut: int) -> None:
     """Leave the last `cut` bytes out."""
     path.write_bytes(path.read_bytes()[:-cut])
+
+
+def lose(patch: pytest.MonkeyPatch, lost: Path, number: int = errno.ESTALE) -> None:
+    """Have the system fail to look at `lost` and what is below it, as a server that is away does.
+
+    `Path.exists` and its like are False of it, as they are from Python 3.14 on.
+    """
+
+    def checked(real: Any) -> Any:
+        def call(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if not isinstance(path, int) and Path(path).is_relative_to(lost):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    for name in ("stat", "scandir", "listdir"):
+        patch.setattr(os, name, checked(getattr(os, name)))
+    for name, old in (("exists", "exists"), ("is_dir", "isdir"), ("is_file", "isfile")):
+        patch.setattr(Path, name, getattr(os.path, old))
 
 
 def gone(pid: int, seconds: float = 20) -> bool:

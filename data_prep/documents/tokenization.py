@@ -29,9 +29,10 @@ from bosch.errors import RunError, UserError
 from bosch.files import (
     Stamp,
     changed_file,
+    exists,
     file_hashes,
     hash_fault,
-    read_json,
+    read_record,
     replacing,
     write_json,
 )
@@ -313,9 +314,9 @@ def _groups(
 
 def _is_whole(path: Path) -> bool:
     """Whether the shard is there as it was written; a damaged one is made again."""
-    if not path.exists():
+    if not exists(path):
         return False
-    record = read_json(path / _RECORD)
+    record = read_record(path / _RECORD)
     hashes = record.get("sha256") if isinstance(record, dict) else None
     fault = hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
     if fault is None:

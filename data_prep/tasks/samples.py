@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bosch.errors import RunError, UserError
-from bosch.files import canonical_json, file_digest, make_folder
+from bosch.files import canonical_json, exists, file_digest, make_folder
 from bosch.journal import Journal
 from data_prep.tasks.needles import Needle
 from data_prep.tasks.ruler import SHORTEST_LENGTH, Corpus, Sample, ruler_task
@@ -182,7 +182,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
     head = entries[0] if entries and "fit" in entries[0] else None
     records: list[dict[str, Any]] = []
     start = 0
-    ids = np.fromfile(ids_file, np.int32) if ids_file.exists() else np.empty(0, np.int32)
+    ids = np.fromfile(ids_file, np.int32) if exists(ids_file) else np.empty(0, np.int32)
     for record in entries[1:] if head is not None else []:
         own_ids = ids[start : start + record.get("tokens", 0)]
         if record.get("index") != len(records) or _digest(own_ids) != record["ids_sha256"]:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from bosch.errors import DamagedWorkError, RunError, UserError
-from bosch.files import Stamp, changed_file, write_json
+from bosch.files import Stamp, changed_file, exists, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import require_one_node
 from pipeline.run.first_node import FirstNodeHeartbeat, FirstNodeWatcher
@@ -239,7 +239,7 @@ class Runner:
                 return True
             aside = self.store.set_aside(node.name, key)
             logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
-        elif self.store.published(node.name, key).exists():
+        elif exists(self.store.published(node.name, key)):
             return True
         finished = self.store.finish_interrupted(node.name, key, self.hasher)
         return finished and not self._inspect(node).afresh

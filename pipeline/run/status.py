@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from bosch.files import exists
 from pipeline.run.graph import Node, document_key
 from pipeline.run.hashing import FileHasher, NotHashed
 from pipeline.run.locks import read_holder
@@ -103,7 +104,7 @@ def inspect_output(
     if node.key is None or node.document is None:
         return StageState(node, "to run", "input files are new or changed, and not yet hashed")
     reason = ""
-    if store.published(node.name, node.key).exists():
+    if exists(store.published(node.name, node.key)):
         try:
             damage = store.damage(node.name, node.key, hasher)
         except NotHashed as file:

@@ -24,19 +24,21 @@ from typing import Any
 
 from bosch.errors import RunError
 from bosch.files import (
+    TEMPORARY,
     added_entries,
     files_below,
+    is_folder,
     listing_fault,
     make_folder,
     make_symlink,
     newest_below,
+    read_fault,
     read_json,
+    read_record,
     remove,
     remove_empty_folders,
     remove_old_temporaries,
-    remove_temporaries,
     replace,
-    share_files,
     sync_tree,
     write_json,
 )
@@ -107,12 +109,13 @@ class Store:
         work, inputs = self.work(stage, key), dict(inputs or {})
         state = self.state(stage, key)
         same = state.get("inputs", inputs) == inputs and force in (None, state.get("force"))
-        if not same or not work.is_dir() or work.is_symlink():
+        if not same or not is_folder(work) or work.is_symlink():
             self.discard(stage, key)
         make_folder(work)
         last_written = newest_below(work)  # perhaps what is removed now
         remove(work / MANIFEST)
-        remove_temporaries(work)
+        for path in list(work.rglob(f"{TEMPORARY}*")):  # of killed processes
+            remove(path)
         remove_empty_folders(work)
         fault = listing_fault(work, list(files_below(work)), ())
         if fault is not None:
@@ -185,7 +188,7 @@ class Store:
         fault = listing_fault(work, names, ())
         if fault is not None:
             raise RunError(f"{stage}: left what cannot be published: {fault}")
-        share_files(work)
+        _share_files(work)
         sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}
         manifest = {
@@ -296,6 +299,17 @@ class Store:
             link.unlink()
 
 
+def _share_files(folder: Path) -> None:
+    """Give each file its folder's permissions to read and write.
+
+    safetensors makes its files for their owner alone, and then no server's user can read a model.
+    """
+    for name in files_below(folder):
+        path = folder / name
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)
+
+
 def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
     """Fault of a folder that should hold the output of `key`; None if it is whole.
 
@@ -317,12 +331,12 @@ def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
             if hasher.sha256(path) != entry["sha256"]:
                 return f"{entry['path']} has other content"
         except OSError as error:
-            return f"{entry['path']} cannot be read ({error.strerror})"
+            return read_fault(entry["path"], error)
     return None
 
 
 def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
-    manifest = read_json(folder / MANIFEST)
+    manifest = read_record(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         return None
     if manifest.get("sha256") != Manifest.digest(manifest):

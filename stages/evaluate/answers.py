@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError
-from bosch.files import canonical_json, remove
+from bosch.files import canonical_json, exists, names_in, remove
 from bosch.journal import Journal
 from bosch.weight_files import code_files, weight_files
 from stages.context import ModelConfig
@@ -97,9 +97,11 @@ class AnswerFolder:
     def read(self, model: Evaluated, subtask: Subtask) -> Answers:
         """Answers by sample index; a question whose line is torn or damaged has none."""
         answers: Answers = {}
-        for path in sorted(self._folder(model).glob(f"{_stem(subtask)}.*.jsonl")):
-            for index, record in Journal(path).read_new(_answer):
-                answers.setdefault(index, record)
+        folder, stem = self._folder(model), f"{_stem(subtask)}.rank"
+        for name in names_in(folder):
+            if name.startswith(stem) and name.endswith(".jsonl"):
+                for index, record in Journal(folder / name).read_new(_answer):
+                    answers.setdefault(index, record)
         return answers
 
     def _folder(self, model: Evaluated) -> Path:
@@ -161,7 +163,7 @@ def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | N
 
     Raises RunError when the manifest lacks a file of the model.
     """
-    if not (stage / Manifest.FILE).is_file():
+    if not exists(stage / Manifest.FILE):
         return None
     hashes = Manifest.read(stage).hashes
 

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import file_hashes, load_json, remove, write_json
+from bosch.files import exists, file_hashes, load_json, remove, write_json
 from bosch.model.families import most_positions
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
@@ -119,7 +119,7 @@ def evaluate_models(
 
 def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suite]) -> None:
     """Note once how many samples of this run earlier runs have answered."""
-    if not path.exists():
+    if not exists(path):
         answers = sum(
             index < suite.samples(subtask)
             for suite in suites

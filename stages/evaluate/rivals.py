@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
+from bosch.files import exists
 from bosch.heads import HeadMaskFile
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
@@ -47,7 +48,7 @@ def rivals(
     masks: list[list[HeadMaskFile]] = [[]]
     if state.is_main_process:
         paths = [folder / f"{method}.json" for method in config.section.rivals]
-        if not all(path.exists() for path in paths):
+        if not all(map(exists, paths)):
             files = rival_masks(config, config.section.rivals, searched, prepared, state.device)
             for file, path in zip(files, paths, strict=True):
                 file.save(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError, UserError
-from bosch.files import remove
+from bosch.files import exists, remove
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import state_bytes
@@ -69,7 +69,7 @@ def run(
     base = _load_base(config, device)
     family_of(base.config)
     config.check_inputs()
-    if (inputs["search"] / FRONT).exists():
+    if exists(inputs["search"] / FRONT):
         mask_path = inputs["search"] / FRONT
         front = _chosen(config, base, Front.load(mask_path))
         front.save(work_dir / FRONT)

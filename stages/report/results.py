@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bosch.files import exists
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
@@ -52,7 +53,7 @@ class Search:
     def read(cls, searched: Path, materialized: Path) -> Search:
         """From the published directories of the stages search and materialize."""
         front, mask = None, searched / HEAD_MASK
-        if (materialized / FRONT).exists():
+        if exists(materialized / FRONT):
             front = Front.load(materialized / FRONT)
             mask = materialized / MODEL / HEAD_MASK
         return cls(HeadMaskFile.load(mask), SearchSummary.read(searched), front)
@@ -311,7 +312,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
         manifests={
             stage: Manifest.read(inputs[stage])
             for stage in inputs
-            if (inputs[stage] / Manifest.FILE).exists()
+            if exists(inputs[stage] / Manifest.FILE)
         },
     )
 

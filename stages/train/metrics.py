@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bosch.budget import window_shares
-from bosch.files import remove
+from bosch.files import is_folder, remove
 from bosch.hardware import device_named
 from bosch.journal import Journal
 from bosch.model.head_table import Rows, heads_by_window, kv_budgets
@@ -65,7 +65,7 @@ class MetricsLog:
         self._started = time.monotonic()
         self._journal.replace(self.records)
         board = work_dir / TENSORBOARD
-        if not board.is_dir():
+        if not is_folder(board):
             remove(board)
         from torch.utils.tensorboard import SummaryWriter
 

@@ -35,9 +35,12 @@ from bosch.files import (
     almost_full,
     file_digest,
     files_below,
+    is_folder,
     listing_fault,
     make_folder,
-    read_json,
+    names_in,
+    read_fault,
+    read_record,
     remove,
     remove_empty_folders,
     replace,
@@ -162,7 +165,7 @@ class RestartPoints:
                     if file_digest(folder / name) != hashes[name]:
                         return folder, f"{name} has other content"
             except OSError as error:
-                return folder, f"{name} cannot be read ({error.strerror})"
+                return folder, read_fault(name, error)
         return None
 
     @contextmanager
@@ -299,11 +302,10 @@ class RestartPoints:
 
     def _points(self) -> list[Path]:
         """All points, whole or not, the newest first."""
-        points = [
-            path
-            for path in self.directory.glob("*")
-            if _POINT.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        named = [
+            self.directory / name for name in names_in(self.directory) if _POINT.fullmatch(name)
         ]
+        points = [path for path in named if is_folder(path) and not path.is_symlink()]
         return sorted(points, key=restart_step, reverse=True)
 
     def _checkpoint(self, name: str) -> Path:
@@ -369,7 +371,7 @@ def _from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _record(path: Path) -> dict[str, Any]:
     """The content of a record; empty where it is missing or damaged."""
-    content = read_json(path)
+    content = read_record(path)
     return content if isinstance(content, dict) else {}
 
 

@@ -38,7 +38,7 @@ from stages.context import StageConfig
 from stages.published import Manifest
 from stages.stage import LoadedRecipe, World
 from tests import fake_stages
-from tests.pipeline_case import Case, fake_table, in_process, runner, write_safetensors
+from tests.pipeline_case import Case, fake_table, in_process, lose, runner, write_safetensors
 
 # Those that the recipe asks for.
 NAMES = ["prepare", "search", "materialize", "original", "train", "evaluate", "report"]
@@ -892,3 +892,15 @@ def test_an_output_that_would_take_long_to_hash_counts_as_there(case: Case) -> N
     store = Store(case.runs)
     (first, *_) = inspect(current.nodes, store, store.hasher(0), "tiny")
     assert (first.state, first.reason.partition(":")[0]) == ("cached", "not yet checked")
+
+
+def test_an_output_that_a_server_loses_for_a_moment_is_not_made_again(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.make(until="search")
+    again = runner(case, until="search")
+    folder = case.output("search").resolve()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        lose(patch, folder)
+        again.states()
+    assert again.run() == 0

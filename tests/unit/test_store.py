@@ -21,6 +21,7 @@ from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher, NotHashed
 from pipeline.run.store import Store
 from stages.published import Manifest
+from tests.pipeline_case import lose
 
 DOCUMENT = {"stage": "search", "version": 1, "config": {"swa_ratio": 0.5}}
 KEY = document_key(DOCUMENT)
@@ -529,4 +530,33 @@ def test_damaged_notes_of_attempts_stop_no_run(store: Store, content: Any) -> No
     notes.write_text(json.dumps(content))
     assert store.state("search", KEY) == {}
     store.publish("search", DOCUMENT, {}, store.hasher())
+    assert store.damage("search", KEY, store.hasher()) is None
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_what_a_server_loses_for_a_moment_is_neither_gone_nor_empty(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    work = fill(store)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+        lose(patch, work, number)
+        store.begin("search", KEY)  # which would begin it anew
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+        lose(patch, work / "sub", number)
+        store.publish("search", DOCUMENT, {}, store.hasher())  # without the files in it
+    folder = store.publish("search", DOCUMENT, {}, store.hasher())
+    assert Manifest.read(folder).hashes.keys() == {"b.txt", "sub/a.txt"}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "b.txt"])
+def test_what_a_server_cannot_read_for_a_moment_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = publish(store)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        lose(patch, folder / name)
+        store.damage("search", KEY, store.hasher())
+    with monkeypatch.context() as patch:
+        lose(patch, folder / name, errno.EIO)  # the disk says so
+        assert store.damage("search", KEY, store.hasher()) is not None
     assert store.damage("search", KEY, store.hasher()) is None

@@ -57,6 +57,7 @@ from stages.train.storage import RestartPoints, disk_errors, restart_step
 from stages.train.trainable import restrict_training, untrained_parameters
 from tests.hybrid_case import random_mask, small_model, tokens
 from tests.peak_memory import TensorBytes
+from tests.pipeline_case import lose
 from tests.training_case import SEQUENCE_LENGTH, SEQUENCES, make_case, stage_config
 
 
@@ -360,6 +361,19 @@ def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
             raise raised
         assert caught.value is error
     assert points.latest() == point
+
+
+@pytest.mark.parametrize("lost", ["", "step-16", "step-16/whole.json", "step-16/__0_0.distcp"])
+def test_a_restart_point_that_a_server_loses_for_a_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    points = restart_points(tmp_path, checkpoint_tokens=[])
+    save_point(points, 8)
+    newest = save_point(points, 16)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        lose(patch, points.directory / lost)
+        points.latest()
+    assert points.latest() == newest
 
 
 def test_what_the_writing_of_a_point_ended_with_is_raised_once_it_has_ended(
