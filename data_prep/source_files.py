@@ -6,9 +6,10 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import NOT_REGULAR
+from bosch.files import NOT_REGULAR, read_json
 from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 
 
@@ -96,3 +97,12 @@ def tokenizer_files(directory: Path) -> list[str]:
     paths = (path for pattern in _TOKENIZER_PATTERNS for path in directory.glob(pattern))
     files = {path for path in paths if path.is_file() and not path.name.startswith(".")}
     return sorted(path.relative_to(directory).as_posix() for path in files)
+
+
+def class_of_config(directory: Path) -> dict[str, Any]:
+    """What config.json says of the tokenizer's class, where the tokenizer's own files name none."""
+    config, own = (read_json(directory / f"{name}config.json") for name in ("", "tokenizer_"))
+    if not isinstance(config, dict) or (isinstance(own, dict) and own.get("tokenizer_class")):
+        return {}
+    names = ("model_type", "tokenizer_class", "auto_map")
+    return {name: config[name] for name in names if config.get(name)}

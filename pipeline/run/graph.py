@@ -12,7 +12,7 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.files import canonical_json
 from bosch.weight_files import code_files, weight_files
-from data_prep.source_files import tokenizer_files
+from data_prep.source_files import class_of_config, tokenizer_files
 from pipeline.recipe.faults import suggest
 from pipeline.run.hashing import FileHasher, NotHashed
 from stages.fields import Section
@@ -161,9 +161,8 @@ def tokenizer_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
     names = set(tokenizer_files(info.directory))
     if loaded.recipe.model.trust_remote_code:  # a tokenizer's code may import any of it
         names |= set(code_files(info.directory))
-    # Where the tokenizer's own files name no class, transformers takes that of the model's type.
-    family = info.config.get("model_type")
-    return {**_hashes(info.directory, names, hasher), "model_type": family}
+    family = {**class_of_config(info.directory), "model_type": info.config.get("model_type")}
+    return {**_hashes(info.directory, names, hasher), **family}
 
 
 def _hub_identity(loaded: LoadedRecipe) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
 from bosch.objective.calibration import MAX_TOKENS
 from data_prep.documents.sources import KINDS, SourceKind
-from data_prep.source_files import tokenizer_files
+from data_prep.source_files import class_of_config, tokenizer_files
 from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
 from stages.fields import (
@@ -66,7 +66,8 @@ def _tokenizer_identity(
     folder = Path(path)
     if not folder.is_dir():
         return {"hub": path}
-    return {name: hasher.sha256(folder / name) for name in tokenizer_files(folder)}
+    hashes = {name: hasher.sha256(folder / name) for name in tokenizer_files(folder)}
+    return hashes | class_of_config(folder)
 
 
 def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:

@@ -382,6 +382,26 @@ def test_the_tokenizer_of_shards_stands_in_the_key_by_content_or_name(tmp_path):
     assert {"hub": "org/name"} in named.values()
 
 
+@pytest.mark.parametrize(
+    "field", [{"tokenizer_class": "GPT2Tokenizer"}, {"auto_map": {"AutoConfig": "own.Config"}}]
+)
+def test_a_class_that_config_names_for_the_tokenizer_is_in_the_key_where_its_files_name_none(
+    case: Case, tmp_path: Path, field: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
+
+    def keys() -> list[object]:
+        return [documents(case)["prepare"], identity(folder, "mds", tmp_path, str(case.model))[0]]
+
+    before = keys()
+    case.change_config(**field)
+    assert all(new != old for new, old in zip(keys(), before, strict=True))
+    write(case, "tokenizer_config.json", '{"tokenizer_class": "Qwen2Tokenizer"}')
+    before = keys()
+    case.change_config(**dict.fromkeys(field, "other"))
+    assert keys() == before
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "mds", "text"])
 def test_only_files_that_are_read_stand_in_the_key(tmp_path, kind):
     folder = tmp_path / "corpus"
