@@ -313,13 +313,13 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
         [subtask] = suite.subtasks
         return subtask.digest
 
-    assert digest(samples=1) == digest()
+    assert digest(samples=1) == digest(max_length=9) == digest()
     digests = {
-        digest(), digest(max_length=9), digest(num_fewshot=0), digest(folder="two"),
+        digest(), digest(num_fewshot=0), digest(folder="two"),
         digest(chat=SimpleNamespace(digest="template")), digest(tokenizer=tiny_tokenizer()),
         digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
     }  # fmt: skip
-    assert len(digests) == 7
+    assert len(digests) == 6
     # What scores the answers, each package alone.
     for package in ("jieba", "rouge"):
         monkeypatch.setattr(
@@ -327,7 +327,11 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
             lambda names, own=package: {name: "9" for name in names if name == own},
         )  # fmt: skip
         digests.add(digest())
-    assert len(digests) == 9
+    assert len(digests) == 8
+    row = {"context": "a", "input": "b", "answers": ["c"], "all_classes": []}
+    _write(tmp_path / "one/longbench/lcc.jsonl", [row])
+    lcc = partial(digest, tasks=["longbench_lcc"])
+    assert lcc(num_fewshot=1) == lcc() != lcc(max_length=9)
     assert {"lm-eval", "jieba", "rouge"} <= HarnessEvaluation().environment().keys()
 
 

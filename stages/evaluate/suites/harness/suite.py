@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
+# In the digest of a task that does not read `max_length`: its default, as ever.
+_OTHERS_LENGTH = 31500
 # Benchmarks whose questions may share their context.
 _OF_CONTEXTS = ("infinitebench_", "longbench_")
 # Of a function's repr, which differs in every process.
@@ -147,6 +149,7 @@ class HarnessSuite(Suite):
             for key, value in task.dump_config().items()
             if key not in ("custom_dataset", "metadata")
         }
+        length = self.section.max_length if longbench.task_of(name) else _OTHERS_LENGTH
         return digest_of(
             {
                 "documents": json.dumps(documents, default=str, sort_keys=True),
@@ -159,7 +162,7 @@ class HarnessSuite(Suite):
                 "settings": _ADDRESS.sub("", json.dumps(settings, default=repr, sort_keys=True)),
                 "shots": [task.config.num_fewshot, _FEWSHOT_SEED],
                 "versions": installed_versions(PACKAGES),
-                "max_length": self.section.max_length,
+                "max_length": length,
                 "tokenizer": tokenizer_digest(self.tokenizer),
                 **({"chat": self.chat.digest} if self.chat is not None else {}),
             }

@@ -296,7 +296,7 @@ def _changes(
         splits = _splits({**entry.cfg, **changes})
         check = longbench.check_record if longbench.task_of(entry.name) is not None else None
         changes["custom_dataset"] = lambda **_: _datasets(files, splits, check)
-    if section.num_fewshot is not None:
+    if section.num_fewshot is not None and longbench.task_of(entry.name) is None:
         changes["num_fewshot"] = section.num_fewshot
     return changes
 
