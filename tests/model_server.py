@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,10 @@ def running(command_of: Callable[[str], Sequence[str]], log: Path, **options: An
         yield address
     finally:
         server.terminate()
-        server.wait(timeout=60)
+        with suppress(subprocess.TimeoutExpired):  # in the place of why it did not start
+            server.wait(timeout=60)
+        server.kill()
+        server.wait()
 
 
 def _is_healthy(address: str) -> bool:
