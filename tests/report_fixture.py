@@ -176,7 +176,7 @@ def config(inputs: dict[str, Path], **section: Any) -> StageConfig:
         "evaluate": EvaluateConfig(needle=NeedleEvaluation(lengths=LENGTHS, samples=SAMPLES)),
     }
     return StageConfig(
-        section=ReportConfig(**section),
+        section=ReportConfig(**{"title": "Hybrid base<model>", **section}),
         model=ModelConfig(path="recipes/tiny/base<model>"),
         seed=17,
         runtime=Runtime(),

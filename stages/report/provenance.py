@@ -37,7 +37,7 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
     subtitle = f"{model} made hybrid: {share}, W = {search.window_sizes}"
     subtitle += f", method {search.mask.method}"
     return Provenance(
-        title=config.section.title or f"Hybrid {model}",
+        title=str(config.section.title),  # the recipe's name by default
         subtitle=subtitle,
         recipe=list(flatten(recipe)),
         origin=_origin(config, results),
