@@ -353,11 +353,8 @@ def head_selection(
             arbitrary = "the choice of its heads is arbitrary"
             by_likelihood = "its heads were chosen by log-likelihood alone"
             evaluator.note(
-                f"group {number} ({_named(layers)}): every candidate {solution.plateau}; "
+                f"group {number} (layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}): "
+                f"every candidate {solution.plateau}; "
                 f"{by_likelihood if settings.break_ties else arbitrary}"
             )
     return mask  # line 11
-
-
-def _named(layers: Sequence[int]) -> str:
-    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"

@@ -142,7 +142,10 @@ class _Search:
         everything = np.ones(self.num_units, dtype=np.bool_)
         at_full = self.gradients.add(everything)
         self._start_gates()
-        bits = self._eliminated(everything, self._for_elimination)
+        # A share of the budget; of a small budget all that first exchanges and one mask leave.
+        rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.gradients.cost
+        passes = max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradients.cost))
+        bits = self._eliminated(everything, passes)
         if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradients.cost:
             bits = self._exchanged(bits, max(1, self.full_units // 4))
         track = self._track(bits, "gradients", self._moves())
@@ -207,15 +210,6 @@ class _Search:
         self.tracks.append(track)
         self._tell(name, track)
         return track
-
-    @property
-    def _for_elimination(self) -> float:
-        """Passes for the elimination, the gradient with every head full included.
-
-        A share of the budget; of a small budget all that first exchanges and one mask leave.
-        """
-        rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.gradients.cost
-        return max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradients.cost))
 
     def improve(self) -> None:
         """Exchanges in each track, then moves until nothing is left to spend or to propose."""

@@ -182,19 +182,6 @@ class State:
     def _spent(self) -> float:
         return self.all_passes - self.left
 
-    def _spend(
-        self,
-        choices: Choices,
-        phase: str,
-        name: str,
-        can_win: CanWin | None = None,
-    ) -> Evaluation:
-        mask = HeadMask.of_choices(choices)
-        evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
-        self.left -= evaluation.whole_pass_equivalents
-        self.evaluations += 1
-        return evaluation
-
     def _evaluate(
         self,
         choices: Choices,
@@ -205,7 +192,10 @@ class State:
         """The evaluation of a layout, None of one that loses; one that did not costs nothing."""
         key = choices.tobytes()
         if key not in self._measured:
-            evaluation = self._spend(choices, phase, name, can_win)
+            mask = HeadMask.of_choices(choices)
+            evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
+            self.left -= evaluation.whole_pass_equivalents
+            self.evaluations += 1
             # A loser's is not kept: whether its pass ended early depends on what a log knew of it.
             if can_win is not None and not can_win(*evaluation.rank):
                 return None

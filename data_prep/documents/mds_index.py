@@ -73,11 +73,6 @@ class Shard(_Model):
                 return path, entry is not self.raw_data
         raise UserError(f"{path}: this shard is in {INDEX} but not in the folder; get it again")
 
-    @property
-    def is_hashed(self) -> bool:
-        """Whether a reader verifies the shard's content, whichever form it reads."""
-        return bool(self.raw_data.hashes)
-
 
 def read_index(path: Path) -> list[Shard]:
     """The shards of an index, in order.

@@ -41,22 +41,6 @@ the dynamic and the static one have a hybrid form.
 """
 
 
-def write_model_card(
-    folder: Path,
-    mask_file: HeadMaskFile,
-    model: ModelConfig,
-    summary: dict[str, Any],
-    layers: Sequence[int],
-) -> None:
-    """Write README.md into `folder`; `summary` is that of the materialize stage.
-
-    `layers` are the numbers of those with full attention in the base model.
-    """
-    licence = base_licence(model)
-    text = model_card(mask_file, model, summary, layers, licence)
-    (folder / "README.md").write_text(text, encoding="utf-8")
-
-
 def model_card(
     mask_file: HeadMaskFile,
     model: ModelConfig,
@@ -64,7 +48,11 @@ def model_card(
     layers: Sequence[int],
     licence: dict[str, str],
 ) -> str:
-    """The card as Markdown with the front matter the hub reads."""
+    """The card as Markdown with the front matter the hub reads.
+
+    `summary` is that of the materialize stage, `layers` are the numbers of those with full
+    attention in the base model.
+    """
     local = Path(model.path).exists()
     base = Path(model.path).resolve().name if local else model.path
     front: dict[str, Any] = dict(licence)

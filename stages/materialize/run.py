@@ -26,7 +26,7 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
 from stages.kv_budgets import share_names
 from stages.materialize.cost import FLOAT32_PARAMETERS
-from stages.materialize.model_card import write_model_card
+from stages.materialize.model_card import base_licence, model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
 from stages.search.budget import Price
 from stages.search.choice import chosen_point
@@ -110,7 +110,9 @@ def run(
     else:
         file.save(target / HEAD_MASK)
         front.save(target / FRONT)
-    write_model_card(target, file, config.model, summary, decoder_layers(hybrid.config).full)
+    layers = decoder_layers(hybrid.config).full
+    card = model_card(file, config.model, summary, layers, base_licence(config.model))
+    (target / "README.md").write_text(card, encoding="utf-8")
     del hybrid
     saved = load_model(target, dtype=section.dtype, device=device)
     precision = "float32" if exact else section.dtype

@@ -26,15 +26,6 @@ def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
     return tuple(sorted({*spaced_slots(least, price.tokens, most)}))
 
 
-def front_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
-    """KV slots of all layouts of a front, ascending: of its points, and of both ends.
-
-    The ends are all heads at the narrowest window, and the original.
-    """
-    least, most = section.slot_range(price)
-    return tuple(sorted({least, *point_slots(section, price), most}))
-
-
 def budget_rows(
     loaded: LoadedRecipe, budgets: Literal["all"] | Sequence[int | float]
 ) -> dict[int, list[LayerHeads]]:
@@ -47,13 +38,13 @@ def budget_rows(
     context = recipe[PrepareConfig].calibration.length
     price = search.front_price(kinds, recipe.model.dtype, context)
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
-    least, _ = search.slot_range(price)
+    least, most = search.slot_range(price)
     saved = max(1, price.tokens - window.held(price.tokens))
-    sizes = sorted({slots - (slots - least) % saved for slots in front_slots(search, price)})
-    chosen = sizes[:-1]
-    if budgets != "all":
-        chosen = sorted({_slots_of(budget, sizes) for budget in budgets})
-    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in chosen}
+    # Of its points, and of both ends: all heads at the narrowest window, and the original.
+    slots_of_front = {least, *point_slots(search, price), most}
+    held = sorted({slots - (slots - least) % saved for slots in slots_of_front})
+    named = held[:-1] if budgets == "all" else sorted({_slots_of(one, held) for one in budgets})
+    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
 
 
 def _slots_of(budget: int | float, sizes: Sequence[int]) -> int:

@@ -19,7 +19,6 @@ from stages.stage import LoadedRecipe
 from stages.train.budgets import mean_over_budgets
 from stages.train.fit import Budget, planned_rows, remedy, training_budget
 from stages.train.footprint import (
-    checkpoint_host_bytes,
     load_host_bytes,
     restart_point_bytes,
     step_traffic,
@@ -65,8 +64,9 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     restart = 2 * point  # the older one stays until the newer one is complete
     # A copy of what a node's processes hold; without sharding of the first process's alone.
     writing = point * (1.0 if runtime.sharding == "none" else local / processes)
+    # Of a checkpoint that is written or averaged each process holds one file.
     file = bytes_of(materialize.max_shard_size)
-    files = checkpoint_host_bytes(float(shape.parameters * number), file, local)
+    files = float(min(shape.parameters * number, file * local))
     facts = [
         f"{counted(steps, 'step')} of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{counted(train.batch_tokens // length, 'sequence')} a step on {on}",

@@ -117,14 +117,6 @@ def load_host_bytes(
     return saved_bytes * parameters
 
 
-def checkpoint_host_bytes(saved: float, file: int, processes: int) -> float:
-    """Host memory of a node while a checkpoint of `saved` bytes is written or averaged.
-
-    Each of its `processes` holds a file of at most `file` bytes.
-    """
-    return min(saved, float(file * processes))
-
-
 def step_traffic(
     shape: DecoderShape,
     layers: Sequence[LayerHeads],

@@ -21,23 +21,15 @@ from bosch.hardware import device_named
 from bosch.journal import Journal
 from bosch.model.head_table import Rows, heads_by_window, kv_budgets
 from bosch.objective.decoder_shape import DecoderShape
-from stages.context import Runtime
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
 from stages.train.footprint import unneeded_flops
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig, TrainingStep
-from stages.versions import require_package
 
 logger = logging.getLogger(__name__)
 
 _WORTH_SAYING = 1.0  # seconds of a step that went into data or saving
-
-
-def check_wandb(runtime: Runtime) -> None:
-    """Raise UserError where Weights & Biases is to be used and is not installed."""
-    if (project := runtime.wandb_project) is not None:
-        require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
 
 
 class MetricsLog:

@@ -31,7 +31,7 @@ from stages.train.data import PackedSequences, SourceTokens, collate, collate_do
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.fit import budget_of
 from stages.train.loop import Loop
-from stages.train.metrics import MetricsLog, check_wandb, step_flops
+from stages.train.metrics import MetricsLog, step_flops
 from stages.train.model import (
     attention_backend,
     load_for_training,
@@ -56,6 +56,7 @@ from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummar
 from stages.train.storage import RestartPoints, restart_step, wait
 from stages.train.trainable import first_adapters, untrained_parameters
 from stages.train.watch import make_held_out_watch, make_needle_watch
+from stages.versions import require_package
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ def run(
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
     check_sharding_possible(config.runtime)
     check_offloading_possible(config.runtime)
-    check_wandb(config.runtime)
+    if (project := config.runtime.wandb_project) is not None:
+        require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
     restarts = RestartPoints(work_dir, config.section)
     restarts.check_layout(layout(config.runtime, config.section))
     loop = build_loop(config, inputs, work_dir, restarts)

@@ -10,10 +10,6 @@ def _plus(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + plus_budget(settings, num_layers)
 
 
-def _front(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    return ANCHORS + front_budget(settings, num_layers)
-
-
 register("bosch_plus", Method(
     "BOSCH+", "search", "bosch.search.bosch_plus:bosch_plus",
     "elimination and swaps by gradients, a tenth of the published evaluations",
@@ -22,7 +18,8 @@ register("bosch_plus", Method(
 register("front", Method(
     "Front", "search", "bosch.search.front:front",
     "masks of several windows for every budget from one search by gradients",
-    frozenset({"budget_per_layer"}), _front, gradients=True,
+    frozenset({"budget_per_layer"}),
+    lambda settings, layers, _: ANCHORS + front_budget(settings, layers), gradients=True,
     several_windows=True, finds_front=True,
 ))  # fmt: skip
 register("learned_gates", Method(

@@ -14,10 +14,6 @@ def _one_gradient(settings: SearchSettings, num_layers: int, num_units: int) -> 
     return ANCHORS + gradient + 1
 
 
-def _every_unit(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    return ANCHORS + num_layers * num_units + 1
-
-
 def _every_layer(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + num_layers + 1
 
@@ -30,7 +26,7 @@ register("one_gradient", Method(
 register("single_ablation", Method(
     "One head", "one by one", "bosch.search.rivals:single_ablation",
     "ranks heads by the score when each alone slides (arXiv 2602.11374)",
-    _STRICT, _every_unit,
+    _STRICT, lambda _, layers, units: ANCHORS + layers * units + 1,
 ))  # fmt: skip
 register("layer_ablation", Method(
     "One layer", "one by one", "bosch.search.rivals:layer_ablation",

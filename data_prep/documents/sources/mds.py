@@ -32,7 +32,9 @@ class _Mds(Kind):
         """The indices, whose hashes reading verifies, and the shards that have none there."""
         indices = self.files(where, path)
         shards = ((index.parent, shard) for index in indices for shard in read_index(index))
-        return indices + [shard.file(place)[0] for place, shard in shards if not shard.is_hashed]
+        return indices + [
+            shard.file(place)[0] for place, shard in shards if not shard.raw_data.hashes
+        ]
 
     def check_file(self, where: str, file: Path) -> None:
         read_index(file)

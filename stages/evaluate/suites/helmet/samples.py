@@ -65,19 +65,6 @@ def key_of(row: Row) -> Any:
     return row["id"] if "id" in row else row["question"]
 
 
-def drawn_keys(keys: Sequence[Any], count: int | None, seed: int) -> set[Any]:
-    """The questions of a RAG task that are asked."""
-    every = sorted(set(keys))
-    return set(
-        every if count is None else random.Random(seed).sample(every, min(count, len(every)))
-    )
-
-
-def drawn_rows(rows: int, count: int | None, seed: int) -> list[int]:
-    """The rows of the key-value task that are asked."""
-    return np.random.default_rng(seed).permutation(rows)[:count].tolist()
-
-
 def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSample:
     """The prompt of a RAG question.
 
@@ -202,9 +189,11 @@ def samples(
 def _questions(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iterator[HelmetSample]:
     examples = _rows(task, Path(section.data_dir, str(task.examples)), dict)
     try:
-        chosen = drawn_keys(_rows(task, file, key_of), section.samples, seed)
+        keys = sorted(set(_rows(task, file, key_of)))
     except TypeError as error:  # they have no order
         raise UserError(f"{file}: not in HELMET's layout ({error} as id or question)") from None
+    count = len(keys) if section.samples is None else min(section.samples, len(keys))
+    chosen = set(random.Random(seed).sample(keys, count))
 
     def make(row: Any) -> HelmetSample | None:
         is_drawn = key_of(row) in chosen
@@ -215,7 +204,7 @@ def _questions(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iter
 
 def _key_values(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iterator[HelmetSample]:
     every = _rows(task, file, partial(key_value_sample, task))
-    for index in drawn_rows(len(every), section.samples, seed):
+    for index in np.random.default_rng(seed).permutation(len(every))[: section.samples]:
         yield every[index]
 
 
