@@ -62,7 +62,6 @@ class TextFile:
 
 
 def read_utf8(path: Path) -> str:
-    """The file's text in one, as `TextFile` reads it."""
     return "".join(TextFile(path).pieces())
 
 

@@ -136,7 +136,6 @@ def split(value: object) -> object:
 
 
 def ordered(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
-    """The values, ascending and each once."""
     return tuple(sorted(set(values)))
 
 

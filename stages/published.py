@@ -57,12 +57,10 @@ class Summary(Record):
         return cls.check(content, str(path))
 
     def write(self, folder: Path) -> None:
-        """Write the record into a stage's work directory."""
         write_json(folder / self.FILE, self.content)
 
     @property
     def content(self) -> dict[str, Any]:
-        """The record as its file holds it."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -123,7 +121,6 @@ class Manifest(Summary):
 
     @property
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of every file by its path."""
         return {str(file["path"]): str(file["sha256"]) for file in self.files}
 
     @property

@@ -217,7 +217,6 @@ class LoadedRecipe:
 
     @property
     def present(self) -> list[Stage[Any]]:
-        """The stages that the recipe has a section for."""
         return [one for one in self.stages if getattr(self.recipe, one.key) is not None]
 
     def up_to(self, name: str) -> LoadedRecipe:

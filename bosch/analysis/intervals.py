@@ -398,7 +398,6 @@ def _distance(first: float, second: float, correlation: float) -> float:
 
 
 def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Interval | None:
-    """(baseline + difference) / baseline."""
     if baseline.low <= 0:
         return None
     ratio = (baseline.mean + difference.mean) / baseline.mean

@@ -45,7 +45,6 @@ _FUNCTIONS: dict[str, AttentionFunction] = {}
 
 
 def _function(backend: str) -> AttentionFunction:
-    """The function of a backend of `BACKENDS`."""
     if backend not in _FUNCTIONS:
         module, _, name = BACKENDS[backend].function.partition(":")
         # The file that a saved model carries holds all of them.

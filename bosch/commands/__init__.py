@@ -87,7 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser, module: ModuleType) -> argpar
 
 
 def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
-    """The parser of one command."""
     parser = argparse.ArgumentParser(f"{PROGRAM} {name}", description=module.COMMAND.help)
     return add_arguments(parser, module)
 

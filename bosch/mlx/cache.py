@@ -178,6 +178,5 @@ def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) ->
 
 
 def _window(cache: Any) -> Window | None:
-    """The window of a group's cache; None of one that holds all tokens."""
     most, sinks = getattr(cache, "max_size", None), getattr(cache, "keep", 0)
     return None if most is None else Window(most - sinks, sinks)

@@ -57,7 +57,6 @@ class GroupCache:
         return {name: states for name, states in held.items() if states is not None}
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor."""
         for name, states in self.tensors.items():
             setattr(self, name, change(states))
 
@@ -86,11 +85,9 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that the layer holds."""
         return (tensor for group in self.groups for tensor in group.tensors.values())
 
     def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor."""
         for group in self.groups:
             group.change(change)
 

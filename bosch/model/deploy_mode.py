@@ -217,7 +217,6 @@ class HybridModelMixin:
         self._install(layouts_of(self))
 
     def new_cache(self) -> HybridCache:
-        """An empty cache for this model."""
         return HybridCache.of(self)
 
     def new_static_cache(self, max_cache_len: int) -> StaticHybridCache:

@@ -217,5 +217,4 @@ def attention_outputs(attention: Any, family: Family, outputs: Tensor) -> Iterat
 
 
 def _project(projection: nn.Module, outputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """An attention module's result from attention outputs."""
     return projection(outputs.flatten(2)), None

@@ -130,7 +130,6 @@ class _Search:
 
     @property
     def best(self) -> _Track:
-        """The track with the best mask."""
         return max(self.tracks, key=lambda track: track.best.rank)
 
     def start(self) -> None:
@@ -268,7 +267,6 @@ class _Search:
         return values
 
     def _largest(self, values: Values) -> Bits:
-        """The mask that keeps the units of greatest value full."""
         return largest(values, self.full_units)
 
     def _measure(
@@ -291,7 +289,6 @@ class _Search:
         return won
 
     def _tell(self, name: str, track: _Track) -> None:
-        """Log the new best mask of a track where it is the best of all."""
         if self.best is track:
             logger.info(
                 "bosch_plus: %s: best mask so far, score %.4f, log-likelihood %.4f, "

@@ -39,7 +39,6 @@ class Gates:
         self._logits = self._logits - self._logits.mean()
 
     def mask(self) -> Bits:
-        """The units of largest logits."""
         return largest(self._logits, self._full_units)
 
 

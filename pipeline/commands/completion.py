@@ -17,7 +17,6 @@ _PATHS = ("DIR", "FILE", "MODEL_DIR", "PATH", "RECIPE")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the name of the shell."""
     parser.add_argument(
         "shell",
         choices=shtab.SUPPORTED_SHELLS,
@@ -27,7 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the script."""
     parser = argparse.ArgumentParser(PROGRAM)
     parser.add_argument("--version", action="store_true", help="print the version")
     choices = parser.add_subparsers()

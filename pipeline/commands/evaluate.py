@@ -48,7 +48,6 @@ _IDLE_POLLS = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose models."""
     parser.add_argument(
         "--checkpoints",
         metavar="NAME",

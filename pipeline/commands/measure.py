@@ -17,7 +17,6 @@ COMMAND = Command("measure speed and memory of a model beside its hybrids", json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `measure`."""
     parser.add_argument("model", metavar="MODEL_DIR", help="an original or a hybrid model")
     parser.add_argument(
         "--original",

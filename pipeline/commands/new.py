@@ -80,7 +80,6 @@ runtime:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the model, its data and the options."""
     parser.add_argument("model", metavar="MODEL_DIR", help="directory, or name on the hub")
     parser.add_argument(
         "--data",

@@ -69,7 +69,6 @@ def find_hardware(text: str | None, world: World) -> tuple[str, int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `plan`: hardware and its efficiency."""
     parser.add_argument(
         "--hardware",
         metavar="NAMExCOUNT",

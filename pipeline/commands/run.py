@@ -21,7 +21,6 @@ COMMAND = RecipeCommand("bring the stages of a recipe up to date")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose stages."""
     parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
     parser.add_argument(
         "--from",

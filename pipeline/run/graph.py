@@ -38,7 +38,6 @@ class Node:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The stages whose outputs it reads."""
         return tuple(name for name in self.needs if name not in self.stage.configured_by)
 
     @property

@@ -268,7 +268,6 @@ class Store:
         return name
 
     def forget_force(self, recipe: str) -> None:
-        """Note that no forced run is under way."""
         remove(self._force_file(recipe))
 
     def _force_file(self, recipe: str) -> Path:

@@ -68,7 +68,6 @@ class Numbers(LogitsProcessor):  # type: ignore[misc]
         return scores
 
     def check(self) -> None:
-        """Raise ModelError where there were some."""
         if self._faulty is not None and bool(self._faulty):
             raise _no_numbers()
 

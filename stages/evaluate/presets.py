@@ -67,6 +67,5 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
 
 
 def benchmarks(names: Sequence[PresetName]) -> Iterator[Benchmark]:
-    """All that some presets ask for."""
     for name in names:
         yield from PRESETS[name]

@@ -20,7 +20,6 @@ from stages.evaluate.suite import Records, Suite, answer_record
 
 
 def joined(turns: Turns) -> str:
-    """The turns as one text."""
     return "\n\n".join(turn["content"] for turn in turns)
 
 

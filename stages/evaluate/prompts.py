@@ -77,7 +77,6 @@ class PromptEvaluation(SuiteSection):
 
     @property
     def data_files(self) -> list[Path]:
-        """These files, by name."""
         return [Path(self.data_dir, name) for name in self.files(Path(self.data_dir))]
 
     @property

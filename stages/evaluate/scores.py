@@ -187,7 +187,6 @@ class SuiteScores(Record):
 
     @property
     def samples(self) -> int:
-        """Samples of all tasks and lengths."""
         return sum(subtask.samples for by in self.tasks.values() for subtask in by.values())
 
 
@@ -235,7 +234,6 @@ class Scores(WorkSummary):
 
     @property
     def failed_models(self) -> dict[str, str]:
-        """Why models have no scores, by name."""
         return self.missing.get(FAILED_MODELS, {})
 
     def notes(self, *suites: str) -> list[str]:
@@ -266,7 +264,6 @@ class Scores(WorkSummary):
 
     @property
     def averages(self) -> dict[str, dict[str, float]]:
-        """Average by model and suite."""
         return {
             name: {suite: scores.average for suite, scores in suites.items()}
             for name, suites in self.checkpoints.items()

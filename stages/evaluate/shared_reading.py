@@ -55,7 +55,6 @@ class SharedReading:
         return [result for result, _ in outcomes]
 
     def of_first(self, work: Callable[[], T]) -> T:
-        """What the first process makes, in all of them."""
         result = self.everywhere(lambda: work() if self.is_first else None)[0]
         assert result is not None
         return result

@@ -146,7 +146,6 @@ def figures(points: Sequence[Point]) -> dict[str, list[Picture]]:
 
 
 def draw_figures(points: Sequence[Point], folder: Path) -> None:
-    """Write both figures as PNG and SVG."""
     for name, pictures in figures(points).items():
         paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
         save_panels(pictures, *paths, columns=len(_PANELS))

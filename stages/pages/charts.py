@@ -135,7 +135,6 @@ def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> di
 
 
 def values(rows: Iterable[Row]) -> alt.InlineData:
-    """Rows of a chart."""
     return alt.InlineData(values=[dict(row) for row in rows])
 
 

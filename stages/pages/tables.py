@@ -79,11 +79,9 @@ class Table:
 
     @property
     def rows(self) -> list[Sequence[str]]:
-        """The rows of all groups."""
         return [row for group in self.groups for row in group.rows]
 
     def markdown(self) -> str:
-        """Heading and table."""
         return f"## {self.title}\n\n" + self.markdown_table()
 
     def markdown_table(self) -> str:

@@ -71,7 +71,6 @@ class Search:
 
     @property
     def sliding(self) -> int:
-        """Number of sliding KV heads in the whole model."""
         return self.mask.mask.num_sliding
 
     @property
@@ -143,7 +142,6 @@ class NeedleScores:
 
     @property
     def label(self) -> str:
-        """The model's name for people."""
         return label_of(self.name)
 
 
@@ -237,7 +235,6 @@ class Results:
         }
 
     def checkpoint(self, name: str) -> NeedleScores | None:
-        """Scores of the model of that name, if it was evaluated."""
         return next((scores for scores in self.needle if scores.name == name), None)
 
     @property
@@ -268,7 +265,6 @@ class Results:
 
     @property
     def total_gpu_hours(self) -> float:
-        """GPU hours of all stages that say so."""
         return sum(hours or 0.0 for hours in self.gpu_hours.values())
 
     @property

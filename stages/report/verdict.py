@@ -28,7 +28,6 @@ class Difference(NamedTuple):
 
     @classmethod
     def of_scores(cls, name: str, against: Against) -> Difference:
-        """The difference of two scores."""
         ends = against.difference_low, against.difference_high
         return cls(name, "points", against.difference, *ends, against)
 
@@ -131,5 +130,4 @@ def _loss_sentence(row: Difference) -> str:
 
 
 def kind_of(model: str) -> str:
-    """Trained or not."""
     return "untrained" if model == HYBRID else "trained"

@@ -95,5 +95,4 @@ class LiveView:
             self._board.add_scalar(f"search/{name}", value, point.step)
 
     def close(self) -> None:
-        """Put the scalars on disk."""
         self._board.close()

@@ -59,7 +59,6 @@ class Budget:
 
     @property
     def is_safe(self) -> bool:
-        """Whether it fits with the margin."""
         return self.need + self.margin <= self.capacity
 
     @property

@@ -126,7 +126,6 @@ class Loop:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the step."""
         return self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
 
     @property
@@ -315,7 +314,6 @@ class Loop:
 
     @property
     def unwrapped(self) -> Any:
-        """The model itself."""
         return self.accelerator.unwrap_model(self.model)
 
     def state(self) -> dict[str, Any]:

@@ -355,7 +355,6 @@ def processes() -> int:
 
 
 def wait(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every process is here."""
     if dist.is_initialized():
         dist.barrier(group)
 

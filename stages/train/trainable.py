@@ -98,7 +98,6 @@ def saved_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight is an adapter's."""
     return name.endswith((_A, _B))
 
 

@@ -13,7 +13,6 @@ COMMAND = Command("say which heads of a hybrid model slide and what its KV cache
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which model."""
     parser.add_argument("model", metavar="MODEL_DIR", help="directory, or name on the hub")
 
 

@@ -59,7 +59,6 @@ class CompareOptions(Section):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a comparison."""
     shared_options.add_options(parser, CompareOptions)
 
 

@@ -49,12 +49,10 @@ class Combination:
 
     @property
     def folder(self) -> str:
-        """Name of the combination's folder of links."""
         return f"{self.method}-{self.ratio:g}" + ("" if self.own_seed else f"-seed-{self.seed}")
 
     @staticmethod
     def order(method: str) -> tuple[int, int]:
-        """Place of a method in the tables."""
         return [*_GROUPS, _OTHERS].index(group_of(method)), list(METHODS).index(method)
 
     def __str__(self) -> str:
@@ -79,7 +77,6 @@ class ScoreRow:
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """Which suite, task and length."""
         return self.suite, self.task, self.length
 
 
@@ -204,7 +201,6 @@ class Comparison:
         ]
 
     def averages(self, models: Models, method: str, ratio: float, suite: str) -> list[ScoreRow]:
-        """A suite's averages of all seeds of one method at one ratio."""
         return [row for _, row in self.rows(models, method, ratio) if row.place == (suite, "", 0)]
 
     def samples(self, models: Models, method: str, ratio: float, suite: str) -> list[SampleScores]:

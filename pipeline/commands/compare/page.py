@@ -232,7 +232,6 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
 
 
 def _table_name(ratio: float, models: Models) -> str:
-    """The HTML id of the ratio's table of scores by task."""
     return f"tasks-{ratio:g}-{models}"
 
 

@@ -33,7 +33,6 @@ _OF_ONE = {"sizes": "stability", "granularities": "granularity", "with_training"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a study."""
     parser.add_argument("study", choices=STUDIES, help="what to find out")
     shared_options.add_options(parser, StudyOptions)
 

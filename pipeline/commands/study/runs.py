@@ -39,15 +39,12 @@ class Measured:
         return crossed_difference(own, other, is_score=measure == "score")
 
     def cost(self, name: str) -> float:
-        """Median over the seeds."""
         return median(run.costs[name] for run in self.runs)
 
     def record(self, prefix: str = "") -> dict[str, Any]:
-        """Both measures for a JSON file."""
         return {f"{prefix}{measure}": self.mean(measure)._asdict() for measure in _MEASURES}
 
     def differences(self, base: Measured) -> dict[str, Any]:
-        """Both differences for a JSON file."""
         return {f"{one}_difference": self.difference(one, base)._asdict() for one in _MEASURES}
 
     def cells(self, base: Measured | None = None, *, is_compared: bool = False) -> list[str]:

@@ -167,12 +167,10 @@ class StudiedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the model."""
         return model_fingerprint(self.model)
 
     @property
     def label(self) -> str:
-        """The model's name on pages."""
         return model_label(self.recipe.model.path)
 
     @property
@@ -182,7 +180,6 @@ class StudiedModel:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Layers with full attention, and KV heads of each."""
         return mask_shape(self.model.config)
 
     def examples(self, space: SeedSpace, seed: int, count: int) -> CalibrationSet:

@@ -103,7 +103,6 @@ class HarnessEvaluation(SuiteSection):
 
     @property
     def task_names(self) -> list[str]:
-        """The tasks, LongBench's one by one."""
         return list(dict.fromkeys(one for name in self.tasks for one in self.expanded(name)))
 
     @property

@@ -102,7 +102,6 @@ class Helmet(PromptEvaluation):
         return sorted(name for name in self._named() if (folder / name).is_file())
 
     def missing_files(self, folder: Path) -> Iterator[str]:
-        """The files of the tasks and lengths."""
         for name in self._named():
             if not (folder / name).is_file():
                 yield f"{folder} has no {name} of HELMET"

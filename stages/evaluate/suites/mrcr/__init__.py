@@ -35,7 +35,6 @@ class Mrcr(PromptEvaluation):
     )
 
     def missing_files(self, folder: Path) -> Iterator[str]:
-        """A file of samples."""
         if not self.files(folder):
             yield f"{folder} has no Parquet or JSONL file of openai/mrcr"
 

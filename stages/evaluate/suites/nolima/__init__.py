@@ -45,7 +45,6 @@ class Nolima(PromptEvaluation):
         return self.most_samples * self.max_new_tokens
 
     def missing_files(self, folder: Path) -> Iterator[str]:
-        """A needle set and a book."""
         if self.needle_set not in self.files(folder):
             yield (
                 f"{folder} has no needle set {self.needle_set} of NoLiMa; it is named by its place "
