@@ -96,8 +96,11 @@ class ActivationCache:
             None if entry.state is not None else state, () if entry.outputs else tuple(outputs)
         )
         size = new.nbytes
-        if not size or not self._make_room(size, key):
+        victims = self._victims(size, key) if size else None
+        if victims is None:
             return
+        for victim in victims:
+            self.bytes -= self.entries.pop(victim).nbytes
         entry.state = entry.state if new.state is None else new.state
         entry.outputs = entry.outputs or new.outputs
         entry.last_used = self._pass
@@ -119,13 +122,6 @@ class ActivationCache:
     def has_room(self, mask: HeadMask, layer: int, batch: int, size: int) -> bool:
         """Whether an entry of `size` bytes would be kept for a layer."""
         return self._victims(size, (layer, _rows(mask, layer), batch)) is not None
-
-    def _make_room(self, size: int, key: Key) -> bool:
-        """Drop entries until `size` bytes fit; False, and nothing is dropped, where they do not."""
-        victims = self._victims(size, key)
-        for victim in victims or ():
-            self.bytes -= self.entries.pop(victim).nbytes
-        return victims is not None
 
     def _victims(self, size: int, key: Key) -> list[Key] | None:
         """The least recently used entries without which `size` bytes fit; None where they do not.

@@ -258,14 +258,11 @@ class Store:
         same = isinstance(content, dict) and content.get("stages") == list(stages)
         return str(content["id"]) if same and isinstance(content.get("id"), str) else None
 
-    def note_force(self, recipe: str, stages: Sequence[str]) -> str:
-        """The name of a forced run: that of `force_id`, else a new one."""
-        known = self.force_id(recipe, stages)
-        if known is not None:
-            return known
-        name = os.urandom(8).hex()
-        write_json(self._force_file(recipe), {"stages": list(stages), "id": name})
-        return name
+    def note_force(self, recipe: str, stages: Sequence[str]) -> None:
+        """Name a forced run of these stages, unless it goes on with that of `force_id`."""
+        if self.force_id(recipe, stages) is None:
+            content = {"stages": list(stages), "id": os.urandom(8).hex()}
+            write_json(self._force_file(recipe), content)
 
     def forget_force(self, recipe: str) -> None:
         remove(self._force_file(recipe))

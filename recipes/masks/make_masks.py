@@ -63,7 +63,9 @@ def main() -> None:
 def with_provenance(file: HeadMaskFile, provenance: dict[str, Any]) -> str:
     """The mask file's text, with where it comes from beside its own fields."""
     content = replace(file, model=model_label(file.model)).content | {"provenance": provenance}
-    return _compact(json.dumps(content, indent=1)) + "\n"
+    numbers = r"\[\s*([\d,\s]*?)\s*\]"  # a list of them, which gets one line
+    text = json.dumps(content, indent=1)
+    return re.sub(numbers, lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
 
 
 def _searched(
@@ -144,13 +146,6 @@ def masks_of_study(
 def _name(method: str, ratio: float, granularity: int) -> str:
     units = f"-g{granularity}" if granularity > 1 else ""
     return f"{method}{units}-{ratio:g}"
-
-
-def _compact(text: str) -> str:
-    """Lists of numbers on one line each."""
-    return re.sub(
-        r"\[\s*([\d,\s]*?)\s*\]", lambda match: "[" + " ".join(match[1].split()) + "]", text
-    )
 
 
 if __name__ == "__main__":

@@ -146,14 +146,17 @@ def _suites(
     tables: dict[str, Any],
 ) -> list[Suite]:
     """The suites of a recipe; `tables` gets what scores.json says of prompts and texts."""
-    section, suites = config.section, list[Suite]()
+    section, model, suites = config.section, config.model, list[Suite]()
+    loaded = load_config(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
     chat, tables["prompts"] = _chat_template(section, tokenizer)
     common = {
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
         "places": Places(
-            (config.shared or own) / "samples", Path(config.model.path, "README.md"), calibration,
-            _positions(config),
+            (config.shared or own) / "samples", Path(model.path, "README.md"), calibration,
+            most_positions(loaded),
         ),
     }  # fmt: skip
     for name, one in section.suites.items():
@@ -163,14 +166,6 @@ def _suites(
     if texts := {key: text for suite in suites for key, text in suite.texts.items()}:
         tables["corpus"] = texts
     return suites
-
-
-def _positions(config: StageConfig[EvaluateConfig]) -> int | None:
-    model = config.model
-    loaded = load_config(
-        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    return most_positions(loaded)
 
 
 def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:

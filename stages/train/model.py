@@ -69,7 +69,9 @@ def load_for_training(
     would not be computed in grouped products.
     """
     if train.liger:
-        _check_liger_possible()
+        if not torch.cuda.is_available():
+            raise UserError("train.liger = true needs a GPU, and none is visible; set it to false")
+        require_package("liger-kernel", "train.liger = true", "set train.liger = false")
     loaded: PreTrainedModel = load_model(
         model_dir,
         dtype=torch.float32,
@@ -182,12 +184,6 @@ def saved_dtype(model_dir: Path) -> torch.dtype:
     """Precision the model's directory says its weights are saved in."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-def _check_liger_possible() -> None:
-    if not torch.cuda.is_available():
-        raise UserError("train.liger = true needs a GPU, and none is visible; set it to false")
-    require_package("liger-kernel", "train.liger = true", "set train.liger = false")
 
 
 def apply_liger(model: Any) -> None:

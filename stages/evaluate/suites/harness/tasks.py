@@ -113,14 +113,11 @@ def _unknown(names: Sequence[str]) -> dict[str, str | None]:
             # Files that others include, and that hold their tags, have no suffix.
             if file.suffix in ("", ".yaml") and file.is_file():
                 text = file.read_text(encoding="utf-8", errors="replace")
-                unknown -= {name for name in unknown if _word(name).search(text)}
+                words = ((n, rf"(?<![\w.+-]){re.escape(n)}(?![\w.+-])") for n in unknown)
+                unknown -= {name for name, word in words if re.search(word, text)}
     known = sorted({path.stem for path in below.rglob("*")}) if unknown else []
     near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name in unknown}
     return {name: found[0] if found else None for name, found in near.items()}
-
-
-def _word(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])")
 
 
 def task_manager(names: Sequence[str]) -> Any:
