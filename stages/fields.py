@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from unicodedata import category
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-if TYPE_CHECKING:
-    from typing import Self
 
 # Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens

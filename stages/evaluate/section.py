@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from stages.fields import Section
 from stages.stage import LoadedRecipe
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclass(frozen=True)

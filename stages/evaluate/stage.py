@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model
 
@@ -21,9 +21,6 @@ from stages.fields import Count, Flag, Section, different
 from stages.kv_budgets import KvBudgets, front_faults
 from stages.search.stage import SearchConfig, window_faults
 from stages.stage import LoadedRecipe, Recipe, Stage
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class _Prompts(Section):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Self
 
 from pydantic import Field
 
 from stages.fields import Line, Number, Section
 from stages.stage import Recipe, Stage
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class ReportConfig(Section):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,9 +36,6 @@ from stages.fields import (
     parse_number,
 )
 from stages.formats import format_bytes
-
-if TYPE_CHECKING:
-    from typing import Self
 
 # One in HELD_OUT_EVERY calibration examples is kept from a search for a front, to score its points.
 HELD_OUT_EVERY = 4

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -30,9 +30,6 @@ from stages.search.budget import (
     sliding_ratio,
 )
 from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def _mask_file(_search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
