@@ -11,6 +11,7 @@ import altair as alt
 
 from bosch.model.cache_size import CacheSize
 from bosch.search.methods import METHODS
+from bosch.window import Window
 from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, SuiteScores, named_window
 from stages.formats import (
     format_bytes,
@@ -106,8 +107,8 @@ def head_mask(search: Search) -> Picture:
     """Layers (x) by KV heads (y), with a colour for full heads and for those of each window."""
     mask, sliding = search.mask.mask, search.mask.mask.swa_kv_heads
     several = len(search.windows) > 1
-    named = {one: f"W = {one.size:,}" if several else "sliding" for one in search.windows}
-    kinds = {None: "full", **named}
+    kinds: dict[Window | None, str] = {None: "full"}
+    kinds |= {one: f"W = {one.size:,}" if several else "sliding" for one in search.windows}
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
         for layer, own in enumerate(mask.windows_per_layer(search.mask.windows))
