@@ -6,6 +6,7 @@ Weights are permuted, the layout is in the config.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -126,10 +127,8 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
             _replace(model, name, weight.to("meta"))
     hybrid.tie_weights()
     hybrid.to(device)
-    if model.generation_config is not None:
-        hybrid.generation_config = type(model.generation_config).from_dict(
-            model.generation_config.to_dict()
-        )
+    # Whole, with the mark by which transformers saves a published one that it finds odd.
+    hybrid.generation_config = deepcopy(model.generation_config)
     return hybrid.eval()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.evaluate.answers import ModelError
@@ -41,6 +44,18 @@ def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str
     [[(_, answer)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
     assert answer == expected
     assert all(getattr(model.generation_config, name) for name in settings)
+
+
+def test_a_hybrid_is_saved_with_sampling_settings_that_its_base_does_not_use(
+    tmp_path: Path,
+) -> None:
+    """As transformers saves the base itself, whose published file nobody has changed."""
+    small_model().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    base = load_model(str(tmp_path))
+    materialize(base, random_mask(), Window(6)).save_pretrained(tmp_path / "hybrid")
+    saved = json.loads((tmp_path / "hybrid" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"]) == (False, 0.6)
 
 
 @pytest.mark.parametrize(
