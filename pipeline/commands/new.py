@@ -37,7 +37,7 @@ SMOKE = (
     "train.checkpoint_tokens=[256k]",
     "evaluate.needle.samples=4",
 )
-_LONGEST, _SHORTEST = 4096, 256
+_LONGEST, _SHORTEST = 4096, 512
 _KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _RECIPE = """\
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     length = min(_LONGEST, most or _LONGEST)
     if length < _SHORTEST:
         raise UserError(
-            f"{options.model}: has {length} positions; a search takes at least {_SHORTEST}"
+            f"{options.model}: has {length} positions; a recipe's needle tasks need {_SHORTEST}"
         )
     length = 1 << length.bit_length() - 1
     write_text(file, recipe_text(file, options.model, options.data, length))

@@ -414,7 +414,7 @@ def test_new_names_the_recipe_after_the_folder_of_the_model(
         Path("my_model.yaml").unlink()
 
 
-@pytest.mark.parametrize(("positions", "status"), [(255, 2), (256, 0), (40_960, 0), (None, 0)])
+@pytest.mark.parametrize(("positions", "status"), [(511, 2), (512, 0), (40_960, 0), (None, 0)])
 def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
     case: Case, positions: int | None, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,8 +428,9 @@ def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
         assert content["model"]["path"] == "../model"
         (source,) = content["prepare"]["sources"]
         assert (source["kind"], source["path"]) == ("huggingface", "org/name")
-        length = {256: 256}.get(positions or 0, "4k")
-        assert content["prepare"]["sequence_length"] == length
+        lengths = {512: [512]}.get(positions or 0, ["2k", "4k"])
+        assert content["evaluate"]["needle"]["lengths"] == lengths
+        assert content["prepare"]["sequence_length"] == lengths[-1]
 
 
 @pytest.mark.parametrize(("shown", "rank"), [(False, 0), (True, 0), (True, 3)])
