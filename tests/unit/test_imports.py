@@ -6,6 +6,7 @@ pyproject.toml declares every package that the code imports, and no version belo
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib.metadata
 import re
@@ -80,9 +81,11 @@ def _name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {
-    _name(path): _tree(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
-}
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    return {
+        _name(path): _tree(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    }
 
 
 def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
@@ -95,7 +98,7 @@ def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
             assert node.level == 0, f"{name}: relative import"
             for alias in node.names:
                 member = f"{node.module}.{alias.name}"
-                result.add(member if member in MODULES else str(node.module))
+                result.add(member if member in modules() else str(node.module))
     return {one for one in result if one.partition(".")[0] in (*PACKAGES, "tests")} - {name}
 
 
@@ -105,7 +108,9 @@ def functions(tree: ast.Module) -> Iterator[ast.AST]:
             yield from ast.walk(node)
 
 
-IMPORTS = {name: imports(name, ast.walk(tree)) for name, tree in MODULES.items()}
+@functools.cache
+def imports_of_modules() -> dict[str, set[str]]:
+    return {name: imports(name, ast.walk(tree)) for name, tree in modules().items()}
 
 
 def floor(name: str) -> int:
@@ -119,7 +124,7 @@ def floor(name: str) -> int:
 def test_packages_use_only_those_below_them() -> None:
     wrong = [
         f"{name} imports {used}"
-        for name, all_used in IMPORTS.items()
+        for name, all_used in imports_of_modules().items()
         for used in sorted(all_used)
         if used.partition(".")[0] not in USES[name.partition(".")[0]] | {name.partition(".")[0]}
     ]
@@ -128,7 +133,7 @@ def test_packages_use_only_those_below_them() -> None:
 
 def test_floors_use_only_those_below_them() -> None:
     wrong = []
-    for name, all_used in IMPORTS.items():
+    for name, all_used in imports_of_modules().items():
         package, _, rest = name.partition(".")
         if package not in FLOORS or not rest:
             continue
@@ -143,14 +148,15 @@ def test_floors_use_only_those_below_them() -> None:
 
 def test_nothing_is_imported_in_a_circle() -> None:
     """Of what type checkers alone import neither."""
-    order = list(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError
-    assert len(order) >= len(MODULES)
+    graph = graphlib.TopologicalSorter(imports_of_modules())
+    order = list(graph.static_order())  # raises CycleError
+    assert len(order) >= len(modules())
 
 
 def test_no_function_imports_a_module_of_the_project() -> None:
     lazy = {
         f"{name} imports {used}"
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for used in imports(name, functions(tree))
     }
     assert lazy - LAZY.keys() == set()

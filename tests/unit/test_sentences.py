@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nltk.data
 import pytest
-from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTrainer, save_punkt_params
 
 from data_prep.tasks.words import sentences_identity, split_by_rule
 from data_prep.text import pydoc_topics
@@ -19,9 +18,6 @@ from data_prep.text import pydoc_topics
 ROOT = Path(__file__).parents[2]
 # An abbreviation that the corpus teaches: the rule ends a sentence there.
 TEXT = "It has many uses, approx. Ten of them are known. Others follow."
-CORPUS = " ".join(list(pydoc_topics().values())[:20]) + (
-    " Of approx. five uses, approx. two count." * 50
-)
 _SPLIT = """
 import json, sys
 from data_prep.tasks.words import nltk_folders, sentences_identity, split_as_ruler
@@ -29,6 +25,12 @@ print(json.dumps([sentences_identity(), split_as_ruler(sys.stdin.read())]))
 import nltk
 assert list(map(str, nltk_folders())) == nltk.data.path
 """
+
+
+@pytest.fixture(scope="module")
+def nltk() -> Any:
+    """Imported here: it takes seconds, of every process that collects the tests."""
+    return importlib.import_module("nltk")
 
 
 def _split(data: Path) -> tuple[str, list[str]]:
@@ -42,7 +44,7 @@ def _split(data: Path) -> tuple[str, list[str]]:
     return identity, sentences
 
 
-def test_its_data_is_looked_for_where_nltk_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_data_is_looked_for_where_nltk_does(nltk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Path] = []
     monkeypatch.setattr(Path, "is_dir", lambda path: looked.append(path))
     assert sentences_identity() == "built in"
@@ -57,14 +59,19 @@ def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sentences_identity() == "built in"
 
 
-def test_punkt_splits_where_its_data_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_punkt_splits_where_its_data_is(
+    nltk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _split(tmp_path) == ("built in", split_by_rule(TEXT))
     folder = tmp_path / "tokenizers/punkt_tab/english"
     folder.mkdir(parents=True, mode=0o700)
-    parameters: Any = PunktTrainer(CORPUS).get_params()
+    corpus = " ".join(list(pydoc_topics().values())[:20])
+    corpus += " Of approx. five uses, approx. two count." * 50
+    punkt = nltk.tokenize.punkt
+    parameters = punkt.PunktTrainer(corpus).get_params()
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])  # it writes nowhere else
-    save_punkt_params(parameters, str(folder))
+    punkt.save_punkt_params(parameters, str(folder))
     identity, sentences = _split(tmp_path)
     assert identity.startswith("punkt of nltk ")
-    assert sentences == PunktSentenceTokenizer(parameters).tokenize(TEXT)
+    assert sentences == punkt.PunktSentenceTokenizer(parameters).tokenize(TEXT)
     assert len(sentences) == 2 and len(split_by_rule(TEXT)) == 3
