@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch import ranks
 from bosch.objective.evaluation_log import EvaluationLog
 from stages.context import StageConfig
 from stages.search.run import run
@@ -23,5 +24,6 @@ def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> d
             os.kill(os.getpid(), signal.SIGKILL)
 
     if "KILL_AT" in os.environ:
+        ranks.REPORT_SECONDS = 1.0  # what the other one waits for it
         EvaluationLog.append = append_or_die  # type: ignore[method-assign]
     return run(config, inputs, work_dir)
