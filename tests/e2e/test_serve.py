@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from tests.hybrid_case import random_mask, small_model
 from tests.model_server import running
 from tests.tiny_data import tiny_tokenizer
 
-openai = pytest.importorskip("openai", reason="the extra 'serve' is not installed")
-pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
+pytestmark = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("openai", "fastapi", "uvicorn")),
+    reason="the extra 'serve' is not installed",
+)
 
 WINDOW, NEW = 7, 16
 PROMPT = "A statement that raises an exception is one of the simple statements of the language."
@@ -46,6 +48,8 @@ def _greedy(model: Any, tokenizer: Any) -> str:
 
 
 def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
+    import openai  # a second, of every process that collects the tests
+
     model, tokenizer = small_model(vocab_size=512), tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     hybrid = materialize(model, random_mask(), Window(WINDOW))
