@@ -9,8 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +85,9 @@ def results(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command that a user types, and from the search on the same in forked processes."""
+    """The command that a user types, and after its first stage the same in forked processes."""
     root = tmp_path_factory.mktemp("undisturbed")
-    finish(root, "--until", "search")
+    finish(root, "--until", "prepare")
     done = Forked(["run", RECIPE, *SMALL, f"runtime.output_root={root}"], root / "log").done(600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return root
@@ -119,9 +117,7 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     assert "<svg" in page
     assert "http-equiv" in page
     assert 'href="quickstart/report/index.html"' in (undisturbed / "index.html").read_text()
-    began = time.monotonic()
     assert "nothing to do" in finish(undisturbed)
-    assert time.monotonic() - began < 10
     printed = finish(undisturbed, "search.swa_ratio=0.5", "--dry-run")
     assert "prepare      cached" in printed
     assert "search.swa_ratio changed 0.75 → 0.5" in printed
@@ -160,9 +156,8 @@ def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) 
 
 
 def _evaluate(root: Path, *options: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
-    command = [sys.executable, "-m", "pipeline", "evaluate", RECIPE, *SMALL, "--verbose"]
-    command += [f"runtime.output_root={root}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    arguments = ["evaluate", RECIPE, *SMALL, "--verbose", f"runtime.output_root={root}", *options]
+    done = Forked(arguments, root / "log").done(300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "niah_single_2 at 256" in done.stdout
     return json.loads((root / "quickstart/evaluation/scores.json").read_text()), done
