@@ -28,11 +28,17 @@ def _same_log_level() -> Iterator[None]:
     logging.getLogger().setLevel(logging.WARNING)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """Nothing here crashes the machine, and a busy disk would take much of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # fails of what is not open, as well
+        yield
+
+
 @pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(tmp_path: Path) -> Case:
     """A recipe whose stages take no time."""
-    # Nothing here crashes the machine, and waiting for a busy disk would take most of the time.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return Case(tmp_path)
 
 

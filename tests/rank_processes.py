@@ -209,6 +209,7 @@ def _run(
     errors: str | None = None,
 ) -> None:
     gc.freeze()  # what the server has imported is read by no collection, which would copy it
+    os.fsync = os.fstat  # as in tests/conftest.py
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if errors else descriptor, 2)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bosch.journal import Journal
 from pipeline.recipe.load import load_recipe
 from pipeline.run.runner import Runner, RunOptions
-from pipeline.run.worker import execute
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
-from stages.stage import World
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
 from tests.crash_states import State, recorded
-from tests.pipeline_case import Case, fake_table
+from tests.pipeline_case import Case, fake_table, in_process
 from tests.tiny_data import tiny_tokenizer
 
 
@@ -32,12 +28,9 @@ def enough(states: list[State], least: int) -> list[State]:
 def test_publishing_loses_and_invents_nothing(tmp_path: Path) -> None:
     case = Case(tmp_path)
 
-    def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        return execute(order)
-
     def run() -> Runner:
         loaded = load_recipe(case.file, stages=fake_table())
-        runner = Runner(loaded, RunOptions(until="search"), launcher)
+        runner = Runner(loaded, RunOptions(until="search"), in_process)
         runner.run()
         return runner
 
