@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, read_json
@@ -46,10 +46,10 @@ def is_local(path: str) -> bool:
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder and folders that it links to, in no order; hidden ones are left out.
 
-    Raises UserError for what cannot be read: a link that leads nowhere or to a folder around it, a
-    pipe, socket or device.
+    Raises UserError for what cannot be read: a folder that cannot be listed, a link that leads
+    nowhere or to a folder around it, a pipe, socket or device.
     """
-    for directory, folders, names in os.walk(folder, followlinks=True):
+    for directory, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             _check_link(folder, Path(directory, name))
@@ -59,6 +59,10 @@ def files_below(folder: Path) -> Iterator[Path]:
                 continue
             _require_file(path)
             yield path
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename} cannot be listed ({error.strerror})")
 
 
 def _check_link(folder: Path, path: Path) -> None:

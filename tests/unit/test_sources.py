@@ -371,6 +371,22 @@ def test_what_cannot_be_read_is_no_part_of_a_source(tmp_path, harm, what, patter
         KINDS["text"].check("prepare", str(tmp_path / pattern))
 
 
+def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+    for path in (tmp_path / "a.txt", tmp_path / "sub" / "b.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("one")
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.path.basename(path) == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"sub cannot be listed \(Permission denied\)"):
+        KINDS["text"].check("prepare", str(tmp_path))
+
+
 def test_a_damaged_index_is_no_source(tmp_path):
     (tmp_path / "index.json").write_bytes(b"{")
     with pytest.raises(UserError, match="not an index of MDS shards"):
