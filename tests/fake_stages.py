@@ -73,7 +73,7 @@ def refuse(loaded: LoadedRecipe) -> None:
 
 def _save_and_stop(signum: int, frame: object) -> None:
     """As training does, which takes longer to save than a runner waits after Ctrl-C."""
-    time.sleep(4)
+    time.sleep(3)
     raise StoppedError("saved")
 
 
