@@ -368,10 +368,12 @@ def test_the_seconds_of_a_stopped_search_are_those_of_all_its_attempts(
     assert model.search(Setting("bosch", 0.5, 3), 1).costs["seconds"] < 600
 
 
-def without_change(folder: Path) -> LoadedRecipe:
-    """A recipe whose training changes no weight."""
+@pytest.fixture
+def without_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRecipe:
+    """A recipe whose training changes no weight, and whose searches draw nothing."""
+    monkeypatch.setattr("stages.search.run.write_traces", lambda *_: None)
     changes = [
-        *SMALL, "prepare.train_tokens=8k", f"runtime.output_root={folder / 'runs'}",
+        *SMALL, "prepare.train_tokens=8k", f"runtime.output_root={tmp_path / 'runs'}",
         "train={total_tokens: 600, batch_tokens: 256, learning_rate: 1e-30, warmup_ratio: 0, "
         "checkpoint_tokens: [], mixed_precision: 'no'}", "materialize.dtype=float32",
     ]  # fmt: skip
@@ -388,13 +390,15 @@ def noting(stages: list[str]) -> Launcher:
     return launcher
 
 
-def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path) -> None:
+def test_headbench_with_training_scores_each_mask_trained_as_well(
+    without_change: LoadedRecipe, tmp_path: Path
+) -> None:
     stages: list[str] = []
     options = StudyOptions(
         methods=("rand", "dcam"), ratios=(0.5,), budgets=(3,), seeds=2, held_out=5,
         with_training=True,
     )  # fmt: skip
-    model = StudiedModel(without_change(tmp_path), options, tmp_path / "study", noting(stages))
+    model = StudiedModel(without_change, options, tmp_path / "study", noting(stages))
     result = headbench.study(model)
     assert stages.count("train") == 2 + 1 + 2, "rand draws two masks, dcam one, and two are uniform"
     assert len(result.records) == 4
@@ -405,10 +409,12 @@ def test_headbench_with_training_scores_each_mask_trained_as_well(tmp_path: Path
     assert "trained for 512 tokens" in result.text, "two whole steps"
 
 
-def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_path: Path) -> None:
+def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(
+    without_change: LoadedRecipe, tmp_path: Path
+) -> None:
     orders: list[str] = []
-    loaded, options, launcher = without_change(tmp_path), StudyOptions(held_out=5), noting(orders)
-    model = StudiedModel(loaded, options, tmp_path / "study", launcher)
+    options, launcher = StudyOptions(held_out=5), noting(orders)
+    model = StudiedModel(without_change, options, tmp_path / "study", launcher)
     one = HeadMask.from_key("3x4:0a50")
     several = HeadMask.of_choices([[0, 1, 2, 1], [2, 2, 0, 0], [1, 0, 1, 2]])
     cases: list[tuple[HeadMask, Window | tuple[Window, ...] | None]] = [
@@ -420,7 +426,7 @@ def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(tmp_pa
         stages = ["search", "materialize", "train"]
         assert orders == (stages if orders[0] == "search" else ["prepare", *stages])
         orders.clear()
-    again = StudiedModel(loaded, options, tmp_path / "study", launcher)
+    again = StudiedModel(without_change, options, tmp_path / "study", launcher)
     np.testing.assert_array_equal(again.trained(one), model.trained(one))
     assert orders == []
 
