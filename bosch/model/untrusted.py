@@ -145,7 +145,7 @@ def _code_faults(content: Any, place: str = "") -> Iterator[str]:
                 yield f"{path} = {value!r:.80} would load code; take it out, or set one of {known}"
         elif name in _REFUSED and value not in (None, False):
             yield f"{path} = {value!r:.80} would load other code or files; take it out"
-        elif name in _QUANTISATION and value is not None and not _is_known(value):
+        elif name in _QUANTISATION and value is not None and _quantiser(value) not in _QUANTISERS:
             kind = value.get("quant_method") if isinstance(value, Mapping) else value
             yield (
                 f"{path}: weights quantised by {kind!r:.60} are not read; take the model's plain "
@@ -154,9 +154,19 @@ def _code_faults(content: Any, place: str = "") -> Iterator[str]:
         yield from _code_faults(value, f"{place}{name:.60}.")
 
 
-def _is_known(quantisation: Any) -> bool:
+def _quantiser(quantisation: Any) -> Any:
+    """The name a `quantization_config` gives; None where it names none."""
     if not isinstance(quantisation, Mapping):
-        return False
+        return None
     by_flag = any(quantisation.get(flag) is True for flag in ("load_in_4bit", "load_in_8bit"))
-    method = quantisation.get("quant_method", "bitsandbytes" if by_flag else None)
-    return isinstance(method, str) and method in _QUANTISERS
+    return quantisation.get("quant_method", "bitsandbytes" if by_flag else None)
+
+
+def lasting_quantiser(config: Mapping[str, Any]) -> str | None:
+    """What quantised the weights of a checked configuration so that they are loaded as such.
+
+    None where they are plain, or of a kind that `load_model` makes plain.
+    """
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    named = [_quantiser(part.get(name)) for part in parts for name in _QUANTISATION]
+    return next((name for name in named if name not in (None, *DEQUANTISED)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic import AfterValidator, Field
 from bosch.errors import RunError
 from bosch.files import read_json, read_within
 from bosch.model.stored_config import StoredConfig
+from bosch.model.untrusted import lasting_quantiser
 from bosch.search.methods import METHODS
 from stages.fields import Section, file_size
 from stages.published import RUN_AGAIN, Record, Summary
@@ -134,6 +136,15 @@ def _point(loaded: LoadedRecipe) -> dict[str, Any]:
     return {"search": {"budget": search.chosen_budget.model_dump(mode="json")}}
 
 
+def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    quantiser = lasting_quantiser(loaded.info.config) if loaded.info is not None else None
+    if quantiser is not None:
+        yield (
+            f"model.path: the model's weights are quantised by {quantiser}, and no hybrid can be "
+            "made of them; name the model's plain weights"
+        )
+
+
 STAGE = Stage(
     "materialize",
     "stages.materialize.run:run",
@@ -141,6 +152,7 @@ STAGE = Stage(
     version=8,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
+    checks=_faults,
     model="weights",
     card=_licence,
     choices=_point,

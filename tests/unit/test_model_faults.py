@@ -148,7 +148,7 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
         {"model_type": "gpt_oss"},
         {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
         {"attn_implementation": "flash_attention_2", "experts_implementation": None},
-        {"use_kernels": False, "quantization_config": {"load_in_8bit": True}},
+        {"use_kernels": False, "quantization_config": {"quant_method": "fp8"}},
         {"model_type": "olmo3", "sliding_window": 9},
         {"model_type": "exaone4", "sliding_window": 9, "sliding_window_pattern": 2},
         {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},
@@ -157,6 +157,22 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
 def test_models_that_have_full_layers_are_not_refused(case: Case, config: dict[str, Any]) -> None:
     case.change_config(**{"layer_types": None, **config})
     assert load_recipe(case.file).info is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "quantiser"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"vision": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+    ],
+)
+def test_weights_of_which_no_hybrid_can_be_made_are_refused_before_the_search(
+    case: Case, config: dict[str, Any], quantiser: str
+) -> None:
+    case.change_config(**config)
+    assert case.fault().startswith(f"model.path: the model's weights are quantised by {quantiser},")
 
 
 def test_a_hybrid_hub_name_needs_no_network_for_status(case: Case) -> None:
