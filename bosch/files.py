@@ -316,7 +316,7 @@ def file_digest(path: Path) -> str:
 
 
 def file_stamp(path: str | os.PathLike[str]) -> Stamp:
-    """What changes with every change of a file, also with one that is taken back.
+    """A stamp that changes with every write to a file, even one that restores its content.
 
     The time of the last change (ctime) cannot be set. A link's own count too: it may be led
     elsewhere and back. Raises OSError.
@@ -357,7 +357,7 @@ def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """What is no longer as `file_hashes` saw it; None if all is.
+    """The first difference to what `file_hashes` saw, or None.
 
     Nothing may be added to the folders of these files; what lies beside them does not matter.
     """

@@ -1,4 +1,4 @@
-"""What tells this process from those of other machines and containers, and ends it in time."""
+"""Identity of this process among machines and containers, and its end by signals."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ModelConfig(Section):
 
 
 class Runtime(Section):
-    """What does not change results and is not part of any key."""
+    """Settings that change no results and are in no key."""
 
     output_root: Annotated[PathText, Input()] = Field(
         "runs", description="Folder of the store and of runs/<recipe name>."

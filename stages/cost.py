@@ -1,4 +1,4 @@
-"""What a stage costs, for `plan`: operations, bytes on disk, hours on named devices; no torch."""
+"""Cost of a stage, for `plan`: operations, bytes on disk, hours on named devices; no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EFFICIENCY = 0.4
 
 @dataclass(frozen=True)
 class Devices:
-    """What is planned for: `count` devices called `name`, GPUs with a process each, or CPU cores.
+    """The devices of a plan: `count` devices called `name`, GPUs with a process each, or CPU cores.
 
     `local_processes` load their model into one machine's memory. `efficiency` is the share of the
     peak that the user names. `memory` is what a process may hold, in bytes.

@@ -120,7 +120,7 @@ def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], 
 
 
 def input_faults(key: str, section: Section) -> Iterator[str]:
-    """What is wrong with the paths of the section under a recipe's `key`, a message each."""
+    """Faults of the paths of the section under a recipe's `key`, a message each."""
     for place, owner in _sections(section):
         for name, path in owner:
             mark = _mark(owner, name)

@@ -44,7 +44,7 @@ def folder_name(value: str) -> str:
 
 
 class Recipe(Section):
-    """What every recipe has beside the sections of its stages, which `recipe_type` adds.
+    """Fields of every recipe, without the sections of its stages, which `recipe_type` adds.
 
     Paths are absolute once it is loaded; a hub model stays a name.
     """

@@ -1,4 +1,4 @@
-"""What every test gets."""
+"""Fixtures of every test."""
 
 from __future__ import annotations
 

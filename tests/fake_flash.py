@@ -1,4 +1,4 @@
-"""What flash-attn's two functions are documented to compute, in plain torch, in any dtype.
+"""flash-attn's two functions by their documentation, in plain torch, in any dtype.
 
 `install` lets the backends for a GPU run by it.
 

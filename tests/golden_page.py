@@ -1,4 +1,4 @@
-"""What stands on a page, line by line, and in its charts; the golden report and comparison.
+"""Text of a page, line by line, and data of its charts: the golden report and comparison.
 
     python -m tests.golden_page
 

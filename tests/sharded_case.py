@@ -1,4 +1,4 @@
-"""What each of several processes that share one model finds, to test sharding with."""
+"""Results of each process of a sharded model, for tests of sharding."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def compute_attention(call: AttentionCall) -> Tensor:
 
 
 def _needs(call: AttentionCall) -> dict[str, str]:
-    """What a backend must be able to do for a call, as `lacking` takes it."""
+    """Capabilities that a call needs of a backend, for `lacking`."""
     query, transform, needs = call.query, call.transform, {}
     if transform.softcap is not None:
         needs["softcap"] = "the model has"

@@ -1,4 +1,4 @@
-"""What each attention backend can compute, and what to say where it cannot. Needs no torch.
+"""Capabilities of the attention backends, and messages for what they lack. Needs no torch.
 
 A backend is a file in this folder that registers its entry. Its function stands there too, with
 torch imported inside it, or in a file of its own.
@@ -40,7 +40,7 @@ def _always() -> bool:
 
 
 class BackendEntry(NamedTuple):
-    """What a backend is.
+    """Description of a backend.
 
     `function`: `module:name` of what computes one layer's attention, an `AttentionFunction`.
     `kernel`: part of the name of an operation it cannot do without. `aliases`: what transformers
@@ -101,7 +101,7 @@ def resolve_backend(name: str = "auto") -> str:
 
 
 def lacking(backend: str, requests: Mapping[str, str]) -> list[str]:
-    """What a backend lacks, a message each; "auto" lacks nothing.
+    """The missing capabilities of a backend, a message each; "auto" lacks nothing.
 
     `requests` says for each ability, by its name in `_LACKS`, who asks for it: "the model has 2".
     """

@@ -32,7 +32,7 @@ _COMMAND = re.compile(r'^COMMAND = \w+\(\s*("[^"\n]*")', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Command:
-    """What a command is, beside its options: `run(options)` returns the exit status.
+    """Description of a command, without its options: `run(options)` returns the exit status.
 
     `json`: with `--json` it prints one JSON value for programs, and nothing else.
     """
@@ -57,7 +57,7 @@ def find_command(name: str, packages: Sequence[ModuleType]) -> ModuleType | None
 
 
 def command_help(packages: Sequence[ModuleType]) -> dict[str, str]:
-    """What every command does, by its name: read from the source, since some import for seconds."""
+    """Descriptions of all commands by name, read from the source: importing takes seconds."""
     about = {}
     for package in packages:
         for own in pkgutil.iter_modules(package.__path__):

@@ -38,7 +38,7 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 @dataclass
 class GroupCache:
-    """What a cache holds of one group of heads: keys and values [B, HG, R, D], and sinks.
+    """A cache's state for one group of heads: keys and values [B, HG, R, D], and sinks.
 
     The sinks [B, HG, S, D] are None where they stand among the keys and values.
     """
@@ -264,7 +264,7 @@ def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
 
 
 def _last(states: Tensor, window: Window | None) -> Tensor:
-    """What a later query sees of `states`: a copy where a view would keep more than that alive."""
+    """The part of `states` that later queries see: a copy where a view would keep more alive."""
     if window is not None and states.shape[2] > window.past:
         states = states[:, :, states.shape[2] - window.past :]
     if states.untyped_storage().nbytes() == states.numel() * states.element_size():
@@ -460,7 +460,7 @@ def shown_bytes(cache: Cache) -> int:
 
 
 def _tensors(layer: Any) -> Iterator[Tensor | None]:
-    """What one layer of a cache holds, of a hybrid model or of an ordinary one."""
+    """The states in one layer of a cache, of a hybrid model or of an ordinary one."""
     if isinstance(layer, SplitCacheLayer):
         yield from layer.tensors
     else:

@@ -1,7 +1,7 @@
-"""What holds states of a hybrid model under its layout: caches, and managers of requests.
+"""Users of a hybrid model's layout: caches, and managers of requests.
 
-While one does, the layout must stay. They are held by weak references, so a cache that is no longer
-referenced does not count.
+While there are any, the layout must not change. They are held by weak references: a cache that is
+no longer used does not count.
 """
 
 from __future__ import annotations

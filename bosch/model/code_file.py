@@ -126,7 +126,7 @@ def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What a module defines at its top level, `__all__` aside."""
+    """Names defined at a module's top level, without `__all__`."""
     names = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -217,7 +217,7 @@ _REASONS = {name: reason for reason, names in _TYPES_BY_REASON.items() for name 
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """What each of `count` decoder layers is, as the model's configuration says.
+    """The kind of each of `count` decoder layers, by the model's configuration.
 
     `full`: the layers with full attention. The units of a head mask are their `heads` KV heads:
     row r of a mask is layer `full[r]`. `windows`: tokens that each layer which slides in the base
@@ -291,7 +291,7 @@ def decoder_layers(config: Any) -> DecoderLayers:
 
 
 def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:
-    """What of a model transformers' pages for continuous batching cannot hold, or None.
+    """The property of a model that transformers' continuous batching does not support, or None.
 
     `windows` are those of its heads, its own sliding layers included: pools and masks have one.
     """

@@ -48,7 +48,7 @@ _ALWAYS_RETURN_WEIGHTS = (
 
 @dataclass(frozen=True)
 class HeadState:
-    """What an attention module needs to know: its layout and the backend that computes it.
+    """State of an attention module: its layout and the backend that computes it.
 
     `attend`, where set, computes the attention [B, T, HQ, D] instead, without dropout.
     """

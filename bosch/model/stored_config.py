@@ -1,4 +1,4 @@
-"""What a model's config.json says: sizes as they stand there, the rest as transformers reads it."""
+"""Fields of a model's config.json: sizes as written, the rest as transformers reads them."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def check_shards(model: Any, shards: int) -> float:
 
 
 def own_shard(weight: Any) -> Tensor:
-    """What this process holds of a weight: a DTensor where it is sharded."""
+    """This process's part of a weight: of a DTensor its shard."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 

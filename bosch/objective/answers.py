@@ -22,7 +22,7 @@ def answer_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def scaled_logits(config: Any, logits: Tensor) -> Tensor:
-    """What the model's family makes of the output head's products [..., V]: scaled, soft-capped."""
+    """Logits [..., V] from the output head's products: scaled and soft-capped by family."""
     factor, divisor, cap = logit_scale(config)
     if divisor is not None:
         logits = logits / divisor

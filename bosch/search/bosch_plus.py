@@ -181,11 +181,11 @@ class _Search:
                 gates.learn(self.gradients.add(gates.drawn()))
             return gates.mask()
 
-        def go_on(track: _Track) -> Bits | None:
+        def learn_more(track: _Track) -> Bits | None:
             affordable = self.left >= 1 + _MORE_GATES * self.gradients.cost
             return learn(_MORE_GATES) if affordable else None
 
-        self._track(learn(count), "gates", [*self._moves(), Move("gates", go_on)])
+        self._track(learn(count), "gates", [*self._moves(), Move("gates", learn_more)])
 
     def _gates_to_learn(self) -> int:
         """How many gradients learned gates get; none where one start has use for all of them."""

@@ -73,7 +73,7 @@ class SearchSettings:
 
 
 def plus_budget(settings: SearchSettings, num_layers: int) -> int:
-    """What bosch_plus may spend beside the anchors: kappa L / 10 evaluations, at least a few.
+    """Passes that bosch_plus may spend without the anchors: kappa L / 10, at least a few.
 
     Gradients count at their cost in evaluations.
     """
@@ -81,5 +81,5 @@ def plus_budget(settings: SearchSettings, num_layers: int) -> int:
 
 
 def front_budget(settings: SearchSettings, num_layers: int) -> int:
-    """What a search of a front may spend: half as much again as `bosch_plus` on one budget."""
+    """Passes that a search of a front may spend: 1.5 times those of `bosch_plus` on one budget."""
     return math.ceil(1.5 * plus_budget(settings, num_layers))

@@ -1,4 +1,4 @@
-"""What must hold before vLLM loads a hybrid model; each fault is one message."""
+"""Checks before vLLM loads a hybrid model; each fault is one message."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Engine:
-    """What vLLM chooses for a server on one kind of device where no option says it.
+    """vLLM's defaults for a server on one kind of device.
 
     `block_size` is in tokens, `concurrent_steps` is vLLM's `max_concurrent_batches`, `batch_tokens`
     is that of `EngineArgs.get_batch_defaults`, on a CPU for each rank.

@@ -1,4 +1,4 @@
-"""What vLLM calls when it starts: the hybrid architectures and the checks before they load.
+"""The plugin's entry point for vLLM: registers the hybrid architectures and their checks.
 
 vLLM calls `register` in each of its processes, before the model is known. So nothing
 here imports a model class: vLLM's registry imports those of `bosch.vllm.models` by name.

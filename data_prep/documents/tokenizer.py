@@ -69,7 +69,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
 
 def _what_failed(spec: TokenizerSpec) -> str:
-    """What of a directory transformers could not load: it looks for the tokenizer's class there."""
+    """Why transformers loads no tokenizer from a directory: its config.json, or anything else."""
     from transformers import AutoConfig
 
     if os.path.isfile(Path(spec.path, "config.json")):

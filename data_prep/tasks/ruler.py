@@ -48,7 +48,7 @@ _REDRAWS = 200
 
 @dataclass(frozen=True)
 class Corpus:
-    """What samples are made of, beside the seed: prose, words, and a folder with RULER's data."""
+    """Material of samples, besides the seed: prose, words, and a folder with RULER's data."""
 
     essay: Sequence[str]
     data_dir: Path | None = None

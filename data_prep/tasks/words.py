@@ -165,7 +165,7 @@ def split_as_ruler(text: str) -> list[str]:
 
 
 def sentences_identity() -> str:
-    """What splits sentences on this machine; nltk is not imported."""
+    """Name of the sentence splitter on this machine; nltk is not imported."""
     if _punkt_folder() is None:
         return "built in"
     return f"punkt of nltk {importlib.metadata.version('nltk')}"

@@ -105,7 +105,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 def plan_devices(
     loaded: LoadedRecipe, hardware: str | None = None, efficiency: float | None = None
 ) -> Devices:
-    """What is planned for: the hardware of that name, else this machine's GPUs or cores."""
+    """The devices of a plan: the hardware of that name, else this machine's GPUs or cores."""
     name, count = find_hardware(hardware, loaded.world)
     # A process drives one GPU, or all cores of a machine.
     processes = loaded.world.size if name == "cpu" else count

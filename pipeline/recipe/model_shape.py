@@ -1,4 +1,4 @@
-"""What can be known about a base model without torch: its shape, its files, whether they are whole.
+"""A base model without torch: its shape, its files, whether they are complete.
 
 Of the weights only the headers of the safetensors files are read.
 """

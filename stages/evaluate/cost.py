@@ -1,4 +1,4 @@
-"""What an evaluation costs; the original model's is the same with every head full."""
+"""Cost of an evaluation; the original model's is that of a mask with every head full."""
 
 from __future__ import annotations
 

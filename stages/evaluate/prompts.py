@@ -43,7 +43,7 @@ DataFolder = Annotated[PathText, Input(_identity, _check)]
 
 
 class PromptEvaluation(SuiteSection):
-    """What all of them have: data, lengths, samples.
+    """Fields of all of them: data, lengths, samples.
 
     `public_data` says where its data is found, `read` are the endings of its files. `published` is
     how many samples the public data has of each of `kinds` at a length, `new_tokens` how long an

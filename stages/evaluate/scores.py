@@ -1,4 +1,4 @@
-"""What an evaluation publishes: scores.json and samples.jsonl."""
+"""Published files of an evaluation: scores.json and samples.jsonl."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Against(Record):
 
 
 def mark(against: Against | None) -> str:
-    """What stands before a score that is not shown to differ from the original's."""
+    """Mark before a score that does not differ significantly from the original's."""
     return "" if against is None else MARKS[against.relation]
 
 

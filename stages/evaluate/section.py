@@ -1,4 +1,4 @@
-"""What a suite is to a recipe: its section of `evaluate`, its checks and its cost; no torch."""
+"""A suite's section of `evaluate` in a recipe, its checks and its cost; no torch."""
 
 from __future__ import annotations
 

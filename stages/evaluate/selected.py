@@ -56,7 +56,7 @@ def _check_tokenizer(name: str, own: TokenizerSpec, recipes: TokenizerSpec) -> N
 
 
 def _tokens(tokenizer: Any) -> Any:
-    """What decides which tokens a text has, without how batches were last padded and cut."""
+    """The tokenizer's configuration, without the padding and truncation it was last used with."""
     if not tokenizer.is_fast:
         return tokenizer_digest(tokenizer)
     content = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -1,4 +1,4 @@
-"""What all suites share: their part of the samples, the answers on disk, and what has none."""
+"""Base of all suites: a process's part of the samples, stored answers, missing tasks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Records = Iterator[list[dict[str, Any]]]
 
 
 class Places(NamedTuple):
-    """What an evaluation has beside its models: folder of samples, model card, calibration set.
+    """Inputs of an evaluation besides its models: folder of samples, model card, calibration set.
 
     `positions` are the models'; None where they have no limit.
     """

@@ -43,7 +43,7 @@ def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
 
 
 class SuiteAnswers(NamedTuple):
-    """What tables need of one model's answers in one suite, without their texts.
+    """One model's answers in one suite for the tables, without their texts.
 
     Samples with the same `document` are not independent, so their mean counts as one sample. The
     score stays the mean over all samples.

@@ -1,4 +1,4 @@
-"""What a measurement costs."""
+"""Cost of a measurement."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _make_folder(output: Path) -> None:
 
 
 def _basis(*models: str | None) -> dict[str, Any]:
-    """What makes two runs of one request differ."""
+    """Settings by which two runs of one request differ."""
     files = []
     for model in models:
         if model is not None and os.path.isdir(model):

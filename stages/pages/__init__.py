@@ -1,1 +1,1 @@
-"""What pages are made of: charts, tables and templates."""
+"""Charts, tables and templates of pages."""

@@ -115,7 +115,7 @@ def overall(results: Results, model: str, other: str = ORIGINAL) -> tuple[int, A
 
 
 def comparisons(results: Results) -> str | None:
-    """What the search's heads are worth before and after training, and the smallest budget."""
+    """Sentences on the gain by the search before and after training, and the smallest budget."""
     return " ".join([*_over_rivals(results), *_smallest_budget(results)]) or None
 
 

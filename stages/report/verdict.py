@@ -1,4 +1,4 @@
-"""What the hybrid loses against the original, on the same samples in every suite."""
+"""Paired differences of the hybrid to the original, on the same samples of every suite."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[s
 
 
 def _what_shows(against: Against) -> str:
-    """What the samples could not decide, as the end of a sentence."""
+    """The undecided comparison, as the end of a sentence."""
     if against.relation != "undecided":
         return ""
     if against.visible_loss is None:

@@ -1,4 +1,4 @@
-"""What a search costs."""
+"""Cost of a search."""
 
 from __future__ import annotations
 

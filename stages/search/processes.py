@@ -1,4 +1,4 @@
-"""What a search runs on: its processes, one GPU each where there are GPUs, kernels and memory."""
+"""Processes of a search, one GPU each where there are GPUs, their kernels and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numerics(
     shards: int = 1,
     parts: int = 1,
 ) -> str:
-    """What the last bits of a result depend on: device, kernels, batches and code, as one line.
+    """Everything that a result's last bits depend on: device, kernels, batches, code; one line.
 
     `version` is that of the stage, `shards` the number of processes that share one model, `parts`
     of those that split each sequence.

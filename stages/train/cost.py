@@ -1,4 +1,4 @@
-"""What training costs, and the memory of a process."""
+"""Cost of training, and the memory of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training holds, in bytes: the formulas that `plan` prints and tests measure. No torch.
+"""Bytes of memory in training: the formulas that `plan` prints and tests measure. No torch.
 
 V vocabulary, C hidden size. Bytes are those of one process, where a docstring names nothing else;
 `shards` is the number of processes under FSDP or DeepSpeed, else 1.

@@ -47,7 +47,7 @@ def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
 
 
 def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
-    """What a restart point must share with the run that resumes from it.
+    """Settings that a restart point must share with the run that resumes from it.
 
     The number of processes too where shards are not cut again: DeepSpeed's, and moments in 8 bits,
     whose blocks may cross a cut.

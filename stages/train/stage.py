@@ -339,7 +339,7 @@ def _checkpoints(train: TrainConfig) -> Iterator[str]:
 
 
 def _deepspeed(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
-    """What does not run under DeepSpeed, which holds the weights and takes the steps itself."""
+    """Settings that DeepSpeed does not support: it holds the weights and takes the steps itself."""
     if runtime.sharding != "deepspeed":
         return
     asked = {

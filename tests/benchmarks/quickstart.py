@@ -1,4 +1,4 @@
-"""What the quickstart shows, asserted over three seeds.
+"""Claims about the quickstart, asserted over three seeds.
 
     python -m tests.benchmarks.quickstart FOLDER [SEED ...]
 

@@ -1,4 +1,4 @@
-"""What each of two ranks holds while it trains, counted by its tensors."""
+"""Peak memory of each of two ranks in training, summed over tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stages' code was when their VERSIONs were last looked at.
+"""Recorded digests of the stages' code when their versions were last reviewed.
 
     python -m tests.tools.stage_code
 

@@ -1,4 +1,4 @@
-"""What vLLM's own planner makes of a plan's modules.
+"""Caches that vLLM's own planner allots to a plan's modules.
 
 python -m tests.tools.vllm_planner                 records it
 python -m tests.tools.vllm_planner compare SEED    masks, menus and sizes that nobody has chosen

@@ -1,4 +1,4 @@
-"""What `bosch evaluate` evaluates, and its table; models are not loaded here."""
+"""Models that `bosch evaluate` scores, and its table; models are not loaded here."""
 
 from __future__ import annotations
 

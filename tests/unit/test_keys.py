@@ -1,4 +1,4 @@
-"""What changes the key of a stage, and what does not; inputs that change while a stage runs.
+"""Changes that a stage's key depends on, and those it ignores; inputs that change in a run.
 
 Also which files of a source of training data are read, and count.
 """

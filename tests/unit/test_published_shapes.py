@@ -1,4 +1,4 @@
-"""What plan and validate know of the published models without weights, tokenizer or network."""
+"""plan and validate for published models without weights, tokenizer or network."""
 
 from __future__ import annotations
 

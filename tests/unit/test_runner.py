@@ -1,4 +1,4 @@
-"""What runs, what does not, and the stated reason; stages run in this process."""
+"""Stages that run, stages that do not, and the stated reason; all in this process."""
 
 from __future__ import annotations
 

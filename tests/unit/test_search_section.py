@@ -1,4 +1,4 @@
-"""What a recipe's search may ask for: each refusal beside the nearest thing that is taken."""
+"""Accepted and refused values of a recipe's search, in neighbouring pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe's training and evaluation may ask for: each refusal beside what is taken."""
+"""Accepted and refused values of a recipe's training and evaluation, in pairs."""
 
 from __future__ import annotations
 

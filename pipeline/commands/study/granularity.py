@@ -1,4 +1,4 @@
-"""What it costs to choose heads in units of g, as `search.head_granularity` does."""
+"""The loss of score by choosing heads in units of g, as `search.head_granularity` does."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ Results = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a search is run with, besides its seed; None: the recipe's.
+    """Settings of a search, besides its seed; None: the recipe's.
 
     With a `menu` sliding heads may have any of its windows, within the ratio's slots.
     """

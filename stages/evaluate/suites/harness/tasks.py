@@ -47,7 +47,7 @@ _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
 @dataclass
 class LoadedTasks:
-    """What a name stands for: tasks, why others have no data, and groups that have a score."""
+    """Meaning of a name: tasks, why others have no data, and groups that have a score."""
 
     tasks: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -283,7 +283,7 @@ def _changes(
     settings: Mapping[str, Any],
     section: HarnessEvaluation,
 ) -> dict[str, Any]:
-    """What is set in a task beside its file: by its groups, the recipe's settings and its data."""
+    """Settings of a task beside its file: from its groups, the recipe and its data."""
     changed = with_settings({**entry.cfg, **overrides}, settings)
     changes = {key: changed[key] for key in (*overrides, *settings)}
     files = local_files(index, entry.name, section.data_dir, changes)

@@ -61,7 +61,7 @@ def keep(task: HelmetTask, row: Row) -> bool:
 
 
 def key_of(row: Row) -> Any:
-    """What rows of one question share; each of them has the right passage at another depth."""
+    """Identity of a question, whose rows have the right passage at different depths."""
     return row["id"] if "id" in row else row["question"]
 
 
