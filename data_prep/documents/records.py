@@ -31,9 +31,9 @@ RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, most_depth=1000)
 # A shorter line cannot hold as many values as the limit.
 _COUNTED_BYTES = 2**20
 # What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
-MOST_DECOMPRESSED = 2**26
-MOST_RATIO = 256
-_MOST_EMPTY_LINES = 1_000_000
+MAX_DECOMPRESSED = 2**26
+MAX_RATIO = 256
+_MAX_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MAX_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
 
@@ -75,7 +75,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
     """Lines that are not empty and begin in bytes `start` to `stop`, each with its place."""
     try:
         size = path.stat().st_size
-        most_bytes = MOST_DECOMPRESSED + MOST_RATIO * size if is_compressed(path) else math.inf
+        most_bytes = MAX_DECOMPRESSED + MAX_RATIO * size if is_compressed(path) else math.inf
         with _open_binary(path) as file:
             at, empty_lines = max(start - 1, 0), 0
             if at:
@@ -93,10 +93,10 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                 else:
                     empty_lines += 1
                 at += len(line)
-                if empty_lines > _MOST_EMPTY_LINES or at > most_bytes:
+                if empty_lines > _MAX_EMPTY_LINES or at > most_bytes:
                     raise UserError(
-                        f"{path}: more than {_MOST_EMPTY_LINES:,} empty lines one after another, "
-                        f"or {MOST_RATIO} times its size decompressed; that is no text"
+                        f"{path}: more than {_MAX_EMPTY_LINES:,} empty lines one after another, "
+                        f"or {MAX_RATIO} times its size decompressed; that is no text"
                     )
     except OSError as error:
         raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
