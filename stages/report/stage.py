@@ -33,7 +33,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=22,
+    version=23,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     completed=ReportConfig.completed,
     needs=None,
