@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -167,6 +168,11 @@ class _ForkedStage:
                 os._exit(status)
 
     def wait(self, timeout: float | None = None) -> int:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while timeout is not None and self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired([], timeout)
+            time.sleep(0.02)
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
