@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask, TaskConfig
 from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -201,7 +202,9 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
     suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=None, answers=None,
                          rank=0, world=1, batch_size=1)  # fmt: skip
     subtask, places = Subtask("own", 0), range(2, 72)
-    suite._tasks[subtask] = SimpleNamespace(aggregation=lambda: {"acc": np.mean})
+    suite._tasks[subtask] = SimpleNamespace(
+        aggregation=lambda: {"acc": np.mean}, eval_docs=range(80)
+    )
     suite._requests[subtask] = {
         index: [Instance("generate_until", {}, (index, part), part, ("own", index, 1)) for part in
                 range(2)] for index in range(80)
@@ -361,6 +364,50 @@ def test_documents_and_their_digest_are_those_of_every_process(
     assert len(subtasks) == 1
     assert all(one == documents[0] for one in documents)
     assert len({document["answer"] for document in documents[0]}) > 1
+
+
+def test_documents_are_made_once_for_all_models(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def documents(rows: Any) -> Any:
+        made.append(len(rows))
+        return rows.map(lambda row: {"query": row["ctx"], "choices": row["endings"], "gold": 0})
+
+    class Constant(LM):  # type: ignore[misc]
+        max_length = 1000
+        generate_until = loglikelihood_rolling = None
+
+        def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
+            return [(-len(request.args[1]), False) for request in requests]
+
+        def tok_encode(self, text: str, **_: Any) -> list[int]:
+            return [0] * len(text)
+
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    monkeypatch.setattr(harness_suite, "language_model", lambda *_: Constant())
+    monkeypatch.setattr(harness_suite, "CHUNK", 2)
+    rows = [{"ctx": f"q{n}", "endings": ["a", "b" * (n + 2)], "label": "0"} for n in range(7)]
+    _write(tmp_path / "hellaswag/validation.jsonl", rows)
+    suite = HarnessSuite(
+        name="harness", tokenizer=tokenizer, answers=None, rank=0, world=1, batch_size=1,
+        section=HarnessEvaluation(
+            tasks=["hellaswag"], data_dir=str(tmp_path), hub=False, num_fewshot=0,
+            settings={"hellaswag": {"process_docs": documents, "training_split": None}},
+        ),
+    )  # fmt: skip
+    suite.prepare()
+    assert not suite.missing
+    [subtask] = suite.subtasks
+    answers, counts = [], []
+    for _ in range(2):
+        indices = range(1, suite.samples(subtask), 2)
+        answers.append([one for some in suite.answer(subtask, indices, None) for one in some])
+        counts.append(len(made))
+    assert answers[0] == answers[1] and [one["index"] for one in answers[0]] == [1, 3, 5]
+    assert [one["question"] for one in answers[0]] == ["q1", "q3", "q5"]
+    assert counts[0] == counts[1]
 
 
 def test_a_task_whose_answers_fill_the_model_is_missing_and_others_are_asked(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,9 @@ class HarnessSuite(Suite):
                 if fault := self._length_fault(task):
                     self.missing[one] = fault
                     continue
+                # lm-eval makes a task's documents again whenever it is asked for them.
+                made = "test_docs" if task.has_test_docs() else "validation_docs"
+                setattr(task, made, partial(_same, task.eval_docs))
                 subtask = Subtask(one, 0, self._digest(manager, one, task))
                 if any(other.task == one and other != subtask for other in self._tasks):
                     raise UserError(
@@ -251,7 +255,7 @@ class HarnessSuite(Suite):
 
         lm = language_model(loaded, self.tokenizer, self.batch_size)
         task = self._tasks[subtask]
-        requests = self.requests(subtask)
+        requests, documents = self.requests(subtask), task.eval_docs
         for start in range(0, len(indices), CHUNK):
             chunk = list(indices[start : start + CHUNK])
             # Sampled answers are the same in every run of as many processes.
@@ -261,6 +265,8 @@ class HarnessSuite(Suite):
                 for number, index in enumerate(chunk)
                 for request in requests[index]
             ]
+            # Its own reads all documents to find these, once for each filter.
+            task.doc_iterator = partial(_asked, [documents[index] for index in chunk])
             result = evaluate(
                 lm,
                 {"tasks": {subtask.task: task}},
@@ -278,6 +284,15 @@ class HarnessSuite(Suite):
                 | ({"cut": True} if any(is_cut(lm, one) for one in requests[index]) else {})
                 for index in chunk
             ]
+
+
+def _same(documents: Any) -> Any:
+    return documents
+
+
+def _asked(documents: Sequence[Any], **_: Any) -> Iterator[tuple[int, Any]]:
+    """In the place of a task's `doc_iterator`: documents that are asked together, by number."""
+    return enumerate(documents)
 
 
 def _numbered(request: Any, number: int) -> Any:
