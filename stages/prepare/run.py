@@ -15,7 +15,7 @@ from bosch.hardware import cpu_cores
 from bosch.progress import progress
 from data_prep.documents.calibration import write_calibration
 from data_prep.documents.filters import Filters
-from data_prep.documents.packing import DocumentStream, mix, pack, write_dataset
+from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
 from data_prep.documents.sources import KINDS, Source
 from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
@@ -116,7 +116,7 @@ def _calibration(
 
 
 def write_training_data(
-    config: StageConfig[PrepareConfig], spec: Any, work_dir: Path
+    config: StageConfig[PrepareConfig], spec: TokenizerSpec, work_dir: Path
 ) -> dict[str, Any]:
     """Tokenise as much of every source as its share needs, then mix and pack."""
     section = config.section
@@ -144,7 +144,7 @@ def write_training_data(
     streams = [DocumentStream(t, config.seed, number) for number, t in enumerate(tokenised)]
     remove(work_dir / PACKED_DATA)
     with progress(sequences, "packing", "sequences") as bar:
-        packed = _counted(pack(mix(streams, weights, tokens), length), bar)
+        packed = _checked(pack(mix(streams, weights, tokens), length), spec, bar)
         write_dataset(work_dir / PACKED_DATA, packed, sequences, length)
     for stream, weight in zip(streams, weights, strict=True):
         share, target = stream.tokens / tokens, weight / sum(weights)
@@ -187,9 +187,22 @@ def _source(config: SourceConfig) -> Source:
     return Source(**fields, filters=Filters(**dict(config.filters)))
 
 
-def _counted(items: Iterator[Any], bar: Any) -> Iterator[Any]:
-    for item in items:
-        yield item
+def _checked(sequences: Iterator[Packed], spec: TokenizerSpec, bar: Any) -> Iterator[Packed]:
+    """The sequences; raises UserError at a token for which the model has no embedding."""
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(
+        spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    )
+    embeddings = model.get_text_config().vocab_size
+    for sequence in sequences:
+        token = int(sequence.input_ids.max())
+        if token >= embeddings:
+            raise UserError(
+                f"{spec.path}: the tokenizer makes token {token} of some of the documents, and the "
+                f"model has {embeddings:,} embeddings; resize them (resize_token_embeddings)"
+            )
+        yield sequence
         bar.update()
 
 

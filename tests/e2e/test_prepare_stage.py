@@ -101,6 +101,16 @@ def test_outputs(model, corpus, tmp_path):
     assert (out / "tokenizer" / "tokenizer.json").exists()
 
 
+def test_a_token_without_an_embedding_is_refused_before_the_search(model, corpus, tmp_path):
+    """The tokenizer grew and the model did not: training would end in an index error."""
+    grown = shutil.copytree(model, tmp_path / "grown")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["Document"])
+    tokenizer.save_pretrained(grown)
+    with pytest.raises(UserError, match=r"makes token 512 .* has 512 embeddings; resize"):
+        run(config(grown, corpus), tmp_path / "out")
+
+
 @pytest.mark.parametrize(("length", "share"), [(3000, 0), (290, 3.56), (200, None)])
 def test_a_source_far_below_its_share_is_named(model, corpus, tmp_path, caplog, length, share):
     """Below half of it."""

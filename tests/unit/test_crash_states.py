@@ -17,7 +17,7 @@ from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints, restart_step
 from tests.crash_states import State, recorded
 from tests.pipeline_case import Case, fake_table, in_process
-from tests.tiny_data import tiny_tokenizer
+from tests.tiny_data import save_tiny_model, tiny_tokenizer
 
 
 def enough(states: list[State], least: int) -> list[State]:
@@ -115,7 +115,7 @@ def test_prepared_data_is_whole_or_made_again(
     monkeypatch.setattr(prepare, "load_tokenizer", lambda spec: tiny_tokenizer())
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("some words of a text that is long enough. " * 40)
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny_model(tmp_path / "model")
     content = {
         "sequence_length": 32,
         "train_tokens": 128,
