@@ -58,12 +58,12 @@ _GATES = 4
 _GATES_SHARE = 0.55
 # Of a large budget: fewest and most of these gradients, and their share of what the other start,
 # its exchanges and three masks leave. No more than one for every four units.
-_FEWEST_GATES, _MAX_GATES = 6, 64
+_MIN_GATES, _MAX_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
 # Gradients of one move that trains the gates further.
 _MORE_GATES = 8
 # Full units below which no gates are learned: masks of so few show hardly any of them together.
-_FEWEST_FULL = 4
+_MIN_FULL = 4
 _FRUITLESS = 50
 # Swaps that fail in a row before moves are tried that need gradients of their own.
 _PATIENCE = 24
@@ -190,14 +190,14 @@ class _Search:
     def _gates_to_learn(self) -> int:
         """How many gradients learned gates get; none where one start has use for all of them."""
         cost = self.gradients.cost
-        if self.full_units < _FEWEST_FULL:
+        if self.full_units < _MIN_FULL:
             return 0
         if self.left < 2 * (1 + _STEPS * cost):
             return _GATES if _GATES_SHARE * self.left >= 1 + _GATES * cost else 0
         spare = self.left - 3 - (_STEPS + _EXCHANGES) * cost
-        most = min(_MAX_GATES, max(_FEWEST_GATES, self.num_units // 4))
+        most = min(_MAX_GATES, max(_MIN_GATES, self.num_units // 4))
         count = int(min(most, _GATES_OF_SPARE * spare / cost)) if cost > 0 else most
-        return count if count >= _FEWEST_GATES else 0
+        return count if count >= _MIN_GATES else 0
 
     def _track(self, bits: Bits, name: str, moves: list[Move]) -> _Track | None:
         """A new track from a mask that is measured; None where another track has that mask."""

@@ -49,9 +49,9 @@ from bosch.search.settings import SearchSettings
 _START_SHARE, _DESCENT_SHARE, _GATES_SHARE = 0.75, 0.4, 0.55
 # Most levels of the descent.
 _LEVELS = 20
-_FEWEST_GATES, _MAX_GATES = 4, 64
+_MIN_GATES, _MAX_GATES = 4, 64
 # Scarcest budgets whose numbers of full units gates are learned at, and fewest of these units.
-_GATE_BUDGETS, _FEWEST_FULL = 4, 4
+_GATE_BUDGETS, _MIN_FULL = 4, 4
 # The kind of a layout that mixes all windows; others are the number of their window.
 _MIXED = 0
 # Largest loss of score for a nested mask; one example at least.
@@ -214,13 +214,13 @@ class FrontSearch(Moves):
         """Numbers of full units of the layouts that gates are learned at."""
         each = self.costs[0] - self.costs[-1]
         counts = [int((budget - self.least) / each) for budget in self.budgets]
-        return [count for count in counts if count >= _FEWEST_FULL][:_GATE_BUDGETS]
+        return [count for count in counts if count >= _MIN_FULL][:_GATE_BUDGETS]
 
     def gates_to_learn(self, gradients: int) -> int:
         """How many of the `gradients` gates get; none where these are too few for two starts."""
-        most = min(_MAX_GATES, max(_FEWEST_GATES, self.everything.size // 4))
+        most = min(_MAX_GATES, max(_MIN_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
-        if not self._drawn or count < _FEWEST_GATES:
+        if not self._drawn or count < _MIN_GATES:
             return 0
         return count
 
