@@ -64,7 +64,7 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(folder) == ["notes"] and sorted(os.listdir(tmp_path)) == ["folder", "link"]
 
 
-@pytest.mark.parametrize(("positions", "lengths"), [(300, [256]), (1024, [512, "1k"])])
+@pytest.mark.parametrize(("positions", "lengths"), [(600, [512]), (1024, [512, "1k"])])
 def test_a_new_recipe_leaves_room_for_answers_in_few_positions(
     tmp_path, capsys, positions, lengths
 ):
