@@ -27,7 +27,7 @@ from bosch.progress import progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from stages.context import Runtime, StageConfig
+from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.scores import (
@@ -194,6 +194,8 @@ def _answer(
     continue.
     """
     faults: list[_Fault] = []
+    loaded: Any = None
+    in_memory: ModelConfig | None = None
     unanswered = {m.name: sum(suite.count_unanswered(m) for suite in suites) for m in models}
     with progress(sum(unanswered.values()), "evaluation", "samples") as bar:
         for model in models:
@@ -201,12 +203,16 @@ def _answer(
                 continue
             logger.info("evaluating %s (%s)", model.name, model.model.path)
             with _noting(faults, model.name):
-                load = partial(load_evaluated, config, model, state.device)
-                loaded = load() if shared is None else shared.load(load, config.runtime)
+                if model.kv_budget is not None and model.model == in_memory:
+                    loaded.set_kv_budget(model.kv_budget)
+                else:
+                    loaded = in_memory = None  # before another takes its place
+                    load = partial(load_evaluated, config, model, state.device)
+                    loaded = load() if shared is None else shared.load(load, config.runtime)
+                    in_memory = model.model
                 for suite in suites:
                     with _noting(faults, model.name, suite.name):
                         suite.run(model, loaded, bar)
-            loaded = None
     return faults
 
 

@@ -279,7 +279,15 @@ def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_
     section = EvaluateConfig(needle=needle, budgets=[0.4, slots[2]])
     shares = share_names(slots, 2 * 2 * 400)
     (tmp_path / "work").mkdir()
+    load, in_memory = models.load_evaluated, []
+
+    def noting_load(*args):
+        in_memory.append(args[1].name)
+        return load(*args)
+
+    monkeypatch.setattr(models, "load_evaluated", noting_load)
     evaluate.run(_config(section, stages / "model"), inputs, tmp_path / "work")
+    assert in_memory == ["hybrid", "tokens-1000"]  # one load for all budgets of a directory
     scored = Scores.read(tmp_path / "work")
     assert [name for name in scored.checkpoints if name != "original"] == [
         f"{name}{more}" for name in ("hybrid", "tokens-1000") for more in ("", f" @ {shares[2]}")
