@@ -240,7 +240,13 @@ def test_a_chat_template_is_around_some_tasks_of_longbench(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The benchmark asks those with worked examples, and those about code, without one."""
-    chat = SimpleNamespace(ids=lambda ids: [7, *ids])
+    made: list[list[int]] = []
+
+    def around(ids: list[int]) -> list[int]:
+        made.append(ids)
+        return [7, *ids]
+
+    chat = SimpleNamespace(ids=around)
     suite = HarnessSuite(
         name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, chat=chat, answers=None,
         rank=0, world=1, batch_size=1,
@@ -258,6 +264,8 @@ def test_a_chat_template_is_around_some_tasks_of_longbench(
         suite._tasks[subtask := Subtask(f"longbench_{name}", 0)] = task
         assert len(list(suite.answer(subtask, [0], None))) == 1
     assert [one == 7 for one in first] == [False, False, True, True]
+    list(suite.answer(subtask, [0], None))
+    assert len(made) == 2 and first[-1] == 7  # the next model's prompt is the same one
 
 
 def test_a_template_without_system_turns_leaves_out_a_tasks_description(

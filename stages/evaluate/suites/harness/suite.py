@@ -61,6 +61,7 @@ class HarnessSuite(Suite):
     section: HarnessEvaluation
     _tasks: dict[Subtask, Any] = field(default_factory=dict)
     _requests: dict[Subtask, dict[int, list[Any]]] = field(default_factory=dict)
+    _questions: dict[Subtask, dict[int, Question]] = field(default_factory=dict)
     _has_left_out: bool = False
 
     @property
@@ -216,16 +217,18 @@ class HarnessSuite(Suite):
         """Records of the answers to the documents at `indices`, a batch at a time."""
         name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
         new_tokens, is_samsum = longbench.TASKS[name].max_new_tokens, name == "samsum"
-        questions = []
+        questions = self._questions.setdefault(subtask, {})  # every model is asked the same
         for index in indices:
-            document = task.eval_docs[index]
-            text = longbench.prompt(name, task.config.doc_to_text, document)
+            if index in questions:
+                continue
+            text = longbench.prompt(name, task.config.doc_to_text, task.eval_docs[index])
             ids = self._longbench_ids(name, text, new_tokens)
-            questions.append(
-                Question(index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:])
+            questions[index] = Question(
+                index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:]
             )
+        asked = [questions[index] for index in indices]
         for batch in self.generated(
-            loaded, questions, new_tokens, one_line=is_samsum, not_empty=is_samsum
+            loaded, asked, new_tokens, one_line=is_samsum, not_empty=is_samsum
         ):
             records = []
             for question, output in batch:
