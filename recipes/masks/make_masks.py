@@ -25,6 +25,8 @@ from typing import Any
 from bosch.files import write_text
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.journal import Journal
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.loading import load_model
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from pipeline.commands.paths import model_label
@@ -100,6 +102,7 @@ def masks_of_study(
 ) -> Iterator[tuple[str, HeadMaskFile, dict[str, Any]]]:
     """Names, files and provenance of the masks of one window in a study's results."""
     loaded = load_recipe(ROOT / recipe, []).recipe
+    fingerprint = model_fingerprint(load_model(loaded.model.path, **loaded.model.loading))
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -108,6 +111,8 @@ def masks_of_study(
     for entry in Journal(folder / "results.jsonl").read_new(dict):
         key = entry["key"]
         if key["kind"] != "search" or key["settings"]["seed"] != loaded.seed:
+            continue
+        if key["model"] != fingerprint:  # a study with another model.path
             continue
         if isinstance(key["window_size"], list):  # the names are of masks with one window
             continue

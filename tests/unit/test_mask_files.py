@@ -14,6 +14,8 @@ from bosch.commands.mask.formats import WRITERS
 from bosch.errors import UserError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.journal import Journal
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.loading import load_model
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
@@ -53,21 +55,24 @@ def test_a_recipe_takes_the_mask(path: Path) -> None:
 
 
 def test_of_a_study_the_mask_of_the_largest_budget_is_kept(tmp_path: Path) -> None:
-    """A key leaves out a budget that is the default; masks of several windows are left out.
+    """A key leaves a default budget out; masks of several windows or another model are left out.
 
     Of two budgets alike the mask of more examples is kept.
     """
     recipe = Path("recipes", "study", "enumerable.yaml")
-    seed = load_recipe(ROOT / recipe, []).recipe.seed
+    loaded = load_recipe(ROOT / recipe, []).recipe
+    model = model_fingerprint(load_model(loaded.model.path, **loaded.model.loading))
     masks = [HeadMask.from_swa_kv_heads([[head], [], []], 4).key for head in range(4)]
     journal = Journal(tmp_path / "results.jsonl")
     for mask, window, examples, settings in zip(
-        masks, (64, 64, 64, [16, 64]), (96, 16, 96, 96), ({"budget_per_layer": 16}, {}, {}, {}),
-        strict=True,
+        [masks[0], *masks], (64, 64, 64, 64, [16, 64]), (96, 96, 16, 96, 96),
+        ({}, {"budget_per_layer": 16}, {}, {}, {}), strict=True,
     ):  # fmt: skip
-        settings |= {"swa_ratio": 0.25, "seed": seed}
+        settings |= {"swa_ratio": 0.25, "seed": loaded.seed}
         method = "moa" if window != 64 else "bosch"
         key = {"kind": "search", "method": method, "window_size": window, "sinks": 0}
+        # The first entry is another model's.
+        key["model"] = model if (tmp_path / "results.jsonl").exists() else "another"
         result = {"mask": mask, "score": 1.0, "costs": {"full_forward_equivalents": 1.0}}
         result["examples"] = examples
         journal.append({"key": key | {"settings": settings}, "result": result})
