@@ -90,6 +90,8 @@ install() {
         fail "pip could not install $*; see $log"
     }
 }
+# An interpreter's own pip may be old: 23.2 takes twice as long to choose among the files.
+pip_install --retries 1 pip==26.3 || echo "  note: pip 26.3 is not to be had; the interpreter's own installs"
 # Each requirement of pyproject.toml at the lowest version it admits, as constraints for pip.
 lowest() {
     sed '1,/^\[project\]/d; /^\[tool/,$d' pyproject.toml |
@@ -127,7 +129,7 @@ case "$versions" in
                 *" $part "*) install --no-deps --require-hashes -r "launch/tested/$part.txt" ;;
             esac
         done
-        install --no-deps -e .
+        install --no-deps --no-build-isolation -e . # torch has brought setuptools
         ;;
     oldest)
         lowest >"$venv/lowest.txt"
