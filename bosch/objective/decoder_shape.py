@@ -14,20 +14,23 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
 
+from bosch.attention.causal import DENSE_MASK_ENTRIES
 from bosch.errors import UserError
 from bosch.model.configuration import is_hybrid
 from bosch.model.families import (
     DecoderLayers,
+    attention_needs,
     decoder_layers,
     experts_per_token,
     known_family,
+    logit_scale,
     text_config,
 )
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
 from bosch.objective.flops import Flops, linear_flops
-from bosch.window import Window
+from bosch.window import Window, block_size
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class DecoderShape:
     tables: int
     linear_sides: int
     attention_sides: int
+    norms: int = 2  # as wide as the hidden states, in a layer
+    norm_follows: bool = False  # a norm takes the output of a feed-forward block
+    softcap: bool = False  # of attention's scores, which no fused kernel computes
+    head_logits: bool = False  # which sdpa computes without one
+    capped: bool = False  # the logits of the output head
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
@@ -83,7 +91,7 @@ class DecoderShape:
             if weight.ndim == 3 and not isinstance(module, nn.Conv1d)
         ]
         number_of_experts = max((weight.shape[0] for weight in experts), default=0)
-        attention = attention_modules(model)
+        attention, needs = attention_modules(model), attention_needs(model.config)
         heads = text.num_attention_heads
         return cls(
             layers=len(layers),
@@ -105,7 +113,30 @@ class DecoderShape:
             tables=total - sum(layers),
             linear_sides=_sides([decoder.layers]),
             attention_sides=_sides(attention),
+            norms=max(
+                sum("Norm" in type(module).__name__ for module in layer.children())
+                for layer in decoder.layers
+            ),
+            norm_follows=any(layer.third for layer in flops.layers),
+            softcap="softcap" in needs,
+            head_logits="head_logits" in needs,
+            capped=logit_scale(model.config).cap is not None,
         )
+
+    def score_bytes(
+        self, heads: int, length: int, window: Window | None, value_bytes: int
+    ) -> float:
+        """Bytes of the scores of `heads` query heads, of all rows, that sdpa keeps for gradients.
+
+        8 bytes of each, and of capped ones what the values take, as measured. Full heads come
+        `DENSE_MASK_ENTRIES` at a time, each piece with the keys before its end.
+        """
+        if window is None:
+            every = heads * length**2
+            kept = min(every, (every + DENSE_MASK_ENTRIES) / 2)
+        else:
+            kept = heads * length * min(length, window.most_keys + block_size(window.size))
+        return kept * (8 + self.softcap * value_bytes)
 
     @property
     def full_layers(self) -> int:

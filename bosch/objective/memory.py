@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from bosch.attention.causal import DENSE_MASK_ENTRIES
 from bosch.errors import RunError
 from bosch.hardware import free_host_memory
+from bosch.model.interface import attention_modules, head_state
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Windows, block_size, window_menu
+from bosch.window import Window, Windows, block_size, window_menu
 
 # What a device's allocator loses between blocks, and what other programs of a machine may want.
 _SHARE_OF_DEVICE = 0.85
@@ -42,15 +44,27 @@ class ActivationSizes:
     value_bytes: int
     shards: int
     sharing: int
+    experts_per_token: int = 0
+    norm_follows: bool = False
+    kept_scores: DecoderShape | None = None  # of a decoder whose attention keeps its scores
 
     @classmethod
     def of(
-        cls, shape: DecoderShape, value_bytes: int, shards: int = 1, sharing: int = 1
+        cls,
+        shape: DecoderShape,
+        value_bytes: int,
+        shards: int = 1,
+        sharing: int = 1,
+        attention: str = "auto",
     ) -> ActivationSizes:
         """Sizes of a decoder whose shape is known from its configuration."""
+        fused = attention not in ("auto", "sdpa", "eager") or not (
+            shape.softcap or shape.head_logits
+        )
         return cls(
             shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
-            shape.active_width, value_bytes, shards, sharing,
+            shape.active_width, value_bytes, shards, sharing, shape.experts_per_token,
+            shape.norm_follows, None if fused else shape,
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:
@@ -68,23 +82,46 @@ class ActivationSizes:
     def plain_pass(self, tokens: int) -> int:
         """Peak activations of a pass without gradients: those of one feed-forward block.
 
+        Of a gate and a width in one map all four parts are alive together; a token goes to each
+        of its experts, and comes back. Scores that no kernel fuses are computed in pieces.
+
         Where sequences are shared, or of one attention whose heads are all full: all keys and
         values as they come from the processes, and put in order.
         """
         own = self._own(tokens)
-        work = own * (4 * self.hidden + 3 * self._per_shard(self.feed_forward))
+        copies = 4 + 2 * self.experts_per_token
+        work = own * (copies * self.hidden + 4 * self._per_shard(self.feed_forward))
         if self.sharing > 1:
             attention = own * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
             work = max(work, attention + 2 * 2 * self.key_value * tokens)
-        return work * self.value_bytes
+        softcap = self.kept_scores is not None and self.kept_scores.softcap
+        return work * self.value_bytes + self._piece(tokens) * (
+            8 * (1 + softcap) + self.value_bytes
+        )
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
         """Peak activations of a gate gradient over `rows` examples of `length` tokens.
 
         `windows` are the sizes of the menu.
 
-        Every layer's input, and the attention of one layer with what its backward pass needs. The
-        bands of the sliding heads overlap: their gradients are W / block + 1 times keys and values.
+        Every layer's input, and the attention of one layer with what its backward pass needs; or a
+        feed-forward block, recomputed some tokens at a time. Where a norm follows that block, the
+        recomputation of a layer runs it, beside that attention.
+        """
+        attention = self._attention(rows, length, windows)
+        if self.norm_follows:
+            width = 3 * self._per_shard(self.feed_forward)
+            attention += self._own(rows * length) * width * self.value_bytes
+        attention += 4 * self._piece(rows * length)  # their gradients
+        recomputed = rows * min(length, RECOMPUTED_TOKENS) * 7 * self._per_shard(self.feed_forward)
+        block = self.plain_pass(rows * length) + self.value_bytes * recomputed
+        return self.layers * self.state(rows * length) + math.ceil(max(attention, block))
+
+    def _attention(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
+        """The attention of one layer, with what its backward pass needs.
+
+        The bands of the sliding heads overlap: their gradients are W / block + 1 times keys and
+        values.
         """
         tokens = self._own(rows * length)
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
@@ -98,9 +135,12 @@ class ActivationSizes:
         size = self.value_bytes * (tokens * values + bands + self._exchanged(rows, length, windows))
         if self.value_bytes < 4:  # norms compute in float32
             size += 4 * tokens * (2 * self.hidden + query + key_value)
-        recomputed = rows * min(length, RECOMPUTED_TOKENS) * 7 * self._per_shard(self.feed_forward)
-        work = max(size, self.plain_pass(rows * length) + self.value_bytes * recomputed)
-        return self.layers * self.state(rows * length) + math.ceil(work)
+        if (shape := self.kept_scores) is not None:
+            heads = rows * self._heads(shape)
+            menu = (None, *map(Window, windows))
+            kept = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
+            size += sum(kept) / self.sharing
+        return size
 
     def _exchanged(self, rows: int, length: int, windows: tuple[int, ...]) -> int:
         """Values of the keys and values of others in a gradient of one layer's attention.
@@ -120,10 +160,19 @@ class ActivationSizes:
         Per layer: what the backward pass through one layer needs, and its feed-forward block.
         """
         tokens = rows * length
-        attention = self.gradient(rows, length, *windows) - self.layers * self.state(tokens)
+        attention = math.ceil(self._attention(rows, length, windows))
         width = 7 * self._per_shard(self.feed_forward)
         feed_forward = self._own(tokens) * width * self.value_bytes
         return self.layers * (self.state(tokens) + attention + feed_forward)
+
+    def _piece(self, tokens: int) -> int:
+        """Scores that are computed together where no kernel is fused."""
+        if self.kept_scores is None:
+            return 0
+        return min(self._heads(self.kept_scores) * tokens**2, DENSE_MASK_ENTRIES)
+
+    def _heads(self, shape: DecoderShape) -> int:
+        return self._per_shard(shape.query_size // shape.kinds.head_dim)
 
     def _own(self, tokens: int) -> int:
         return -(-tokens // self.sharing)
@@ -135,7 +184,9 @@ class ActivationSizes:
 def activation_sizes(model: Any, shards: int = 1, sharing: int = 1) -> ActivationSizes:
     """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
     shape = DecoderShape.of(model.config)
-    return ActivationSizes.of(shape, model.dtype.itemsize, shards, sharing)
+    state = head_state(attention_modules(model)[0])
+    attention = "auto" if state is None else state.backend
+    return ActivationSizes.of(shape, model.dtype.itemsize, shards, sharing, attention)
 
 
 def reuse_room(

@@ -38,7 +38,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     shards = processes if sharded else 1
     weights = number * shape.parameters / shards
     rows = min(batch, examples)
-    sizes = ActivationSizes.of(shape, number, shards, processes if split else 1)
+    sharing, attention = processes if split else 1, recipe.runtime.attention
+    sizes = ActivationSizes.of(shape, number, shards, sharing, attention)
     passes = sizes.plain_pass(rows * length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
     # Weights go onto the GPUs one by one, from mapped files that all processes of a node share; on

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
+from bosch.window import Window
 from stages.context import Runtime
 from stages.exchange import pass_values, split_layers
 from stages.train.stage import TrainConfig
@@ -48,19 +49,20 @@ def loss_bytes(
     element_bytes: int,
     trains_head: bool,
     distilled: bool = False,
+    capped: bool = False,
 ) -> int:
     """The chunked loss: a chunk's logits and their copies, gradients of states and of the head.
 
     The copies are what the scaled logits and the gradient of the logits take. With a teacher there
     are the logits and log-probabilities of the model, the teacher's probabilities, their product,
     and gradients of two of them; beside the gradients of states the model's states at the tokens of
-    the loss and the teacher's. The head's gradient [V, C], where it is trained, is summed in
-    float32, beside that of the chunk.
+    the loss and the teacher's. Of capped logits there is one copy more for each model. The head's
+    gradient [V, C], where it is trained, is summed in float32, beside that of the chunk.
     """
     chunk = min(tokens, chunk_tokens(vocabulary, distilled)) * vocabulary * _FLOAT32
     states = tokens * hidden * element_bytes
     head = trains_head * vocabulary * hidden * (_FLOAT32 + element_bytes)
-    return 6 * chunk + 3 * states + head if distilled else 3 * chunk + states + head
+    return (1 + distilled) * (3 + capped) * chunk + (3 if distilled else 1) * states + head
 
 
 def liger_loss_bytes(
@@ -288,7 +290,10 @@ def training_memory(
             teacher += element_bytes * shape.tables
     loss_sizes = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
-    activations = _activations(shape, train, runtime, tokens, exchanged)
+    scores = [0.0]
+    if shape.softcap or (shape.head_logits and runtime.attention in ("sdpa", "eager")):
+        scores = _scores(shape, layers, tokens, length, element_bytes)
+    activations = _activations(shape, train, runtime, tokens, exchanged, scores)
     return TrainingMemory(
         parameters=float32_bytes(in_float32, shards),
         gradients=gradients,
@@ -297,7 +302,11 @@ def training_memory(
         gathered=gathered,
         layer=max(activations.layer, own_gradients) + layer_gradients,
         attention=tokens * element_bytes * 2.0 * (shape.query_size + 2 * shape.key_value_size),
-        loss=liger_loss_bytes(*loss_sizes) if fused else loss_bytes(*loss_sizes, distilled),
+        loss=(
+            liger_loss_bytes(*loss_sizes)
+            if fused
+            else loss_bytes(*loss_sizes, distilled, shape.capped)
+        ),
         tables=tables,
         teacher=teacher,
         exchanged=activations.exchanged,
@@ -322,8 +331,12 @@ def _activations(
     runtime: Runtime,
     tokens: int,
     exchanged: Sequence[tuple[float, float]],
+    scores: Sequence[float],
 ) -> _Activations:
-    """What autograd keeps of a micro-batch of `tokens`; `exchanged` is of `exchanged_bytes`."""
+    """What autograd keeps of a micro-batch of `tokens`; `exchanged` is of `exchanged_bytes`.
+
+    `scores` are the bytes of each layer's attention scores, where they are kept.
+    """
     element_bytes = _element_bytes(train)
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = element_bytes if runtime.sharding != "none" else _FLOAT32
@@ -334,7 +347,8 @@ def _activations(
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     if runtime.checkpointing == "none":
         kept, added = zip(*exchanged, strict=True)
-        return _Activations(shape.layers * saved + sum(kept), backward, max(added))
+        held = shape.layers * saved + sum(kept) + sum(scores)
+        return _Activations(held, backward, max(added))
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # of all but the layer that is recomputed
@@ -345,7 +359,27 @@ def _activations(
         widths += len(shape.kinds.windows) * shape.own_query_size
         # Attention's outputs, and log-sum-exps in float32.
         layer_inputs += tokens * (element_bytes * widths + _FLOAT32 * shape.layers * heads)
-    return _Activations(layer_inputs, saved + backward, max(map(sum, exchanged)), offloaded)
+    layer = saved + max(scores) + backward
+    return _Activations(layer_inputs, layer, max(map(sum, exchanged)), offloaded)
+
+
+def _scores(
+    shape: DecoderShape,
+    layers: Sequence[LayerHeads],
+    tokens: int,
+    length: int,
+    element_bytes: int,
+) -> list[float]:
+    """Bytes of the scores that each layer's attention keeps where no kernel is fused."""
+    heads = tokens // length * (shape.query_size // shape.kinds.head_dim)
+    group = heads // shape.key_value_heads
+    rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
+    own = [{Window(size): heads} for size in shape.kinds.windows.values()]
+    every = [{window: group * count for window, count in row.items()} for row in rows]
+    return [
+        sum(shape.score_bytes(n, length, window, element_bytes) for window, n in row.items())
+        for row in [*every, *own]
+    ]
 
 
 def _element_bytes(train: TrainConfig) -> int:
@@ -387,7 +421,7 @@ def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> fl
 def _saved_by_a_layer(
     shape: DecoderShape, element_bytes: int, residual: int, mlp: int, train: TrainConfig
 ) -> float:
-    """Bytes per token that autograd keeps of one decoder layer, as for Qwen3.
+    """Bytes per token that autograd keeps of one decoder layer; its heads as Qwen3's.
 
     Each norm keeps its input in float32, besides its result as it is and as the next maps take it;
     queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
@@ -412,4 +446,5 @@ def _saved_by_a_layer(
         width = (3 if frozen_mlp else 4) * mlp
     # Copies for each expert: what goes in, what comes out, and by its router's weight.
     dispatched = (1 if frozen_mlp else 3) * mlp * shape.hidden * shape.experts_per_token
-    return float(norms * shape.hidden + heads + width * shape.active_width + dispatched)
+    all_norms = norms * max(2, shape.norms) / 2
+    return float(all_norms * shape.hidden + heads + width * shape.active_width + dispatched)

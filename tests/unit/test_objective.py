@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.answers import equal_but_rounding
 from bosch.objective.calibration import CalibrationSet
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.evaluation_log import Evaluation
 from bosch.objective.flops import sliding_pairs
 from bosch.objective.incremental_forward import answer_attention
@@ -42,6 +44,7 @@ from tests.hybrid_case import (
     PLAIN,
     mask_of,
     random_mask,
+    small_config,
     small_model,
 )
 from tests.peak_memory import PeakMemory
@@ -317,8 +320,8 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
 @pytest.mark.parametrize(
     ("value_bytes", "shards", "sharing", "windows", "needed", "kept"),
     [
-        (4, 1, 1, [8], 53248, 159744), (2, 1, 1, [8], 30848, 88320),
-        (4, 1, 1, [8, 4], 61888, 177024), (4, 2, 1, [8], 32768, 90112),
+        (4, 1, 1, [8], 57344, 147968), (2, 1, 1, [8], 30848, 88320),
+        (4, 1, 1, [8, 4], 61888, 177024), (4, 2, 1, [8], 34816, 88320),
         (4, 1, 2, [8], 44544, 115712),
     ],
 )  # fmt: skip
@@ -734,3 +737,26 @@ def test_states_of_two_kernels_in_half_precision_are_the_same():
     assert not equal_but_rounding(other, states, torch.bfloat16)
     assert not equal_but_rounding(states, other, torch.bfloat16)
     assert equal_but_rounding(other, other.clone(), torch.float32)
+
+
+def test_a_norm_after_the_block_or_scores_that_are_kept_take_more_of_a_gradient():
+    """32 tokens x 2; of 8 query heads of 2 numbers 1,024 scores a row, a window's 24 a token."""
+    plain = memory.ActivationSizes(2, 8, 8, 4, 16, 4, 1, 1)
+    before, kept = plain.gradient(2, 32, 8), plain.kept_gradient(2, 32, 8)
+    follows = replace(plain, norm_follows=True)
+    # The attention beside the block; without a norm the larger of the two.
+    attention = kept // 2 - 64 * (8 + 7 * 16) * 4
+    assert follows.gradient(2, 32, 8) == 2 * 64 * 8 * 4 + attention + 64 * 3 * 16 * 4
+    assert follows.gradient(2, 32, 8) > before and follows.kept_gradient(2, 32, 8) == kept
+    shape = DecoderShape.of(small_config("gemma2", num_attention_heads=8, head_dim=8))
+    assert shape.norms == 4 and shape.norm_follows and shape.softcap and shape.capped
+    assert DecoderShape.of(small_config("gemma3_text")).capped
+    assert DecoderShape.of(small_config("gpt_oss")).head_logits
+    sizes = memory.ActivationSizes.of(shape, 4)
+    assert memory.ActivationSizes.of(shape, 4, attention="flex").kept_scores is None
+    scores = 12 * 2 * 8 * (32 * 32 + 32 * 24)
+    fused = replace(sizes, kept_scores=None)
+    assert sizes.kept_gradient(2, 32, 8) == fused.kept_gradient(2, 32, 8) + shape.layers * scores
+    piece = 4 * 8 * 64**2
+    assert sizes.gradient(2, 32, 8) == fused.gradient(2, 32, 8) + scores + piece
+    assert sizes.plain_pass(64) == fused.plain_pass(64) + 20 * 8 * 64**2

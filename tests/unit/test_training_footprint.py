@@ -49,6 +49,7 @@ def held(
 
 FSDP = {"sharding": "fsdp", "checkpointing": "full"}
 EXPERTS = replace(SHAPE, experts=4, experts_per_token=2, expert_parameters=1000)
+HEAD_LOGITS = replace(SHAPE, head_logits=True)
 # What differs from bf16 on one process without sharding and recomputation: options, and bytes.
 HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, float]]] = {
     "one process": ({}, {}, {}, {
@@ -172,6 +173,23 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
             "shape": replace(SHAPE, kinds=replace(SHAPE.kinds, full=(0,), **OWN)),
         }, {"exchanged keys": 24 * 3 * 10 + 24 * 3 * 10},
     ),
+    "norms after the blocks": ({}, {}, {"shape": replace(SHAPE, norms=4)}, {
+        "layer inputs": 2 * 8 * (2 * 260 + 272 + 160),
+    }),
+    "capped scores": (
+        # 4 query heads, and 4 in the layer that slides: 8 tokens, 10 bytes each.
+        {}, {}, {"length": 8, "shape": replace(
+            SHAPE, softcap=True, kinds=replace(SHAPE.kinds, full=(0,), **OWN)
+        )},
+        {"layer inputs": 2 * 8 * 692 + 2 * 4 * 64 * 10},
+    ),
+    "logits of heads, fused": ({}, {}, {"length": 8, "shape": HEAD_LOGITS}, {
+        "layer inputs": 2 * 8 * 692,
+    }),
+    "logits of heads": (
+        {}, {"attention": "sdpa", "checkpointing": "full"}, {"length": 8, "shape": HEAD_LOGITS},
+        {"a layer's backward": 8 * 692 + 4 * 64 * 8 + 8 * 160},
+    ),
     "liger": ({"liger": True}, {}, {}, {
         "layer inputs": 2 * 8 * (12 * 10 + 8 * 16 + 6 * 8 + 6 * 20),
         # One chunk: 8 tokens over ten times more words than widths, rounded to a power of two.
@@ -269,6 +287,12 @@ WORDS = 2**20  # of which 64 tokens are a chunk
         (loss_bytes(100, 3, WORDS, 2, True), 3 * 2**28 + 100 * 3 * 2 + WORDS * 3 * 6),
         (loss_bytes(100, 3, WORDS, 2, True, True), 6 * 2**27 + 3 * 600 + WORDS * 3 * 6),
         # 1,000 words of 10 numbers: chunks of a hundredth, 25 tokens, and so 32.
+        (loss_bytes(100, 3, WORDS, 2, False, capped=True), 4 * 2**28 + 600),
+        (loss_bytes(100, 3, WORDS, 2, False, True, True), 8 * 2**27 + 3 * 600),
+        (SHAPE.score_bytes(8, 100, None, 2), 8 * 100 * 100 * 8),
+        (SHAPE.score_bytes(8, 2**12, None, 2), (8 * 2**24 + 2**24) / 2 * 8),
+        (SHAPE.score_bytes(8, 100, Window(20), 2), 8 * 100 * 40 * 8),
+        (replace(SHAPE, softcap=True).score_bytes(1, 10, None, 2), 100 * 10),
         (liger_loss_bytes(2500, 10, 1000, 2, True), 32 * 1000 * 2 + 2500 * 20 + 10_000 * 10),
         (liger_loss_bytes(2500, 10, 1000, 4, True), 32 * 1000 * 4 + 2500 * 40 + 10_000 * 8),
         (liger_loss_bytes(30, 10, 10, 2, False), 30 * 10 * 2 + 30 * 20),
