@@ -374,7 +374,7 @@ def _scores(
     heads = tokens // length * (shape.query_size // shape.kinds.head_dim)
     group = heads // shape.key_value_heads
     rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
-    own = [{Window(size): heads} for size in shape.kinds.windows.values()]
+    own: list[LayerHeads] = [{Window(size): heads} for size in shape.kinds.windows.values()]
     every = [{window: group * count for window, count in row.items()} for row in rows]
     return [
         sum(shape.score_bytes(n, length, window, element_bytes) for window, n in row.items())

@@ -219,7 +219,7 @@ def test_each_layout_of_an_evaluation_counts_with_its_own_work_and_cache(
     *_, samples, _, memory = cost.facts
     assert samples == f"12 samples {expected}"
     held = format_bytes(2 * max(cache for _, cache in caches))
-    in_pass = format_bytes(2 * 2 * 512 * (4 * 64 + 3 * 128))
+    in_pass = format_bytes(2 * 2 * 512 * (4 * 64 + 4 * 128))
     assert f", {held} of KV cache for 2 samples of 512, about {in_pass} in a pass" in memory
     # All weights for the two rows of a batch, and each row's own cache.
     weights = 2 * (layers + 64 * 256)
