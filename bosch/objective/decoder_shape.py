@@ -123,6 +123,10 @@ class DecoderShape:
             capped=logit_scale(model.config).cap is not None,
         )
 
+    def keeps_scores(self, backend: str) -> bool:
+        """Whether attention keeps its scores for gradients: no kernel of the backend is fused."""
+        return self.softcap or (self.head_logits and backend in ("sdpa", "eager"))
+
     def score_bytes(
         self, heads: int, length: int, window: Window | None, value_bytes: int
     ) -> float:

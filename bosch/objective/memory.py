@@ -58,13 +58,11 @@ class ActivationSizes:
         attention: str = "auto",
     ) -> ActivationSizes:
         """Sizes of a decoder whose shape is known from its configuration."""
-        fused = attention not in ("auto", "sdpa", "eager") or not (
-            shape.softcap or shape.head_logits
-        )
+        keeps_scores = shape.keeps_scores("sdpa" if attention == "auto" else attention)
         return cls(
             shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
             shape.active_width, value_bytes, shards, sharing, shape.experts_per_token,
-            shape.norm_follows, None if fused else shape,
+            shape.norm_follows, shape if keeps_scores else None,
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:

@@ -236,13 +236,13 @@ def training_memory(
     processes: int,
     tokens: int,
     accumulation: int,
-    length: int = 0,
+    length: int,
     layers: Sequence[LayerHeads] = (),
 ) -> TrainingMemory:
     """What each of `processes` holds in steps of `accumulation` micro-batches of `tokens`.
 
-    Where sequences are split, they have `length` tokens and `layers` are the KV heads of each layer
-    by window; without them all heads count as full.
+    Sequences have `length` tokens. `layers` are the KV heads of each layer by window; without them
+    all heads count as full.
     """
     sharded, exchanged = runtime.sharding != "none", [(0.0, 0.0)]
     shards = processes if sharded else 1
@@ -252,6 +252,10 @@ def training_memory(
     # DeepSpeed has what is frozen in the precision that it computes in alone.
     in_float32 = trained if runtime.sharding == "deepspeed" else parameters
     element_bytes = _element_bytes(train)
+    scores = [0.0]
+    if shape.keeps_scores(runtime.attention):
+        scores = _scores(shape, layers, tokens // length, length, element_bytes)
+        scores = [size / runtime.context_parallel for size in scores]
     if runtime.context_parallel > 1:
         rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
         split = ContextSplit(length, runtime.context_parallel)
@@ -290,9 +294,6 @@ def training_memory(
             teacher += element_bytes * shape.tables
     loss_sizes = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
-    scores = [0.0]
-    if shape.softcap or (shape.head_logits and runtime.attention in ("sdpa", "eager")):
-        scores = _scores(shape, layers, tokens, length, element_bytes)
     activations = _activations(shape, train, runtime, tokens, exchanged, scores)
     return TrainingMemory(
         parameters=float32_bytes(in_float32, shards),
@@ -366,12 +367,12 @@ def _activations(
 def _scores(
     shape: DecoderShape,
     layers: Sequence[LayerHeads],
-    tokens: int,
+    sequences: int,
     length: int,
     element_bytes: int,
 ) -> list[float]:
     """Bytes of the scores that each layer's attention keeps where no kernel is fused."""
-    heads = tokens // length * (shape.query_size // shape.kinds.head_dim)
+    heads = sequences * (shape.query_size // shape.kinds.head_dim)
     group = heads // shape.key_value_heads
     rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
     own: list[LayerHeads] = [{Window(size): heads} for size in shape.kinds.windows.values()]

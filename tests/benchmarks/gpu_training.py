@@ -74,7 +74,7 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
     memory = training_memory(
         DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),
-        processes=1, tokens=length, accumulation=1,
+        processes=1, tokens=length, accumulation=1, length=length,
     )  # fmt: skip
     speed = statistics.median(step.tokens_per_second or 0.0 for step in steady)
     print(f"tokens/s: {speed:,.0f}")

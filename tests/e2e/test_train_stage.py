@@ -363,7 +363,7 @@ def test_what_is_recomputed_or_on_the_host_changes_no_bit(case: Path, tmp_path: 
     planned = training_memory(
         DecoderShape.of(config), TrainConfig(**TRAIN),
         Runtime(checkpointing="full", offload_activations=True), processes=1,
-        tokens=4 * SEQUENCE_LENGTH, accumulation=1,
+        tokens=4 * SEQUENCE_LENGTH, accumulation=1, length=SEQUENCE_LENGTH,
     )  # fmt: skip
     outside = offloaded["full", True] - planned.offloaded
     assert 0 <= outside < offloaded["none", True] / 4

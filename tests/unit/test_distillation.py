@@ -301,6 +301,12 @@ def test_the_plan_counts_what_is_trained(case: Path, train: dict[str, Any]) -> N
     shape = DecoderShape.of(model.config)
     assert trained_parameters(shape, config) == trained
     memory = training_memory(
-        shape, config, Runtime(checkpointing="full"), processes=1, tokens=64, accumulation=1
+        shape,
+        config,
+        Runtime(checkpointing="full"),
+        processes=1,
+        tokens=64,
+        accumulation=1,
+        length=64,
     )
     assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained

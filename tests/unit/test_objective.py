@@ -751,9 +751,10 @@ def test_a_norm_after_the_block_or_scores_that_are_kept_take_more_of_a_gradient(
     shape = DecoderShape.of(small_config("gemma2", num_attention_heads=8, head_dim=8))
     assert shape.norms == 4 and shape.norm_follows and shape.softcap and shape.capped
     assert DecoderShape.of(small_config("gemma3_text")).capped
-    assert DecoderShape.of(small_config("gpt_oss")).head_logits
+    gpt_oss = DecoderShape.of(small_config("gpt_oss"))
+    assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).kept_scores is gpt_oss
+    assert memory.ActivationSizes.of(gpt_oss, 4, attention="flex").kept_scores is None
     sizes = memory.ActivationSizes.of(shape, 4)
-    assert memory.ActivationSizes.of(shape, 4, attention="flex").kept_scores is None
     scores = 12 * 2 * 8 * (32 * 32 + 32 * 24)
     fused = replace(sizes, kept_scores=None)
     assert sizes.kept_gradient(2, 32, 8) == fused.kept_gradient(2, 32, 8) + shape.layers * scores

@@ -41,7 +41,7 @@ TOKENS = 8
 def held(
     train: dict[str, Any], runtime: dict[str, Any], shape: DecoderShape = SHAPE, **more: Any
 ) -> Any:
-    options = {"processes": 1, "tokens": TOKENS, "accumulation": 1, **more}
+    options = {"processes": 1, "tokens": TOKENS, "accumulation": 1, "length": TOKENS, **more}
     return training_memory(
         shape, TrainConfig(**train), Runtime(**{"checkpointing": "none", **runtime}), **options
     )
@@ -182,6 +182,10 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
             SHAPE, softcap=True, kinds=replace(SHAPE.kinds, full=(0,), **OWN)
         )},
         {"layer inputs": 2 * 8 * 692 + 2 * 4 * 64 * 10},
+    ),
+    "capped scores of split sequences": (
+        {}, {"context_parallel": 2}, {"processes": 2, "shape": replace(SHAPE, softcap=True)},
+        {"layer inputs": 2 * (4 * 692 + 16 * 2 * 8) + 2 * 4 * 64 * 10 // 2},
     ),
     "logits of heads, fused": ({}, {}, {"length": 8, "shape": HEAD_LOGITS}, {
         "layer inputs": 2 * 8 * 692,
