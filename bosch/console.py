@@ -72,6 +72,6 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     module = find_command(name, [commands])
     if module is None:
-        own = ", ".join(command_help([commands]))
-        raise UserError(f"{name}: {_NEEDS}; the library's own commands are {own}")
+        names = ", ".join(command_help([commands]))
+        raise UserError(f"{name}: {_NEEDS}; the library's own commands are {names}")
     return int(module.run(command_parser(name, module).parse_args(arguments[1:])))

@@ -56,13 +56,13 @@ class ContextSplit:
         None is a full head. In a sequence of several documents each has sinks of its own, so a
         chunk may be sent up to S tokens more; they are not counted.
         """
-        own = [range(c * self.chunk, (c + 1) * self.chunk) for c in self.chunks_of(rank)]
+        held = [range(c * self.chunk, (c + 1) * self.chunk) for c in self.chunks_of(rank)]
         needed = [range(self.length)]
         if window is not None:
             starts = [self.halo_start(c, window) for c in self.chunks_of(rank)]
-            needed = [range(s, o.stop) for s, o in zip(starts, own, strict=True)]
+            needed = [range(s, o.stop) for s, o in zip(starts, held, strict=True)]
             needed += [range(min(s, window.sinks)) for s in starts]
-        return sum(map(len, _outside(needed, own)))
+        return sum(map(len, _outside(needed, held)))
 
     def traffic(self, window: Window | None) -> int:
         """Tokens that all processes together are sent for a head; its gradients go back likewise.
@@ -72,8 +72,8 @@ class ContextSplit:
         return sum(self.received(rank, window) for rank in range(self.ranks))
 
 
-def _outside(needed: list[range], own: list[range]) -> Iterator[range]:
-    """The slots of `needed` that are not among `own`, each once."""
-    for first, stop in pairwise(sorted({end for r in needed + own for end in (r.start, r.stop)})):
-        if any(first in r for r in needed) and not any(first in r for r in own):
+def _outside(needed: list[range], held: list[range]) -> Iterator[range]:
+    """The slots of `needed` that are not among `held`, each once."""
+    for first, stop in pairwise(sorted({end for r in needed + held for end in (r.start, r.stop)})):
+        if any(first in r for r in needed) and not any(first in r for r in held):
             yield range(first, stop)

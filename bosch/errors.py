@@ -48,10 +48,10 @@ class StoppedError(Exception):
 def is_disk_full(error: BaseException) -> bool:
     """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
     return any(
-        isinstance(one, DiskFullError)
-        or (isinstance(one, OSError) and one.errno in NO_SPACE_LEFT)
-        or any(os.strerror(number) in str(one) for number in NO_SPACE_LEFT)
-        for one in causes(error)
+        isinstance(cause, DiskFullError)
+        or (isinstance(cause, OSError) and cause.errno in NO_SPACE_LEFT)
+        or any(os.strerror(number) in str(cause) for number in NO_SPACE_LEFT)
+        for cause in causes(error)
     )
 
 

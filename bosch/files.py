@@ -247,8 +247,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these fields; two readers may take different ones of two of one name."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        for name, one in pairs:
-            if one != value[name]:
+        for name, item in pairs:
+            if item != value[name]:
                 raise ValueError(f"{name!r:.60} stands twice, with different values")
     return value
 
@@ -322,8 +322,8 @@ def file_stamp(path: str | os.PathLike[str]) -> Stamp:
     elsewhere and back. Raises OSError.
     """
     stamp, link = os.stat(path), os.lstat(path)
-    own = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
-    return own if os.path.samestat(stamp, link) else [*own, link.st_ctime_ns, link.st_ino]
+    fields = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
+    return fields if os.path.samestat(stamp, link) else [*fields, link.st_ctime_ns, link.st_ino]
 
 
 def changed_file(stamps: Mapping[str, Stamp]) -> str | None:

@@ -208,9 +208,9 @@ class Front:
         """
         count = len(self.points)
         agree = np.ones((count, count), dtype=np.bool_)
-        for one, other in combinations(range(count), 2):
-            both = list(self._choices[[one, other]].astype(np.int64))
-            agree[one, other] = agree[other, one] = share_order(both)
+        for first, other in combinations(range(count), 2):
+            both = list(self._choices[[first, other]].astype(np.int64))
+            agree[first, other] = agree[other, first] = share_order(both)
         chains = []
         for start in range(count) if self.chosen is None else [self.chosen]:
             chain = [start]
@@ -267,7 +267,9 @@ class Front:
 def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
     """Whether one order of each layer's heads or units suits all layouts of choices [L, H]."""
     order = np.sum(layouts, axis=0).argsort(axis=1)
-    return all((np.diff(np.take_along_axis(one, order, 1), axis=1) >= 0).all() for one in layouts)
+    return all(
+        (np.diff(np.take_along_axis(layout, order, 1), axis=1) >= 0).all() for layout in layouts
+    )
 
 
 _NUMBER = (int, float)

@@ -147,7 +147,7 @@ def compare(
     b = [np.asarray(subtask, dtype=np.float64) for subtask in second]
     if [len(subtask) for subtask in a] != [len(subtask) for subtask in b]:
         raise ValueError("the models have different samples")
-    if not a or not all(len(one) and np.isfinite(one).all() for one in (*a, *b)):
+    if not a or not all(len(part) and np.isfinite(part).all() for part in (*a, *b)):
         raise ValueError("a subtask has no samples, or scores that are not finite")
     counts = [effective_count(subtask) for subtask in first]
     weights = [weights_of(subtask) for subtask in first]
@@ -343,7 +343,7 @@ def _samples(values: Values, counts: Sequence[int] | None, weights: Values | flo
     """Examples that count as samples of one task, as in `mean_score`."""
     each = np.ones(values.shape[1]) * weights
     subtasks = np.split(each, np.cumsum(counts or [len(each)])[:-1])
-    return float(len(subtasks) * min(own.sum() ** 2 / (own @ own) for own in subtasks))
+    return float(len(subtasks) * min(part.sum() ** 2 / (part @ part) for part in subtasks))
 
 
 def _paired_parts(a: Values, b: Values) -> tuple[float, list[tuple[float, int]]]:
@@ -407,10 +407,10 @@ def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Inte
         factor = 1 - at
         end = difference.high if side > 0 else difference.low
         far = baseline.high if side * factor > 0 else baseline.low
-        own, other = abs(end - difference.mean), abs(factor) * abs(far - baseline.mean)
+        half_width, other = abs(end - difference.mean), abs(factor) * abs(far - baseline.mean)
         # Difference and baseline vary against each other, which narrows the sum where factor > 0.
         joint = -correlation if factor < 0 else 0.0
-        reach = math.sqrt(max(0.0, own**2 + other**2 + 2 * joint * own * other))
+        reach = math.sqrt(max(0.0, half_width**2 + other**2 + 2 * joint * half_width * other))
         return difference.mean + factor * baseline.mean + side * reach
 
     if excess(_HIGHEST_RATIO, 1) > 0:

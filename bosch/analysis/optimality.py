@@ -57,16 +57,16 @@ def standing(mask: HeadMask, landscape: Mapping[HeadMask, Evaluation]) -> Standi
     """
     if mask not in landscape:
         raise ValueError(f"{mask!r} is not one of the {len(landscape)} masks on budget")
-    own = landscape[mask]
+    entry = landscape[mask]
     scores = np.array([e.score for e in landscape.values()])
     likelihoods = np.array([e.log_likelihood for e in landscape.values()])
     return Standing(
-        score=own.score,
-        log_likelihood=own.log_likelihood,
-        score_rank=1 + int((scores > own.score).sum()),
-        score_gap=float(scores.max() - own.score),
-        log_likelihood_rank=1 + int((likelihoods > own.log_likelihood).sum()),
-        log_likelihood_gap=float(likelihoods.max() - own.log_likelihood),
+        score=entry.score,
+        log_likelihood=entry.log_likelihood,
+        score_rank=1 + int((scores > entry.score).sum()),
+        score_gap=float(scores.max() - entry.score),
+        log_likelihood_rank=1 + int((likelihoods > entry.log_likelihood).sum()),
+        log_likelihood_gap=float(likelihoods.max() - entry.log_likelihood),
         masks=len(landscape),
         best_by_score=int((scores == scores.max()).sum()),
     )

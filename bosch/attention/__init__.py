@@ -48,8 +48,8 @@ def _function(backend: str) -> AttentionFunction:
     if backend not in _FUNCTIONS:
         module, _, name = BACKENDS[backend].function.partition(":")
         # The file that a saved model carries holds all of them.
-        own = globals().get(name)
-        _FUNCTIONS[backend] = own or getattr(importlib.import_module(module), name)
+        bundled = globals().get(name)
+        _FUNCTIONS[backend] = bundled or getattr(importlib.import_module(module), name)
     return _FUNCTIONS[backend]
 
 

@@ -36,12 +36,12 @@ class Communicator:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sent_bytes = 0
 
-    def all_gather(self, own: Tensor) -> Tensor:
-        """`own` [...] of every process: [n, ...]."""
-        own = own.contiguous()
-        out = own.new_empty(self.ranks, *own.shape)
-        dist.all_gather_single(out.flatten(0, 1), own, group=self.group)
-        self.sent_bytes += (self.ranks - 1) * own.nbytes
+    def all_gather(self, local: Tensor) -> Tensor:
+        """`local` [...] of every process: [n, ...]."""
+        local = local.contiguous()
+        out = local.new_empty(self.ranks, *local.shape)
+        dist.all_gather_single(out.flatten(0, 1), local, group=self.group)
+        self.sent_bytes += (self.ranks - 1) * local.nbytes
         return out
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -61,9 +61,9 @@ class _Gathered(torch.autograd.Function):
     """States of all processes, [n, ...]; backward sums their gradients in float32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, communicator: Communicator) -> Tensor:
+    def forward(ctx: Any, local: Tensor, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator
-        return communicator.all_gather(own)
+        return communicator.all_gather(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -146,8 +146,8 @@ class SplitPass:
             document = None
             if self._document is not None:
                 earlier = self._document.gather(1, before).masked_fill(~is_key, _NO_DOCUMENT)
-                own = self._document[:, start : start + size]
-                document = torch.cat([earlier, own], dim=1).to(self.device)
+                chunk_document = self._document[:, start : start + size]
+                document = torch.cat([earlier, chunk_document], dim=1).to(self.device)
             context = AttentionContext(size, before.shape[1], document=document)
             self._contexts[chunk, window] = context
         return self._contexts[chunk, window]
@@ -191,12 +191,12 @@ class SplitPass:
         split, rank = self.split, self.communicator.rank
         received = [self._received_tokens(process, window) for process in range(split.ranks)]
         chunks = torch.split(self._tokens, split.chunk, dim=1)
-        own = torch.cat([chunks[c] for c in split.chunks_of(rank)], dim=1)
+        local = torch.cat([chunks[c] for c in split.chunks_of(rank)], dim=1)
         # Index of each token in this process's own rows followed by the received ones.
         index = torch.zeros(self._tokens.numel(), dtype=torch.long)
-        index[own.flatten()] = torch.arange(own.numel())
+        index[local.flatten()] = torch.arange(local.numel())
         sent = [index[tokens[self._owner[tokens] == rank]] for tokens in received]
-        index[received[rank]] = own.numel() + torch.arange(len(received[rank]))
+        index[received[rank]] = local.numel() + torch.arange(len(received[rank]))
         first, second = (
             index[self._tokens.gather(1, self._slots_before(c, window)[0])].to(self.device)
             for c in split.chunks_of(rank)
@@ -238,7 +238,7 @@ def split_attention(
     chunks = current.split.chunks_of(current.communicator.rank)
     outputs = []
     for group in layout.groups:
-        window, own = group.window, _layout_of(group)
+        window, group_layout = group.window, _layout_of(group)
         heads = layout.heads_of(query, group, q_per_kv)
         states = torch.cat([layout.heads_of(x, group) for x in (key, value)], dim=-1)
         keys = _near_keys(states, window, current) if window else _all_keys(states, current)
@@ -250,7 +250,7 @@ def split_attention(
             keys_seen, values_seen = torch.split(seen, sizes, dim=-1)
             context = current.context(chunk, window)
             part = AttentionCall(
-                queries, keys_seen, values_seen, own, context, transform, call.backend
+                queries, keys_seen, values_seen, group_layout, context, transform, call.backend
             )
             parts.append(compute_attention(part).transpose(1, 2))
         outputs.append(torch.cat(parts, dim=2))
@@ -276,11 +276,14 @@ def _all_keys(states: Tensor, current: SplitPass) -> list[Tensor]:
 def _near_keys(states: Tensor, window: Window, current: SplitPass) -> list[Tensor]:
     """Keys and values of sinks, halo and chunk itself, for each chunk: [B, HG, K + C, DKV]."""
     halo = current.halo(window)
-    own = states.transpose(1, 2).flatten(0, 1)  # [B * 2C, HG, DKV]
+    local = states.transpose(1, 2).flatten(0, 1)  # [B * 2C, HG, DKV]
     received: Tensor = _Exchanged.apply(  # type: ignore[no-untyped-call]
-        own.index_select(0, halo.sent), halo.sent_counts, halo.received_counts, current.communicator
+        local.index_select(0, halo.sent),
+        halo.sent_counts,
+        halo.received_counts,
+        current.communicator,
     )
-    rows = torch.cat([own, received])
+    rows = torch.cat([local, received])
     keys = []
     for before, chunk in zip(halo.before, states.chunk(2, dim=2), strict=True):
         earlier = rows.index_select(0, before.flatten()).view(*before.shape, *rows.shape[1:])

@@ -135,7 +135,7 @@ class HeadLayout:
 
     def _make_index(self, group: HeadGroup | None, q_per_kv: int, device: torch.device) -> Tensor:
         groups = self.groups if group is None else (group,)
-        heads = [head for one in groups for head in one.heads]
+        heads = [head for group in groups for head in group.heads]
         index = torch.tensor(heads, device=device)[:, None] * q_per_kv
         index = (index + torch.arange(q_per_kv, device=device)).reshape(-1)
         return torch.argsort(index) if group is None else index

@@ -50,8 +50,10 @@ def find_command(name: str, packages: Sequence[ModuleType]) -> ModuleType | None
     """The module of a command; None for an unknown name."""
     for package in packages:
         if name in command_help([package]):
-            own = next(one for one in pkgutil.iter_modules(package.__path__) if one.name == name)
-            path = f"{package.__name__}.{name}{'.command' if own.ispkg else ''}"
+            module = next(
+                entry for entry in pkgutil.iter_modules(package.__path__) if entry.name == name
+            )
+            path = f"{package.__name__}.{name}{'.command' if module.ispkg else ''}"
             return importlib.import_module(path)
     return None
 
@@ -60,13 +62,13 @@ def command_help(packages: Sequence[ModuleType]) -> dict[str, str]:
     """Descriptions of all commands by name, read from the source: importing takes seconds."""
     about = {}
     for package in packages:
-        for own in pkgutil.iter_modules(package.__path__):
-            file = Path(package.__path__[0], own.name, "command.py")
-            if not own.ispkg:
+        for module in pkgutil.iter_modules(package.__path__):
+            file = Path(package.__path__[0], module.name, "command.py")
+            if not module.ispkg:
                 file = file.parent.with_suffix(".py")
             source = file.read_text(encoding="utf-8") if file.is_file() else ""
             if match := _COMMAND.search(source):
-                about[own.name] = str(ast.literal_eval(match[1]))
+                about[module.name] = str(ast.literal_eval(match[1]))
     return dict(sorted(about.items()))
 
 
@@ -96,7 +98,7 @@ def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
     if error.filename is None and error.errno == errno.ENOENT:
         return "the current directory was removed; change to one that is there"
     names = (error.filename, error.filename2)  # a number where a descriptor was refused
-    refused = {Path(os.fsdecode(one)) for one in names if isinstance(one, str | bytes | Path)}
+    refused = {Path(os.fsdecode(name)) for name in names if isinstance(name, str | bytes | Path)}
     # What is written has another name in the same folder until it is whole.
     while inner := {path for path in refused if TEMPORARY in str(path)}:
         refused = refused - inner | {path.parent for path in inner}

@@ -124,9 +124,11 @@ class LayerPass:
         outputs = []
         for cache, group, mask, keys, values in self._parts:
             heads = slice(group.heads[0] * q_per_kv, (group.heads[-1] + 1) * q_per_kv)
-            own = {} if logits is None else {"sinks": logits[heads]}  # mlx-lm's word for logits
+            extra = {} if logits is None else {"sinks": logits[heads]}  # mlx-lm's word for logits
             outputs.append(
-                attention(queries[:, heads], keys, values, cache=cache, mask=mask, **own, **options)
+                attention(
+                    queries[:, heads], keys, values, cache=cache, mask=mask, **extra, **options
+                )
             )
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
@@ -167,7 +169,8 @@ def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) ->
         layout is None
         or (
             isinstance(cache, CacheList)
-            and [_window(own) for own in cache.caches] == [group.window for group in layout.groups]
+            and [_window(part) for part in cache.caches]
+            == [group.window for group in layout.groups]
         )
         for cache, layout in zip(caches, layouts, strict=True)
     )

@@ -116,9 +116,12 @@ class _HybridLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         register_model(self.family.model_type)
-        own: Any = module
-        setattr(own, _ATTENTION, grouped_attention(getattr(own, _ATTENTION)))
-        own.ModelArgs, own.Model = _args_of(own.ModelArgs), _model_of(own.Model, self.family)
+        loaded: Any = module
+        setattr(loaded, _ATTENTION, grouped_attention(getattr(loaded, _ATTENTION)))
+        loaded.ModelArgs, loaded.Model = (
+            _args_of(loaded.ModelArgs),
+            _model_of(loaded.Model, self.family),
+        )
 
 
 def _args_of(base: Any) -> Any:
@@ -161,7 +164,7 @@ def _read_otherwise(base: Any) -> Iterator[str]:
             yield f"rope_parameters.{name} is {rotation[name]}"
     names = ["hidden_act", *(["norm_topk_prob"] if base.model_type == "qwen2_moe" else [])]
     for name in names:  # its classes have the usual value built in
-        usual, value = (getattr(one, name, None) for one in (type(base)(), base))
+        usual, value = (getattr(source, name, None) for source in (type(base)(), base))
         if value != usual:
             yield f"{name} is {value}"
 
@@ -185,8 +188,8 @@ def _model_of(base: Any, family: Family) -> Any:
 
         def make_cache(self) -> list[Any]:
             """Empty caches, one for each layer."""
-            own = super().make_cache() if hasattr(base, "make_cache") else None
-            caches = own or [KVCache() for _ in self.layers]
+            base_caches = super().make_cache() if hasattr(base, "make_cache") else None
+            caches = base_caches or [KVCache() for _ in self.layers]
             return [
                 cache if layout is None else HybridLayerCache.of(layout)
                 for cache, layout in zip(caches, self.args.layouts, strict=True)
@@ -200,8 +203,8 @@ def _model_of(base: Any, family: Family) -> Any:
             caches = [None] * len(layouts) if cache is None else cache
             masks: dict[Any, Any] = {}
             passes = [
-                one if layout is None else LayerPass(one, layout, masks)
-                for one, layout in zip(caches, layouts, strict=True)
+                cache if layout is None else LayerPass(cache, layout, masks)
+                for cache, layout in zip(caches, layouts, strict=True)
             ]
             return super().__call__(inputs, passes, *args, **kwargs)
 

@@ -56,11 +56,11 @@ class CacheSize:
         heads: Counter[Window | None] = Counter()
         for row in rows:
             heads.update(row)
-        own = tuple(
+        own_windows = tuple(
             OwnWindow(layers.own_heads * count, size, 2 * layers.own_head_dim * itemsize)
             for size, count in sorted(Counter(layers.windows.values()).items())
         )
-        return cls(heads, 2 * layers.head_dim * itemsize, own, state_bytes)
+        return cls(heads, 2 * layers.head_dim * itemsize, own_windows, state_bytes)
 
     @property
     def sliding(self) -> dict[Window, int]:
@@ -96,8 +96,8 @@ class CacheSize:
     def static(self, room: int) -> int:
         """Bytes of a StaticHybridCache with room for `room` tokens of one sequence."""
         slots = sum(count * min(window.most_keys, room) for window, count in self.sliding.items())
-        own = sum(o.bytes_per_head * o.heads * min(o.window, room) for o in self.own)
-        return self.per_token * room + self.bytes_per_head * slots + own + self.state_bytes
+        own_bytes = sum(o.bytes_per_head * o.heads * min(o.window, room) for o in self.own)
+        return self.per_token * room + self.bytes_per_head * slots + own_bytes + self.state_bytes
 
     def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
         """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
@@ -110,12 +110,14 @@ class CacheSize:
             return -(-min(tokens, most) // page_size) * page_size
 
         slots = sum(count * pages(window.size) for window, count in self.sliding.items())
-        own = sum(one.bytes_per_head * one.heads * pages(one.window) for one in self.own)
-        return self.per_token * pages(tokens) + self.bytes_per_head * slots + own
+        own_bytes = sum(
+            window.bytes_per_head * window.heads * pages(window.window) for window in self.own
+        )
+        return self.per_token * pages(tokens) + self.bytes_per_head * slots + own_bytes
 
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""
-        return sum(own.bytes(tokens) for own in self.own) + self.state_bytes
+        return sum(window.bytes(tokens) for window in self.own) + self.state_bytes
 
 
 def beside_states(layers: int) -> str:

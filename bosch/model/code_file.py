@@ -101,10 +101,10 @@ def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
     source = resources.files("bosch").joinpath(name).read_text(encoding="utf-8")
     tree = ast.parse(source)
     lines = source.splitlines()
-    own = _names(tree)
-    if own & defined:
-        raise RuntimeError(f"bosch/{name} defines {sorted(own & defined)} again")
-    defined |= own
+    names = _names(tree)
+    if names & defined:
+        raise RuntimeError(f"bosch/{name} defines {sorted(names & defined)} again")
+    defined |= names
     dropped = [tree.body[0]]  # the docstring
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "bosch":

@@ -157,12 +157,12 @@ class ContextParallel:
         """This process's tokens of values [B, T]: [B, 2C]."""
         assert self._current is not None
         chunks = torch.split(values, self._current.split.chunk, dim=1)
-        own = self._current.split.chunks_of(self.communicator.rank)
-        return torch.cat([chunks[chunk] for chunk in own], dim=1)
+        chunk_numbers = self._current.split.chunks_of(self.communicator.rank)
+        return torch.cat([chunks[chunk] for chunk in chunk_numbers], dim=1)
 
-    def whole(self, own: Tensor) -> Tensor:
+    def whole(self, local: Tensor) -> Tensor:
         """Values of all tokens, [B, T], from each process's own [B, 2C]; without gradients."""
-        first, second = self.communicator.all_gather(own.detach()).chunk(2, dim=2)
+        first, second = self.communicator.all_gather(local.detach()).chunk(2, dim=2)
         return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
 
     def own_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,14 +173,14 @@ class ContextParallel:
         chunk = columns // size
         return (chunk == first) | (chunk == second), columns % size + size * (chunk == second)
 
-    def at(self, own: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    def at(self, local: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Values [N, C] of the tokens at `rows`, `columns` [N], of each process's own [B, 2C, C].
 
         All processes get all of them, without gradients.
         """
         mine, places = self.own_columns(columns)
-        values = own.new_zeros(len(columns), own.shape[2])
-        values[mine] = own[rows[mine], places[mine]].detach()
+        values = local.new_zeros(len(columns), local.shape[2])
+        values[mine] = local[rows[mine], places[mine]].detach()
         return self.communicator.all_gather(values).sum(0)  # of each token one is not 0
 
     def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:

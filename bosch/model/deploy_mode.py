@@ -83,8 +83,8 @@ def deploy_layouts(config: Any) -> list[HeadLayout | None]:
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, rows, strict=True):
         layouts[layer] = HeadLayout.deploy(row)
-    for layer, own in kinds.windows.items():
-        layouts[layer] = HeadLayout.deploy({Window(own): kinds.own_heads})
+    for layer, size in kinds.windows.items():
+        layouts[layer] = HeadLayout.deploy({Window(size): kinds.own_heads})
     return layouts
 
 
@@ -266,11 +266,13 @@ class HybridModelMixin:
             # The chunks of a prompt are compiled too, and nothing may be allocated meanwhile.
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             kinds = decoder_layers(self.config)  # type: ignore[attr-defined]
-            own = [layer in kinds.windows for layer in range(kinds.count)]
+            has_own_window = [layer in kinds.windows for layer in range(kinds.count)]
             cache.early_initialization(
                 batch_size=batch_size * copies,
-                num_heads=[kinds.own_heads if slides else kinds.heads for slides in own],
-                head_dim=[kinds.own_head_dim if slides else kinds.head_dim for slides in own],
+                num_heads=[kinds.own_heads if slides else kinds.heads for slides in has_own_window],
+                head_dim=[
+                    kinds.own_head_dim if slides else kinds.head_dim for slides in has_own_window
+                ],
                 dtype=self.dtype,  # type: ignore[attr-defined]
                 device=self.device,  # type: ignore[attr-defined]
             )
@@ -350,7 +352,9 @@ def adopt_cache(model: Any, cache: Any) -> None:
         if any(getattr(layer, "record_past", False) for layer in layers):
             new.activate_past_recording()
     elif not started and isinstance(cache, StaticCache):
-        loses_sinks = cache.offloading and any(one.sinks for one in layouts_of(model) if one)
+        loses_sinks = cache.offloading and any(
+            layout.sinks for layout in layouts_of(model) if layout
+        )
         if not loses_sinks:
             new = StaticHybridCache.of(model, cache_room(cache))
     if new is None:

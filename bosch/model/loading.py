@@ -149,7 +149,9 @@ def kept_in_float32(model: Any) -> dict[str, Tensor]:
     """
     kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
     state = model.state_dict(keep_vars=True)
-    return {name: one for name, one in state.items() if any(re.search(part, name) for part in kept)}
+    return {
+        name: value for name, value in state.items() if any(re.search(part, name) for part in kept)
+    }
 
 
 def _own_memory(model: Any) -> None:

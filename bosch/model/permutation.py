@@ -29,9 +29,9 @@ def reorder_weight(
         key = weight.shape[0] // (q_per_kv + 2)
         projections = torch.split(weight, [q_per_kv * key, key, key])
         return torch.cat([x.index_select(0, _entries(order, len(x), x)) for x in projections])
-    own = (*family.per_head, SINK_BIAS)
+    per_head = (*family.per_head, SINK_BIAS)
     norm = module in ("q_norm", "k_norm") and family.norms_over_heads
-    if module in ("q_proj", "k_proj", "v_proj") or norm or module in own:
+    if module in ("q_proj", "k_proj", "v_proj") or norm or module in per_head:
         # Norms are [heads * D], or [heads, D] in some families.
         flat = weight.flatten() if norm else weight
         return flat.index_select(0, _entries(order, len(flat), weight)).view_as(weight)

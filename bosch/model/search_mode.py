@@ -183,9 +183,9 @@ def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
             f"the sink bias is of shape {list(table.shape)}, expected finite numbers for "
             f"{len(modules)} layers of {heads} query heads"
         )
-    own = own_row(model, table.view(len(modules), mask_shape(model.config)[1], -1).transpose(0, 1))
+    rows = own_row(model, table.view(len(modules), mask_shape(model.config)[1], -1).transpose(0, 1))
     for number, module in enumerate(modules):
-        module.register_buffer(SINK_BIAS, own[:, number].flatten().clone())
+        module.register_buffer(SINK_BIAS, rows[:, number].flatten().clone())
 
 
 def was_given_sink_bias(model: Any) -> bool:
@@ -208,8 +208,8 @@ def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> 
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
         layouts[layer] = _layout(tuple(own_row(model, row)))
-    for layer, own in kinds.windows.items():
-        layouts[layer] = _layout(tuple(own_row(model, [Window(own)] * kinds.own_heads)))
+    for layer, size in kinds.windows.items():
+        layouts[layer] = _layout(tuple(own_row(model, [Window(size)] * kinds.own_heads)))
     set_layouts(model, layouts, backend)
 
 

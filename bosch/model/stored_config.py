@@ -42,8 +42,10 @@ class StoredConfig:
     def config(self) -> dict[str, Any]:
         """The content, with the sizes of its text decoder where it has one."""
         text = self.content.get("text_config")
-        own = {k: v for k, v in text.items() if k != "model_type"} if type(text) is dict else {}
-        return {**self.content, **own}
+        text_fields = (
+            {k: v for k, v in text.items() if k != "model_type"} if type(text) is dict else {}
+        )
+        return {**self.content, **text_fields}
 
     def number(self, name: str, default: int | None = None) -> int:
         """A positive integer, `default` where it is missing."""

@@ -41,10 +41,12 @@ def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
     try:
-        own = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
+        expected = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
     finally:
         hook.remove()
-    return states[0][0], equal_but_rounding(own, answer_logits(model, states[0][0]), model.dtype)
+    return states[0][0], equal_but_rounding(
+        expected, answer_logits(model, states[0][0]), model.dtype
+    )
 
 
 def equal_but_rounding(

@@ -121,7 +121,7 @@ def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
     with the least work in all rounds so far.
     """
     work = [0] * ranks.size
-    own, offset = [], 0
+    assigned, offset = [], 0
     for sizes in rounds:
         batches = [0] * ranks.size
         for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -129,6 +129,6 @@ def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
             batches[least] += 1
             work[least] += sizes[index]
             if least == ranks.rank:
-                own.append(offset + index)
+                assigned.append(offset + index)
         offset += len(sizes)
-    return sorted(own)
+    return sorted(assigned)

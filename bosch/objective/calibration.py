@@ -88,7 +88,7 @@ class CalibrationSet:
         held_out = {every * (block + 1) - 1 - back for block, back in enumerate(moved)}
         if not held_out:
             return self, None
-        used = (one for index, one in enumerate(self.examples) if index not in held_out)
+        used = (example for index, example in enumerate(self.examples) if index not in held_out)
         others = (self.examples[index] for index in sorted(held_out))
         return CalibrationSet(tuple(used)), CalibrationSet(tuple(others))
 

@@ -180,8 +180,8 @@ class DecoderShape:
         for window, share in (shares or {}).items():
             keys += share * (_visible_keys(window.most_keys, length) - full)
         attention = self.full_layers * self.query_size * keys
-        for own in self.kinds.windows.values():
-            attention += self.own_query_size * _visible_keys(own, length)
+        for own_window in self.kinds.windows.values():
+            attention += self.own_query_size * _visible_keys(own_window, length)
         without_logits = 0.0 if logits is None else tokens - logits
         every = tokens * (2 * self.active_parameters + 4 * attention)
         return every - 2 * self.table * without_logits

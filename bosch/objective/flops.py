@@ -121,13 +121,13 @@ class Flops:
         pairs = self.pairs(*batch.input_ids.shape)
         linear = self.all_linear * batch.positions
         attention = sum(self.attention(row, pairs) for row in mask.choices)
-        own = sum(self._own_attention(layer, batch) for layer in self.own_windows)
-        return linear + attention + own + self.output_head * len(batch.answers)
+        own_attention = sum(self._own_attention(layer, batch) for layer in self.own_windows)
+        return linear + attention + own_attention + self.output_head * len(batch.answers)
 
     def other_layer(self, layer: int, batch: Batch) -> int:
         """All of a decoder layer without full attention."""
-        own = self._own_attention(layer, batch) if layer in self.own_windows else 0
-        return self.layers[layer].linear * batch.positions + own
+        own_attention = self._own_attention(layer, batch) if layer in self.own_windows else 0
+        return self.layers[layer].linear * batch.positions + own_attention
 
     def _own_attention(self, layer: int, batch: Batch) -> int:
         """Attention of a layer that slides in the base model."""
@@ -147,11 +147,11 @@ class Flops:
         beside = lowest.feed_forward if self._side_by_side else 0
         linear = self.all_linear * batch.positions
         attention = self.every_choice(self.pairs(*batch.input_ids.shape))
-        own = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
+        own_attention = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
         count = len(self.full_layers)
         reached = sum(layer.linear for layer in above) * batch.positions
-        own_reached = sum(cost for layer, cost in own.items() if layer > first)
-        forward = linear + count * attention + sum(own.values())
+        own_reached = sum(cost for layer, cost in own_attention.items() if layer > first)
+        forward = linear + count * attention + sum(own_attention.values())
         backward = reached - (lowest.query + lowest.key_value + beside) * batch.positions
         backward += ((count - 1) * attention + own_reached) * 5 // 2
         again = 0
@@ -174,16 +174,16 @@ def sliding_pairs(length: int, window: Window) -> int:
 
 def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
     attention: Any = getattr(layer, family.attention)
-    own = _all_linear(attention, text)
+    linear = _all_linear(attention, text)
     output = linear_flops(getattr(attention, family.output), text)
     if family.fused:
-        key_value = own - output
+        key_value = linear - output
     else:
         # Some families take the keys for values.
         values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
         key_value = linear_flops(attention.k_proj, text) + values
-    query = own - key_value - output  # and a gate's own projection
-    feed_forward = _all_linear(layer, text) - own
+    query = linear - key_value - output  # and a gate's own projection
+    feed_forward = _all_linear(layer, text) - linear
     return LayerFlops(
         query, key_value, output, feed_forward, query if family.gated else 0, _third(layer, text)
     )

@@ -86,11 +86,11 @@ class IncrementalForward:
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
         # Under tensor parallelism a process has only some of the heads.
         self.own_heads = partial(own_row, model)
-        own = len(self.own_heads([True] * heads))
+        num_own_heads = len(self.own_heads([True] * heads))
         # All heads under each choice: full, then each window.
-        self.layouts = [HeadLayout.search([w] * own) for w in (None, *self.flops.windows)]
+        self.layouts = [HeadLayout.search([w] * num_own_heads) for w in (None, *self.flops.windows)]
         # Of the outputs under all choices, of this process's heads.
-        width = own * self.q_per_kv * kinds.head_dim
+        width = num_own_heads * self.q_per_kv * kinds.head_dim
         self.bytes_per_position: int = len(self.layouts) * width * model.dtype.itemsize
         # Several CPU threads divide a batched product by its number of heads: the last bits of a
         # head's output then depend on which others are computed with it.

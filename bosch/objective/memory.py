@@ -86,11 +86,11 @@ class ActivationSizes:
         Where sequences are shared, or of one attention whose heads are all full: all keys and
         values as they come from the processes, and put in order.
         """
-        own = self._own(tokens)
+        local_tokens = self._own(tokens)
         copies = 4 + 2 * self.experts_per_token
-        work = own * (copies * self.hidden + 4 * self._per_shard(self.feed_forward))
+        work = local_tokens * (copies * self.hidden + 4 * self._per_shard(self.feed_forward))
         if self.sharing > 1:
-            attention = own * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
+            attention = local_tokens * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
             work = max(work, attention + 2 * 2 * self.key_value * tokens)
         softcap = self.kept_scores is not None and self.kept_scores.softcap
         return work * self.value_bytes + self._piece(tokens) * (

@@ -149,11 +149,11 @@ class Objective:
     @property
     def context(self) -> EvaluationContext:
         """Everything besides the mask that the scores depend on."""
-        one, *more = (window.size for window in self.windows)
+        first, *more = (window.size for window in self.windows)
         return EvaluationContext(
             calibration=self.calibration.fingerprint,
             model=model_fingerprint(self.model),
-            window_size=one if not more else [one, *more],
+            window_size=first if not more else [first, *more],
             sinks=self.window.sinks,
         )
 

@@ -32,9 +32,9 @@ def replace_layers(layers: list[nn.Module], family: Family, step: Step) -> Itera
     """
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
-            own: Any = layer.forward
-            states = _states_alone(own) if family.layers_return_weights else own
-            names = tuple(inspect.signature(own).parameters)[1:]
+            layer_forward: Any = layer.forward
+            states = _states_alone(layer_forward) if family.layers_return_weights else layer_forward
+            names = tuple(inspect.signature(layer_forward).parameters)[1:]
 
             def forward(
                 hidden_states: Tensor,

@@ -112,7 +112,7 @@ def _filled(
 ) -> Choices:
     """Widen single units while slots are left, by the step of greatest value per slot first."""
     choices, kinds = choices.copy(), np.arange(values.shape[2])
-    own = np.take_along_axis(values, choices[..., None], axis=2)
+    current = np.take_along_axis(values, choices[..., None], axis=2)
     left = budget - slots_of(choices, costs)
     while True:
         steps = costs - costs[choices][..., None]  # [L, U, C]
@@ -122,11 +122,11 @@ def _filled(
         if not allowed.any():
             return choices
         with np.errstate(invalid="ignore"):
-            gains = np.where(allowed, (values - own) / np.maximum(steps, 1e-9), -np.inf)
+            gains = np.where(allowed, (values - current) / np.maximum(steps, 1e-9), -np.inf)
         layer, unit, kind = np.unravel_index(int(gains.argmax()), gains.shape)
         left -= float(steps[layer, unit, kind])
         choices[layer, unit] = kind
-        own[layer, unit] = values[layer, unit, kind]
+        current[layer, unit] = values[layer, unit, kind]
 
 
 def order_of(layouts: list[Choices], values: Values) -> Order:

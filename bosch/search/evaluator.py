@@ -225,7 +225,7 @@ class Evaluator:
         name = f"{share}/{shares} windows"
         gradient = self._gradient(scorer.window_gradient, name, mask, share, shares)
         changes = np.moveaxis(np.array(gradient.values, dtype=np.float64), 2, 0)
-        by_unit = np.stack([self.units.gather(one).sum(axis=2) for one in changes], axis=2)
+        by_unit = np.stack([self.units.gather(change).sum(axis=2) for change in changes], axis=2)
         values = by_unit - by_unit[..., -1:]
         return np.asarray(values, dtype=np.float64)
 

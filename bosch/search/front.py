@@ -124,8 +124,8 @@ class FrontSearch(Moves):
 
     def _is_stuck(self, number: int) -> bool:
         """Whether a budget's mask falls short and scores no more than the next scarcer one's."""
-        own, below = (self.points[one].evaluation.score for one in (number, number - 1))
-        return self._is_short(number) and own <= below
+        score, below = (self.points[index].evaluation.score for index in (number, number - 1))
+        return self._is_short(number) and score <= below
 
     def _is_short(self, number: int) -> bool:
         """Whether a budget's mask scores less than the original."""
@@ -149,7 +149,7 @@ class FrontSearch(Moves):
             is_blind = point.evaluation.score <= self._end(self.nothing).score
             local = values if is_blind else self.gradients.at(point.choices)
             promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
-            kind = max(promised, key=lambda one: promised[one])
+            kind = max(promised, key=lambda name: promised[name])
             if promised[kind] <= _sum_of(local, point.choices):
                 break
             if self._wins(number, layouts.pop(kind), f"window {kind}" if kind else "mixed"):
@@ -284,12 +284,12 @@ class FrontSearch(Moves):
             choices = np.frombuffer(key, dtype=np.int64).reshape(self.shape)
             if slots_of(choices, self.costs) <= point.budget and share_order([*chain, choices]):
                 known.append((evaluation.rank, choices))
-        best = max(known, key=lambda one: one[0], default=None)
+        best = max(known, key=lambda pair: pair[0], default=None)
         if best is None or best[0] < point.evaluation.rank:
             values = self.gradients.known(point.choices)
-            own = np.arange(self.kinds) == point.choices[..., None]
-            values = np.zeros(own.shape) if values is None else values
-            values = values + own * (float(np.abs(values).mean()) or 1.0)
+            is_chosen = np.arange(self.kinds) == point.choices[..., None]
+            values = np.zeros(is_chosen.shape) if values is None else values
+            values = values + is_chosen * (float(np.abs(values).mean()) or 1.0)
             order = order_of(chain, values)
             choices = allotted(values, self.costs, point.budget, order=order)
             if self._affordable(choices):
@@ -314,8 +314,8 @@ class FrontSearch(Moves):
         for point in sorted(points, key=lambda p: (p.evaluation.rank, p.budget == self.exact)):
             by_slots[slots_of(point.choices, self.costs)] = point
         # By what masks take, for that of a richer budget may be the best that fits the chosen one.
-        own = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
-        within = own or [slots for slots in by_slots if slots <= self.chosen]
+        exact = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
+        within = exact or [slots for slots in by_slots if slots <= self.chosen]
         result = by_slots[max(within, key=lambda slots: (by_slots[slots].evaluation.score, slots))]
         front = Front.of(
             [self._front_point(point) for point in by_slots.values()],

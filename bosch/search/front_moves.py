@@ -103,10 +103,10 @@ class Moves(State):
         """
         is_kept = (choices > 0) & (self._rng.random(self.shape) < 0.5)
         widest = np.where(is_kept, choices, 0)
-        own = np.arange(self.kinds) == choices[..., None]
+        is_current = np.arange(self.kinds) == choices[..., None]
 
         def with_bonus(bonus: float) -> Choices:
-            return allotted(values + bonus * own, self.costs, budget, widest=widest)
+            return allotted(values + bonus * is_current, self.costs, budget, widest=widest)
 
         low, high = 0.0, 2.0 * float(np.abs(values).max())
         best = with_bonus(low)
@@ -130,9 +130,9 @@ class Moves(State):
         """The most promising change of two units, one wider and one narrower, not yet tried."""
         point = self.points[number]
         choices, values = point.choices, self.gradients.at(point.choices)
-        own = np.take_along_axis(values, choices[..., None], axis=2)
+        current = np.take_along_axis(values, choices[..., None], axis=2)
         penalty = _FAILURE * float(np.abs(values[..., 0]).mean()) * point.failed
-        gains = (values - own - penalty[..., None]).reshape(-1)
+        gains = (values - current - penalty[..., None]).reshape(-1)
         steps = (self.costs - self.costs[choices][..., None]).reshape(-1)
         room = point.budget - slots_of(choices, self.costs)
         wider, narrower = (
@@ -171,8 +171,8 @@ class Moves(State):
         if most == 0:
             return None
         count = 1 + int(self._rng.integers(0, max(1, most // 4)))
-        one, other = (self._rng.choice(part, count, replace=False) for part in (wide, narrow))
-        flat[one], flat[other] = flat[other], flat[one]
+        first, other = (self._rng.choice(part, count, replace=False) for part in (wide, narrow))
+        flat[first], flat[other] = flat[other], flat[first]
         return self._exchanged(flat.reshape(self.shape), point.budget, max(1, count // 2))
 
     def _grown(self, number: int) -> Choices:

@@ -89,13 +89,13 @@ class State:
         stated = [int(slots) for slots in budgets.slots]
         slots = stated or spaced_slots(self.least, self.costs[0], self.most)
         step = self.costs[-2] - self.costs[-1]
-        inside = [one for one in slots if self.least + step <= one < self.most]
+        inside = [budget for budget in slots if self.least + step <= budget < self.most]
         if self.least + step <= self.chosen < self.most and self.chosen not in inside:
             if inside and not stated:
-                inside.remove(min(inside, key=lambda one: abs(math.log(one / self.chosen))))
+                inside.remove(min(inside, key=lambda budget: abs(math.log(budget / self.chosen))))
             inside.append(self.chosen)
         inside = sorted({*inside})
-        costs = [self._cost_of_first(one) for one in inside]
+        costs = [self._cost_of_first(budget) for budget in inside]
         rest = self.left - self._for_ends - 2 * self.gradients.cost
         affordable = max(1, int(rest / max([1e-9, *costs])))
         if sum(costs) > rest and len(inside) > affordable:
@@ -104,7 +104,7 @@ class State:
                 f"{len(inside)} points of the front"
             )
             chosen_points = {self.chosen} & {*inside}
-            others = [one for one in inside if one not in chosen_points]
+            others = [budget for budget in inside if budget not in chosen_points]
             count = affordable - len(chosen_points)
             chosen_points |= {
                 others[i] for i in np.linspace(0, len(others) - 1, count).round().astype(int)
@@ -115,13 +115,13 @@ class State:
         self.evaluator.on_budget = self._is_chosen
         logger.info(
             "front: budgets of %s KV slots at %d tokens, %.0f passes to spend",
-            ", ".join(f"{one:,}" for one in inside), self.context, self.left,
+            ", ".join(f"{budget:,}" for budget in inside), self.context, self.left,
         )  # fmt: skip
 
     def _is_chosen(self, mask: HeadMask) -> bool:
         """Whether a mask of heads is one for the chosen budget, by its slots the nearest below."""
         slots = mask.kv_slots(self.menu, self.context)
-        below = max((one for one in self.budgets if one < self.chosen), default=self.least)
+        below = max((budget for budget in self.budgets if budget < self.chosen), default=self.least)
         return slots == self.chosen or below < slots <= self.chosen
 
     @property

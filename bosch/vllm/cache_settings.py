@@ -67,8 +67,8 @@ def choose_cache_settings(vllm_config: Any) -> None:
         model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
     )
     originally, held, on_one_rank = (
-        one.request_bytes(request, 1)
-        for one in (
+        candidate.request_bytes(request, 1)
+        for candidate in (
             original_plan(model.hf_config, ranks),
             plan,
             plan_of(served_layouts(model.hf_config), 1, grouping_of(vllm_config)),

@@ -286,14 +286,14 @@ def hybrid_engine_class(family: Family) -> Any:
     """vLLM's model class of a family's hybrid models."""
     # vLLM looks at the class before its checks, which refuse these: one without images will do.
     refused = family.takes_more_than_text or family.mixes_states
-    own = None if refused else _own_class(family)
+    architecture = None if refused else _own_class(family)
     backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS
-    engine_class = ModelRegistry.models[own or backend].load_model_cls()
+    engine_class = ModelRegistry.models[architecture or backend].load_model_cls()
     body = {
         "__module__": __name__,
         "__doc__": f"{family.base_model_class} with full and sliding heads, for vLLM.",
         "_hybrid_family": family,
-        "_has_own_class": own is not None,
+        "_has_own_class": architecture is not None,
     }
     return type(family.model_class, (HybridMixin, engine_class), body)
 

@@ -125,7 +125,7 @@ def packed_groups(
     choices = []
     for room in sorted({width(kind, groups) for kind in bins for groups in bins[kind]}):
         fitting = {
-            kind: next((one for one in groups if width(kind, one) <= room), None)
+            kind: next((group for group in groups if width(kind, group) <= room), None)
             for kind, groups in bins.items()
         }
         chosen = {kind: groups for kind, groups in fitting.items() if groups is not None}

@@ -51,7 +51,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         raise UserError(f"{model_dir / name} {NOT_REGULAR}; remove it")
     config, other = (load_config(str(folder)) for folder in (model_dir, source))
     for name in _SAME:
-        values = [getattr(one, name, None) for one in (config, other)]
+        values = [getattr(side, name, None) for side in (config, other)]
         if values[0] != values[1] or values[0] is None:
             raise UserError(
                 f"--from: {source} has {name} = {values[1]}, and {model_dir} has {values[0]}; "

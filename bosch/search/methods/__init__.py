@@ -100,7 +100,7 @@ for _module in pkgutil.iter_modules(__path__):  # each file registers its method
 FINDING = tuple(name for name, method in METHODS.items() if method.kind != "file")
 
 # A layer rule or a ranking: its mask is made without a search.
-_UNSEARCHED = [name for name, one in METHODS.items() if one.kind in ("layer rule", "ranking")]
+_UNSEARCHED = [name for name, method in METHODS.items() if method.kind in ("layer rule", "ranking")]
 
 if TYPE_CHECKING:
     MethodName = str
