@@ -122,7 +122,9 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, 
             faults.append(f"--model {path}: {error}")
             continue
         own_faults = _directory_faults(loaded, folder)
-        faults += [f"--model {folder}: {one.removeprefix('model.path: ')}" for one in own_faults]
+        faults += [
+            f"--model {folder}: {fault.removeprefix('model.path: ')}" for fault in own_faults
+        ]
         if not own_faults and folder not in folders:
             folders.append(folder)
     names = [folder.name for folder in folders]
@@ -138,7 +140,7 @@ def _directory_faults(loaded: LoadedRecipe, folder: Path) -> Sequence[str]:
     if info is None:
         return faults
     checked = find_faults(replace(loaded, info=info), input_files=False)
-    return [*file_faults(folder), *(one for one in checked if one.startswith("evaluate."))]
+    return [*file_faults(folder), *(fault for fault in checked if fault.startswith("evaluate."))]
 
 
 def _checkpoints(
@@ -228,7 +230,7 @@ def score_tables(scores: SelectedScores) -> list[Table]:
             rows.append([covers, *(_cell(mean) for mean in means)])
         rows.append(["average", *(_cell(t, t.average) for t in tables_of.values())])
         compared = [table.against_original for table in tables_of.values()]
-        seen = next((power(one) for one in compared if one is not None), "")
+        seen = next((power(comparison) for comparison in compared if comparison is not None), "")
         title = f"{suite}, 95 % intervals; {ABOUT_MARKS}{seen}"
         tables.append(Table.of_rows(title, ["task", *tables_of], rows))
     if scores.positions:
@@ -239,7 +241,10 @@ def score_tables(scores: SelectedScores) -> list[Table]:
 def _loss_table(positions: Mapping[str, PositionLoss]) -> Table:
     first, *_ = positions.values()  # all read the same documents
     rows = [
-        [f"tokens {start:,} to {end - 1:,}", *(_loss(one.loss[at]) for one in positions.values())]
+        [
+            f"tokens {start:,} to {end - 1:,}",
+            *(_loss(losses.loss[at]) for losses in positions.values()),
+        ]
         for at, (start, end) in enumerate(itertools.pairwise(first.edges))
     ]
     title = f"loss by position, nats per token, 95 % intervals; {first.documents:,} documents"

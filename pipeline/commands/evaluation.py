@@ -75,7 +75,7 @@ class Evaluation:
     def is_finished(self) -> bool:
         """Whether no further model appears."""
         names = (_HYBRID_STAGE, _TRAINING_STAGE)
-        last = [one for one in self.runner.nodes if one.name in names][-1]
+        last = [node for node in self.runner.nodes if node.name in names][-1]
         return (
             last.key is not None
             and self.store.manifest(last.name, last.key) is not None
@@ -84,7 +84,7 @@ class Evaluation:
 
     def is_running(self) -> bool:
         """Whether a process works on a stage of the recipe."""
-        keys = [(one.name, one.key) for one in self.runner.nodes if one.key is not None]
+        keys = [(node.name, node.key) for node in self.runner.nodes if node.key is not None]
         return any(read_holder(self.store.lock(name, key)) is not None for name, key in keys)
 
     def score(self, folders: Mapping[str, Path]) -> tuple[SelectedScores, str]:

@@ -72,7 +72,7 @@ def _named(value: object) -> object:
     names = split(value)
     if not isinstance(names, list):
         return names
-    return [one for name in names for one in (METHODS if name == "all" else (name,))]
+    return [method for name in names for method in (METHODS if name == "all" else (name,))]
 
 
 # Lists of numbers are sorted and without repetition; methods keep their order.

@@ -203,8 +203,8 @@ def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
     rows, heads = len(info.kinds.full), info.kinds.heads
     layers = search.kv_heads(info.kinds, loaded.recipe.model.dtype)
     used = {window for row in layers for window, count in row.items() if window and count}
-    own = {Window(size) for size in info.kinds.windows.values()}
-    if reason := pages_refusal(info.kinds, used | own):
+    base_windows = {Window(size) for size in info.kinds.windows.values()}
+    if reason := pages_refusal(info.kinds, used | base_windows):
         yield f"  {name:<12} not served: the model has {reason}"
         return
     itemsize = BYTES[loaded.recipe[MaterializeConfig].dtype]
@@ -279,8 +279,8 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
             )
             last = max(
                 (
-                    caches_of(with_full([granularity * n for n in one]), [ranks])[-1]
-                    for one in masks
+                    caches_of(with_full([granularity * n for n in mask]), [ranks])[-1]
+                    for mask in masks
                 ),
                 key=lambda cache: (bool(cache.refusal), cache.hybrid),
             )

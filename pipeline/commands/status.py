@@ -37,8 +37,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
                 "file": str(loaded.file),
                 "results": str(loaded.output_root / loaded.recipe.name),
                 "stages": [
-                    {"stage": one.node.name, "state": one.state, "reason": one.reason}
-                    for one in states
+                    {"stage": state.node.name, "state": state.state, "reason": state.reason}
+                    for state in states
                 ],
             }
         )

@@ -110,7 +110,7 @@ def _describe(
     root: type[Section],
 ) -> str:
     if isinstance(details[0][0]["input"], list):  # no word that might stand in its place
-        details = [one for one in details if one[0]["type"] != "literal_error"] or details
+        details = [pair for pair in details if pair[0]["type"] != "literal_error"] or details
     detail, holder = details[0]
     kind, value = detail["type"], detail["input"]
     if kind == "missing":
@@ -120,8 +120,8 @@ def _describe(
         return _unknown_key(path, root, siblings)
     if kind == "value_error":
         return detail["msg"].removeprefix("Value error, ")
-    expected = list(dict.fromkeys(_expected(one) for one, _ in details))
-    choices = [word for one, _ in details for word in _choices(one)]
+    expected = list(dict.fromkeys(_expected(item) for item, _ in details))
+    choices = [word for item, _ in details for word in _choices(item)]
     near = suggest(str(value), choices)
     hint = f"; did you mean {near}?" if near else ""
     return f"expected {' or '.join(expected)}, found {_show(value)}{hint}"
@@ -163,8 +163,8 @@ def _expected(detail: ErrorDetails) -> str:
     if kind == "too_long":
         return f"at most {context['max_length']} items"
     # A check of ours says what it expected and found by itself.
-    own = detail["msg"].removeprefix("Value error, ").removeprefix("expected ")
-    return own.partition(", found ")[0]
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("expected ")
+    return message.partition(", found ")[0]
 
 
 def _show(value: Any) -> str:

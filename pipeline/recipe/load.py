@@ -97,7 +97,9 @@ def _drop_replaced(
                 break
             for others in (names for names in owner.ALTERNATIVES if name in names):
                 for other in set(others) - {name}:
-                    if not any(one[: depth + 1] == (*place[:depth], other) for one in places):
+                    if not any(
+                        replaced[: depth + 1] == (*place[:depth], other) for replaced in places
+                    ):
                         here.pop(other, None)
             field, here = owner.model_fields.get(name), here[name]
             owner = nested_section(field.annotation)[0] if field is not None else None

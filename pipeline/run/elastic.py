@@ -88,6 +88,6 @@ def first_reason(statuses: Mapping[int, int]) -> tuple[int, int]:
     for rank, status in statuses.items():
         if status == REQUEUE_STATUS:  # all have saved; the last to leave are ended by torchrun
             return rank, status
-    own = ((rank, s) for rank, s in statuses.items() if s != LOST_RANK_STATUS)
-    rank, status = next(own, next(iter(statuses.items())))
+    causes = ((rank, s) for rank, s in statuses.items() if s != LOST_RANK_STATUS)
+    rank, status = next(causes, next(iter(statuses.items())))
     return rank, 128 - status if status < 0 else status

@@ -54,8 +54,12 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
 
     Kinds: user, damaged, disk, run, unexpected, and lost where another process ended or hangs.
     """
-    for own, kind in ((UserError, "user"), (DamagedWorkError, "damaged"), (LostRankError, "lost")):
-        if isinstance(error, own):
+    for error_type, kind in (
+        (UserError, "user"),
+        (DamagedWorkError, "damaged"),
+        (LostRankError, "lost"),
+    ):
+        if isinstance(error, error_type):
             return {"kind": kind, "message": str(error)}
     if (message := no_space(error, work_dir)) is not None:
         return {"kind": "disk" if is_disk_full(error) else "run", "message": message}
@@ -84,7 +88,7 @@ def no_space(error: BaseException, folder: Path | None) -> str | None:
     `folder`: where the run writes, unless the error names another place.
     """
     if not is_disk_full(error):
-        numbers = [one.errno for one in causes(error) if isinstance(one, OSError)]
+        numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
         return FILE_TOO_LARGE if errno.EFBIG in numbers else None
     full = _full_folder(error)
     if full is None and output_is_full():
@@ -96,9 +100,9 @@ def no_space(error: BaseException, folder: Path | None) -> str | None:
 
 def _full_folder(error: BaseException) -> Path | None:
     """The folder of the file for which no space was left, where the error names one."""
-    for one in causes(error):
-        if isinstance(one, OSError) and one.errno in NO_SPACE_LEFT:
-            name = one.filename2 or one.filename  # a copy's second one is what was written
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in NO_SPACE_LEFT:
+            name = cause.filename2 or cause.filename  # a copy's second one is what was written
             if isinstance(name, str | bytes):
                 above = Path(os.path.abspath(os.fsdecode(name))).parents
                 return next(path for path in above if TEMPORARY not in str(path) and path.is_dir())

@@ -81,10 +81,10 @@ def upstream_of(name: str, nodes: Sequence[Node]) -> list[str]:
     upstream: set[str] = set()
     pending = list(by_name[name].needs)
     while pending:
-        one = pending.pop()
-        if one not in upstream:
-            upstream.add(one)
-            pending += by_name[one].needs
+        stage_name = pending.pop()
+        if stage_name not in upstream:
+            upstream.add(stage_name)
+            pending += by_name[stage_name].needs
     return [node.name for node in nodes if node.name in upstream]
 
 

@@ -185,7 +185,11 @@ def failure_of(
 ) -> UserError | RunError:
     """The reason a stage failed: a rank's own words, else what its exit status tells."""
     failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))[::-1]]
-    said = {one["kind"]: str(one["message"]) for one in failures if isinstance(one, dict)}
+    said = {
+        failure["kind"]: str(failure["message"])
+        for failure in failures
+        if isinstance(failure, dict)
+    }
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()

@@ -187,7 +187,7 @@ class Runner:
         return contents(node, self.nodes, self.store)
 
     def _require_earlier(self, states: dict[str, StageState]) -> None:
-        needed = {one for name in self.chosen for one in upstream_of(name, self.nodes)}
+        needed = {stage for name in self.chosen for stage in upstream_of(name, self.nodes)}
         for name in self.all_names[: self.all_names.index(self.chosen[0])]:
             if name in needed and states[name].state != "cached":
                 raise UserError(
@@ -358,7 +358,9 @@ class Runner:
             "model": _typed(model),
             "seed": recipe.seed,
             "runtime": _typed(recipe.runtime),
-            "upstream": {one.stage.key: _typed(one.section) for one in map(self._node, upstream)},
+            "upstream": {
+                node.stage.key: _typed(node.section) for node in map(self._node, upstream)
+            },
             "inputs": {
                 name: str(self.store.published(name, str(need.key))) for name, need in needs.items()
             },

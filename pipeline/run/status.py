@@ -74,16 +74,20 @@ def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
     something else under the same key.
     """
     hashes = {}
-    for one in nodes:
-        manifest = store.manifest(one.name, str(one.key)) if one.name in node.reads else None
+    for upstream in nodes:
+        manifest = (
+            store.manifest(upstream.name, str(upstream.key))
+            if upstream.name in node.reads
+            else None
+        )
         if manifest is not None:
-            timed = (*TIMED, *one.stage.timed)
+            timed = (*TIMED, *upstream.stage.timed)
             files = {
                 file["path"]: file["sha256"]
                 for file in manifest["files"]
                 if not any(fnmatchcase(file["path"], pattern) for pattern in timed)
             }
-            hashes[one.name] = document_key(files)
+            hashes[upstream.name] = document_key(files)
     return hashes
 
 
@@ -194,7 +198,7 @@ def _value_change(path: str, before: Any, after: Any) -> str:
 
 def _file_change(path: str, before: Any, after: Any) -> str:
     """A hash says nothing to a reader; a version, a name or a precision does."""
-    hashes = [isinstance(one, str) and len(one) == 64 for one in (before, after)]
+    hashes = [isinstance(digest, str) and len(digest) == 64 for digest in (before, after)]
     if any(hashes) and _MISSING not in (before, after):
         return f"{path} has other content"
     return _value_change(path, before, after)

@@ -181,8 +181,8 @@ class Store:
         attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
         attempts[-1]["ended"] = time.time()
         # The clock may have been set back in between, or a killed attempt have written nothing.
-        seconds = [max(one["ended"] - one["started"], 0) for one in attempts]
-        gpus = [one.get("gpus", facts.get("gpus", 0)) for one in attempts]
+        seconds = [max(attempt["ended"] - attempt["started"], 0) for attempt in attempts]
+        gpus = [attempt.get("gpus", facts.get("gpus", 0)) for attempt in attempts]
         remove_empty_folders(work)
         names = list(files_below(work))
         fault = listing_fault(work, names, ())
@@ -215,7 +215,9 @@ class Store:
         manifest = _whole_manifest(work, key)
         if manifest is None or damage_of(work, key, hasher) is not None:
             return False
-        self._move_in(stage, key, {one["path"]: one["sha256"] for one in manifest["files"]}, hasher)
+        self._move_in(
+            stage, key, {file["path"]: file["sha256"] for file in manifest["files"]}, hasher
+        )
         return True
 
     def _move_in(self, stage: str, key: str, hashes: Mapping[str, str], hasher: FileHasher) -> Path:
@@ -245,7 +247,7 @@ class Store:
         if manifest is None:
             return []
         aside = self.root / "damaged" / stage / f"{key}.added"
-        names = added_entries(folder, [one["path"] for one in manifest["files"]], (MANIFEST,))
+        names = added_entries(folder, [file["path"] for file in manifest["files"]], (MANIFEST,))
         for name in names:
             place = aside / f"{time.time_ns()}" / name
             place.parent.mkdir(parents=True)
@@ -282,7 +284,7 @@ class Store:
         if not link.is_symlink() or os.path.realpath(link) != os.path.realpath(target):
             make_symlink(link, target)
         before = self.last_run(recipe)
-        keys = {name: one for name, one in before.items() if name in stages} | {stage: key}
+        keys = {name: old_key for name, old_key in before.items() if name in stages} | {stage: key}
         for name in before.keys() - keys.keys():
             self.unlink(recipe, name)
         if keys != before:
@@ -341,14 +343,14 @@ def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
     if not isinstance(identity, dict) or document_key(identity) != key:
         return None
     if not isinstance(files, list) or not all(
-        isinstance(one, dict) and {"path", "size", "sha256"} <= one.keys() for one in files
+        isinstance(file, dict) and {"path", "size", "sha256"} <= file.keys() for file in files
     ):
         return None
     return manifest
 
 
-def _is_attempt(one: object) -> bool:
-    if not isinstance(one, dict):
+def _is_attempt(value: object) -> bool:
+    if not isinstance(value, dict):
         return False
-    numbers = [one.get("started"), one.get("ended", 0.0), one.get("gpus", 0)]
+    numbers = [value.get("started"), value.get("ended", 0.0), value.get("gpus", 0)]
     return all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)

@@ -51,7 +51,7 @@ def execute(order: Mapping[str, Any]) -> dict[str, Any]:
         model=_section(order["model"]),
         seed=order["seed"],
         runtime=_section(order["runtime"]),
-        upstream={name: _section(one) for name, one in order["upstream"].items()},
+        upstream={name: _section(section) for name, section in order["upstream"].items()},
         shared=Path(order["shared"]) if order.get("shared") else None,
         model_identity=order.get("model_identity"),
         stamps=order.get("stamps", {}),

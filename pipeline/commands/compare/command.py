@@ -114,7 +114,9 @@ def run_comparison(
     results: dict[Combination, Result] = {}
     failures: dict[Combination, str] = {}
     comparison = replace(comparison, results=results, failures=failures)
-    left = _Left(len(combinations), sum(bool(one) for one in pending.values()), time.monotonic())
+    left = _Left(
+        len(combinations), sum(bool(stages) for stages in pending.values()), time.monotonic()
+    )
     for number, combination in enumerate(combinations, start=1):
         runner = runner_of(combination)
         if pending[combination]:
@@ -185,27 +187,27 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
         for seed in _seeds_of(method, options.seeds or (), _own_seed(loaded))
         for ratio in options.ratios
     ]
-    for one in combinations:
+    for combination in combinations:
         # The recipe of the comparison itself has no fault.
-        for fault in find_faults(_recipe_of(loaded, one, options), input_files=False):
+        for fault in find_faults(_recipe_of(loaded, combination, options), input_files=False):
             message = fault.removeprefix("search.swa_ratio: ")
-            faults.append(f"--ratios {one.ratio:g} with {one.method}: {message}")
+            faults.append(f"--ratios {combination.ratio:g} with {combination.method}: {message}")
     if faults:
         raise UserError(listing("compare", list(dict.fromkeys(faults))))
     return combinations
 
 
 def _own_seed(loaded: LoadedRecipe) -> int:
-    own = loaded.recipe[SearchConfig].seed
-    return loaded.recipe.seed if own is None else own
+    seed = loaded.recipe[SearchConfig].seed
+    return loaded.recipe.seed if seed is None else seed
 
 
-def _seeds_of(method: str, named: Sequence[int], own: int) -> Sequence[int]:
+def _seeds_of(method: str, named: Sequence[int], default: int) -> Sequence[int]:
     """Seeds that a method is run with: one where it draws nothing at random."""
     entry = methods.METHODS[method]
     if not entry.seeded:
-        return [own]
-    return named or [own + i for i in range(entry.seeds)]
+        return [default]
+    return named or [default + i for i in range(entry.seeds)]
 
 
 def _search_of(recipe: Recipe, combination: Combination) -> SearchConfig:
@@ -213,10 +215,10 @@ def _search_of(recipe: Recipe, combination: Combination) -> SearchConfig:
     search = recipe[SearchConfig]
     changes: dict[str, object] = {"swa_ratio": combination.ratio, "budget": None}
     if methods.METHODS[combination.method].finds_front:
-        own = search.chosen_budget
+        budget = search.chosen_budget
         amount = dict.fromkeys(Budget.ALTERNATIVES[0]) | {"ratio": combination.ratio}
-        counted = {"context": own.context or own.tokens}
-        changes = {"swa_ratio": None, "budget": own.model_copy(update=amount | counted)}
+        counted = {"context": budget.context or budget.tokens}
+        changes = {"swa_ratio": None, "budget": budget.model_copy(update=amount | counted)}
     if not combination.own_seed:
         changes["seed"] = combination.seed
     return search.by_method(combination.method).model_copy(update=changes).completed(recipe)
@@ -228,10 +230,10 @@ def _recipe_of(
     recipe = loaded.recipe
     evaluate = recipe.get(EvaluateConfig)
     # A comparison has every method as a combination of its own.
-    own = {"rivals": [], "windows": [], "budgets": "chosen"}
+    reduced = {"rivals": [], "windows": [], "budgets": "chosen"}
     changes = {
         "name": f"{recipe.name}/compare/{combination.folder}",
-        "evaluate": None if evaluate is None else evaluate.model_copy(update=own),
+        "evaluate": None if evaluate is None else evaluate.model_copy(update=reduced),
         "search": _search_of(recipe, combination),
         "rival": None,
         "train": recipe.get(TrainConfig) if options.with_training else None,

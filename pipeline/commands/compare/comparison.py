@@ -96,8 +96,8 @@ class SampleScores:
     def of(cls, subtasks: Mapping[tuple[str, int], Sequence[float]]) -> SampleScores:
         """Of lists by task and length."""
         lists = list(subtasks.values())
-        values = np.asarray([value for own in lists for value in own], np.float64)
-        weights = np.concatenate([intervals.weights_of(own) for own in lists] or [values])
+        values = np.asarray([value for scores in lists for value in scores], np.float64)
+        weights = np.concatenate([intervals.weights_of(scores) for scores in lists] or [values])
         return cls(tuple(subtasks), tuple(map(len, lists)), values, weights)
 
     @property
@@ -185,9 +185,9 @@ class Comparison:
     ) -> list[tuple[Combination, ScoreRow]]:
         """Scores of all seeds of one method at one ratio, or of all of them."""
         return [
-            (one, row)
-            for one, result in self.results.items()
-            if method in (None, one.method) and ratio in (None, one.ratio)
+            (combination, row)
+            for combination, result in self.results.items()
+            if method in (None, combination.method) and ratio in (None, combination.ratio)
             for row in result.rows
             if row.models == models
         ]
@@ -196,8 +196,8 @@ class Comparison:
         """Results of all seeds of one method at one ratio."""
         return [
             result
-            for one, result in self.results.items()
-            if (one.method, one.ratio) == (method, ratio)
+            for combination, result in self.results.items()
+            if (combination.method, combination.ratio) == (method, ratio)
         ]
 
     def averages(self, models: Models, method: str, ratio: float, suite: str) -> list[ScoreRow]:
@@ -207,12 +207,16 @@ class Comparison:
         """Scores by sample of all seeds; none where a suite's average is no mean over subtasks."""
         samples = []
         for result in self.results_of(method, ratio):
-            own = result.samples.get((models, suite))
+            suite_samples = result.samples.get((models, suite))
             place = models, suite, ""
             averages = [r.score for r in result.rows if (r.models, r.suite, r.task) == place]
-            if own is None or not averages or abs(own.average - averages[0]) > 0.01:
+            if (
+                suite_samples is None
+                or not averages
+                or abs(suite_samples.average - averages[0]) > 0.01
+            ):
                 return []
-            samples.append(own)
+            samples.append(suite_samples)
         return samples
 
     def tests(self, models: Models, suite: str) -> list[AgainstHighest]:
@@ -231,11 +235,11 @@ class Comparison:
             highest = max(means, key=lambda method: means[method], default="")
             best = self.samples(models, highest, ratio, suite)
             for method in means:
-                own = self.samples(models, method, ratio, suite)
-                layouts = {(one.places, one.counts) for one in (*own, *best)}
-                if method == highest or not own or not best or len(layouts) > 1:
+                samples = self.samples(models, method, ratio, suite)
+                layouts = {(sample.places, sample.counts) for sample in (*samples, *best)}
+                if method == highest or not samples or not best or len(layouts) > 1:
                     continue
-                tests.append((ratio, highest, method, _difference(tuple(own), tuple(best))))
+                tests.append((ratio, highest, method, _difference(tuple(samples), tuple(best))))
             tested = sum(test[0] == ratio for test in tests)
             pairs += tested * (tested + 1) // 2
         corrected = intervals.holm([test.p_value for *_, test in tests], pairs)
@@ -251,8 +255,8 @@ class Comparison:
     def originals(self) -> dict[tuple[str, str, int], tuple[Combination, ScoreRow]]:
         """The original model's scores by place: the same in every combination."""
         scores: dict[tuple[str, str, int], tuple[Combination, ScoreRow]] = {}
-        for one, row in self.rows("original"):
-            scores.setdefault(row.place, (one, row))
+        for combination, row in self.rows("original"):
+            scores.setdefault(row.place, (combination, row))
         return scores
 
     @property
@@ -263,18 +267,22 @@ class Comparison:
     def missing(self) -> list[str]:
         """Combinations, and tasks and models of others, without a score, and why."""
         return [
-            *(f"{one} has no scores: {why}" for one, why in self.failures.items()),
-            *(f"{one}: {why}" for one, result in self.results.items() for why in result.missing),
+            *(f"{combination} has no scores: {why}" for combination, why in self.failures.items()),
+            *(
+                f"{combination}: {why}"
+                for combination, result in self.results.items()
+                for why in result.missing
+            ),
         ]
 
 
 @functools.cache
 def _difference(
-    own: tuple[SampleScores, ...], other: tuple[SampleScores, ...]
+    samples: tuple[SampleScores, ...], other: tuple[SampleScores, ...]
 ) -> intervals.CrossedTest:
     """Of seeds on the same samples; once for all tables of a comparison."""
-    first, second = (np.stack([one.values for one in side]) for side in (own, other))
-    return intervals.crossed_test(first, second, own[0].counts, own[0].weights)
+    first, second = (np.stack([sample.values for sample in side]) for side in (samples, other))
+    return intervals.crossed_test(first, second, samples[0].counts, samples[0].weights)
 
 
 def group_of(method: str) -> str:
@@ -358,8 +366,8 @@ def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
     for suite, table in suites.items():
         yield ScoreRow(models, suite, "", 0, *interval_of(table))
         for task, by_length in table.tasks.items():
-            for length, one in by_length.items():
-                yield ScoreRow(models, suite, task, length, one.score, one.low, one.high)
+            for length, score in by_length.items():
+                yield ScoreRow(models, suite, task, length, score.score, score.low, score.high)
 
 
 _WINDOW = 1024

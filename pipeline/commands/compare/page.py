@@ -76,19 +76,27 @@ def _content(comparison: Comparison) -> dict[str, Any]:
         "complete": len(comparison.results) == len(comparison.combinations),
         "combinations": [
             {
-                "method": one.method,
-                "ratio": one.ratio,
-                "seed": one.seed,
-                **(_without_samples(comparison.results[one]) if one in comparison.results else {}),
-                **({"failure": comparison.failures[one]} if one in comparison.failures else {}),
+                "method": combination.method,
+                "ratio": combination.ratio,
+                "seed": combination.seed,
+                **(
+                    _without_samples(comparison.results[combination])
+                    if combination in comparison.results
+                    else {}
+                ),
+                **(
+                    {"failure": comparison.failures[combination]}
+                    if combination in comparison.failures
+                    else {}
+                ),
             }
-            for one in comparison.combinations
+            for combination in comparison.combinations
         ],
         "tests": [
-            asdict(one)
+            asdict(test)
             for suite in comparison.suites
             for models in _KINDS
-            for one in comparison.tests(models, suite)
+            for test in comparison.tests(models, suite)
         ],
     }
 
@@ -106,7 +114,7 @@ def write_predictions(comparison: Comparison, combination: Combination) -> None:
     for old in path.parent.glob("predictions-*.html"):
         old.unlink()
     stages = [path.parent / name for name in ("original", "evaluate")]
-    records = collect_predictions(one for stage in stages for one in read_samples(stage))
+    records = collect_predictions(record for stage in stages for record in read_samples(stage))
     text = render(
         _PREDICTIONS,
         has_charts=False,
@@ -135,7 +143,9 @@ def page(comparison: Comparison) -> str:
         notes=[*_unfinished(comparison), *comparison.missing],
         about=_ABOUT + (_PAPER if comparison.paper else ""),
         suites={
-            suite: [one for one in _pictures(comparison) if one.name.startswith(f"{suite}-")]
+            suite: [
+                picture for picture in _pictures(comparison) if picture.name.startswith(f"{suite}-")
+            ]
             for suite in comparison.suites
         },
         tables=[*score_tables(comparison), *significance_tables(comparison)],
@@ -181,7 +191,9 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
     """For each suite a table of untrained hybrids and, with training, one of last checkpoints."""
-    trained = [one.trained_tokens for one in comparison.results.values() if one.trained_tokens]
+    trained = [
+        result.trained_tokens for result in comparison.results.values() if result.trained_tokens
+    ]
     words = {
         "untrained": "without training",
         "trained": "after training" + (f" on {trained[0]:,} tokens" if trained else ""),
@@ -205,7 +217,11 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
         header.append(Cell(f"ρ = {ratio:g}", target=target))
         marks = _marks(
             [test for test in tests if test.ratio == ratio],
-            [one for one in comparison.methods if comparison.averages(models, one, ratio, suite)],
+            [
+                method
+                for method in comparison.methods
+                if comparison.averages(models, method, ratio, suite)
+            ],
         )
         column = {
             "": _with_interval(original.score, original.low, original.high),
@@ -264,11 +280,11 @@ def _average(
         return rows[0].score, rows[0].low, rows[0].high, "interval"
     mean = statistics.fmean(row.score for row in rows)
     samples = comparison.samples(models, method, ratio, suite)
-    if len({(one.places, one.counts) for one in samples}) != 1:
+    if len({(sample.places, sample.counts) for sample in samples}) != 1:
         lowest, *_, highest = sorted(row.score for row in rows)
         return mean, lowest, highest, "seeds from"
     interval = crossed_mean(
-        np.stack([one.values for one in samples]),
+        np.stack([sample.values for sample in samples]),
         is_score=True,
         counts=samples[0].counts,
         weights=samples[0].weights,
@@ -322,7 +338,9 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
         for models in _KINDS:
             by_method = {
                 method: [
-                    (one, row) for one, row in comparison.rows(models, method, ratio) if row.task
+                    (combination, row)
+                    for combination, row in comparison.rows(models, method, ratio)
+                    if row.task
                 ]
                 for method in methods
             }
@@ -330,7 +348,9 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
             rows = []
             for place in places:
                 scores = {
-                    method: [(one, row) for one, row in scored if row.place == place]
+                    method: [
+                        (combination, row) for combination, row in scored if row.place == place
+                    ]
                     for method, scored in by_method.items()
                 }
                 _, task, length = place
@@ -353,7 +373,7 @@ def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRo
     if not rows:
         return Cell(format_score(None), share=0.0)
     scores = [row.score for _, row in rows]
-    targets = [_target(comparison, *one) for one in rows]
+    targets = [_target(comparison, *row) for row in rows]
     mean = statistics.fmean(scores)
     text, share = format_score(mean), mean / 100
     if len(rows) == 1:
@@ -375,7 +395,7 @@ def _target(comparison: Comparison, combination: Combination, row: ScoreRow) -> 
 
 def csv_table(comparison: Comparison) -> Table:
     """Every score of the original and of every combination by task and length, with intervals."""
-    names = [one.name for one in fields(ScoreRow)]
+    names = [field.name for field in fields(ScoreRow)]
     header = ("method", "swa_ratio", "seed", *names, *(f"cache_{name}" for name in _ENGINES))
     lines = [
         (ORIGINAL, 0.0, "", *astuple(row), *(1.0 for _ in _ENGINES))
@@ -385,13 +405,13 @@ def csv_table(comparison: Comparison) -> Table:
     for models in _KINDS:
         lines += [
             (
-                one.method,
-                one.ratio,
-                one.seed,
+                combination.method,
+                combination.ratio,
+                combination.seed,
                 *astuple(row),
-                *(comparison.results[one].cache.get(name, "") for name in _ENGINES),
+                *(comparison.results[combination].cache.get(name, "") for name in _ENGINES),
             )
-            for one, row in comparison.rows(models)
+            for combination, row in comparison.rows(models)
             if row.task
         ]
     return Table.of_rows("", header, [list(map(str, line)) for line in lines])
@@ -439,7 +459,9 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
     score = statistics.fmean(result.calibration_score for result in results)
     likelihood = statistics.fmean(result.calibration_log_likelihood for result in results)
     passes = mean("full_forward_equivalents") + mean("reused_full_forward_equivalents")
-    shares = [[one.cache[name] for one in results if name in one.cache] for name in _ENGINES]
+    shares = [
+        [result.cache[name] for result in results if name in result.cache] for name in _ENGINES
+    ]
     return [
         label,
         f"{ratio:g}",

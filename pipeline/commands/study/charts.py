@@ -28,9 +28,9 @@ def landscapes(
         nats = np.sort([_missing(e.log_likelihood) for e in landscape.values()]).tolist()
         everything = [{"x": rank, "y": value} for rank, value in enumerate(nats, start=1)]
         rows = [
-            {"series": method, "x": one.log_likelihood_rank, "y": _missing(one.log_likelihood),
-             "tip": f"{method}: rank {one.log_likelihood_rank:,}, {one.log_likelihood:.4g} nats"}
-            for method, own in standings.items() for one in own
+            {"series": method, "x": rank.log_likelihood_rank, "y": _missing(rank.log_likelihood),
+             "tip": f"{method}: rank {rank.log_likelihood_rank:,}, {rank.log_likelihood:.4g} nats"}
+            for method, ranks in standings.items() for rank in ranks
         ]  # fmt: skip
         x = Axis("rank by log-likelihood", "whole", log=True)
         y = Axis("− log-likelihood (nats)", log=True, reverse=True)
@@ -53,13 +53,13 @@ def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Pic
             for point in points:
                 ends: tuple[float, ...] = point.mean(quantity).drawn
                 passes = point.cost("full_forward_equivalents")
-                own = point.setting
+                setting = point.setting
                 if y.log:
                     ends = tuple(map(_missing, ends))
-                budget = "" if own.budget is None else f", κ = {own.budget}"
-                tip = f"{own.method}{budget}: {ends[0]:.3g}, {passes:.3g} full passes"
-                row = {"series": own.method, "x": passes, "tip": tip}
-                if own.ratio == ratio:
+                budget = "" if setting.budget is None else f", κ = {setting.budget}"
+                tip = f"{setting.method}{budget}: {ends[0]:.3g}, {passes:.3g} full passes"
+                row = {"series": setting.method, "x": passes, "tip": tip}
+                if setting.ratio == ratio:
                     rows.append(row | dict(zip(("y", "low", "high"), ends, strict=True)))
             chart = curves(rows, Axis("full passes (log)", log=True), y, look)
             name, heading = f"{quantity}-{ratio:g}", f"ρ = {ratio:g}"
@@ -73,14 +73,14 @@ def stability_curves(
 ) -> list[Picture]:
     """Spearman's rho against the probe budget, and the score against the calibration size."""
     agreement = [
-        {"series": f"ρ = {one['swa_ratio']:g}, {one['measure'].replace('_', '-')}",
-         "x": one["budget_per_layer"], "y": one["mean"], "tip": f"{one['mean']:.2f}"}
-        for one in ranks if one["mean"] is not None and not one["same_calibration_set"]
+        {"series": f"ρ = {rank['swa_ratio']:g}, {rank['measure'].replace('_', '-')}",
+         "x": rank["budget_per_layer"], "y": rank["mean"], "tip": f"{rank['mean']:.2f}"}
+        for rank in ranks if rank["mean"] is not None and not rank["same_calibration_set"]
     ]  # fmt: skip
     scores = [
-        {"series": f"{one['method']}, ρ = {one['swa_ratio']:g}", "x": one["examples"],
-         "y": one["held_out_score"]["mean"], "tip": f"{one['held_out_score']['mean']:.3f}"}
-        for one in sizes
+        {"series": f"{size['method']}, ρ = {size['swa_ratio']:g}", "x": size["examples"],
+         "y": size["held_out_score"]["mean"], "tip": f"{size['held_out_score']['mean']:.3f}"}
+        for size in sizes
     ]  # fmt: skip
     panels = (
         ("agreement", agreement, Axis("evaluations per layer"),

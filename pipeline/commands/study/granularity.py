@@ -73,9 +73,13 @@ def _table(ratio: float, pairs: list[tuple[Measured, Measured]]) -> Table:
         "difference from g = 1",
     )  # fmt: skip
     rows = [
-        [one.setting.method, str(one.setting.granularity), *one.cells(single, is_compared=True)]
-        for one, single in pairs
-        if one.setting.ratio == ratio
+        [
+            point.setting.method,
+            str(point.setting.granularity),
+            *point.cells(single, is_compared=True),
+        ]
+        for point, single in pairs
+        if point.setting.ratio == ratio
     ]
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)
 

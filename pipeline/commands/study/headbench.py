@@ -97,9 +97,9 @@ def study(model: StudiedModel) -> StudyResult:
 
 
 def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Setting:
-    own = METHODS[method]
-    menu = headbench_menu(model) if own.several_windows else None
-    return Setting(method, ratio, kappa if own.searches else None, menu=menu)
+    entry = METHODS[method]
+    menu = headbench_menu(model) if entry.several_windows else None
+    return Setting(method, ratio, kappa if entry.searches else None, menu=menu)
 
 
 def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
@@ -108,7 +108,7 @@ def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
     menu: list[Window] = []
     sets = [model.held_out_set, *(model.calibration(seed) for seed in range(model.options.seeds))]
     # The shortest of the sets' longest examples.
-    shortest = min(one.max_length for one in sets)
+    shortest = min(examples.max_length for examples in sets)
     size = max(1, window.size // 4)
     while size + window.sinks < shortest and len(menu) < MAX_WINDOWS:
         menu.append(Window(size, window.sinks))
@@ -117,16 +117,16 @@ def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
 
 
 def _row(model: StudiedModel, point: Measured) -> Row:
-    own, method = point.setting, METHODS[point.setting.method]
-    windows = own.menu or model.window
+    setting, method = point.setting, METHODS[point.setting.method]
+    windows = setting.menu or model.window
     sizes = [cache_shares(model, run.mask, windows) for run in point.runs]
     served = [share for _, share in sizes if share is not None]
     return Row(
-        method=own.method,
+        method=setting.method,
         label=method.label,
         about=method.about,
-        ratio=own.ratio,
-        budget=own.budget,
+        ratio=setting.ratio,
+        budget=setting.budget,
         scores=point.results["score"],
         masks=[run.mask for run in point.runs],
         windows=windows,
@@ -195,7 +195,7 @@ def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
 
 def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a ratio, the best untrained first."""
-    own = [row for row in rows if row.ratio == ratio]
+    at_ratio = [row for row in rows if row.ratio == ratio]
     records: list[dict[str, Any]] = [
         {
             "method": row.method, "label": row.label, "about": row.about, "swa_ratio": ratio,
@@ -203,11 +203,13 @@ def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[
             "examples": row.scores.shape[1], "cache_generate": row.cache,
             "cache_vllm": row.served, "full_passes": row.passes,
         }
-        for row in own
+        for row in at_ratio
     ]  # fmt: skip
     for kind in kinds:
         prefix = "" if kind == _UNTRAINED else f"{kind}_"
-        for record, columns in zip(records, _tested([row.of(kind) for row in own]), strict=True):
+        for record, columns in zip(
+            records, _tested([row.of(kind) for row in at_ratio]), strict=True
+        ):
             record.update({f"{prefix}{name}": value for name, value in columns.items()})
     return records
 
@@ -224,13 +226,13 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
     p_values = holm([test.p_value for test in tests.values()], pairs)
     corrected = dict(zip(tests, p_values, strict=True))
     columns: list[dict[str, Any]] = []
-    for number, one in enumerate(scores):
-        estimate, test = crossed_mean(one, is_score=True), tests.get(number)
+    for number, rows in enumerate(scores):
+        estimate, test = crossed_mean(rows, is_score=True), tests.get(number)
         columns.append(
             {
                 "score": estimate.mean, "low": estimate.low, "high": estimate.high,
                 "difference": None if test is None else test.mean,
-                "p_holm": corrected.get(number), "score_of_each_seed": one.mean(axis=1).tolist(),
+                "p_holm": corrected.get(number), "score_of_each_seed": rows.mean(axis=1).tolist(),
             }
         )  # fmt: skip
     return columns
@@ -238,25 +240,25 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
 
 def table_of(ratio: float, records: Sequence[dict[str, Any]], kinds: Sequence[str]) -> Table:
     header = ["selector", "how", "κ", "full passes", "cache", f"vLLM, {format_length(_SERVED)}"]
-    own = [record for record in records if record["swa_ratio"] == ratio]
+    at_ratio = [record for record in records if record["swa_ratio"] == ratio]
     rows: list[list[str | Cell]] = [
         [
             record["label"], record["about"], _text_of(record["budget_per_layer"], "d"),
             _text_of(record["full_passes"], ".1f"), _text_of(record["cache_generate"], ".1%"),
             _text_of(record["cache_vllm"], ".1%"),
         ]
-        for record in own
+        for record in at_ratio
     ]  # fmt: skip
     for kind in kinds:
         prefix = "" if kind == _UNTRAINED else f"{kind}_"
         header += [
             "held-out score" if kind == _UNTRAINED else "after training", "less the best", "p, Holm"
         ]  # fmt: skip
-        p_values = [record[f"{prefix}p_holm"] for record in own]
+        p_values = [record[f"{prefix}p_holm"] for record in at_ratio]
         near = [value is None or value >= LEVEL for value in p_values]
-        for row, record, is_near in zip(rows, own, near, strict=True):
+        for row, record, is_near in zip(rows, at_ratio, near, strict=True):
             rank = 0 if not is_near else 1 if sum(near) == 1 else 2
-            estimate = Estimate(*(record[f"{prefix}{one}"] for one in ("score", "low", "high")))
+            estimate = Estimate(*(record[f"{prefix}{bound}"] for bound in ("score", "low", "high")))
             row += [
                 Cell(interval_text(estimate), rank),
                 _text_of(record[f"{prefix}difference"], "+.3f"),
@@ -272,8 +274,8 @@ def _text_of(value: object, form: str) -> str:
 def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     """The selectors' scores, the lowest first."""
     bars = []
-    own = [row for row in rows if row.ratio == ratio]
-    for row in sorted(own, key=lambda row: float(row.of(kind).mean())):
+    at_ratio = [row for row in rows if row.ratio == ratio]
+    for row in sorted(at_ratio, key=lambda row: float(row.of(kind).mean())):
         mean, low, high = crossed_mean(row.of(kind), is_score=True).drawn
         bars.append(ranked(row.label, kind, 100 * mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")

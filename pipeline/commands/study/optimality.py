@@ -171,16 +171,16 @@ def _table(
         "log-likelihood gap", "held-out score gap", "held-out log-likelihood gap",
     )  # fmt: skip
     rows = []
-    for method, own in standings.items():
+    for method, method_standings in standings.items():
         other = held_out_standings[method]
         rows.append(
             [
                 method,
                 f"{evaluations[method]:g}",
-                _ranks([s.score_rank for s in own]),
-                f"{np.mean([s.score_gap for s in own]):.3f}",
-                _ranks([s.log_likelihood_rank for s in own]),
-                f"{np.mean([s.log_likelihood_gap for s in own]):.3f}",
+                _ranks([s.score_rank for s in method_standings]),
+                f"{np.mean([s.score_gap for s in method_standings]):.3f}",
+                _ranks([s.log_likelihood_rank for s in method_standings]),
+                f"{np.mean([s.log_likelihood_gap for s in method_standings]):.3f}",
                 f"{np.mean([s.score_gap for s in other]):.3f}",
                 f"{np.mean([s.log_likelihood_gap for s in other]):.3f}",
             ]

@@ -41,7 +41,9 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
     files = [page]
     if result.records:
         files.append(folder / f"{result.name}.csv")
-        cells = [["" if v is None else str(v) for v in one.values()] for one in result.records]
+        cells = [
+            ["" if v is None else str(v) for v in record.values()] for record in result.records
+        ]
         write_text(files[-1], Table.of_rows("", list(result.records[0]), cells).csv())
     images = []
     for name, pictures in result.figures.items():

@@ -35,8 +35,8 @@ class Measured:
 
     def difference(self, measure: str, base: Measured) -> Estimate:
         """Difference from another setting on the same examples."""
-        own, other = self.results[measure], base.results[measure]
-        return crossed_difference(own, other, is_score=measure == "score")
+        results, other = self.results[measure], base.results[measure]
+        return crossed_difference(results, other, is_score=measure == "score")
 
     def cost(self, name: str) -> float:
         return median(run.costs[name] for run in self.runs)
@@ -45,7 +45,10 @@ class Measured:
         return {f"{prefix}{measure}": self.mean(measure)._asdict() for measure in _MEASURES}
 
     def differences(self, base: Measured) -> dict[str, Any]:
-        return {f"{one}_difference": self.difference(one, base)._asdict() for one in _MEASURES}
+        return {
+            f"{measure}_difference": self.difference(measure, base)._asdict()
+            for measure in _MEASURES
+        }
 
     def cells(self, base: Measured | None = None, *, is_compared: bool = False) -> list[str]:
         """Both measures for a table, each beside its difference where it `is_compared`."""
@@ -66,18 +69,18 @@ def measured(
     """Every setting with every seed, in the order of the settings."""
     seeds, rows = model.options.seeds, []
     with progress(len(settings) * seeds, "searches", "searches") as bar:
-        for one in settings:
+        for setting in settings:
             runs = []
             for seed in range(seeds):
                 before = len(model.finished)
-                runs.append(model.search(one, seed))
+                runs.append(model.search(setting, seed))
                 bar.update(free=len(model.finished) == before)
             held_out: tuple[Results, ...] = ()
             if has_held_out:
-                values = np.stack([model.held_out(run.mask, one.menu) for run in runs])
+                values = np.stack([model.held_out(run.mask, setting.menu) for run in runs])
                 held_out = values[:, :, 0], values[:, :, 1]
             results = dict(zip(_MEASURES, held_out, strict=has_held_out))
-            rows.append(Measured(one, runs, results))
+            rows.append(Measured(setting, runs, results))
     return rows
 
 

@@ -82,9 +82,9 @@ def _rankings(model: StudiedModel) -> list[dict[str, Any]]:
             for same_set in (True, False):
                 runs = []
                 for seed in range(options.seeds):
-                    one, set_seed = Setting(_STAGE_ONE, ratio, budget), 0 if same_set else seed
+                    setting, set_seed = Setting(_STAGE_ONE, ratio, budget), 0 if same_set else seed
                     before = len(model.finished)
-                    runs.append(model.search(one, seed, calibration_seed=set_seed))
+                    runs.append(model.search(setting, seed, calibration_seed=set_seed))
                     bar.update(free=len(model.finished) == before)
                 records += [
                     _stability(ratio, budget, same_set, measure, runs)

@@ -223,7 +223,7 @@ class StudiedModel:
         if path is None:
             return None
         examples = CalibrationSet.load(Path(path), "name another file")
-        largest = max(max(one.input_ids) for one in examples.examples)
+        largest = max(max(example.input_ids) for example in examples.examples)
         if largest >= (words := text_config(self.model.config).vocab_size):
             raise UserError(
                 f"--examples: {path} has the token id {largest:,}, the model's vocabulary ends at "
@@ -235,14 +235,14 @@ class StudiedModel:
     def about_examples(self) -> str:
         """Size and kind of the calibration sets and of the held-out examples, for pages."""
         form, path = self.recipe[PrepareConfig].calibration, self.options.examples
-        own = f"calibration sets of {counted(form.examples, 'example')}"
+        sets = f"calibration sets of {counted(form.examples, 'example')}"
         if path is None:
-            own += f" of {form.length} tokens"
+            sets += f" of {form.length} tokens"
             kind = f" of the same length and tasks ({', '.join(form.tasks)})"
         else:
-            own += f" of up to {self.held_out_set.max_length} tokens from {model_label(path)}"
+            sets += f" of up to {self.held_out_set.max_length} tokens from {model_label(path)}"
             kind = " of the same file"
-        return f"{own}, {counted(len(self.held_out_set), 'held-out example')}{kind}"
+        return f"{sets}, {counted(len(self.held_out_set), 'held-out example')}{kind}"
 
     def objective(self, examples: CalibrationSet, window: Windows | None = None) -> Objective:
         """Measures masks on `examples`; later passes reuse what earlier ones cached.

@@ -43,7 +43,7 @@ def study(model: StudiedModel) -> StudyResult:
         "methods": list(options.methods),
         "jaccard": {f"{ratio:g}": matrix.tolist() for ratio, matrix in distances.items()},
         "masks": {
-            method: {f"{ratio:g}": [mask.key for mask in own] for ratio, own in ratios.items()}
+            method: {f"{ratio:g}": [mask.key for mask in group] for ratio, group in ratios.items()}
             for method, ratios in masks.items()
         },
     }
@@ -67,8 +67,8 @@ def _masks(model: StudiedModel) -> Masks:
     )
     masks: Masks = {}
     for point in points:
-        own = masks.setdefault(point.setting.method, {})
-        own[point.setting.ratio] = [run.mask for run in point.runs]
+        by_ratio = masks.setdefault(point.setting.method, {})
+        by_ratio[point.setting.ratio] = [run.mask for run in point.runs]
     return masks
 
 
@@ -93,13 +93,13 @@ def _swap(
 ) -> dict[str, Any]:
     """Held-out results of A_l and A'_l; the draws of A' are averaged within a seed."""
     small, large = masks[method][pair[0]], masks[method][pair[1]]
-    own = np.stack([model.held_out(mask) for mask in large])  # [S, E, 2]
+    before = np.stack([model.held_out(mask) for mask in large])  # [S, E, 2]
     swaps = [[swapped(a, b, n) for n in range(_SWAPS)] for a, b in zip(small, large, strict=True)]
     changed = np.stack([np.mean([model.held_out(a) for a in draws], axis=0) for draws in swaps])
     is_same = all({*draws} == {mask} for mask, draws in zip(large, swaps, strict=True))
     record: dict[str, Any] = {"method": method, "small": pair[0], "large": pair[1]}
     for column, name in enumerate(("score", "log_likelihood")):
-        mine, theirs = own[:, :, column], changed[:, :, column]
+        mine, theirs = before[:, :, column], changed[:, :, column]
         is_score = name == "score"
         record[name] = held_out_mean(mine, name)._asdict()
         record[f"swapped_{name}"] = held_out_mean(theirs, name)._asdict()
