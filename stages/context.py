@@ -209,5 +209,5 @@ class StageConfig(Generic[OwnSection]):
 
     def with_section(self, section: AnySection) -> StageConfig[AnySection]:
         """The same for another stage's function, with that stage's section."""
-        own: Any = replace(self, section=section)  # type: ignore[arg-type]
-        return own
+        replaced: Any = replace(self, section=section)  # type: ignore[arg-type]
+        return replaced

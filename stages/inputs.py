@@ -136,7 +136,7 @@ def input_faults(key: str, section: Section) -> Iterator[str]:
 
 def _mark(section: Section, name: str) -> Input | None:
     metadata = type(section).model_fields[name].metadata
-    return next((one for one in metadata if isinstance(one, Input)), None)
+    return next((entry for entry in metadata if isinstance(entry, Input)), None)
 
 
 def _sections(

@@ -87,7 +87,9 @@ def share_names(slots: Sequence[int], original: int) -> list[str]:
     """
     names: list[str] = []
     for digits in range(1, 17):
-        names = [f"{100 * one / original:.{digits}f}".removesuffix(".0") + " %" for one in slots]
+        names = [
+            f"{100 * count / original:.{digits}f}".removesuffix(".0") + " %" for count in slots
+        ]
         if len(set(names)) == len(names):
             break
     return names

@@ -217,7 +217,7 @@ class LoadedRecipe:
 
     @property
     def present(self) -> list[Stage[Any]]:
-        return [one for one in self.stages if getattr(self.recipe, one.key) is not None]
+        return [stage for stage in self.stages if getattr(self.recipe, stage.key) is not None]
 
     def up_to(self, name: str) -> LoadedRecipe:
         """The same with no other stages than one and those that it needs, directly or not."""

@@ -25,8 +25,8 @@ _NOW = "strftime_now"
 _TODAY = (
     f"{{%- macro {_NOW}(format) -%}}{{{{ format"
     + "".join(
-        f"|replace('{one}', '{datetime(2024, 7, 26):{one}}')"
-        for one in ("%Y", "%y", "%m", "%d", "%B", "%b", "%A", "%a", "%H", "%I", "%M", "%S", "%p")
+        f"|replace('{code}', '{datetime(2024, 7, 26):{code}}')"
+        for code in ("%Y", "%y", "%m", "%d", "%B", "%b", "%A", "%a", "%H", "%I", "%M", "%S", "%p")
     )
     + " }}{%- endmacro -%}"
 )
@@ -81,17 +81,17 @@ class ChatTemplate:
         `answer_prefix`, with which the prompt ends, begins the answer instead.
         """
         special = set(self._tokenizer.all_special_ids)
-        own = list(prompt)
-        while own and own[0] in special:  # the template brings its own
-            own = own[1:]
+        prompt_ids = list(prompt)
+        while prompt_ids and prompt_ids[0] in special:  # the template brings its own
+            prompt_ids = prompt_ids[1:]
         begun: list[int] = []
         # Some tokenizers put a space before any text; within the prompt there is one alone.
         for text in (answer_prefix, answer_prefix.removeprefix(" ")):
             ids = encode_answer(self._tokenizer, text)
-            if ids and own[-len(ids) :] == ids:
-                own, begun = own[: -len(ids)], ids
+            if ids and prompt_ids[-len(ids) :] == ids:
+                prompt_ids, begun = prompt_ids[: -len(ids)], ids
                 break
-        return [*self._before, *own, *self._after, *begun]
+        return [*self._before, *prompt_ids, *self._after, *begun]
 
 
 def prompt_of(

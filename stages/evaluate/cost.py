@@ -38,7 +38,7 @@ def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     text = ", once for all recipes on this model"
     result = _cost(loaded, devices, [full], shape.parameters, text)
     work, _ = _work(loaded.recipe[EvaluateConfig], loaded.positions)
-    return replace(result, disk=result.disk + sum(one.kept for one in work))
+    return replace(result, disk=result.disk + sum(part.kept for part in work))
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -48,13 +48,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     checkpoints = len(train.checkpoint_steps) if train is not None else 0
     untrained = 1 + len(evaluate.rivals)
     trained_rival = recipe.get(RivalConfig) is not None
-    own = search.kv_heads(shape.kinds, recipe.model.dtype)
+    chosen_layout = search.kv_heads(shape.kinds, recipe.model.dtype)
     windows = {*evaluate.windows} - {search.window.size}
-    budgets = _more_budgets(loaded, own)
-    layouts: list[Layout] = [own] * (untrained + checkpoints + trained_rival)
+    budgets = _more_budgets(loaded, chosen_layout)
+    layouts: list[Layout] = [chosen_layout] * (untrained + checkpoints + trained_rival)
     for size in windows:
         window = Window(size, search.sinks)
-        fulls = [row.get(None, 0) for row in own]
+        fulls = [row.get(None, 0) for row in chosen_layout]
         rows = [{None: full, window: shape.key_value_heads - full} for full in fulls]
         layouts += [rows] * untrained
     for layout in budgets:
@@ -74,7 +74,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return _cost(loaded, devices, layouts, shape.parameters + shape.largest_weight, text)
 
 
-def _more_budgets(loaded: LoadedRecipe, own: Layout) -> list[Layout]:
+def _more_budgets(loaded: LoadedRecipe, chosen_layout: Layout) -> list[Layout]:
     """Layouts that are scored beside the chosen one, at most; of all, that is the largest within.
 
     The original's is none of all.
@@ -84,7 +84,7 @@ def _more_budgets(loaded: LoadedRecipe, own: Layout) -> list[Layout]:
         return []
     layouts: list[Layout] = [*budget_rows(loaded, budgets).values()]
     if budgets == "all":
-        within = sum(_full_heads(rows) <= _full_heads(own) for rows in layouts)
+        within = sum(_full_heads(rows) <= _full_heads(chosen_layout) for rows in layouts)
         del layouts[max(0, within - 1)]
     return layouts
 
@@ -106,22 +106,22 @@ def _cost(
     """
     recipe, shape = loaded.recipe, shape_of(loaded)
     work, facts = _work(recipe[EvaluateConfig], loaded.positions)
-    samples = sum(one.samples for one in work)
+    samples = sum(part.samples for part in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
     number, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0
-    caches = [CacheSize.of(one, shape.kinds, number, state_bytes=0) for one in layouts]
+    caches = [CacheSize.of(layout, shape.kinds, number, state_bytes=0) for layout in layouts]
     for layout, cache in zip(layouts, caches, strict=True):
-        for one in work:
+        for part in work:
             shares = window_shares(layout)
-            flops += shape.forward_flops(one.tokens, one.length, shares, one.logits)
+            flops += shape.forward_flops(part.tokens, part.length, shares, part.logits)
             # A token of an answer takes all weights for the rows of a batch, and its own row's
             # cache; of processes that share prompts the first one generates.
-            each = number * shape.active_parameters / min(rows, one.most_rows)
-            reads += sharing * (one.logits or 0) * (each + cache.dynamic(one.length))
+            each = number * shape.active_parameters / min(rows, part.most_rows)
+            reads += sharing * (part.logits or 0) * (each + cache.dynamic(part.length))
     memory = f"per process: {format_bytes(number * weights)} of weights"
     if work:
-        largest = max(work, key=lambda one: min(rows, one.most_rows) * one.longest)
+        largest = max(work, key=lambda part: min(rows, part.most_rows) * part.longest)
         longest, rows = largest.longest, min(rows, largest.most_rows)
         cached = max(cache.dynamic(longest) for cache in caches)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
@@ -135,7 +135,7 @@ def _cost(
                 f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
             )
         facts.append(f"{counted(samples, 'sample')}{of_whom}")
-        if generated := sum(one.logits or 0 for one in work):
+        if generated := sum(part.logits or 0 for part in work):
             facts.append(
                 f"answers of up to {format_count(generated)} tokens to each, for which weights and "
                 "cache are read from memory"
@@ -163,28 +163,30 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
     """
     work, facts = list[Work](), list[str]()
     unknown = {*getattr(evaluate.suites.get("harness"), "tasks", ())}
-    for one in benchmarks([*PRESETS]):
-        section: Any = evaluate.suites.get(one.suite)
+    for benchmark in benchmarks([*PRESETS]):
+        section: Any = evaluate.suites.get(benchmark.suite)
         # Of the whole suite its own section says what it costs.
-        if not one.tasks or section is None or not {*one.tasks} <= {*section.tasks}:
+        if not benchmark.tasks or section is None or not {*benchmark.tasks} <= {*section.tasks}:
             continue
-        unknown -= {*one.tasks}
-        left_out = f"; without {one.left_out}" if one.left_out else ""
-        if not one.documents:
-            facts.append(f"{one.name}: samples below, data: {one.data}{left_out}")
+        unknown -= {*benchmark.tasks}
+        left_out = f"; without {benchmark.left_out}" if benchmark.left_out else ""
+        if not benchmark.documents:
+            facts.append(f"{benchmark.name}: samples below, data: {benchmark.data}{left_out}")
             continue
-        documents = min(one.documents, one.parts * (section.samples or one.documents))  # of each
-        repeats = int(section.settings.get(one.tasks[0], {}).get("repeats", 1))
-        length = one.prompt + one.answer
+        documents = min(
+            benchmark.documents, benchmark.parts * (section.samples or benchmark.documents)
+        )  # of each
+        repeats = int(section.settings.get(benchmark.tasks[0], {}).get("repeats", 1))
+        length = benchmark.prompt + benchmark.answer
         samples, read = documents * repeats, min(length, positions or length)
         # Of answers that are only weighed, not generated, lm-eval takes all logits.
-        generated = samples * one.answer if one.answer else None
+        generated = samples * benchmark.answer if benchmark.answer else None
         work.append(Work(samples, samples * read, read, read, logits=generated))
         answers = f", {repeats} answers each" if repeats > 1 else ""
         part = f" (the model reads the last {read:,})" if read < length else ""
         facts.append(
-            f"{one.name}: {counted(documents, 'document')} of about {length:,} tokens{part}"
-            f"{answers}, data: {one.data}{left_out}"
+            f"{benchmark.name}: {counted(documents, 'document')} of about {length:,} tokens{part}"
+            f"{answers}, data: {benchmark.data}{left_out}"
         )
     if unknown:
         facts.append(f"not counted, their samples are unknown: {', '.join(sorted(unknown))}")

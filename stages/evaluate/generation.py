@@ -117,10 +117,10 @@ def generate(
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
     for question in order:
-        own = question.new_tokens or max_new_tokens
-        if own > room(question):
+        most = question.new_tokens or max_new_tokens
+        if most > room(question):
             raise ModelError(
-                f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {own:,} are "
+                f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {most:,} are "
                 f"more than its {positions:,} positions"
             )
     # What an answer may have is the question's alone: the others of a batch must not cut it.
@@ -164,7 +164,7 @@ def _generate_batch(
 
     def answer(cache: Cache | None = None) -> list[str]:
         numbers = Numbers()
-        own, model.generation_config = model.generation_config, GenerationConfig()
+        saved, model.generation_config = model.generation_config, GenerationConfig()
         try:  # where `settings` says nothing, transformers takes what the model's own file says
             output = model.generate(
                 ids,
@@ -177,7 +177,7 @@ def _generate_batch(
                 ),
             )
         finally:
-            model.generation_config = own
+            model.generation_config = saved
         numbers.check()
         return [decode(tokenizer, _without_end(row[length:], pad)) for row in output]
 
@@ -189,16 +189,16 @@ def _generate_batch(
 
 def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:
     """An answer [tokens] without what fills its row up to the longest of its batch."""
-    own = (ids != pad).nonzero()
-    return ids[: int(own[-1]) + 1 if len(own) else 0]
+    content = (ids != pad).nonzero()
+    return ids[: int(content[-1]) + 1 if len(content) else 0]
 
 
 def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> list[int] | None:
     """Ids of the tokens that end a sequence, as the model's generation settings have them."""
     ends = model.generation_config.eos_token_id
-    own = list(ends) if isinstance(ends, Sequence) else [] if ends is None else [ends]
-    if not all(isinstance(one, int) for one in own):
+    tokens = list(ends) if isinstance(ends, Sequence) else [] if ends is None else [ends]
+    if not all(isinstance(token, int) for token in tokens):
         raise ModelError(f"the eos_token_id of its generation settings is {ends!r:.60}")
     if stop_at_newline:
-        own.append(tokenizer.encode("\n", add_special_tokens=False)[-1])
-    return own or None
+        tokens.append(tokenizer.encode("\n", add_special_tokens=False)[-1])
+    return tokens or None

@@ -82,10 +82,10 @@ def evaluate_models(
     when a sample shares a needle with the `calibration` set.
     """
     state = process_state(config.runtime)
-    own = work_dir / "answers"
+    answers_dir = work_dir / "answers"
     rank, shared = state.process_index, None
     rank_options: dict[str, Any] = {
-        "answers": AnswerFolder(own, config.shared, rank), "rank": rank,
+        "answers": AnswerFolder(answers_dir, config.shared, rank), "rank": rank,
         "world": state.num_processes,
     }  # fmt: skip
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
@@ -93,11 +93,13 @@ def evaluate_models(
         rank_options |= {"rank": 0, "world": 1, "shared": shared}
     if kind.finished(work_dir) is None:
         tables: dict[str, Any] = {}
-        suites = _suites(config, load_tokenizer(tokenizer), calibration, own, rank_options, tables)
+        suites = _suites(
+            config, load_tokenizer(tokenizer), calibration, answers_dir, rank_options, tables
+        )
         for suite in suites:
             suite.prepare()
         if state.is_main_process:
-            _count_cached(own / _CACHED, models, suites)
+            _count_cached(answers_dir / _CACHED, models, suites)
         state.wait_for_everyone()
         faults = _answer(config, models, suites, state, shared)
         state.wait_for_everyone()
@@ -108,12 +110,12 @@ def evaluate_models(
             if failed:
                 tables["checkpoints"] |= {name: {} for name in failed}
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
-            tables["cached_answers"] = load_json(own / _CACHED)["answers"]
+            tables["cached_answers"] = load_json(answers_dir / _CACHED)["answers"]
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             kind.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
-        remove(own)
+        remove(answers_dir)
     return kind.read(work_dir)
 
 
@@ -141,7 +143,7 @@ def _suites(
     config: StageConfig[EvaluateConfig],
     tokenizer: Any,
     calibration: CalibrationNeedles | None,
-    own: Path,
+    answers_dir: Path,
     rank_options: dict[str, Any],
     tables: dict[str, Any],
 ) -> list[Suite]:
@@ -155,14 +157,14 @@ def _suites(
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
         "places": Places(
-            (config.shared or own) / "samples", Path(model.path, "README.md"), calibration,
+            (config.shared or answers_dir) / "samples", Path(model.path, "README.md"), calibration,
             most_positions(loaded),
         ),
     }  # fmt: skip
-    for name, one in section.suites.items():
-        module, _, kind = one.runner.partition(":")
+    for name, suite_section in section.suites.items():
+        module, _, kind = suite_section.runner.partition(":")
         suite: type[Suite] = getattr(importlib.import_module(module), kind)
-        suites.append(suite(name=name, section=one, **common))
+        suites.append(suite(name=name, section=suite_section, **common))
     if texts := {key: text for suite in suites for key, text in suite.texts.items()}:
         tables["corpus"] = texts
     return suites
@@ -236,10 +238,10 @@ def _failed_models(
     """
     failed: dict[str, str] = {}
     for model in models:
-        own = [fault for fault in faults if fault.model == model.name]
-        without = {fault.suite for fault in own}
-        reason = "; ".join(dict.fromkeys(fault.reason for fault in own))
-        if None in without or (own and without >= {suite.name for suite in suites}):
+        model_faults = [fault for fault in faults if fault.model == model.name]
+        without = {fault.suite for fault in model_faults}
+        reason = "; ".join(dict.fromkeys(fault.reason for fault in model_faults))
+        if None in without or (model_faults and without >= {suite.name for suite in suites}):
             failed[model.name] = reason
     if models and len(failed) == len(models):
         kind = UserError if all(fault.is_user_error for fault in faults) else RunError
@@ -297,7 +299,7 @@ def write_tables(
         known = Scores.read(original).content
         checkpoints |= known.get("checkpoints", {})
         own_tables |= {suite.name: dict(known.get(suite.name, {})) for suite in suites}
-        records = [one for one in read_samples(original) if one["checkpoint"] == ORIGINAL]
+        records = [record for record in read_samples(original) if record["checkpoint"] == ORIGINAL]
         for suite in suites:
             fault = known.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
             if fault is not None:
@@ -309,9 +311,9 @@ def write_tables(
     for suite in suites:
         # What is left out of one model's average is left out of all: they are compared.
         tasks = {subtask.task for subtask in suite.subtasks}
-        for (_, name), own in answers.items():
+        for (_, name), suite_answers in answers.items():
             if name == suite.name:
-                unusable = not_shares(own.scores)
+                unusable = not_shares(suite_answers.scores)
                 suite.missing |= {task: unusable[task] for task in tasks & unusable.keys()}
     # The original's stage did not know what other models' answers leave out.
     tables = checkpoints.get(ORIGINAL, {})
@@ -325,12 +327,12 @@ def write_tables(
         for suite in suites:
             if (model.name, suite.name) not in answers:
                 continue
-            own = answers[model.name, suite.name]
+            suite_answers = answers[model.name, suite.name]
             base = answers.get((ORIGINAL, suite.name)) if model.name != ORIGINAL else None
-            if (own_table := suite.own_table(own, base)) is not None:
+            if (own_table := suite.own_table(suite_answers, base)) is not None:
                 own_tables.setdefault(suite.name, {})[model.name] = own_table
                 continue
-            table = _table(suite, own, base)
+            table = _table(suite, suite_answers, base)
             if table is None:
                 continue
             for name, group in suite.groups.items():
@@ -379,19 +381,21 @@ def _not_compared(suite: Suite, original: SuiteAnswers, known: Mapping[str, Any]
     return {task: f"{reason}; run with --force original" for task, reason in reasons.items()}
 
 
-def _table(suite: Suite, own: SuiteAnswers, base: SuiteAnswers | None) -> dict[str, Any] | None:
+def _table(suite: Suite, answers: SuiteAnswers, base: SuiteAnswers | None) -> dict[str, Any] | None:
     """A model's table of the tasks that are not left out; None where that is all of them."""
-    subtasks = {key: one for key, one in own.scores.items() if key[0] not in suite.missing}
+    subtasks = {
+        key: scores for key, scores in answers.scores.items() if key[0] not in suite.missing
+    }
     if not subtasks:
         return None
     table = suite_table(
         subtasks,
         base.scores if base is not None else None,
         suite.groups,
-        own.metrics,
+        answers.metrics,
         base.metrics if base is not None else None,
     )
     for task, length in subtasks:
-        if cut := own.cut.get((task, length)):
+        if cut := answers.cut.get((task, length)):
             table[task][str(length)]["cut"] = cut
     return table

@@ -92,11 +92,11 @@ class PromptSuite(Suite):
         """Of what a task's samples at a length depend on, whatever else is asked."""
         alone: dict[str, Any] = {"tasks": [task], "lengths": [length]}
         known = type(self.section).model_fields
-        own = self.section.model_copy(update={key: alone[key] for key in alone if key in known})
+        section = self.section.model_copy(update={key: alone[key] for key in alone if key in known})
         identity = {
-            "version": own.version,
-            "files": {name: files[name] for name in own.files(Path(own.data_dir))},
-            "section": own.model_dump(mode="json", exclude={"data_dir", "lengths"}),
+            "version": section.version,
+            "files": {name: files[name] for name in section.files(Path(section.data_dir))},
+            "section": section.model_dump(mode="json", exclude={"data_dir", "lengths"}),
             "seed": self.seed,
             "tokenizer": tokenizer_digest(self.tokenizer),
             "chat": self.chat.digest if self.chat is not None else None,

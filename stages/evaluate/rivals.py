@@ -122,7 +122,7 @@ def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[
     """
     rows = searched.mask.heads_per_layer(searched.windows)
     counts = {window: sum(row[window] for row in rows) for window in searched.windows}
-    window = max(searched.windows, key=lambda one: counts[one])
+    window = max(searched.windows, key=lambda candidate: counts[candidate])
     heads = searched.mask.is_full.size
     sliding = price.fewest_sliding(window, price.of(rows), granularity)
     return window, (heads if sliding is None else sliding) / heads

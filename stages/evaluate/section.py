@@ -99,20 +99,22 @@ class SuiteSection(Section):
 
     def with_benchmarks(self, added: Sequence[Benchmark]) -> Self:
         """With the tasks of presets, which are optional; who names a task himself needs it."""
-        own: Any = self
-        missing = [task for one in added for task in one.tasks if task not in own.tasks]
+        section: Any = self
+        missing = [
+            task for benchmark in added for task in benchmark.tasks if task not in section.tasks
+        ]
         changes: dict[str, Any] = {
-            "tasks": [*own.tasks, *missing],
-            "optional": [*own.optional, *missing],
+            "tasks": [*section.tasks, *missing],
+            "optional": [*section.optional, *missing],
         }
         settings = {
-            task: with_settings(one.settings, own.settings.get(task, {}))
-            for one in added
-            if one.settings
-            for task in one.tasks
+            task: with_settings(benchmark.settings, section.settings.get(task, {}))
+            for benchmark in added
+            if benchmark.settings
+            for task in benchmark.tasks
         }
         if settings:
-            changes["settings"] = {**own.settings, **settings}
+            changes["settings"] = {**section.settings, **settings}
         return self.model_copy(update=changes)
 
     @classmethod

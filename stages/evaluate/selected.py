@@ -38,18 +38,18 @@ def run(
     models = [Evaluated(ORIGINAL, model, config.model_identity)]
     for name, folder in inputs.items():
         _check_tokenizer(name, TokenizerSpec(str(folder), None, model.trust_remote_code), tokenizer)
-        own = model.model_copy(update={"path": str(folder), "revision": None})
-        models.append(Evaluated(name, own, identities[name]))
-        hybrid = load_config(own.path, trust_remote_code=own.trust_remote_code)
+        local = model.model_copy(update={"path": str(folder), "revision": None})
+        models.append(Evaluated(name, local, identities[name]))
+        hybrid = load_config(local.path, trust_remote_code=local.trust_remote_code)
         if is_hybrid(hybrid) and kv_budgets(hybrid):
             models += at_other_budgets(models[-1], config.section)
     return evaluate_models(config, models, tokenizer, work_dir, kind=SelectedScores).content
 
 
-def _check_tokenizer(name: str, own: TokenizerSpec, recipes: TokenizerSpec) -> None:
-    if _tokens(load_tokenizer(own)) != _tokens(load_tokenizer(recipes)):
+def _check_tokenizer(name: str, spec: TokenizerSpec, recipes: TokenizerSpec) -> None:
+    if _tokens(load_tokenizer(spec)) != _tokens(load_tokenizer(recipes)):
         raise UserError(
-            f"{name}: the tokenizer of {own.path} makes other tokens than that of the recipe's "
+            f"{name}: the tokenizer of {spec.path} makes other tokens than that of the recipe's "
             f"model, {recipes.path}, so their answers do not compare; name it as model.path in a "
             "recipe of its own"
         )

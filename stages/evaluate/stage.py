@@ -88,12 +88,14 @@ class EvaluateConfig(_Suites):
     def completed(self, recipe: Recipe) -> Self:
         """The section with the tasks of its presets, which are optional."""
         added: dict[str, list[Benchmark]] = {}
-        for one in benchmarks(self.presets):
-            if one.tasks:
-                added.setdefault(one.suite, []).append(one)
+        for benchmark in benchmarks(self.presets):
+            if benchmark.tasks:
+                added.setdefault(benchmark.suite, []).append(benchmark)
         sections = {name: getattr(self, name) or SUITES[name]() for name in added}
         return self.model_copy(
-            update={name: one.with_benchmarks(added[name]) for name, one in sections.items()}
+            update={
+                name: section.with_benchmarks(added[name]) for name, section in sections.items()
+            }
         )
 
     @property
@@ -170,18 +172,20 @@ def gaps(loaded: LoadedRecipe) -> Iterator[str]:
     """What of presets and suites has no score here, as far as it is known before a run."""
     evaluate = loaded.recipe[EvaluateConfig]
     for preset in evaluate.presets:
-        for one in PRESETS[preset]:
+        for benchmark in PRESETS[preset]:
             reasons = [
                 f"the package {package} is not installed"
-                for package in one.packages
+                for package in benchmark.packages
                 if importlib.util.find_spec(package) is None
             ]
-            section = evaluate.suites.get(one.suite)
+            section = evaluate.suites.get(benchmark.suite)
             if section is None:
-                reasons.append(f"its data ({one.data}) is not named: evaluate.{one.suite}.data_dir")
+                reasons.append(
+                    f"its data ({benchmark.data}) is not named: evaluate.{benchmark.suite}.data_dir"
+                )
             else:
-                reasons += section.gaps(loaded, one.tasks)
-            yield from (f"evaluate.presets: {preset}: {one.name}: {why}" for why in reasons)
+                reasons += section.gaps(loaded, benchmark.tasks)
+            yield from (f"evaluate.presets: {preset}: {benchmark.name}: {why}" for why in reasons)
     for name, section in evaluate.suites.items():
         yield from (f"evaluate.{name}: {why}" for why in section.gaps(loaded))
 
@@ -189,7 +193,7 @@ def gaps(loaded: LoadedRecipe) -> Iterator[str]:
 def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
     """The part of the model card that is in the key of an evaluation."""
     sections = loaded.recipe[EvaluateConfig].suites.values()
-    return {name: value for one in sections for name, value in one.card(loaded).items()}
+    return {name: value for section in sections for name, value in section.card(loaded).items()}
 
 
 STAGE = Stage(

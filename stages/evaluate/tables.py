@@ -37,8 +37,8 @@ def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
     for document, score in scores:
         key = len(documents) if document is None else document
         documents.setdefault(key, []).append(score)
-    means = [statistics.fmean(own) for own in documents.values()]
-    counts = [len(own) for own in documents.values()]
+    means = [statistics.fmean(same_document) for same_document in documents.values()]
+    counts = [len(same_document) for same_document in documents.values()]
     return Documents(means, counts) if max(counts) > 1 else means
 
 
@@ -71,12 +71,15 @@ class SuiteAnswers(NamedTuple):
             scores.setdefault(key, []).append((document, record["score"]))
             if record.get("cut"):
                 cut.add((key, record["index"] if document is None else document))
-            own = metrics.setdefault(key, {})
+            by_metric = metrics.setdefault(key, {})
             for metric, value in record.get("scores", {}).items():
-                own.setdefault(metric, []).append((document, value))
+                by_metric.setdefault(metric, []).append((document, value))
         return cls(
             {key: by_document(values) for key, values in scores.items()},
-            {key: {m: by_document(v) for m, v in own.items()} for key, own in metrics.items()},
+            {
+                key: {m: by_document(v) for m, v in by_metric.items()}
+                for key, by_metric in metrics.items()
+            },
             losses,
             Counter(key for key, _ in cut),
         )
@@ -152,7 +155,7 @@ def _group_row(
             return {}, None
         names = {"tasks": [task for task, _ in keys], "of": len(group.tasks)}
         part_scores = [[parts[key] for key in keys if key[0] in part] for part in group.parts]
-        averaged = [_pooled(own, evenly=True) for own in part_scores if own]
+        averaged = [_pooled(subtasks, evenly=True) for subtasks in part_scores if subtasks]
         return {**_over(averaged or [parts[key] for key in keys]), **names}, None
     keys = [key for key in metrics if key[0] in group.tasks and key in parts]
     scores: dict[str, dict[str, Any]] = {}
@@ -192,17 +195,17 @@ def _pooled(parts: Sequence[_Part], *, evenly: bool = False) -> _Part:
     """
     originals = [base for _, base in parts if base is not None]
     whole = len(originals) == len(parts)
-    own = _joined([values for values, _ in parts], evenly)
-    return own, _joined(originals, evenly) if whole else None
+    joined = _joined([values for values, _ in parts], evenly)
+    return joined, _joined(originals, evenly) if whole else None
 
 
 def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
-    values = [value for own in lists for value in own]
-    if not evenly and not any(isinstance(own, Documents) for own in lists):
+    values = [value for part in lists for value in part]
+    if not evenly and not any(isinstance(part, Documents) for part in lists):
         return values
-    counts = [own.counts if isinstance(own, Documents) else (1,) * len(own) for own in lists]
+    counts = [part.counts if isinstance(part, Documents) else (1,) * len(part) for part in lists]
     if evenly:
-        counts = [tuple(n / sum(own) for n in own) for own in counts]
+        counts = [tuple(n / sum(part) for n in part) for part in counts]
     return Documents(values, itertools.chain.from_iterable(counts))
 
 
@@ -219,7 +222,7 @@ def _over(parts: Sequence[_Part]) -> dict[str, Any]:
 
 def against(parts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
     """An `Against` of parts that weigh the same: a model's scores and the original's."""
-    scores, originals = [own for own, _ in parts], [base for _, base in parts]
+    scores, originals = [model for model, _ in parts], [base for _, base in parts]
     result = compare(scores, originals)
     table: dict[str, Any] = {
         "p_value": result.p_value,

@@ -74,8 +74,8 @@ def model_card(
     once = f"{summary['sliding_bytes_constant']:,} once"
     before = summary["kv_cache_bytes_per_token_before"]
     after = summary["kv_cache_bytes_per_token_after"]
-    own = [OwnWindow(**window) for window in summary["own_windows"]]
-    others = sum(one.bytes(one.window) for one in own) + summary["state_bytes"]
+    own_windows = [OwnWindow(**window) for window in summary["own_windows"]]
+    others = sum(window.bytes(window.window) for window in own_windows) + summary["state_bytes"]
     where = ""
     if others:
         where = " in layers with full attention"
@@ -124,8 +124,8 @@ def _budgets(summary: dict[str, Any]) -> str:
     if not summary.get("budgets"):
         return ""
     rows = "\n".join(
-        f"| {one['kv_slots']} | {one['share']} | {one['full_kv_heads']} | {one['cache_bytes']:,} |"
-        for one in summary["budgets"]
+        f"| {row['kv_slots']} | {row['share']} | {row['full_kv_heads']} | {row['cache_bytes']:,} |"
+        for row in summary["budgets"]
     )
     return f"""## Budgets
 

@@ -167,7 +167,9 @@ def _budgeted(
     config: StageConfig[MaterializeConfig], base: Any, file: HeadMaskFile, front: Front | None
 ) -> dict[str, Any]:
     """The mask's bytes in the engine of `search.budget`; nothing where that has no context."""
-    search = next((one for one in config.upstream.values() if isinstance(one, SearchConfig)), None)
+    search = next(
+        (section for section in config.upstream.values() if isinstance(section, SearchConfig)), None
+    )
     if search is None or (front is None and search.chosen_budget.tokens is None):
         return {}
     price = _price(config, base, 1 if front is None else front.context)
@@ -202,7 +204,7 @@ def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any
         "kv_cache_bytes_per_token_before": size.original_per_token,
         "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.sliding_bytes,
-        "own_windows": [asdict(own) for own in size.own],
+        "own_windows": [asdict(window) for window in size.own],
         "state_bytes": size.state_bytes,
     }
 

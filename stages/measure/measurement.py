@@ -125,10 +125,13 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
             )
         family_of(original_config)
         if mask_shape(original_config) != mask_shape(config):
-            (layers, heads), (own, own_heads) = mask_shape(original_config), mask_shape(config)
+            (layers, heads), (model_layers, model_heads) = (
+                mask_shape(original_config),
+                mask_shape(config),
+            )
             raise UserError(
                 f"--original: {original} has {layers} layers of {heads} KV heads, {model} has "
-                f"{own} of {own_heads}"
+                f"{model_layers} of {model_heads}"
             )
     return config
 

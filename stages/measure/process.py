@@ -257,7 +257,7 @@ def check_kernels(backend: str, kernels: list[str], own_logits: bool) -> None:
     needed = {_NEEDED[backend]}
     if own_logits and backend == "sdpa":
         needed.add(_NEEDED["eager"])
-    ran = any(one in name for name in kernels for one in needed)
+    ran = any(part in name for name in kernels for part in needed)
     if not ran or (backend == "eager" and fused):
         raise RunError(
             f"attention '{backend}' was requested, but what ran was "

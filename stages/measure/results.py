@@ -194,7 +194,7 @@ def _panel(
             )
             for series in dict.fromkeys(row["series"] for row in missing)
         ]
-        for one in crosses:
-            chart += one
+        for cross in crosses:
+            chart += cross
     text = f"{heading}: " + "; ".join(row["tip"] for row in [*rows, *missing]) + "."
     return Picture(name, chart, text, heading)

@@ -267,12 +267,12 @@ def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
 
 def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> None:
     """Write pictures beside each other, row by row, with one legend."""
-    panels = [one.chart.properties(width=320, title=one.heading) for one in pictures]
+    panels = [picture.chart.properties(width=320, title=picture.heading) for picture in pictures]
     chart = alt.concat(*panels, columns=columns).resolve_scale(
         color="shared", shape="shared", strokeDash="shared"
     )
     for path in paths:
-        save(chart, path, "; ".join(one.description for one in pictures))
+        save(chart, path, "; ".join(picture.description for picture in pictures))
 
 
 def _escaped(text: str) -> str:

@@ -208,7 +208,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         if not kind.needs_path and source.path:
             yield f"{where}: a source of kind {source.kind} takes no path"
         if kind.needs_tokenizer != (source.tokenizer is not None):
-            needing = [name for name, one in KINDS.items() if one.needs_tokenizer]
+            needing = [name for name, kind in KINDS.items() if kind.needs_tokenizer]
             yield f"{where}: tokenizer is needed by kind {', '.join(needing)} and by no other kind"
         yield from _dataset_faults(where, source)
         yield from _place_faults(where, source, loaded.output_root)

@@ -51,7 +51,7 @@ def averages(results: Results) -> Picture | None:
     """The averages of the search's hybrid, its rivals and the original; None without scores."""
     label = METHODS[results.search.mask.method].label
     hybrid, trained = results.checkpoint(HYBRID), results.trained
-    models = [(one.label, "rival", one.suite) for one in results.rivals]
+    models = [(rival.label, "rival", rival.suite) for rival in results.rivals]
     models += [(f"{label}, untrained", "untrained", hybrid.suite)] if hybrid else []
     models += [(f"{label}, trained", "trained", trained.suite)] if trained else []
     if not models:
@@ -88,9 +88,9 @@ def against_original(results: Results) -> list[Picture]:
     pictures = []
     for unit, title in (("points", "Score, points of 100"), ("nats", "Loss, nats per token")):
         rows: list[dict[str, Any]] = [
-            {"label": f"{one.name}, {kind_of(model)}", "series": kind_of(model), "x": one.mean,
-             "low": one.low, "high": one.high, "text": one.text, "tip": one.text}
-            for model in models for one in differences(results, model) if one.unit == unit
+            {"label": f"{row.name}, {kind_of(model)}", "series": kind_of(model), "x": row.mean,
+             "low": row.low, "high": row.high, "text": row.text, "tip": row.text}
+            for model in models for row in differences(results, model) if row.unit == unit
         ]  # fmt: skip
         if rows:
             ends = [row[name] for row in rows for name in ("x", "low", "high")]
@@ -108,11 +108,11 @@ def head_mask(search: Search) -> Picture:
     mask, sliding = search.mask.mask, search.mask.mask.swa_kv_heads
     several = len(search.windows) > 1
     kinds: dict[Window | None, str] = {None: "full"}
-    kinds |= {one: f"W = {one.size:,}" if several else "sliding" for one in search.windows}
+    kinds |= {window: f"W = {window.size:,}" if several else "sliding" for window in search.windows}
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
-        for layer, own in enumerate(mask.windows_per_layer(search.mask.windows))
-        for head, kind in enumerate(kinds[window] for window in own)
+        for layer, row in enumerate(mask.windows_per_layer(search.mask.windows))
+        for head, kind in enumerate(kinds[window] for window in row)
     ]
     counts = [{"x": layer, "text": len(heads)} for layer, heads in enumerate(sliding)]
     x = alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0), scale=alt.Scale(padding=0.08))
@@ -169,13 +169,13 @@ def layers_probed(search: Search) -> list[Picture]:
 def recovery(results: Results) -> Picture:
     """Needle average over training tokens: the hybrid's checkpoints, and the original."""
     rows: list[dict[str, Any]] = []
-    for one in sorted(results.needle, key=lambda one: one.tokens or 0):
-        if one.tokens is not None:
-            average, low, high = interval_of(one.suite)
-            series = "trained" if one.tokens else "untrained"
-            at = f"{format_count(one.tokens)} tokens" if one.tokens else "untrained"
-            rows.append({"x": one.tokens, "y": average, "low": low, "high": high, "series": series,
-                         "tip": f"{at}: {format_score(average)}"})  # fmt: skip
+    for scores in sorted(results.needle, key=lambda scores: scores.tokens or 0):
+        if scores.tokens is not None:
+            average, low, high = interval_of(scores.suite)
+            series = "trained" if scores.tokens else "untrained"
+            at = f"{format_count(scores.tokens)} tokens" if scores.tokens else "untrained"
+            rows.append({"x": scores.tokens, "y": average, "low": low, "high": high,
+                         "series": series, "tip": f"{at}: {format_score(average)}"})  # fmt: skip
     look = {name: LOOK[name] for name in ("untrained", "trained")}
     text = ", ".join(f"{format_score(row['y'])} at {format_count(row['x'])} tokens" for row in rows)
     y = Axis("Needle average (points)", domain=(0.0, 105.0))
@@ -192,11 +192,11 @@ def training_loss(steps: Sequence[TrainingStep]) -> Picture:
     """Training loss over tokens: every logged step faint, a running mean over it."""
     rows = [
         {
-            "x": one.tokens,
-            "y": one.loss,
-            "tip": f"{format_count(one.tokens)} tokens: {one.loss:.3f}",
+            "x": step.tokens,
+            "y": step.loss,
+            "tip": f"{format_count(step.tokens)} tokens: {step.loss:.3f}",
         }
-        for one in steps
+        for step in steps
     ]
     reach = max(1, len(rows) // 25)
     base = alt.Chart(values(rows)).encode(x=Axis("Training tokens", "count").of(alt.X, "x"))
@@ -221,9 +221,9 @@ def windows(results: Results) -> Picture | None:
     if not results.windows or hybrid is None:
         return None
     searched, by_mask = results.search.mask, dict[str, dict[int, SuiteScores]]()
-    own = METHODS[searched.method].label
-    by_mask[own] = {searched.window_size: hybrid.suite}
-    for rival in (one for one in results.rivals if one.name in METHODS):
+    method_label = METHODS[searched.method].label
+    by_mask[method_label] = {searched.window_size: hybrid.suite}
+    for rival in (candidate for candidate in results.rivals if candidate.name in METHODS):
         by_mask[METHODS[rival.name].label] = {searched.window_size: rival.suite}
     for model in results.windows:
         method, size = named_window(model.name) or (None, 0)
@@ -238,7 +238,7 @@ def windows(results: Results) -> Picture | None:
     ]  # fmt: skip
     sizes = sorted({row["x"] for row in rows})
     axis = Axis("Window (tokens, log)", "length", log=True, values=sizes)
-    look = styles(by_mask, {own: LOOK["untrained"]})
+    look = styles(by_mask, {method_label: LOOK["untrained"]})
     text = "; ".join(
         f"{label} "
         + ", ".join(f"{format_score(by[size].average)} at {size:,}" for size in sorted(by))
@@ -262,7 +262,7 @@ def positions(results: Results) -> list[Picture]:
         ("positions-difference", "difference", "Difference (nats per token)",
          "Less the original's loss, on the same documents"),
     ):  # fmt: skip
-        bins = {label: getattr(one, field) for label, (one, _) in shown.items()}
+        bins = {label: getattr(losses, field) for label, (losses, _) in shown.items()}
         rows = [
             row
             for label, losses in bins.items()
@@ -281,11 +281,11 @@ def positions(results: Results) -> list[Picture]:
 
 
 def _bins(label: str, edges: Sequence[int], bins: Sequence[BinLoss]) -> Iterable[dict[str, Any]]:
-    for (first, end), one in zip(itertools.pairwise(edges), bins, strict=True):
-        interval = "" if one.low is None else f" ({one.low:.3f} to {one.high:.3f})"
-        tip = f"{label}, tokens {first:,} to {end - 1:,}: {one.mean:.3f}{interval} nats"
-        row = {"series": label, "x": math.sqrt(first * end), "y": one.mean, "tip": tip}
-        yield row | {"low": one.low, "high": one.high}
+    for (first, end), loss in zip(itertools.pairwise(edges), bins, strict=True):
+        interval = "" if loss.low is None else f" ({loss.low:.3f} to {loss.high:.3f})"
+        tip = f"{label}, tokens {first:,} to {end - 1:,}: {loss.mean:.3f}{interval} nats"
+        row = {"series": label, "x": math.sqrt(first * end), "y": loss.mean, "tip": tip}
+        yield row | {"low": loss.low, "high": loss.high}
 
 
 def cache_lengths(cache: CacheSize) -> list[int]:
@@ -329,17 +329,17 @@ def document_lengths(statistics: Mapping[str, Any]) -> Picture | None:
     rows, most = [], []
     for name, source in sources.items():
         lengths = source.get("lengths") or []
-        total = sum(one["tokens"] for one in lengths)
+        total = sum(row["tokens"] for row in lengths)
         label = f"{name}: {format_count(total)} tokens"
-        for one in lengths:
-            share = one["tokens"] / total
+        for count in lengths:
+            share = count["tokens"] / total
             tip = (
-                f"{name}, at most {one['up_to']:,} tokens: {one['documents']:,} documents, "
+                f"{name}, at most {count['up_to']:,} tokens: {count['documents']:,} documents, "
                 f"{format_share(share)} of the tokens"
             )
-            rows.append({"series": label, "x": one["up_to"], "y": share, "tip": tip})
+            rows.append({"series": label, "x": count["up_to"], "y": share, "tip": tip})
         if lengths:
-            longest = max(lengths, key=lambda one: one["tokens"])
+            longest = max(lengths, key=lambda row: row["tokens"])
             most.append(f"{name} mostly in documents of at most {longest['up_to']:,} tokens")
     if not rows:
         return None

@@ -51,7 +51,7 @@ def choose(results: Results) -> Choice | None:
     if not models:
         return None
     # A model that could not be evaluated in a suite, or on as many samples, is left out.
-    whole = _layout(max(subtasks.values(), key=lambda one: sum(map(len, one.values()))))
+    whole = _layout(max(subtasks.values(), key=lambda subtask: sum(map(len, subtask.values()))))
     complete = [name for name in models if _layout(subtasks[name]) == whole]
     if len(complete) == 1:
         what = "scores" if len(models) == 1 else "scores in all tasks"
@@ -107,11 +107,11 @@ def overall(results: Results, model: str, other: str = ORIGINAL) -> tuple[int, A
 
     Every task at every length weighs the same. None where the two have no samples in common.
     """
-    own, base = results.samples.get(model, {}), results.samples.get(other, {})
-    common = [at for at in own if len(own[at]) == len(base.get(at, ()))]
+    samples, base = results.samples.get(model, {}), results.samples.get(other, {})
+    common = [at for at in samples if len(samples[at]) == len(base.get(at, ()))]
     if not common:
         return None
-    return len(common), Against.model_validate(against([(own[at], base[at]) for at in common]))
+    return len(common), Against.model_validate(against([(samples[at], base[at]) for at in common]))
 
 
 def comparisons(results: Results) -> str | None:
@@ -143,12 +143,12 @@ def _smallest_budget(results: Results) -> Iterator[str]:
     Tests in a fixed order that end at the first failure need no correction for their number.
     """
     names = results.budget_models(final_model(results))
-    shares = {one.kv_slots: one.share for one in results.served.budgets}
+    shares = {budget.kv_slots: budget.share for budget in results.served.budgets}
     tested = [(slots, overall(results, names[slots])) for slots in sorted(names, reverse=True)]
     scored = [(slots, outcome[1]) for slots, outcome in tested if outcome is not None]
     if len(scored) < 2 or not _original_answers(results):
         return
-    near = list(itertools.takewhile(lambda one: one[1].difference_low > -MARGIN, scored))
+    near = list(itertools.takewhile(lambda pair: pair[1].difference_low > -MARGIN, scored))
     count = f"Of the {len(scored)} budgets scored"
     if not near:
         yield f"{count} the largest is not shown to be within {MARGIN:g} points of the original."
@@ -214,7 +214,7 @@ def _original_answers(results: Results) -> bool:
 
 def _cache(results: Results) -> str:
     lengths = [point.length for point in results.measured_points]
-    lengths += [length for one in results.needle for length in one.suite.by_length]
+    lengths += [length for scores in results.needle for length in scores.suite.by_length]
     cache = results.cache
     if not any(lengths):
         before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)

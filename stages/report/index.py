@@ -25,7 +25,7 @@ _HEADER = (
 def write_index(root: Path) -> Path:
     """Write the page of all runs in `root`, from what their reports published; returns it."""
     summaries = sorted(root.glob(f"*/report/{Summary.FILE}"))
-    rows = [_row(one.parent.parent.name, one.parent) for one in summaries]
+    rows = [_row(file.parent.parent.name, file.parent) for file in summaries]
     table = Table.of_rows("", _HEADER, rows)
     text = render(
         _TEMPLATE, has_charts=False, title="Runs", subtitle=f"{len(rows)} with a report", runs=table

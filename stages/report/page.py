@@ -98,17 +98,17 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         mask=charts.head_mask(results.search),
         front=front_picture(results.search.front) if results.search.front else None,
         front_table=front_table(results.search.front) if results.search.front else None,
-        traces=[one for one in traces if one is not None],
+        traces=[picture for picture in traces if picture is not None],
         layers=charts.layers_probed(results.search),
         search_facts=_search_facts(results),
         recovery=charts.recovery(results) if results.needle else None,
         loss=charts.training_loss(training) if training else None,
-        score_tables=[score_table(one) for one in [*results.needle, *results.rivals]],
+        score_tables=[score_table(scored) for scored in [*results.needle, *results.rivals]],
         about_marks=ABOUT_MARKS,
         filters=filters(scores.checkpoints.values()),
         budgets=budget_table(results),
         windows=charts.windows(results),
-        window_tables=[score_table(one) for one in results.windows],
+        window_tables=[score_table(scored) for scored in results.windows],
         other_suites=other_suites(results),
         positions=charts.positions(results),
         cache=charts.cache_by_length(results.cache),
@@ -190,7 +190,7 @@ _NATS = ("nats", "the unit of loss: at +0.1 the right token is about a tenth les
 
 def words(results: Results) -> list[tuple[str, str]]:
     """Terms of the first screen, each with what it means."""
-    names = dict.fromkeys([results.search.mask.method, *(one.method for one in results.rivals)])
+    names = dict.fromkeys([results.search.mask.method, *(rival.method for rival in results.rivals)])
     return [
         *((METHODS[name].label, METHODS[name].about) for name in names),
         ("ρ", "the share of the KV heads that slide: they see only a window"),
@@ -269,8 +269,10 @@ def other_suites(results: Results) -> list[SuitePart]:
         if name in (NEEDLE, FAILED_MODELS):
             continue
         by_model = {m: suites[name] for m, suites in scores.checkpoints.items() if name in suites}
-        tables = [score_table(NeedleScores(model, one), name) for model, one in by_model.items()]
-        lengths = {at for one in by_model.values() for by in one.tasks.values() for at in by}
+        tables = [
+            score_table(NeedleScores(model, suite), name) for model, suite in by_model.items()
+        ]
+        lengths = {at for suite in by_model.values() for by in suite.tasks.values() for at in by}
         if lengths == {0}:
             tables = [task_table(name, by_model)]
         parts.append(SuitePart(suite_title(name), tables, scores.notes(name)))
@@ -320,7 +322,7 @@ def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
     totals = []
     for group in dict.fromkeys(name for suite in suites.values() for name in suite.groups):
         means = {name: suite.groups.get(group) for name, suite in suites.items()}
-        most = max((mean for mean in means.values() if mean), key=lambda one: len(one.tasks))
+        most = max((mean for mean in means.values() if mean), key=lambda mean: len(mean.tasks))
         label = f"{group} ({len(most.tasks)} of {most.of} tasks)"
         totals.append([label, *(_score(mean, anchor(name)) for name, mean in means.items())])
     header = ["task", *(label_of(name) for name in suites)]
@@ -339,12 +341,12 @@ def budget_table(results: Results) -> Table | None:
         *(label_of(model) for model in models),
     ]  # fmt: skip
     rows = []
-    for one in served.budgets:
-        chosen = " (chosen)" if one.kv_slots == served.kv_budget else ""
-        cells = [_needle_cell(scores[model][one.kv_slots]) for model in models]
+    for budget in served.budgets:
+        chosen = " (chosen)" if budget.kv_slots == served.kv_budget else ""
+        cells = [_needle_cell(scores[model][budget.kv_slots]) for model in models]
         rows.append(
-            [f"{one.kv_slots:,}{chosen}", one.share, str(one.full_kv_heads),
-             format_bytes(one.cache_bytes), *cells]
+            [f"{budget.kv_slots:,}{chosen}", budget.share, str(budget.full_kv_heads),
+             format_bytes(budget.cache_bytes), *cells]
         )  # fmt: skip
     return Table.of_rows("Needle averages with 95 % intervals", header, rows)
 

@@ -78,7 +78,9 @@ def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[s
     if results.scores.corpus is not None:
         for name, value in flatten(results.scores.corpus):
             rows.append((f"Text of the evaluation, {name}", value))
-    rows += [(f"Stage {name}", _origin_of(one)) for name, one in results.manifests.items()]
+    rows += [
+        (f"Stage {name}", _origin_of(manifest)) for name, manifest in results.manifests.items()
+    ]
     rows += [(f"Stage {name}", "not part of this recipe") for name in results.absent]
     return rows
 

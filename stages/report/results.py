@@ -164,7 +164,7 @@ def collect_predictions(
         place = (record["checkpoint"], record["suite"], record["task"], record["length"])
         cell = cells.setdefault(place, [])
         cell.append(record)
-        cell.sort(key=lambda one: (one["score"], one["index"]))
+        cell.sort(key=lambda record: (record["score"], record["index"]))
         del cell[SHOWN_SAMPLES:]
     return cells
 
@@ -228,10 +228,10 @@ class Results:
     def budget_models(self, model: str) -> dict[int, str]:
         """Names of a model in scores.json at the budgets it serves, by their KV slots."""
         return {
-            one.kv_slots: model
-            if one.kv_slots == self.served.kv_budget
-            else budget_name(model, one.share)
-            for one in self.served.budgets
+            budget.kv_slots: model
+            if budget.kv_slots == self.served.kv_budget
+            else budget_name(model, budget.share)
+            for budget in self.served.budgets
         }
 
     def checkpoint(self, name: str) -> NeedleScores | None:
@@ -246,7 +246,7 @@ class Results:
     @property
     def sample_count(self) -> int:
         """Needle samples of each model."""
-        return next(one.suite.samples for one in [*self.needle, *self.rivals])
+        return next(scores.suite.samples for scores in [*self.needle, *self.rivals])
 
     @property
     def document_count(self) -> int:
@@ -318,7 +318,7 @@ def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
     return CacheSize(
         bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
         heads=search.heads,
-        own=tuple(OwnWindow(**own) for own in materialized.own_windows),
+        own=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
         state_bytes=materialized.state_bytes,
     )
 
@@ -337,7 +337,7 @@ def served_bytes(
         served_caches(
             engine_heads(file.mask.heads_per_layer(file.windows)),
             cache.bytes_per_head,
-            [own.window for own in cache.own for _ in range(own.heads // heads)],
+            [window.window for window in cache.own for _ in range(window.heads // heads)],
             engine=engine,
             lengths=lengths,
         )
@@ -360,11 +360,19 @@ def _needle_scores(
     """
     known = scores.checkpoints.items()
     every = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
-    rivals = [one for one in every if one.name in METHODS or named_rival(one.name) is not None]
-    windows = [one for one in every if named_window(one.name) is not None]
-    own = [one for one in every if one not in rivals + windows and not named_budget(one.name)]
+    rivals = [
+        scores for scores in every if scores.name in METHODS or named_rival(scores.name) is not None
+    ]
+    windows = [scores for scores in every if named_window(scores.name) is not None]
+    checkpoints = [
+        scores
+        for scores in every
+        if scores not in rivals + windows and not named_budget(scores.name)
+    ]
     return (
-        sorted(own, key=lambda one: one.tokens or 0),  # the original's stand first in scores.json
-        sorted(rivals, key=lambda one: (named_rival(one.name) is not None, one.average)),
+        sorted(
+            checkpoints, key=lambda scores: scores.tokens or 0
+        ),  # the original's stand first in scores.json
+        sorted(rivals, key=lambda scores: (named_rival(scores.name) is not None, scores.average)),
         windows,
     )

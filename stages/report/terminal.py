@@ -35,8 +35,8 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "verdict": verdict(results),
         "comparisons": comparisons(results),
         "measured": [
-            one.model_dump(mode="json", include={"length", "over_original"})
-            for one in results.measured_points
+            point.model_dump(mode="json", include={"length", "over_original"})
+            for point in results.measured_points
         ],
         "differences": [
             {"name": row.name, "unit": row.unit, "mean": row.mean, "low": row.low, "high": row.high}
@@ -80,11 +80,11 @@ def _budgets(results: Results) -> list[dict[str, Any]]:
     scores = results.budget_scores(final_model(results))
     return [
         {
-            "kv_slots": one.kv_slots,
-            "share": one.share,
-            "average": suite.average if (suite := scores[one.kv_slots]) is not None else None,
+            "kv_slots": budget.kv_slots,
+            "share": budget.share,
+            "average": suite.average if (suite := scores[budget.kv_slots]) is not None else None,
         }
-        for one in results.served.budgets
+        for budget in results.served.budgets
     ]
 
 
@@ -120,11 +120,11 @@ def _rows(results: Results) -> list[tuple[str, str]]:
     ]
     budgets = _budgets(results)
     rows += [
-        (f"Needle average at {one['share']} of the KV slots", format_score(one["average"]))
-        for one in budgets
-        if one["average"] is not None
+        (f"Needle average at {budget['share']} of the KV slots", format_score(budget["average"]))
+        for budget in budgets
+        if budget["average"] is not None
     ]
-    if others := [one["share"] for one in budgets if one["average"] is None]:
+    if others := [budget["share"] for budget in budgets if budget["average"] is None]:
         rows.append(("Other shares of the KV slots, not scored", ", ".join(others)))
     rows += [(f"Time, {stage}", format_seconds(value)) for stage, value in results.stage_seconds]
     return rows

@@ -183,8 +183,10 @@ class Price:
         if self.budget.engine == "generate":
             size = CacheSize.of(rows, self.kinds, self._number, state_bytes=0)
             return size.dynamic(self.tokens)
-        own: list[EngineHeads] = [{w: self.kinds.heads} for w in self.kinds.windows.values()]
-        plan = module_plan([*engine_heads(rows), *own], self.budget.ranks)
+        own_windows: list[EngineHeads] = [
+            {w: self.kinds.heads} for w in self.kinds.windows.values()
+        ]
+        plan = module_plan([*engine_heads(rows), *own_windows], self.budget.ranks)
         in_flight = self.budget.tokens_in_flight or LARGE_GPU.tokens_in_flight(plan.sliding_windows)
         request = Request(self.tokens, self.budget.block_size, in_flight)
         return plan.request_bytes(request, 2 * self.kinds.head_dim * self._number)

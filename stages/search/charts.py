@@ -141,8 +141,8 @@ def _row(point: TracePoint, quantity: str, series: str) -> dict[str, Any]:
 
 def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
     """The best score in each sub-problem."""
-    for run, own in groupby(points, key=lambda p: search_of(p.phase, p.subproblem)):
-        for point in own:
+    for run, run_points in groupby(points, key=lambda p: search_of(p.phase, p.subproblem)):
+        for point in run_points:
             if _is_finite(point.best_score):
                 row = {"x": point.step, "y": point.best_score, "series": _BEST}
                 yield row | {"run": str(run)}
@@ -151,8 +151,8 @@ def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
 def _bands(points: list[TracePoint]) -> list[alt.Chart]:
     """Every other phase shaded, each named, and a line where a sub-problem begins."""
     bands, starts = [], []
-    for index, (phase, own) in enumerate(groupby(points, key=lambda point: point.phase)):
-        steps = [(point.step, point.subproblem) for point in own]
+    for index, (phase, phase_points) in enumerate(groupby(points, key=lambda point: point.phase)):
+        steps = [(point.step, point.subproblem) for point in phase_points]
         first, last = steps[0][0] - 0.5, steps[-1][0] + 0.5
         name = _names(phase)[0] if last - first > 0.06 * len(points) else ""
         bands.append({"x": first, "x2": last, "name": name, "shade": index % 2})

@@ -43,7 +43,9 @@ def budget_rows(
     # Of its points, and of both ends: all heads at the narrowest window, and the original.
     slots_of_front = {least, *point_slots(search, price), most}
     held = sorted({slots - (slots - least) % saved for slots in slots_of_front})
-    named = held[:-1] if budgets == "all" else sorted({_slots_of(one, held) for one in budgets})
+    named = (
+        held[:-1] if budgets == "all" else sorted({_slots_of(budget, held) for budget in budgets})
+    )
     return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
 
 

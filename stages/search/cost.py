@@ -29,7 +29,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     evaluations = _most_evaluations(loaded, shape, search.method)
     examples, length = _searched(recipe, search.method), calibration.length
-    one = _evaluation_flops(recipe, shape, search.method)
+    per_evaluation = _evaluation_flops(recipe, shape, search.method)
     batch = recipe.runtime.eval_batch_size
     batches = _batches_by_round(recipe, search.method)
     sharded = recipe.runtime.search_parallel == "tensor"
@@ -48,7 +48,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     facts = [
         f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
         f"in {counted(sum(batches), 'batch', 'batches')}",
-        f"{format_flops(one)} each with every head full and nothing reused",
+        f"{format_flops(per_evaluation)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
         _reuse(recipe, sizes, examples if sharded or split else math.ceil(examples / processes)),
@@ -74,7 +74,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"processes beyond {max(batches)} are idle then"
         )
     efficiency = devices.efficiency or EFFICIENCY
-    result = Cost(evaluations * one, 1e6, facts, jobs, efficiency=efficiency)
+    result = Cost(evaluations * per_evaluation, 1e6, facts, jobs, efficiency=efficiency)
     return replace(result, facts=[*facts, _hours_of_methods(loaded, result, devices)])
 
 
@@ -187,8 +187,8 @@ def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> s
     together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}
     for method in methods:
-        one = _evaluation_flops(loaded.recipe, shape, method)
-        flops = one * _most_evaluations(loaded, shape, method)
+        per_evaluation = _evaluation_flops(loaded.recipe, shape, method)
+        flops = per_evaluation * _most_evaluations(loaded, shape, method)
         jobs = search.jobs if together else _search_jobs(loaded.recipe, method)
         method_cost = replace(search, flops=flops, jobs=jobs)
         text = format_hours(method_cost.hours(devices.name, devices.count))

@@ -71,7 +71,7 @@ class LiveView:
 
     def update(self, evaluator: Evaluator) -> None:
         """Show the last evaluation of `evaluator`."""
-        phases = list(dict.fromkeys(one.phase for one in evaluator.trace))
+        phases = list(dict.fromkeys(point.phase for point in evaluator.trace))
         point, costs, best = evaluator.trace[-1], evaluator.costs(), evaluator.best_on_budget
         values = {
             "score": point.score,

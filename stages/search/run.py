@@ -133,7 +133,7 @@ def _evaluation_log(
 ) -> EvaluationLog:
     """The log of evaluations with the numerics of this search: hardware, backend, batch, split."""
     splits_sequences = config.runtime.search_parallel == "context"
-    own = numerics(
+    settings = numerics(
         ranks.device,
         resolve_backend(config.runtime.attention),
         config.runtime.eval_batch_size,
@@ -141,7 +141,7 @@ def _evaluation_log(
         shards=1 if splits_sequences else ranks.shards,
         parts=ranks.shards if splits_sequences else 1,
     )
-    context = replace(objective.context, numerics=own)
+    context = replace(objective.context, numerics=settings)
     return EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
 
 

@@ -204,10 +204,10 @@ class SearchConfig(Section):
 
     def by_method(self, method: str) -> Self:
         """The section with another method: one that knows one window has the widest of several."""
-        own, changes = METHODS[method], dict[str, object](method=method, mask=None)
-        if not own.several_windows:
+        entry, changes = METHODS[method], dict[str, object](method=method, mask=None)
+        if not entry.several_windows:
             changes |= {"windows": None, "window_size": self.window.size}
-        if not own.finds_front:
+        if not entry.finds_front:
             changes["points"] = None
         return self.model_copy(update=changes)
 

@@ -108,17 +108,17 @@ class CheckpointWriter:
         self._in_float32 = {*kept_in_float32(model)}
         groups = self._groups(state)
         for number in range(0, len(groups), processes()):
-            own: dict[str, Tensor] = {}
+            gathered: dict[str, Tensor] = {}
             for owner, names in enumerate(groups[number : number + processes()]):
                 for name in names:
                     with _gathered(state[name]) as whole:
                         if owner == rank():
-                            own[name] = self._saved(name, whole)
-            if own:
-                own = own if lora is None else merged(own, lora)
-                self.write_group(model, own, writing / f"part-{number + rank():05d}")
+                            gathered[name] = self._saved(name, whole)
+            if gathered:
+                gathered = gathered if lora is None else merged(gathered, lora)
+                self.write_group(model, gathered, writing / f"part-{number + rank():05d}")
         weights = {name: value for name, value in state.items() if not is_adapter(name)}
-        parameters = [one for one in weights.values() if isinstance(one, torch.nn.Parameter)]
+        parameters = [value for value in weights.values() if isinstance(value, torch.nn.Parameter)]
         return {
             "total_parameters": sum(map(_count, parameters)),
             "total_size": sum(self._bytes(name, value) for name, value in weights.items()),
@@ -225,15 +225,17 @@ def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
-        own = load_file(file)  # mapped, as the others are: what is written is memory of its own
+        averaged = load_file(
+            file
+        )  # mapped, as the others are: what is written is memory of its own
         weights = [load_file(p) if (p := other / file.name).is_file() else {} for other in others]
         for other, there in zip(others, weights, strict=True):
-            if there.keys() != own.keys():
+            if there.keys() != averaged.keys():
                 raise RunError(f"{other / file.name}: holds other weights than {file}")
-        for name, value in own.items():
+        for name, value in averaged.items():
             if value.is_floating_point():
                 total = sum((there[name].float() for there in weights), value.float())
-                own[name] = (total / (1 + len(others))).to(value.dtype)
+                averaged[name] = (total / (1 + len(others))).to(value.dtype)
             else:
-                own[name] = value.clone()
-        save_file(own, file, metadata=metadata)
+                averaged[name] = value.clone()
+        save_file(averaged, file, metadata=metadata)

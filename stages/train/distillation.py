@@ -97,18 +97,18 @@ class TeacherLoss:
 
         def loss(student_head: Any, student_states: Tensor) -> Tensor:
             weight, bias = (
-                None if one is None else whole_weight(one).detach()
-                for one in (head.weight, getattr(head, "bias", None))
+                None if weight is None else whole_weight(weight).detach()
+                for weight in (head.weight, getattr(head, "bias", None))
             )
             assert weight is not None
 
             def divergence(logits: Tensor, tokens: Tensor) -> Tensor:
                 """[n] in nats, from the student's `logits` [n, V] at `tokens` [n] of [0, N)."""
                 with torch.no_grad():
-                    own = nn.functional.linear(states[tokens], weight, bias)
-                    scaled = scaled_logits(self.teacher.config, own.float())
+                    teacher_logits = nn.functional.linear(states[tokens], weight, bias)
+                    scaled = scaled_logits(self.teacher.config, teacher_logits.float())
                     expected = torch.log_softmax(scaled, dim=-1)
-                    del own, scaled
+                    del teacher_logits, scaled
                     probabilities = expected.exp()
                 # Not as a difference of two sums: where the models agree, those would cancel.
                 return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
@@ -132,7 +132,7 @@ class TeacherLoss:
             if self._split is None:
                 chosen = largest(*every_one, self._tokens).flatten()
             else:
-                values, valid = (self._split.whole(one) for one in every_one)
+                values, valid = (self._split.whole(part) for part in every_one)
                 chosen = self._split.own(largest(values, valid, self._tokens)).flatten()
         else:
             chosen = labels != IGNORED
@@ -140,11 +140,11 @@ class TeacherLoss:
         rows = (chosen if self._weight == 1 else labels != IGNORED).nonzero()[:, 0]
 
         def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
-            own = rows[chunk]
-            differs = (divergence(logits, own) * chosen[own]).sum() / self._tokens
+            chunk_rows = rows[chunk]
+            differs = (divergence(logits, chunk_rows) * chosen[chunk_rows]).sum() / self._tokens
             if self._weight == 1:
                 return differs
-            entropy = nn.functional.cross_entropy(logits, labels[own], reduction="sum")
+            entropy = nn.functional.cross_entropy(logits, labels[chunk_rows], reduction="sum")
             return self._weight * differs + (1 - self._weight) * entropy
 
         return head_loss(head, states[rows], config, chunk_loss, chunk)

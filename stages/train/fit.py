@@ -124,7 +124,7 @@ def budget_of(
     if runtime.checkpointing != "auto":
         return budget(runtime.checkpointing)
     ways = [budget(way) for way in CHECKPOINTING if not any(checkpointing_faults(runtime, way))]
-    return next((one for one in ways if one.is_safe), ways[-1])
+    return next((way for way in ways if way.is_safe), ways[-1])
 
 
 def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:

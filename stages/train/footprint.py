@@ -375,11 +375,11 @@ def _scores(
     heads = sequences * (shape.query_size // shape.kinds.head_dim)
     group = heads // shape.key_value_heads
     rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
-    own: list[LayerHeads] = [{Window(size): heads} for size in shape.kinds.windows.values()]
+    own_windows: list[LayerHeads] = [{Window(size): heads} for size in shape.kinds.windows.values()]
     every = [{window: group * count for window, count in row.items()} for row in rows]
     return [
         sum(shape.score_bytes(n, length, window, element_bytes) for window, n in row.items())
-        for row in [*every, *own]
+        for row in [*every, *own_windows]
     ]
 
 

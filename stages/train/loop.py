@@ -323,17 +323,19 @@ class Loop:
         """
         spikes = json.dumps(self.spikes.state)
         if self.runtime.sharding == "deepspeed":
-            own = self.model.optimizer.state_dict()
-            if not own["optimizer_state_dict"]["state"]:  # AdamW has none before the first step
-                own["optimizer_state_dict"]["state"] = {
+            optimizer_state = self.model.optimizer.state_dict()
+            if not optimizer_state["optimizer_state_dict"][
+                "state"
+            ]:  # AdamW has none before the first step
+                optimizer_state["optimizer_state_dict"]["state"] = {
                     number: {
                         "step": torch.zeros((), device=part.device),
                         "exp_avg": torch.zeros_like(part),
                         "exp_avg_sq": torch.zeros_like(part),
                     }
-                    for number, part in enumerate(own["fp32_flat_groups"])
+                    for number, part in enumerate(optimizer_state["fp32_flat_groups"])
                 }
-            return {f"process-{self.accelerator.process_index}": own, "spikes": spikes}
+            return {f"process-{self.accelerator.process_index}": optimizer_state, "spikes": spikes}
         self._make_moments()
         model, optimizer = get_state_dict(self.model, self.optimizer.optimizer)
         return {"model": model, "optimizer": optimizer, "spikes": spikes}
@@ -358,8 +360,8 @@ class Loop:
             if self.runtime.sharding == "deepspeed":
                 sharded, size = self.model.optimizer, self.accelerator.num_processes
                 sharded.checkpoint_event_prologue()
-                own = state[f"process-{self.accelerator.process_index}"]
-                sharded.load_state_dict([own] * size)  # it takes the one of this process
+                local_state = state[f"process-{self.accelerator.process_index}"]
+                sharded.load_state_dict([local_state] * size)  # it takes the one of this process
                 sharded.checkpoint_event_epilogue()
             else:
                 set_state_dict(

@@ -65,14 +65,14 @@ class _ChunkedHead(torch.autograd.Function):
         for first in range(0, len(states), chunk):
             rows = slice(first, first + chunk)
             with torch.enable_grad(), torch.autocast(device, enabled=False):
-                own = states[rows].detach().to(dtype).requires_grad_(needed[0])
-                logits = own @ used[0].t()
+                chunk_states = states[rows].detach().to(dtype).requires_grad_(needed[0])
+                logits = chunk_states @ used[0].t()
                 if bias is not None:
                     logits = logits + used[1]
                 loss = chunk_loss(scaled_logits(config, logits.float()), rows)
                 del logits
             total += loss.detach()
-            inputs = [own, *used]
+            inputs = [chunk_states, *used]
             indices = [index for index, need in enumerate(needed) if need]
             if not indices:
                 continue
@@ -108,7 +108,7 @@ def head_loss(
         chunk = chunk_tokens(head.weight.shape[0])
     inputs = [states, head.weight, getattr(head, "bias", None)]
     if not torch.is_grad_enabled():  # needs_input_grad is set even under no_grad
-        inputs = [None if one is None else one.detach() for one in inputs]
+        inputs = [None if tensor is None else tensor.detach() for tensor in inputs]
     return _ChunkedHead.apply(*inputs, config, chunk, chunk_loss)
 
 

@@ -140,9 +140,9 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """A record's numbers by name, of a list by their places from 0, of a dict by their keys."""
     for name, value in record.items():
         if isinstance(value, list):
-            yield from ((f"{name}/{i}", one) for i, one in enumerate(value) if one is not None)
+            yield from ((f"{name}/{i}", item) for i, item in enumerate(value) if item is not None)
         elif isinstance(value, dict):
-            yield from ((f"{name}/{key}", one) for key, one in value.items())
+            yield from ((f"{name}/{key}", item) for key, item in value.items())
         elif value is not None:
             yield name, value
 
@@ -156,7 +156,7 @@ def _step(record: dict[str, Any]) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     """None in the place of numbers that JSON does not have, also in a list."""
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

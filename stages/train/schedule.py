@@ -64,13 +64,13 @@ def make_schedule(
         raise UserError(fault)
     sequences = train.batch_tokens // sequence_length
     steps = train.optimizer_steps
-    own = sequences // (world_size // runtime.context_parallel)
-    micro = _micro_batch(runtime, own, sequence_length, on_gpu)
+    own_sequences = sequences // (world_size // runtime.context_parallel)
+    micro = _micro_batch(runtime, own_sequences, sequence_length, on_gpu)
     return Schedule(
         sequence_length=sequence_length,
         sequences=sequences,
         micro_batch_size=micro,
-        accumulation=own // micro,
+        accumulation=own_sequences // micro,
         steps=steps,
         warmup_steps=share_of(steps, train.warmup_ratio),
         min_lr_ratio=train.min_lr_ratio,

@@ -229,8 +229,8 @@ class RestartPoints:
         received = {f"process-{other}": torch.full((1,), -1)}
         self._open(minutes)
         with disk_errors("a restart point", self.directory.parent):
-            own = {f"process-{rank()}": torch.full((1,), rank())}
-            dcp.save(own, checkpoint_id=place, process_group=self._group)
+            sample = {f"process-{rank()}": torch.full((1,), rank())}
+            dcp.save(sample, checkpoint_id=place, process_group=self._group)
         try:
             dcp.load(received, checkpoint_id=place, process_group=self._group)
         except CheckpointException as error:  # raised on all processes for one or more
@@ -328,11 +328,11 @@ def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[
     if rank() == 0:
         remove_empty_folders(folder)
     wait(group)
-    own = {}
+    digests = {}
     for name in share(list(files_below(folder))):
         sync(folder / name)
-        own[name] = file_digest(folder / name)
-    hashes = {name: digest for part in _from_all(own, group) for name, digest in part.items()}
+        digests[name] = file_digest(folder / name)
+    hashes = {name: digest for part in _from_all(digests, group) for name, digest in part.items()}
     if rank() == 0:
         for directory, _, _ in os.walk(folder):
             sync(Path(directory))
@@ -413,7 +413,9 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
         cause = _cause(error)
         if connection_broke(cause) or is_out_of_memory(cause) or "CUDA error" in str(cause):
             raise cause from None
-        there = next(one for one in (directory, *directory.absolute().parents) if one.is_dir())
+        there = next(
+            folder for folder in (directory, *directory.absolute().parents) if folder.is_dir()
+        )
         free, reason = shutil.disk_usage(there).free, " ".join(str(cause).split())
         torch_alone = not isinstance(cause, OSError) and almost_full(directory)
         kind = DiskFullError if is_disk_full(cause) or torch_alone else RunError

@@ -32,7 +32,9 @@ def untrained_parameters(model_dir: Path, trust_remote_code: bool = False) -> fr
     DeepSpeed is set up, which would shard the empty model.
     """
     empty = load_model(model_dir, weights=False, trust_remote_code=trust_remote_code)
-    return frozenset(name for name, one in empty.named_parameters() if not one.requires_grad)
+    return frozenset(
+        name for name, parameter in empty.named_parameters() if not parameter.requires_grad
+    )
 
 
 def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str] = ()) -> None:

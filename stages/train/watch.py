@@ -50,11 +50,11 @@ class _Watch(Generic[T]):
         that were compiled run as they are: lengths of all kinds would be compiled one by one, which
         torch does not always survive, and graphs call no hooks that they were made without.
         """
-        size, own = processes() // self._sharing, rank() // self._sharing
+        size, group = processes() // self._sharing, rank() // self._sharing
         was_training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):
-            for number in range(own, len(self._samples) + own, size):
+            for number in range(group, len(self._samples) + group, size):
                 yield self._samples[number % len(self._samples)], number < len(self._samples)
         model.train(was_training)
 

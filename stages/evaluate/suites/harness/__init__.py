@@ -103,12 +103,12 @@ class HarnessEvaluation(SuiteSection):
 
     @property
     def task_names(self) -> list[str]:
-        return list(dict.fromkeys(one for name in self.tasks for one in self.expanded(name)))
+        return list(dict.fromkeys(task for name in self.tasks for task in self.expanded(name)))
 
     @property
     def required(self) -> list[str]:
         """Those of `task_names` that are not optional."""
-        optional = {one for name in self.optional for one in self.expanded(name)}
+        optional = {task for name in self.optional for task in self.expanded(name)}
         return [name for name in self.task_names if name not in optional]
 
     @classmethod
@@ -131,11 +131,13 @@ class HarnessEvaluation(SuiteSection):
                 )
         required = [name for name in self.tasks if name not in self.optional]
         yield from self._long_answers(loaded, required, where)
-        longbench_tasks = {one for name in self.tasks if (one := task_of(name))}
+        longbench_tasks = {task for name in self.tasks if (task := task_of(name))}
         if not {"longbench", "longbench_e"}.isdisjoint(self.tasks):
             longbench_tasks = set(LONGBENCH)
         if longbench_tasks:
-            tokens = self.max_length + max(LONGBENCH[one].max_new_tokens for one in longbench_tasks)
+            tokens = self.max_length + max(
+                LONGBENCH[task].max_new_tokens for task in longbench_tasks
+            )
             yield from position_faults(
                 loaded, f"{where}.max_length with a LongBench answer", tokens
             )
@@ -160,7 +162,7 @@ class HarnessEvaluation(SuiteSection):
             yield from self._long_answers(loaded, tasks, "evaluate.harness")
         names = self.required
         if tasks is not None:
-            names = [one for task in tasks for one in self.expanded(task)]
+            names = [name for task in tasks for name in self.expanded(task)]
         if not self.hub:
             yield from call("stages.evaluate.suites.harness.tasks:without_files", names, self)
 

@@ -87,7 +87,7 @@ class HarnessSuite(Suite):
         manager = task_manager(names)
         required = set(self.section.required)
         # Before any is loaded.
-        refuse_unscorable(manager, [one for one in names if one in required])
+        refuse_unscorable(manager, [name for name in names if name in required])
         for name in names:
             try:
                 loaded = load_tasks(manager, name, self.section)
@@ -100,17 +100,17 @@ class HarnessSuite(Suite):
                 continue
             self.missing |= loaded.missing
             self.groups |= loaded.groups
-            for one, task in loaded.tasks.items():
+            for task_name, task in loaded.tasks.items():
                 if fault := self._length_fault(task):
-                    self.missing[one] = fault
+                    self.missing[task_name] = fault
                     continue
                 # lm-eval makes a task's documents again whenever it is asked for them.
                 made = "test_docs" if task.has_test_docs() else "validation_docs"
                 setattr(task, made, partial(_same, task.eval_docs))
-                subtask = Subtask(one, 0, self._digest(manager, one, task))
-                if any(other.task == one and other != subtask for other in self._tasks):
+                subtask = Subtask(task_name, 0, self._digest(manager, task_name, task))
+                if any(other.task == task_name and other != subtask for other in self._tasks):
                     raise UserError(
-                        f"evaluate.harness.tasks: {name} has {one} with other settings than "
+                        f"evaluate.harness.tasks: {name} has {task_name} with other settings than "
                         "another name of the list; leave one of the two out"
                     )
                 self._tasks[subtask] = task
@@ -284,7 +284,7 @@ class HarnessSuite(Suite):
             metrics = mean_metrics(task)
             yield [
                 record_of(index, by_document[index], metrics)
-                | ({"cut": True} if any(is_cut(lm, one) for one in requests[index]) else {})
+                | ({"cut": True} if any(is_cut(lm, request) for request in requests[index]) else {})
                 for index in chunk
             ]
 
@@ -368,10 +368,10 @@ def record_of(
 ) -> dict[str, Any]:
     """A document's answer; `scores` holds each of `metrics` under every filter of the harness."""
     scores = {
-        f"{metric},{one['filter']}": float(one[metric])
-        for one in logged
-        for metric in one["metrics"]
-        if metric in metrics and isinstance(one[metric], (int, float, np.number))
+        f"{metric},{entry['filter']}": float(entry[metric])
+        for entry in logged
+        for metric in entry["metrics"]
+        if metric in metrics and isinstance(entry[metric], (int, float, np.number))
     }
     first = logged[0]["filter"]
     named = [f"{m},{first}" for m in _METRICS if f"{m},{first}" in scores] or list(scores)

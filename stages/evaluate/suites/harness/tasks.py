@@ -81,7 +81,7 @@ def without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[
     if not names:
         return
     manager = task_manager(names)
-    leaves = [one for name in names for one in leaf_configs(manager, name)]
+    leaves = [leaf for name in names for leaf in leaf_configs(manager, name)]
     absent = [
         name
         for name in leaves
@@ -159,32 +159,32 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
     if name not in index:
         raise UserError(f"{_WHERE}: lm-eval knows no task {name}; {_LIST_THEM}")
 
-    def of_name(one: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        entry = index[one]
+    def of_name(task_name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        entry = index[task_name]
         if entry.kind.name == "TAG":
             for member in sorted(entry.tags & index.keys()):
                 yield from of_name(member)
         elif entry.kind.name == "GROUP":
-            yield from of_group(one, entry.cfg)
+            yield from of_group(task_name, entry.cfg)
         else:
-            yield one, entry.cfg
+            yield task_name, entry.cfg
 
     def of_group(group: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         members = config.get("task") or []
         for member in [members] if isinstance(members, str) else members:
-            one = member if isinstance(member, str) else member.get("group", member.get("task"))
-            if one in index:
+            task = member if isinstance(member, str) else member.get("group", member.get("task"))
+            if task in index:
                 is_task = isinstance(member, Mapping) and "task" in member
-                if is_task and index[one].kind.name in ("TAG", "GROUP"):
+                if is_task and index[task].kind.name in ("TAG", "GROUP"):
                     raise UserError(
-                        f"{_WHERE}: {group} sets options of {one}, which lm-eval would then take "
-                        f"for one of its tasks; name {one} and the others of {group} themselves"
+                        f"{_WHERE}: {group} sets options of {task}, which lm-eval would then take "
+                        f"for one of its tasks; name {task} and the others of {group} themselves"
                     )
-                yield from of_name(one)
+                yield from of_name(task)
             elif isinstance(member, Mapping) and "group" in member:
-                yield from of_group(f"{group}::{one}", member)
+                yield from of_group(f"{group}::{task}", member)
             else:
-                yield f"{group}::{one}", member if isinstance(member, Mapping) else {}
+                yield f"{group}::{task}", member if isinstance(member, Mapping) else {}
 
     return dict(of_name(name))
 
@@ -207,16 +207,16 @@ def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
         configs = leaf_configs(manager, name)
         faults = {
             "is defined inside its group, where lm-eval takes neither local data nor settings": [
-                one for one in configs if "::" in one
+                name for name in configs if "::" in name
             ],
             "runs code that the model writes, which this project does not do": [
-                one
-                for one, config in configs.items()
-                if config.get("unsafe_code") and _EXECUTES_NOTHING.fullmatch(one) is None
+                name
+                for name, config in configs.items()
+                if config.get("unsafe_code") and _EXECUTES_NOTHING.fullmatch(name) is None
             ],
             "measures perplexity, which is no share of 1 (evaluate.positions measures loss)": [
-                one
-                for one, config in configs.items()
+                name
+                for name, config in configs.items()
                 if config.get("output_type") == "loglikelihood_rolling"
             ],
         }
@@ -244,8 +244,8 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     def build(entry: Any, overrides: Mapping[str, Any] | None) -> Any:
         """A task with its data; without them its place, with the reason in `missing`."""
         try:
-            own = {**settings, **section.settings.get(entry.name, {})}
-            changes = _changes(manager.task_index, entry, overrides or {}, own, section)
+            task_settings = {**settings, **section.settings.get(entry.name, {})}
+            changes = _changes(manager.task_index, entry, overrides or {}, task_settings, section)
             random.seed(_DOCUMENT_SEED)  # worked examples are made with the task
             task = original(entry, changes)
             _seed_documents(task)
@@ -267,12 +267,14 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     finally:
         del factory._build_task
     loaded.tasks = {
-        one: task for one, task in whole["tasks"].items() if not isinstance(task, _Absent)
+        name: task for name, task in whole["tasks"].items() if not isinstance(task, _Absent)
     }
-    for one, group in whole.get("groups", {}).items():
+    for group_name, group in whole.get("groups", {}).items():
         if group.has_aggregation:
             rules = tuple(group.aggregate_metric_list)
-            loaded.groups[one] = TaskGroup(tuple(_leaf_names(group)), rules, is_asked=one == name)
+            loaded.groups[group_name] = TaskGroup(
+                tuple(_leaf_names(group)), rules, is_asked=group_name == name
+            )
     return loaded
 
 
@@ -300,9 +302,9 @@ def _changes(
 
 def _seed_documents(task: Any) -> None:
     """Let a task make the same documents in every process, and each time that lm-eval asks."""
-    for own in (task.config, task.config.fewshot_config):
-        if callable(own.process_docs):
-            own.process_docs = _seeded(own.process_docs)
+    for config in (task.config, task.config.fewshot_config):
+        if callable(config.process_docs):
+            config.process_docs = _seeded(config.process_docs)
 
 
 def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -323,14 +325,14 @@ def score_all_answers(task: Any) -> None:
 
     score = task.process_results
     for filters in (ensemble.filters for ensemble in task._filters):
-        kinds = [one.func for one in filters]
+        kinds = [entry.func for entry in filters]
         if kinds[-1] is TakeFirstFilter and MajorityVoteFilter not in kinds:
             filters[-1] = functools.partial(TakeKFilter, k=task.config.repeats)
 
     def mean(document: Any, results: Sequence[Any]) -> dict[str, float]:
         answers = results[0] if isinstance(results[0], list) else results
         scores = [score(document, [answer]) for answer in answers]
-        return {name: sum(one[name] for one in scores) / len(scores) for name in scores[0]}
+        return {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
 
     task.process_results = mean
 

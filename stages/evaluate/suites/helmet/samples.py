@@ -73,7 +73,9 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
     """
     key = key_of(row)
     # PopQA has one split alone.
-    others = [one for one in examples if task.most_popular is None or key_of(one) != key]
+    others = [
+        example for example in examples if task.most_popular is None or key_of(example) != key
+    ]
     seed = int(hashlib.sha256(str(key).encode()).hexdigest(), 16) % 2**31
     shown: dict[Any, Row] = {}
     for index in np.random.default_rng(seed).permutation(len(others)):
@@ -81,8 +83,8 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
         if len(shown) == SHOTS:
             break
     demos = "".join(
-        f"{_passages(one)}\n\nQuestion: {one['question']}\nAnswer: {_answers(one)[0]}\n\n"
-        for one in shown.values()
+        f"{_passages(shot)}\n\nQuestion: {shot['question']}\nAnswer: {_answers(shot)[0]}\n\n"
+        for shot in shown.values()
     )
     return HelmetSample(
         _QUESTION, _passages(row), demos, str(row["question"]), task.ending, _answers(row), str(key)
@@ -139,7 +141,7 @@ def score(output: str, answers: Sequence[str]) -> float:
 
 
 def _passages(row: Row) -> str:
-    shown = (f"Document (Title: {one['title']}): {one['text']}" for one in row["ctxs"])
+    shown = (f"Document (Title: {passage['title']}): {passage['text']}" for passage in row["ctxs"])
     return "\n\n".join(shown)
 
 

@@ -145,7 +145,9 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
     """
     experiments = load_user_json(path, "get the set again")
     try:
-        every = (test for one in experiments for test in _tests(one, default_template))
+        every = (
+            test for experiment in experiments for test in _tests(experiment, default_template)
+        )
         tests = list(islice(every, _MAX_TESTS + 1))
         if len(tests) > _MAX_TESTS:
             raise ValueError(f"more than {_MAX_TESTS:,} questions")
@@ -188,7 +190,7 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
             _texts(name, "question and needle", [question, experiment["needle"]])
             arguments = test["input_args"]
             is_list = isinstance(arguments, list)  # the letters of a text are no arguments
-            if not is_list or not all(isinstance(one, str) for one in [*arguments, system]):
+            if not is_list or not all(isinstance(value, str) for value in [*arguments, system]):
                 raise ValueError(
                     f"input_args of {name} must be a list of texts, system_prompt a text"
                 )
@@ -221,13 +223,13 @@ def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
 
 
 def _placeholders(text: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
-    marks = [("{" + str(number) + "}", one) for number, one in enumerate(arguments, 1)]
-    return [(mark, one) for mark, one in marks if mark in text]
+    marks = [("{" + str(number) + "}", value) for number, value in enumerate(arguments, 1)]
+    return [(mark, value) for mark, value in marks if mark in text]
 
 
 def _filled(text: str, placeholders: Sequence[tuple[str, str]]) -> str:
-    for mark, one in placeholders:
-        text = text.replace(mark, one)
+    for mark, value in placeholders:
+        text = text.replace(mark, value)
     return text
 
 
@@ -278,8 +280,8 @@ def samples(
     Raises UserError when the needle set or a book cannot be read, or a book is too short.
     """
     folder = Path(section.data_dir)
-    own = folder / "task_template.txt"
-    template = read_utf8(own).removesuffix("\n") if own.is_file() else None
+    template_file = folder / "task_template.txt"
+    template = read_utf8(template_file).removesuffix("\n") if template_file.is_file() else None
     tests = needle_tests(folder / section.needle_set, template)
     books = [Book(path, tokenizer) for path in section.books(folder)]
     chat_system = None if chat is None else _CHAT_SYSTEM if _takes_system(chat) else ""
