@@ -70,8 +70,8 @@ def _check_link(folder: Path, path: Path) -> None:
     if not path.is_symlink():
         return
     below = path.relative_to(folder).parents  # the folders that led here, links among them
-    around = {Path(os.path.realpath(folder / one)) for one in below}
-    around |= {parent for one in around for parent in one.parents}
+    around = {Path(os.path.realpath(folder / link)) for link in below}
+    around |= {parent for target in around for parent in target.parents}
     if Path(os.path.realpath(path)) in around:
         raise UserError(f"{path} is a link to a folder that it lies in; remove it")
 
@@ -105,8 +105,12 @@ def tokenizer_files(directory: Path) -> list[str]:
 
 def class_of_config(directory: Path) -> dict[str, Any]:
     """What config.json says of the tokenizer's class, where the tokenizer's own files name none."""
-    config, own = (read_json(directory / f"{name}config.json") for name in ("", "tokenizer_"))
-    if not isinstance(config, dict) or (isinstance(own, dict) and own.get("tokenizer_class")):
+    config, tokenizer_config = (
+        read_json(directory / f"{name}config.json") for name in ("", "tokenizer_")
+    )
+    if not isinstance(config, dict) or (
+        isinstance(tokenizer_config, dict) and tokenizer_config.get("tokenizer_class")
+    ):
         return {}
     names = ("model_type", "tokenizer_class", "auto_map")
     return {name: config[name] for name in names if config.get(name)}

@@ -121,7 +121,7 @@ def check_record(record: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is no text")
     classes = [] if record["all_classes"] is None else record["all_classes"]
     for name, value in (("answers", record["answers"]), ("all_classes", classes)):
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(f"{name} is no list of texts")
 
 

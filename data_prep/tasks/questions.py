@@ -40,10 +40,10 @@ def _squad(content: Any) -> tuple[list[Question], list[str]]:
     questions = []
     for article in articles:
         for paragraph in article:
-            own = indices[paragraph["context"]]
-            related = [index for p in article if (index := indices[p["context"]]) != own]
+            own_index = indices[paragraph["context"]]
+            related = [index for p in article if (index := indices[p["context"]]) != own_index]
             questions += [
-                Question(qa["question"], [a["text"] for a in qa["answers"]], [own], related)
+                Question(qa["question"], [a["text"] for a in qa["answers"]], [own_index], related)
                 for qa in paragraph["qas"]
                 if not qa["is_impossible"]
             ]

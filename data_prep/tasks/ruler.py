@@ -321,8 +321,8 @@ class CommonWords(RulerTask):
             *self._halve(low, min(high, self._available), self.length - self.new_tokens),
         ]
         if self.size == self._available:
-            own = not self.corpus.words.is_upstream
-            package = "install the package wonderwords, and " if own else ""
+            is_fallback = not self.corpus.words.is_upstream
+            package = "install the package wonderwords, and " if is_fallback else ""
             raise UserError(
                 f"there are {self._available:,} different words, too few for {self.length:,} "
                 f"tokens: {package}name the folder with RULER's {DATA_FILES['cwe']} as data_dir"
@@ -461,27 +461,27 @@ class QuestionAnswering(RulerTask):
                 f"{self._path}: holds {len(self._questions):,} questions; lower "
                 "evaluate.needle.samples"
             )
-        one = self._questions[index]
-        own, related = one.documents, one.related
-        size = max(size, len(own))
+        question = self._questions[index]
+        relevant, related = question.documents, question.related
+        size = max(size, len(relevant))
         if size >= len(self._documents):
             repeats = math.ceil(size / len(self._documents))
             documents = (self._documents * repeats)[:size]
-        elif size - len(own) > len(related):
-            used = {*own, *related}
+        elif size - len(relevant) > len(related):
+            used = {*relevant, *related}
             unused = [at for at in range(len(self._documents)) if at not in used]
-            others = related + self.random.sample(unused, size - len(own) - len(related))
-            documents = [self._documents[at] for at in own + others]
+            others = related + self.random.sample(unused, size - len(relevant) - len(related))
+            documents = [self._documents[at] for at in relevant + others]
         else:
-            others = self.random.sample(related, size - len(own))
-            documents = [self._documents[at] for at in own + others]
+            others = self.random.sample(related, size - len(relevant))
+            documents = [self._documents[at] for at in relevant + others]
         random.Random(self.seed).shuffle(documents)
         context = "\n\n".join(f"Document {i}:\n{d}" for i, d in enumerate(documents, 1))
         text = (
             f"{self._TASK}\n\nThe following are given documents.\n\n{context}\n\n{self._TASK}"
-            f"\n\nQuestion: {one.text}{self._PREFIX}"
+            f"\n\nQuestion: {question.text}{self._PREFIX}"
         )
-        return Draft(text, self._PREFIX, one.answers, [])
+        return Draft(text, self._PREFIX, question.answers, [])
 
 
 def ruler_task(

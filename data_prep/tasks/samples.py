@@ -81,7 +81,7 @@ class SampleFolder:
         """All that the samples depend on."""
         file = self._data_file
         return {
-            "generator": _GENERATOR + sum(one.get(self.task, 0) for one in self._raised),
+            "generator": _GENERATOR + sum(raised.get(self.task, 0) for raised in self._raised),
             "task": self.task,
             "length": self.length,
             "new_tokens": self.new_tokens,

@@ -174,10 +174,10 @@ def sentences_identity() -> str:
 def nltk_folders() -> list[Path]:
     """The folders that nltk searches, as `nltk.data.path` has them."""
     named = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
-    own = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
+    prefixes = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
     system = ["/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib"]
     home = os.path.expanduser("~")  # in a container a user may have none: it stays as it is
-    return [*map(Path, named)] + [Path(root, "nltk_data") for root in (home, *own, *system)]
+    return [*map(Path, named)] + [Path(root, "nltk_data") for root in (home, *prefixes, *system)]
 
 
 def _punkt_folder() -> Path | None:

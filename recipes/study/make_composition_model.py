@@ -218,13 +218,15 @@ class Circuits:
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, records: list[dict[str, Any]], kind: int) -> float:
     """Share of the questions of one kind whose answer tokens are all the model's first choice."""
-    own = [r for r in records if r["input_ids"][-r["answer_length"] - 1] == FIRST_QUESTION + kind]
+    of_kind = [
+        r for r in records if r["input_ids"][-r["answer_length"] - 1] == FIRST_QUESTION + kind
+    ]
     right = 0
-    for record in own:
+    for record in of_kind:
         ids, length = torch.tensor([record["input_ids"]]), record["answer_length"]
         choice = model(input_ids=ids, use_cache=False).logits[0].argmax(-1)
         right += bool((choice[-length - 1 : -1] == ids[0, -length:]).all())
-    return right / len(own)
+    return right / len(of_kind)
 
 
 def write_texts(file: Path) -> None:
