@@ -1,4 +1,4 @@
-"""The budget of a head mask; imports no numpy, since the checks of a recipe use it."""
+"""The budget of a head mask; imports no numpy, so that the checks of a recipe stay fast."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from bosch.errors import UserError
 from bosch.window import Window
 
-KEEP_TAIL = 0.05  # error rate of the one-sided limits of held-out scores, by which `keep` chooses
+KEEP_TAIL = 0.05  # error rate of the one-sided limits on held-out scores, which `keep` compares
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 
 def share_of(count: int, ratio: float) -> int:
-    """ceil(ratio · count), robust to the last bits of a float.
+    """ceil(ratio · count), robust to rounding.
 
     0.07 * 100 is 7.000000000000001 in floats, and gives 7.
     """
@@ -32,7 +32,7 @@ def swa_budget(n_units: int, ratio: float) -> int:
 
 
 def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) -> bool:
-    """Whether units of `granularity` heads fill a layer, and the budget, without a remainder."""
+    """Whether `granularity` divides the heads of a layer and the budget."""
     return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
 
 
@@ -62,7 +62,7 @@ def check_granularity(
 
 
 def _ratio(sliding: int, heads: int) -> str:
-    """The ratio with the fewest digits whose budget is `sliding` of `heads`."""
+    """The shortest ratio whose budget is `sliding` of `heads`."""
     for digits in range(1, 17):
         text = f"{sliding / heads:.{digits}g}"
         if swa_budget(heads, min(1.0, float(text))) == sliding:
@@ -73,7 +73,7 @@ def _ratio(sliding: int, heads: int) -> str:
 def even_layout(layers: int, heads: int, ratio: float) -> tuple[int, ...]:
     """Full KV heads of each layer when ceil(rho N) of all N slide, spread evenly over the layers.
 
-    Speed and memory depend on how many heads of a layer slide, not on which.
+    Speed and memory depend on the number of sliding heads in a layer, not on which ones slide.
     """
     return even_counts(layers, heads, swa_budget(layers * heads, ratio))
 

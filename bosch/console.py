@@ -1,4 +1,4 @@
-"""The program `bosch`: every command in a checkout, elsewhere the library's commands alone."""
+"""The program `bosch`: all commands in a checkout, otherwise only those of the library."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NEEDS = (
 
 
 def main() -> int:
-    """Run the installed program; in a checkout the pipeline's command line takes its place."""
-    # In site-packages a package of this name is another's.
+    """Run the installed program; in a checkout, run the pipeline's command line instead."""
+    # In site-packages a package named pipeline belongs to another project.
     if _PIPELINE.is_file() and (_CHECKOUT / "launch" / "setup.sh").is_file():
         # Not imported here: the pipeline sets its import path before it loads anything.
         os.execv(sys.executable, [sys.executable, str(_PIPELINE), *sys.argv[1:]])

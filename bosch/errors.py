@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-# C0 and C1 without tab and line feed: a terminal interprets them. Lone surrogates have no UTF-8.
+# Control characters (C0 and C1) without tab and line feed, and surrogates, which UTF-8 lacks.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _LONG_WORD = re.compile(r"\S{501,}")
 _LONG_LINE = re.compile(r"[^\n]{5001,}")
@@ -15,7 +15,7 @@ NO_SPACE_LEFT = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Message(Exception):
-    """An error whose one argument is text for the user: words and lines of any length are cut."""
+    """An error with a message for the user; overlong words and lines are cut."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_LONG_LINE.sub(_cut, _LONG_WORD.sub(_cut, message)))
@@ -30,23 +30,23 @@ class RunError(_Message):
 
 
 class DiskFullError(RunError):
-    """No space was left where a run writes: until some is made, every other run fails as well."""
+    """No space is left where a run writes; other runs fail until there is some."""
 
 
 class LostRankError(RunError):
-    """Another process of the same run has ended or hangs; the reason is to be found there."""
+    """Another process of the same run has ended or hangs; its log has the reason."""
 
 
 class DamagedWorkError(RunError):
-    """Unfinished work of a stage could not be used and is set aside: it resumes from before it."""
+    """Unfinished work of a stage is damaged and set aside; the stage resumes from earlier work."""
 
 
 class StoppedError(Exception):
-    """A run stopped when it was asked to, its work saved: the same command resumes from there."""
+    """A run stopped on request and saved its work; the same command resumes it."""
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk or quota is behind an error; libraries wrap it in errors of their own."""
+    """Whether a full disk or quota caused an error; libraries wrap the OSError in their own."""
     return any(
         isinstance(cause, DiskFullError)
         or (isinstance(cause, OSError) and cause.errno in NO_SPACE_LEFT)
@@ -56,7 +56,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on any device; by its name, since torch may not be loaded."""
+    """Whether memory ran out on any device; compares class names, as torch may not be loaded."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     signs = (
@@ -67,9 +67,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or while handling, latest first.
+    """An error and the chain of its causes and contexts, latest first.
 
-    Each comes once: `raise error.__cause__` makes a circle of two.
+    Each comes once: `raise error.__cause__` makes the chain a cycle.
     """
     seen = set[int]()
     while error is not None and id(error) not in seen:
@@ -79,7 +79,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _cut(match: re.Match[str]) -> str:
-    """The beginning and the end of what is too long, and how long it is."""
+    """Beginning and end of an overlong text, with its length."""
     text = match[0]
     return f"{text[:200]}… ({len(text):,} characters) …{text[-100:]}"
 
@@ -91,5 +91,5 @@ def control_character(text: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would interpret written as escapes (`\\x1b`)."""
+    """`text` with control characters as escapes (`\\x1b`)."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)

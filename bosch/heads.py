@@ -1,4 +1,4 @@
-"""The head mask: which KV heads keep full attention, and which see a window and how wide a one.
+"""The head mask: which KV heads keep full attention, and the windows of the others.
 
 L layers, HKV key/value heads per layer. With grouped-query attention the unit of decision is the
 KV head together with the query heads that share it (BOSCH §2.1). Needs numpy only, so that a
@@ -32,8 +32,8 @@ _LARGEST = 2**63
 class HeadMask:
     """z of the paper: `is_full[l, h]` is True where KV head h of layer l keeps full attention.
 
-    `choices[l, h]` says more where sliding heads may have one of several windows: 0 is full, k the
-    k-th window of the menu from the widest down; with one window it is 1 where a head slides. The
+    `choices[l, h]` is 0 for a full head and k for the k-th window of the menu (the list of
+    windows), counted from the widest down; with one window it is 1 where a head slides. The
     arrays are copied and made read-only; masks compare and hash by their content.
     Raises ValueError when `is_full` is not a non-empty boolean matrix.
     """
@@ -58,7 +58,7 @@ class HeadMask:
 
     @classmethod
     def of_choices(cls, choices: npt.ArrayLike) -> HeadMask:
-        """From the choice of each head [L, HKV]; raises ValueError outside 0 .. 15."""
+        """Mask with these `choices` [L, HKV]; raises ValueError outside 0 .. 15."""
         array = np.array(choices)
         if array.dtype.kind not in "iu" or not ((array >= 0) & (array <= MAX_WINDOWS)).all():
             raise ValueError(f"a choice is full (0) or one of at most {MAX_WINDOWS} windows")
@@ -80,7 +80,7 @@ class HeadMask:
     def from_swa_kv_heads(
         cls, swa_kv_heads: Sequence[Iterable[int]], num_key_value_heads: int
     ) -> HeadMask:
-        """From the indices of the sliding KV heads of each layer.
+        """Mask with these sliding KV heads in each layer.
 
         Raises ValueError when an index is repeated or outside 0 .. num_key_value_heads - 1.
         """
@@ -118,7 +118,7 @@ class HeadMask:
 
     @property
     def num_windows(self) -> int:
-        """The fewest windows that a menu for this mask has."""
+        """The fewest windows that a menu for this mask needs."""
         return int(self.choices.max())
 
     @property
@@ -132,7 +132,7 @@ class HeadMask:
         return float(1.0 - self.is_full.mean())
 
     def windows_per_layer(self, windows: Windows) -> list[list[Window | None]]:
-        """The window of each head of each layer, None of a full one.
+        """The window of each head in each layer, None for a full head.
 
         Raises ValueError where the mask has more windows than the menu.
         """
@@ -145,7 +145,7 @@ class HeadMask:
     def head_order(self) -> list[list[int]]:
         """KV heads of each layer, full ones first, then from the widest window to the narrowest.
 
-        Heads of one kind keep the base model's order.
+        Heads with the same window keep the base model's order.
         """
         order: list[list[int]] = self.choices.argsort(axis=1, kind="stable").tolist()
         return order
@@ -157,14 +157,14 @@ class HeadMask:
         return [{kind: row.count(kind) for kind in kinds} for row in rows]
 
     def kv_slots(self, windows: Windows, tokens: int) -> int:
-        """Heads x tokens in a cache after `tokens` tokens: what a budget of KV slots counts."""
+        """KV slots (heads x cached tokens) after `tokens` tokens, the unit of a slot budget."""
         return kv_slots(self.heads_per_layer(windows), tokens)
 
     @cached_property
     def key(self) -> str:
         """Short name of the mask, the same in every process: shape and bits, `6x8:ff00...`.
 
-        With several windows shape, number of windows and a digit for each head: `6x8/3:0120...`.
+        With several windows: shape, number of windows and a digit for each head, `6x8/3:0120...`.
         """
         shape = f"{self.num_layers}x{self.num_key_value_heads}"
         if self.num_windows > 1:
@@ -175,7 +175,7 @@ class HeadMask:
 
     @classmethod
     def from_key(cls, key: str) -> HeadMask:
-        """The mask whose `key` this is; raises ValueError when it is not one."""
+        """The mask with this `key`; raises ValueError when it is not a key."""
         try:
             shape, _, digits = key.partition(":")
             shape, several, _ = shape.partition("/")
@@ -194,7 +194,7 @@ class HeadMask:
         return mask
 
     def with_layer(self, layer: int, row: npt.ArrayLike) -> HeadMask:
-        """A copy whose layer `layer` is `row` [HKV], True for full, else of the widest window."""
+        """A copy with `row` [HKV] as layer `layer`: True is full, False has the widest window."""
         choices = self.choices.copy()
         choices[layer] = ~np.asarray(row, dtype=np.bool_)
         return HeadMask.of_choices(choices)
@@ -213,8 +213,7 @@ class HeadMask:
 class HeadMaskFile:
     """`head_mask.json`: a head mask with its model, windows and search.
 
-    It is written in format 1 where all sliding heads have one window, else in format 2; with a
-    sink bias in format 3, whatever the windows.
+    It is written in format 3 with a sink bias, else in format 2 with several windows, else in 1.
     """
 
     model: str
@@ -239,13 +238,13 @@ class HeadMaskFile:
         seed: int | None = None,
         sink_bias: Sequence[Sequence[float]] | None = None,
     ) -> HeadMaskFile:
-        """The file of `mask`, with the model and the search that it comes from.
+        """Make the file of `mask`, with the model and the search that it comes from.
 
         `sink_bias` [L][HQ] is the extra logit of each query head where sliding heads have one.
         Raises ValueError where the mask has more windows than the menu.
         """
         mask.windows_per_layer(windows)
-        return cls(  # with Python's own numbers, since numpy's cannot be written
+        return cls(  # as Python's numbers: JSON cannot hold numpy's
             model,
             method,
             float(swa_ratio),
@@ -258,7 +257,7 @@ class HeadMaskFile:
 
     @property
     def window_size(self) -> int:
-        """Keys that a head of the widest window sees, sinks aside."""
+        """Size of the widest window, without sinks."""
         return self.windows[0].size
 
     @property
@@ -302,12 +301,12 @@ class HeadMaskFile:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON, complete or not at all."""
+        """Write as JSON, atomically."""
         write_json(Path(path), self.content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
-        """Read and check; raises UserError when the file is missing, damaged or too new."""
+        """Read and check a file; raises UserError when it is missing, damaged or too new."""
         content = load_user_json(path, "make it again", CONFIG_LIMITS)
         try:
             return _file_of(content)
@@ -320,7 +319,7 @@ FieldTypes = dict[str, tuple[type, ...]]
 
 
 def typed_fields(content: dict[str, Any], types: FieldTypes, where: str = "") -> dict[str, Any]:
-    """The fields of `types`; raises ValueError for one that is missing or of another type."""
+    """The fields named in `types`; raises ValueError where one is missing or of another type."""
     for name, expected in types.items():
         if name not in content and _NONE not in expected:
             raise ValueError(f"{where}the field {name} is missing")
@@ -391,7 +390,7 @@ def _file_of(content: object) -> HeadMaskFile:
 
 
 def _checked_bias(content: Mapping[str, Any], sinks: int) -> tuple[tuple[float, ...], ...]:
-    """The sink bias of a head mask's file; raises ValueError for numbers that are none."""
+    """The sink bias of a head mask file; raises ValueError where it is malformed."""
     bias = content["sink_bias"]
     layers, heads = content["num_layers"], content["num_key_value_heads"]
     rows: list[Any] = bias if len(bias) == layers else [None]

@@ -1,4 +1,1 @@
-"""Analyses of head masks: distances, turnover, swap test, stability, optimality gap, intervals.
-
-Needs numpy and scipy.
-"""
+"""Analyses of head masks: distances, turnover, swap test, stability, optimality gap, intervals."""

@@ -1,7 +1,7 @@
 """How masks differ: turnover between ratios, its swap test, Jaccard distances between methods.
 
 Turnover (BOSCH §4.3, Table 3) is the share of the heads that slide at a small ratio and are full at
-a larger one; the swap test (C.1, Tables 5, 19 and 20) is what it costs to exchange those heads.
+a larger one. The swap test (C.1, Tables 5, 19 and 20) measures the loss from exchanging them.
 Jaccard distances are those of §4.2, Figures 2 and 7.
 """
 
@@ -25,7 +25,7 @@ class Turnover:
 
     @property
     def normalised(self) -> float:
-        """T~; 0 where the larger set holds every head, so that no turnover is possible."""
+        """T~; 0 where all heads slide at the larger ratio, so that T_max is 0."""
         return self.share / self.maximum if self.maximum > 0.0 else 0.0
 
 
@@ -54,9 +54,8 @@ def turnover(small: HeadMask, large: HeadMask) -> Turnover:
 def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
     """A'_l: random members of A_l make room for all of A_s \\ A_l (BOSCH C.1).
 
-    As many leave as enter, so A'_l is on the budget of `large`; it is `large` itself when nothing
-    turned over. The same seed gives the same mask. Raises ValueError when the masks differ in
-    shape or A_l is the smaller set.
+    A'_l has as many heads as `large`, and is `large` itself without turnover. The same seed gives
+    the same mask. Raises ValueError when the masks differ in shape or A_l is the smaller set.
     """
     a, b = _sliding_sets(small, large)
     if a.sum() > b.sum():
@@ -83,8 +82,7 @@ def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.f
     """Mean Jaccard distance between the masks of each pair of groups, [G, G], in the given order.
 
     A group holds one method's masks over seeds. The diagonal is the mean over pairs of different
-    seeds: how much the method disagrees with itself (0 for a group of one mask). Raises ValueError
-    for a group of none.
+    seeds (0 for a single mask). Raises ValueError for an empty group.
     """
     lists = list(groups.values())
     if not all(lists):
@@ -107,7 +105,7 @@ def _sliding_sets(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """The sets A of both masks as boolean vectors, [N] each: True for a sliding KV head.
 
-    Raises ValueError for masks of different shape or of several windows, which no set tells apart.
+    Raises ValueError for masks of different shape, or with several windows.
     """
     if max(first.num_windows, second.num_windows) > 1:
         raise ValueError("a mask has several windows")

@@ -1,7 +1,7 @@
-"""Caches of a hybrid layer for mlx-lm: one of mlx-lm's own for each group of heads.
+"""Caches of a hybrid layer in mlx-lm: an mlx-lm cache for each group of heads.
 
-Shapes: B batch, T tokens of a pass, Tk keys, HQ query heads, HKV key/value heads, D head dimension;
-of a group of heads HG key/value heads.
+Shapes: B batch, T tokens of a pass, Tk keys, HQ query heads, HKV key/value heads of the layer, HG
+of a group, D head dimension.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         return self.caches[0].offset
 
     def is_trimmable(self) -> bool:
-        """Whether it can take tokens back, now and later: only where no head has a window.
+        """Whether tokens can be removed from the end: only where no head has a window.
 
-        mlx-lm asks once, before speculative decoding. A window that is full by then, or later,
-        would keep the drafts that were refused, and the text would change.
+        mlx-lm asks once, before speculative decoding. A full window cannot restore the keys that
+        rejected draft tokens have replaced.
         """
         return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> HybridLayerCache:
-        """The same with full heads quantised; mlx-lm has no quantised windows, which stay small."""
+        """A copy with full heads quantised; mlx-lm cannot quantise windows, which are small."""
         return type(self)(
             *(
                 cache.to_quantized(group_size=group_size, bits=bits)
@@ -53,7 +53,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
 
 
 class SinkLayerCache(HybridLayerCache):
-    """A layer's caches with sink tokens; of one sequence: mlx-lm's batched caches drop them."""
+    """A layer's caches with sink tokens, for one sequence: mlx-lm's batched caches drop sinks."""
 
     @property
     def merge(self) -> Any:
@@ -73,11 +73,11 @@ def _empty(window: Window | None) -> Any:
 
 
 class LayerPass:
-    """A layer's caches during a pass: what mlx-lm's attention takes for a cache.
+    """A layer's caches during one pass, passed to mlx-lm's attention in place of a cache.
 
-    `caches` are None in a pass that keeps nothing, such as one of training. `masks` are those of
-    the pass, by window, made by the first layer that needs them. Keys and values are handed out in
-    groups, and only `grouped_attention` knows what to do with them.
+    `caches` is None in a pass without a cache, such as training. `masks` holds the masks of the
+    pass by window; the first layer that needs a mask makes it. `update_and_fetch` returns keys and
+    values by group, which `grouped_attention` understands.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class LayerPass:
         return 0 if self._caches is None else self._caches.caches[0].offset
 
     def make_mask(self, *args: Any, **kwargs: Any) -> None:
-        """No mask fits all heads."""
+        """None, since no single mask fits all heads; each group has its own in `_mask`."""
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[list[Any], list[Any]]:
-        """Keys and values [B, HG, Tk, D] of each group, after those of the pass [B, HKV, T, D]."""
+        """Append keys and values [B, HKV, T, D]; returns each group's so far, [B, HG, Tk, D]."""
         self._parts = []
-        # Empty ones each time: with gradient checkpointing a layer is computed twice.
+        # New caches each time: with gradient checkpointing a layer is computed twice.
         caches = HybridLayerCache.of(self._layout) if self._caches is None else self._caches
         for cache, group in zip(caches.caches, self._layout.groups, strict=True):
             first, last = group.heads[0], group.heads[-1]
@@ -106,7 +106,7 @@ class LayerPass:
         return [part[3] for part in self._parts], [part[4] for part in self._parts]
 
     def _mask(self, cache: Any, window: Window | None, tokens: int) -> Any:
-        """What mlx-lm's attention takes: an array [.., T, Tk], "causal", or None: all are seen."""
+        """Mask for mlx-lm's attention: an array [.., T, Tk], "causal", or None for no mask."""
         if window not in self._masks:
             if window is not None and window.sinks:
                 mask = _mask_with_sinks(cache, tokens)
@@ -118,13 +118,13 @@ class LayerPass:
     def attend(self, attention: Any, queries: Any, logits: Any, **options: Any) -> Any:
         """Output [B, HQ, T, D] of mlx-lm's attention function for queries [B, HQ, T, D].
 
-        `logits` are extra ones of each query head [HQ], if the family has them.
+        `logits` [HQ] are extra logits, one for each query head, if the family has them.
         """
         q_per_kv = queries.shape[1] // self._layout.num_key_value_heads
         outputs = []
         for cache, group, mask, keys, values in self._parts:
             heads = slice(group.heads[0] * q_per_kv, (group.heads[-1] + 1) * q_per_kv)
-            extra = {} if logits is None else {"sinks": logits[heads]}  # mlx-lm's word for logits
+            extra = {} if logits is None else {"sinks": logits[heads]}  # mlx-lm's name for them
             outputs.append(
                 attention(
                     queries[:, heads], keys, values, cache=cache, mask=mask, **extra, **options
@@ -136,13 +136,13 @@ class LayerPass:
 def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> Any:
     """Visible keys [T, Tk] of the next `tokens` tokens: a window, and the first `keep` of all.
 
-    A window of mlx-lm hides the sinks. Slots are in order while more than one token is read; a
-    single one sees all that is kept.
+    mlx-lm's own window mask hides the sinks. A pass of one token sees every cached slot; in longer
+    passes the slots are in order.
     """
     if tokens == 1:
         return None
     end = cache.offset + tokens
-    # What is kept, as mlx-lm cuts it before it appends a pass.
+    # mlx-lm cuts the cache to max_size - 1 slots before it appends a pass.
     slots = mx.arange(min(cache.size(), cache.max_size - 1) + tokens)
     keys = mx.where(slots < cache.keep, slots, slots + end - slots.size)
     queries = mx.arange(cache.offset, end)[:, None]
@@ -151,7 +151,7 @@ def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> Any:
 
 
 def grouped_attention(attention: Any) -> Any:
-    """mlx-lm's `scaled_dot_product_attention` that takes the keys of a `LayerPass` too."""
+    """mlx-lm's `scaled_dot_product_attention`, extended to caches of type `LayerPass`."""
 
     def attend(
         queries: Any, keys: Any, values: Any, cache: Any, *, mask: Any = None, **options: Any
@@ -164,7 +164,7 @@ def grouped_attention(attention: Any) -> Any:
 
 
 def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) -> None:
-    """Raise UserError for caches that are not those of the model."""
+    """Raise UserError for caches that were made for another model."""
     fits = len(caches) == len(layouts) and all(
         layout is None
         or (

@@ -1,4 +1,4 @@
-"""Memoised S(z) for one search, with the trace of its evaluations, their costs and its notes."""
+"""Memoised S(z) for one search, with its trace, costs and notes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 Values = npt.NDArray[np.float64]
 
-# Equal shares of the calibration examples that gradients are taken over, one after another.
+# A gradient is taken over one of this many equal parts of the calibration examples, in turn.
 SHARES = 8
 
 
 class Scorer(Protocol):
     """Measures a mask: a model on a calibration set, or a function in a test.
 
-    It may have more, as `Objective` does. Gradients of several `windows` need `window_gradient`,
-    with the arguments of `gate_gradient`. `observe(evaluation)` takes in what was evaluated before
-    a search was stopped, `mask_passes(mask)` is what an evaluation costs, and searches for a front
-    use `evaluate_held_out(mask)`, `held_out_examples` and `held_out_passes`.
+    Optional methods, as `Objective` has them: `window_gradient`, with the arguments of
+    `gate_gradient`, for gradients of several `windows`; `observe(evaluation)`, called with each
+    evaluation that a resumed search reads from its log; `mask_passes(mask)`, the cost of an
+    evaluation; and for a front `evaluate_held_out(mask)`, `held_out_examples`, `held_out_passes`.
     """
 
     @property
@@ -45,30 +45,30 @@ class Scorer(Protocol):
 
     @property
     def quantum(self) -> float:
-        """Smallest difference of two scores that are not equal."""
+        """Smallest difference between two different scores."""
 
     def evaluate(
         self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
     ) -> Evaluation:
-        """S(z); the masks that follow will agree with this one below layer `shared_layers`.
+        """S(z); the next masks will agree with this one below layer `shared_layers`.
 
-        It may be bounds as soon as `can_win(score, log_likelihood)` is False.
+        It may end early, with bounds, as soon as `can_win(score, log_likelihood)` is False.
         """
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        """Gradient of the log-likelihood by gate, over one of equal shares of the examples."""
+        """Gradient of the log-likelihood by gate, over part `share` of `shares` of the examples."""
 
     def gradient_passes(self, share: int, shares: int) -> float:
-        """What that gradient costs at most, in full-forward equivalents."""
+        """Upper bound of the cost of `gate_gradient`, in full-forward equivalents."""
 
 
 @dataclass(frozen=True)
 class SlotBudgets:
-    """KV slots, heads x cached tokens at `context` tokens, that a search of a front aims at.
+    """Budgets of a search for a front, in KV slots (heads x cached tokens) at `context` tokens.
 
-    `slots` are the budgets of its points, ascending; where there are none the search spaces them.
-    `chosen` is the budget of the mask that is its result; by default that of the ratio's full heads
-    beside others of the narrowest window.
+    `slots` are the budgets of its points, ascending; without any the search chooses them.
+    `chosen` is the budget of the resulting mask; by default the slots of a mask that has the
+    ratio's full heads and all others with the narrowest window.
     """
 
     context: int
@@ -80,8 +80,8 @@ class SlotBudgets:
 class TracePoint:
     """One evaluation in the order of the search; `best_score` is the best within its sub-problem.
 
-    The masks of `bosch_plus` are one sub-problem, whatever move proposed them. Where `is_bound` is
-    set the evaluation ended early: score and log-likelihood are bounds, which are never the best.
+    All masks of `bosch_plus` count as one sub-problem. With `is_bound` the evaluation ended early:
+    score and log-likelihood are bounds, which are never the best.
     """
 
     phase: str
@@ -95,22 +95,22 @@ class TracePoint:
 
 
 def search_of(phase: str, subproblem: str) -> tuple[str, str]:
-    """The search whose best mask an evaluation competes with.
+    """The search whose best mask an evaluation competes with: the phase and its sub-problem.
 
-    It is the sub-problem; but the starts and moves of `bosch_plus` all go for one best mask.
+    In `bosch_plus` all starts and moves compete for one best mask.
     """
     return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
 
 
 class Evaluator:
-    """Evaluates masks; the log holds all results, so no whole evaluation is made twice.
+    """Evaluates masks; the log holds all results, so no complete evaluation is repeated.
 
-    Methods give masks of `units`, by default single heads; log, trace and `best_on_budget` hold
-    masks of heads. It counts what the search costs and collects its trace and notes. `budget` is
-    the number of sliding units of every mask on budget, once the anchors are measured; a method
-    with another budget sets `on_budget`. `best_on_budget` is the best such mask so far with its
-    evaluation. `slot_budgets` are for methods that search a front. `fresh_seconds` is the time the
-    scorer took in this process. `watch`, where set, is called after each evaluation.
+    Methods pass masks of `units`, by default single heads; log, trace and `best_on_budget` hold
+    masks of heads. It also counts costs and collects trace and notes. `budget` is the number of
+    sliding units of a mask on budget, known once the anchors are measured; a method with another
+    budget sets `on_budget`. `best_on_budget` is the best such mask so far with its evaluation.
+    `slot_budgets` are for methods that search a front. `fresh_seconds` is the scorer's time in
+    this process. `watch`, if set, is called after each evaluation.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Evaluator:
         self.trace: list[TracePoint] = []
         self.notes: list[str] = []
         self._progress = progress
-        # How many of a mask's evaluations in the log this search has seen.
+        # By mask, the number of its evaluations that this search has read from the log.
         self._read: dict[str, int] = {}
         self._latest: dict[str, Evaluation] = {}
         self._paid: list[Evaluation] = []
@@ -139,7 +139,7 @@ class Evaluator:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers and units of each: the shape of masks that methods give."""
+        """Layers and units per layer: the shape of the masks that methods pass."""
         return self.units.shape
 
     def evaluate(
@@ -152,8 +152,8 @@ class Evaluator:
     ) -> Evaluation:
         """S(z) of a mask of units; runs the model only where the log does not hold the result.
 
-        With `can_win` it may end early with bounds. Raises RunError where the
-        score or the log-likelihood is not finite.
+        With `can_win` it may end early with bounds. Raises RunError where the score or the
+        log-likelihood is not finite.
         """
         mask = self.units.head_mask(mask)
         repeated = mask.key in self._latest and not self._latest[mask.key].is_bound
@@ -164,22 +164,21 @@ class Evaluator:
             if not math.isfinite(evaluation.score + evaluation.log_likelihood):
                 raise RunError(
                     f"head mask {mask.key} scored {evaluation.score} with log-likelihood "
-                    f"{evaluation.log_likelihood}: no search can go by numbers that are not finite"
+                    f"{evaluation.log_likelihood}: a search needs finite numbers"
                 )
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, phase)
             self._read[mask.key] = self._read.get(mask.key, 0) + 1
             self._latest[mask.key] = evaluation
             self._paid.append(evaluation)
-        if not (repeated and phase == "final"):  # a result that was measured is in the trace
+        if not (repeated and phase == "final"):  # else the trace has the final mask already
             self._record(mask, evaluation, phase, subproblem, free)
         return evaluation
 
     def _known(self, mask: HeadMask, phase: str, can_win: CanWin | None) -> Evaluation | None:
-        """The evaluation of `mask` in the log that answers the question, if there is one.
+        """The evaluation of `mask` in the log that is complete or enough for `can_win`, if any.
 
-        A resumed search takes its earlier evaluations from the log one by one, as it made
-        them: a bound where it got a bound, and the whole evaluation where it asked for that.
+        A resumed search replays its evaluations from the log in their order, bounds included.
         """
 
         def settles(evaluation: Evaluation) -> bool:
@@ -205,8 +204,8 @@ class Evaluator:
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
         """Gradient [L, U] by unit at a mask of units; runs the model only where the log lacks it.
 
-        Searches pay `cost_of_gradient` for it, the most that it may cost: what it did cost depends
-        on the machine's memory, and their masks must not.
+        Searches charge `cost_of_gradient`, the upper bound: the actual cost depends on the
+        machine's memory, and the masks that a search tries must not.
         """
         name = f"{share}/{shares}"
         gradient = self._gradient(self.scorer.gate_gradient, name, mask, share, shares)
@@ -216,7 +215,7 @@ class Evaluator:
     def window_values(self, mask: HeadMask, share: int, shares: int) -> Values:
         """Value of each choice of a unit relative to its narrowest window, [L, U, 1 + windows].
 
-        From one gradient at a mask of units; otherwise as `gate_gradient`.
+        It comes from one gradient at a mask of units, cached and charged as in `gate_gradient`.
         """
         if len(self.windows) == 1:
             values = np.array(self.gate_gradient(mask, share, shares).values, dtype=np.float64)
@@ -248,23 +247,23 @@ class Evaluator:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """The scorer's menu, the widest first; one that is no model has one window of no slots."""
+        """The scorer's windows, the widest first; a scorer without windows has a single one."""
         return window_menu(getattr(self.scorer, "windows", Window(1)))
 
     @property
     def held_out_examples(self) -> int:
-        """Examples that the scorer holds out; 0 where it has none."""
+        """Number of examples that the scorer holds out."""
         return int(getattr(self.scorer, "held_out_examples", 0))
 
     @property
     def held_out_passes(self) -> float:
-        """What `evaluate_held_out` costs at most, in passes over the examples in use."""
+        """Upper bound of the cost of `evaluate_held_out`, in passes over the search's examples."""
         return float(getattr(self.scorer, "held_out_passes", 0.0))
 
     def evaluate_held_out(self, mask: HeadMask) -> Evaluation:
-        """S(z) of a mask of units on the examples held out; runs the model where the log lacks it.
+        """S(z) of a mask of units on the held-out examples; runs the model if the log lacks it.
 
-        It is not part of the trace: a search does not go by it.
+        It is not part of the trace and does not guide the search.
         """
         mask = self.units.head_mask(mask)
         evaluation = self.log.held_out(mask)
@@ -277,11 +276,11 @@ class Evaluator:
         return evaluation
 
     def cost_of_gradient(self, share: int, shares: int) -> float:
-        """Full passes that a gradient over this share will cost at most, on any machine."""
+        """Upper bound of the cost of a gradient over this share, in full passes."""
         return self.scorer.gradient_passes(share, shares)
 
     def cost_of_mask(self, mask: HeadMask) -> float:
-        """Full passes that an evaluation of a mask of units costs; 1 where none are counted."""
+        """Cost of evaluating a mask of units, in full passes; 1 if the scorer does not count."""
         scorer: Any = self.scorer
         if not hasattr(scorer, "mask_passes"):
             return 1.0
@@ -289,13 +288,13 @@ class Evaluator:
 
     @property
     def passes_of_gradients(self) -> float:
-        """Full passes that all gradients of this search cost."""
+        """Cost of all gradients of this search, in full passes."""
         return sum(g.full_forward_equivalents for g in self._gradients.values())
 
     def anchors(self, swa_ratio: float, choice: int = 1) -> Anchors:
         """S(all sliding) and S(all full), the anchors of Eq. 2; `swa_ratio` sets `budget`.
 
-        `choice` is the window of all sliding, as in `HeadMask.choices`; by default the widest.
+        `choice` is the all-sliding mask's window, as in `HeadMask.choices`; by default the widest.
         """
         layers, units = self.shape
         self.budget = swa_budget(layers * units, swa_ratio)
@@ -306,19 +305,18 @@ class Evaluator:
         return Anchors(sliding.score, full.score)
 
     def note(self, text: str) -> None:
-        """Something the reader of the result must know; goes to the log and the summary."""
+        """Add a note for the reader of the result; it goes to the log and the summary."""
         logger.warning("%s", text)
         self.notes.append(text)
 
     def costs(self) -> dict[str, float]:
-        """Evaluations of this search and what they cost, in the terms of `search/summary.json`.
+        """Evaluations of this search and their costs, by the fields of `search/summary.json`.
 
-        `evaluations` counts masks, reused ones too. Seconds and full-forward equivalents are those
-        of all passes of this search, in all its attempts, those included that ended early. Results
-        reused from other searches are counted apart, at what they cost there.
-        `naive_full_forward_equivalents` counts a pass of its mask without savings for every
-        evaluation in the trace, repeated masks of different sub-problems included, and for each on
-        held-out examples; gradients at what they cost.
+        `evaluations` counts masks, reused ones included. Seconds and full-forward equivalents sum
+        all passes of this search in all its attempts, early endings included. Results reused from
+        other searches are counted apart, at their cost there.
+        `naive_full_forward_equivalents` counts a whole pass for every evaluation in the trace,
+        repeated masks included, and for every held-out evaluation, and gradients at their cost.
         """
         reused = self._reused.values()
         work: list[Evaluation | GateGradient] = [
@@ -372,7 +370,7 @@ class Evaluator:
         return mask.num_sliding == self.budget * int(self.units.heads.shape[2])
 
     def _status(self, subproblem: str, best: float | None) -> str:
-        """Text behind the counter of evaluations."""
+        """Text that follows the evaluation count on the progress bar."""
         status = subproblem if best is None else f"{subproblem}: best score {best:.3f}"
         if self.best_on_budget is not None:
             status += f", on budget {self.best_on_budget[1].score:.3f}"

@@ -1,4 +1,4 @@
-"""Which layers are searched together. Imports nothing, so that a plan can count sub-problems."""
+"""Which layers are searched together; free of heavy imports, for `plan`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def split_evenly(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """`items` in `count` runs of equal length; where that is impossible the first are longer."""
+    """`items` in `count` consecutive parts of equal length; the first may have one item more."""
     size, longer = divmod(len(items), count)
     ends = [size * i + min(i, longer) for i in range(count + 1)]
     return [list(items[ends[i] : ends[i + 1]]) for i in range(count)]
@@ -21,7 +21,7 @@ def layer_groups(num_layers: int, layers_per_group: int) -> list[list[int]]:
 
 
 def max_layers_per_group(num_heads: int, max_variables: int) -> int:
-    """Layers that are searched together: the largest power of two within `max_variables`.
+    """Most layers that are searched together: the largest power of two within `max_variables`.
 
     BOSCH B.2 groups at most four layers of 8 KV heads under its limit of 50 variables.
     """

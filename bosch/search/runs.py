@@ -1,4 +1,4 @@
-"""Any method by its name, on any scorer: what the search stage, comparisons and studies call."""
+"""Runs a method by its name on any scorer, for the search stage, comparisons and studies."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class MethodRun:
     """Result, trace, costs and notes of one run of a method.
 
-    `costs` are those of `Evaluator.costs`, `solver_seconds`, the time outside the model, and
-    `earlier_seconds`, the part of `model_seconds` that earlier attempts spent.
+    `costs` has the entries of `Evaluator.costs`, `solver_seconds` (time outside the model) and
+    `earlier_seconds` (the part of `model_seconds` that earlier attempts spent).
     """
 
     result: SearchResult
@@ -56,12 +56,12 @@ def run_method(
     log: EvaluationLog | None = None,
     slot_budgets: SlotBudgets | None = None,
 ) -> MethodRun:
-    """Run one method of the table; the mask has exactly ceil(rho N) sliding units.
+    """Run a method of `METHODS`; the mask has exactly ceil(rho N) sliding units.
 
-    Masks in `log` are not evaluated again. With `slot_budgets` methods of several windows meet the
-    chosen budget in place of the ratio. Raises UserError when the name is unknown, when a static
-    ranking gets a scorer that is no model, when the budget is too small for one gradient of a
-    search that takes them, or when the calibration set gives all masks the same score.
+    Masks in `log` are not evaluated again. With `slot_budgets`, methods that choose among several
+    windows meet the chosen budget instead of the ratio. Raises UserError when the name is unknown,
+    when a static ranking gets a scorer without a model, when the budget is too small for one
+    gradient of a search with gradients, or when all masks score the same.
     """
     if log is None:
         context = getattr(scorer, "context", EvaluationContext("", "", 1, 0))
@@ -78,12 +78,12 @@ def run_method(
 
 
 def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """`run_method` with the caller's evaluator, which is still usable after an interrupted search.
+    """`run_method` with the caller's evaluator, which stays usable after an interrupted search.
 
-    The function of a search or ablation takes (evaluator, settings), that of a file (scorer,
-    settings). A layer rule's takes (L, H, rho), a ranking's (model, calibration set, W), both with
-    the settings that `Method.settings` names as keywords. A profile's takes (model, calibration
-    set, windows) and returns the loss of each choice of a head.
+    A method's function takes (evaluator, settings) for a search or an ablation, (scorer, settings)
+    for a file, (L, H, rho) for a layer rule, and (model, calibration set, W) for a ranking, the
+    last two with the settings in `Method.settings` as keywords. For a profile it takes (model,
+    calibration set, windows) and returns the loss of each choice of a head.
     """
     method = METHODS.get(name)
     if method is None:
@@ -109,16 +109,13 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
 
 
 def _measured(evaluator: Evaluator, mask: HeadMask, anchors: Anchors) -> SearchResult:
-    """The result of a method without a search: its mask, even where an anchor scores higher."""
+    """Result of a method that does not search: its mask, even where an anchor scores higher."""
     evaluation = evaluator.evaluate(mask, "final", "final mask")
     return SearchResult(evaluator.units.head_mask(mask), evaluation, anchors, evaluation)
 
 
 def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
-    """Units of choice: neighbouring heads, or for methods with gradients heads of similar value.
-
-    Values are those of a gradient at the original model.
-    """
+    """Units of heads: neighbours, or heads of similar gradient at the original model."""
     full = HeadMask.all_full(*evaluator.shape)
     if by_gradient:
         return Units.by_value(evaluator.window_values(full, 0, SHARES)[..., 0], granularity)
@@ -134,7 +131,7 @@ def static_mask(
 ) -> Ranked:
     """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
 
-    `model` has full attention; it is left as it was. Raises UserError when its family is not
+    `model` has full attention and is not changed. Raises UserError when its family is not
     supported, RunError when it gives numbers that are not finite, ValueError when the granularity
     does not divide the KV heads of a layer.
     """
@@ -176,9 +173,9 @@ def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:
 
 
 def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMask:
-    """Mask of a static ranking; notes ties at the budget, and that sinks were not ranked."""
+    """Mask of a static ranking; notes ties at the budget, and sinks that the ranking ignored."""
     objective, started = _objective(name, evaluator), time.perf_counter()
-    # All ranks use the first one's ranking: another device may round differently.
+    # All ranks use the first rank's scores: another device may round differently.
     ranked = objective.ranks.from_first(
         static_mask(name, objective.model, objective.calibration, objective.window.size, settings)
     )
@@ -194,12 +191,12 @@ def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMa
 
 
 def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Windows whose losses, by a profile, sum to nearly the minimum within the budget.
+    """Windows whose losses, according to a profile, sum to nearly the minimum within the budget.
 
-    The budget is the chosen one of `evaluator.slot_budgets`, by default the slots of the ratio's
-    full heads beside others of the narrowest window. MoA solves this by mixed integer programming
-    (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve; `allotted` tries
-    the layouts of that greedy order, and then widens windows by the slots that are left.
+    The budget is `evaluator.slot_budgets.chosen`; by default the slots of a mask that has the
+    ratio's full heads and all others with the narrowest window. MoA solves this by mixed integer
+    programming (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve;
+    `allotted` tries the layouts of that greedy order, then spends what is left on wider windows.
     """
     objective, windows = _objective(name, evaluator), evaluator.windows
     losses = objective.ranks.from_first(
@@ -223,7 +220,7 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
 
 
 def _objective(name: str, evaluator: Evaluator) -> Objective:
-    """The model and examples that a method reads; raises UserError where the scorer has none."""
+    """The scorer, with its model and examples; raises UserError where it is no `Objective`."""
     if not isinstance(evaluator.scorer, Objective):
         raise UserError(
             f"method '{name}' reads the attention of a model on a calibration set: pass an "

@@ -1,4 +1,4 @@
-"""Search some units of a mask jointly while the rest stays as it is."""
+"""Search some units of a mask jointly while the others stay fixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Solution:
-    """Best mask of a sub-problem. `plateau`: what all scored, if the same, else empty."""
+    """Best mask of a sub-problem; `plateau` is the score if all masks have it, else empty."""
 
     mask: HeadMask
     evaluation: Evaluation
@@ -76,13 +76,13 @@ def optimise_layers(
     plateau = ""
     if problem.on_plateau:
         plateau = f"scored {candidate.evaluation.score:.4g}"
-        # Of one whose evaluation ended early a bound is known.
+        # An evaluation that ended early only has a bound.
         plateau += " as far as it was measured" if settings.race else ""
     return Solution(with_bits(candidate.bits), candidate.evaluation, plateau)
 
 
 def _seed(settings: SearchSettings, *numbers: int) -> int:
-    """A seed of its own for one sub-problem, the same whatever was searched before it."""
+    """The seed of one sub-problem, independent of earlier ones."""
     return int(np.random.SeedSequence([settings.seed, *numbers]).generate_state(1)[0])
 
 
@@ -95,7 +95,7 @@ def restore_units(
 ) -> HeadMask:
     """Turn `surplus` sliding units back to full, one per layer of `layers` in turn.
 
-    The unit of a layer is the one whose return gives the best score.
+    In each layer it restores the unit that gives the best score.
     """
 
     def rank(mask: HeadMask) -> tuple[float, float]:
