@@ -1,4 +1,4 @@
-"""Files of documents and of tokenizers; imports nothing heavy, for keys and checks."""
+"""Files of documents and of tokenizers; free of heavy imports, for keys and checks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 
 
 def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """Files named by `pattern`, a path, a folder (with all below it) or a glob, in order.
+    """Files named by `pattern` (a file, a folder with all below it, or a glob), in order.
 
-    Of a folder only files that end with one of `suffixes` count, and no hidden ones.
+    In a folder only files that end with one of `suffixes` and are not hidden count.
 
-    Raises UserError when there is no such file; `where` stands before the message.
+    Raises UserError when there is no such file; the message begins with `where`.
     """
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -44,10 +44,10 @@ def is_local(path: str) -> bool:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files below a folder and folders that it links to, in no order; hidden ones are left out.
+    """All files below a folder, links followed, hidden ones left out, in no particular order.
 
-    Raises UserError for what cannot be read: a folder that cannot be listed, a link that leads
-    nowhere or to a folder around it, a pipe, socket or device.
+    Raises UserError for a folder that cannot be listed, a broken link, a link to a folder that
+    contains it, and a pipe, socket or device.
     """
     for directory, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -66,10 +66,10 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _check_link(folder: Path, path: Path) -> None:
-    """Raise UserError for a link below `folder` that would be followed without end."""
+    """Raise UserError for a link below `folder` that leads back to a folder it lies in."""
     if not path.is_symlink():
         return
-    below = path.relative_to(folder).parents  # the folders that led here, links among them
+    below = path.relative_to(folder).parents  # the folders on the way here, some of which are links
     around = {Path(os.path.realpath(folder / link)) for link in below}
     around |= {parent for target in around for parent in target.parents}
     if Path(os.path.realpath(path)) in around:
@@ -83,7 +83,7 @@ def _require_file(path: Path) -> None:
         raise UserError(f"{path} {NOT_REGULAR}; remove it")
 
 
-# Files of a model directory that its tokenizer is made of.
+# Files of a model directory from which its tokenizer is read.
 _TOKENIZER_PATTERNS = (
     *VOCABULARIES,
     *TOKENIZER_TEXTS,
@@ -97,14 +97,14 @@ _TOKENIZER_PATTERNS = (
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """Names of the files in a directory that a tokenizer is read from, in order."""
+    """Names of the tokenizer's files in a directory, in order."""
     paths = (path for pattern in _TOKENIZER_PATTERNS for path in directory.glob(pattern))
     files = {path for path in paths if path.is_file() and not path.name.startswith(".")}
     return sorted(path.relative_to(directory).as_posix() for path in files)
 
 
 def class_of_config(directory: Path) -> dict[str, Any]:
-    """What config.json says of the tokenizer's class, where the tokenizer's own files name none."""
+    """config.json's fields of the tokenizer's class; empty if tokenizer_config.json names one."""
     config, tokenizer_config = (
         read_json(directory / f"{name}config.json") for name in ("", "tokenizer_")
     )

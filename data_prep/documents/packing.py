@@ -1,4 +1,4 @@
-"""Mixing tokenised sources by weight, packing their documents, and the dataset they become."""
+"""Mix tokenised sources by weight, pack their documents and write the dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH_TOKENS = 2**20
 
 
 class DocumentStream:
-    """Endless documents of one source: all of them in drawn order, then again in another order."""
+    """Endless documents of one source: all in random order, then again in a new random order."""
 
     def __init__(self, tokenised: TokenisedSource, seed: int, number: int) -> None:
         self.name = tokenised.source.name
@@ -31,12 +31,12 @@ class DocumentStream:
         counts = [block.documents for block in self._blocks]
         self._first = np.concatenate([[0], np.cumsum(counts)])
         self._seed = (seed, number)
-        self._numbers = self._rows = np.empty(0, np.int64)  # of blocks, and of documents in them
+        self._numbers = self._rows = np.empty(0, np.int64)  # block and row of each
         self._next = 0
 
     @property
     def epochs(self) -> float:
-        """How often the source was read, in tokens; above 1 it repeats."""
+        """Tokens read so far over the source's tokens; above 1 documents repeat."""
         return self.tokens / self.available_tokens
 
     def next(self) -> np.ndarray:
@@ -67,12 +67,10 @@ class DocumentStream:
 def mix(
     streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Documents in turn from the source that is furthest behind its share, `tokens` in all.
+    """(index of the stream, document) pairs of `tokens` tokens in all, mixed by weight.
 
-    Each comes with its stream's place in `streams`.
-
-    At every moment a source is less than one document ahead of its share. The last document is cut
-    where the tokens end; its rest is taken off the stream's count.
+    The next document comes from the source that is furthest behind its share, so a source is never
+    a whole document ahead. The last document is cut; its stream does not count the rest.
     """
     shares = [weight / sum(weights) for weight in weights]
     emitted = [0] * len(streams)
@@ -102,9 +100,9 @@ class Packed:
 
 
 def pack(documents: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> Iterator[Packed]:
-    """Sequences that hold every token of the documents, each with its source's number, in order.
+    """Full sequences of the documents' tokens in order, with the source of each document.
 
-    Only what is left at the end and fills no sequence is not among them.
+    Tokens at the end that do not fill a sequence are dropped.
     """
     buffer = np.empty(sequence_length, np.int32)
     filled = 0
@@ -130,7 +128,7 @@ def write_dataset(
     """Write `count` sequences in order, as a dataset that `datasets.load_from_disk` opens.
 
     Columns: `input_ids`, a list of `sequence_length` int32; `document_lengths`, a list of int32
-    that sums to `sequence_length`; and `document_sources`, as many numbers of sources, int32.
+    that sums to `sequence_length`; and `document_sources`, the documents' source numbers, int32.
     """
     from datasets import DatasetInfo, Features, Value
     from datasets import Sequence as ListOf
@@ -169,7 +167,7 @@ def _write_file(
     import pyarrow as pa
 
     per_batch = min(rows, max(1, BATCH_TOKENS // length))
-    # Of all batches: new memory for each costs as much as filling it.
+    # One buffer for all batches: allocating one each time takes as long as filling it.
     buffer = np.empty((per_batch, length), np.int32)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, rows, per_batch):

@@ -1,8 +1,8 @@
-"""Needle questions: their words, one maker for all who ask them, and our own samples.
+"""Needle questions: their wording, and the samples of calibration, training and evaluation.
 
-RULER's tasks (`data_prep.tasks.ruler`), calibration and training documents all ask them. Three seed
-spaces never share a needle: every (key, value) pair belongs to exactly one. Our own samples are a
-function of (task, length, tokenizer, seed space, seed, index) and the essay alone.
+RULER's tasks (`data_prep.tasks.ruler`) use the same wording. Three seed spaces never share a
+needle: every (key, value) pair belongs to exactly one. A sample depends only on (task, length,
+tokenizer, seed space, seed, index) and the essay.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from data_prep.text import encode_answer, encode_prompt
 SeedSpace = Literal["calibration", "evaluation", "training"]
 Needle = tuple[str, str]
 
-# A pair's checksum modulo 4 says whose it is; evaluation, the largest user, has half of all pairs.
+# Seed space of a pair, by its checksum modulo 4; evaluation, the largest user, has half of them.
 _PAIR_OWNER: tuple[SeedSpace, ...] = ("calibration", "training", "evaluation", "evaluation")
 
 NOISE_LINE = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 )
-# In percent of an essay's sentences.
+# Places of a needle, in percent of an essay's sentences.
 DEPTHS = [round(depth) for depth in np.linspace(0, 100, 40)]
 _MAX_FITS = 40
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class Draft(NamedTuple):
-    """A whole prompt with the beginning of its answer, the correct answers, and what is hidden."""
+    """A prompt with the beginning of its answer, the correct answers, and the hidden needles."""
 
     text: str
     prefix: str
@@ -48,7 +48,7 @@ class Draft(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The text up to the question's end."""
+        """The text without the beginning of the answer."""
         return self.text[: len(self.text) - len(self.prefix)]
 
 
@@ -58,8 +58,9 @@ def needle_sentence(key: str, value: str, what: str) -> str:
 
 
 def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
-    """The question at the prompt's end, and the beginning of its answer, which the model continues;
-    `many`: it has several answers.
+    """The question at the prompt's end, and the beginning of its answer, which the model continues.
+
+    `many`: the question has several answers.
     """
     noun, verb = (what, "are") if many else (what[:-1], "is")
     subject = f"are all the special magic {what}" if many else f"is the special magic {noun}"
@@ -68,7 +69,7 @@ def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
 
 
 def instruction(what: str, many: bool = False) -> str:
-    """Beginning of a prompt."""
+    """The instruction with which a prompt begins."""
     noun = what if many else what[:-1]
     hidden = f"Some special magic {what} are" if many else f"A special magic {noun} is"
     return (
@@ -106,7 +107,7 @@ def draw_value(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -
 def draw_pair(
     rng: random.Random, spec: TaskSpec, space: SeedSpace, used: Collection[str]
 ) -> Needle:
-    """A pair that belongs to this seed space, its key none of those used.
+    """A pair that belongs to this seed space, with a key that is not in `used`.
 
     Raises UserError where every key is used.
     """
@@ -122,12 +123,12 @@ def draw_pair(
 
 
 def pair_owner(key: str, value: str) -> SeedSpace:
-    """The one seed space in which this needle can occur."""
+    """The only seed space in which this needle can occur."""
     return _PAIR_OWNER[zlib.crc32(f"{key}\n{value}".encode()) % len(_PAIR_OWNER)]
 
 
 def take_words(words: Sequence[str], start: int, size: int) -> str:
-    """`size` words from `start`, from the beginning again where the essay ends."""
+    """`size` words from `start`; the essay is repeated where it ends."""
     times = math.ceil((start + size) / len(words))
     tiled = words if times <= 1 else list(words) * times
     return " ".join(tiled[start : start + size])
@@ -143,15 +144,15 @@ def make_sample(
     max_new_tokens: int | None,
     essay_words: Sequence[str],
 ) -> Draft:
-    """The sample of this task and index, its haystack as long as `length` tokens allow.
+    """The sample of this task and index, with the longest haystack that `length` tokens allow.
 
     Args:
-        max_new_tokens: Generated tokens, counted inside `length`. None: the teacher-forced form is
-            fitted instead, with the answer's own tokens inside `length`.
+        max_new_tokens: Generated tokens, counted inside `length`. None: the teacher-forced form,
+            prompt and answer, is fitted into `length` instead.
         essay_words: Words of the essay haystacks, see `data_prep.text.haystack_words`.
 
     Evaluation haystacks start with the essay's first word, as RULER's do; the other seed spaces
-    start at a drawn one.
+    start at a random word.
 
     Raises UserError when not even the shortest haystack fits.
     """
@@ -172,8 +173,8 @@ def make_sample(
 def forced_ids(draft: Draft, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Prompt and answer ids of the teacher-forced form, whose prompt ends with a colon.
 
-    Each is tokenised on its own, the answer behind a colon where that changes nothing of the colon:
-    some tokenizers set a space before whatever text they are given.
+    Both are tokenised apart. The answer is tokenised after a colon, unless that changes the colon's
+    tokens: some tokenizers put a space before any text.
     """
     prompt, answer = encode_prompt(tokenizer, f"{draft.text}:"), f" {draft.answers[0]}"
     colon = encode_answer(tokenizer, ":")
@@ -185,7 +186,7 @@ def forced_ids(draft: Draft, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 @lru_cache(maxsize=64)
 def _tokens_per_unit(task: str, tokenizer: Any, words: tuple[str, ...]) -> float:
-    """Tokens one more word or line of haystack adds, roughly."""
+    """Approximate tokens of one more word or line of the haystack."""
     spec = NEEDLES[task]
     if spec.haystack == "essay":
         return max(1.0, len(encode_answer(tokenizer, " ".join(words))) / len(words))
@@ -196,8 +197,8 @@ def _tokens_per_unit(task: str, tokenizer: Any, words: tuple[str, ...]) -> float
 class _Draws:
     """Everything random in a sample, independent of the haystack's size.
 
-    Needles come first, distractors are drawn one by one when asked for, places again for
-    every size: a longer haystack of the same sample has the same needles.
+    Needles are drawn first, distractors one by one when a haystack needs them, places again for
+    every size. So a longer haystack of the same sample has the same needles.
     """
 
     def __init__(
@@ -261,9 +262,9 @@ def largest_fit(
 ) -> int:
     """About the largest haystack size whose sample has at most `length` tokens.
 
-    Interpolates towards the length inside a bracket that shrinks in every step, and bisects it in
-    every fourth. Ends after a bounded number of steps whatever `tokens` does.
-    Raises UserError, about `what`, when not even the `smallest` one fits.
+    Interpolates inside a bracket that shrinks with every step, and bisects it in every fourth
+    step, so it ends after a bounded number of steps for any `tokens`.
+    Raises UserError, which names `what`, when not even the `smallest` haystack fits.
     """
     fits, used = smallest, tokens(smallest)
     if used > length:
@@ -292,7 +293,7 @@ def largest_fit(
 def string_match(output: str, answers: Sequence[str], any_answer: bool = False) -> float:
     """RULER's score of an output: share of the answers that occur in it, in [0, 1].
 
-    Case does not count. With `any_answer` (RULER's string_match_part) one of them is enough for 1.
+    Ignores case. With `any_answer` (RULER's string_match_part) one answer is enough for 1.
     """
     text = _CONTROL.sub("\n", output).strip().lower()
     matches = [answer.lower() in text for answer in answers]
