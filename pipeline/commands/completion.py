@@ -12,7 +12,7 @@ import pipeline.commands
 from bosch.commands import PROGRAM, Command, add_arguments, all_commands
 
 COMMAND = Command("print a script that completes commands, options and files in a shell")
-# Values that are files or folders though their type is text: some may be names on the hub.
+# Options whose values are paths, though their type is text: some may also be names on the hub.
 _PATHS = ("DIR", "FILE", "MODEL_DIR", "PATH", "RECIPE")
 
 

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="+",
         type=_name,
-        help="hybrid or tokens-<n>, of a finished or a running training; default: all there are",
+        help="hybrid or tokens-<n>, of a finished or a running training; default: all",
     )
     parser.add_argument(
         "--model",

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="original of a hybrid MODEL_DIR (default: its own weights with every head full)",
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="default: runs/measure/<name>-<hash of its place>"
+        "--output", metavar="DIR", help="default: runs/measure/<name>-<hash of its path>"
     )
     shared_options.add_options(parser, MeasureSettings)
 

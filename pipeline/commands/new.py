@@ -1,4 +1,4 @@
-"""`bosch new MODEL --data PATH`: a commented recipe for one's own model, and the next steps."""
+"""`bosch new MODEL --data PATH`: writes a commented recipe for a model, prints the next steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stages.stage import folder_name
 
 COMMAND = Command("write a recipe for your own model, with a smoke test")
 SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"
-# One small run through every stage.
+# Overrides for a small run through every stage.
 SMOKE = (
     "name=smoke",
     "prepare.train_tokens=256k",
@@ -93,14 +93,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the recipe and print the next steps; raises UserError for what no run could use."""
+    """Write the recipe and print the next steps; raises UserError for unusable arguments."""
     for typed in filter(None, (options.model, options.data, options.output)):
         if len(typed.splitlines()) > 1 or control_character(typed) is not None:
             raise UserError(f"{typed!r}: holds a line break or control character; rename it")
     name = os.path.basename(os.path.abspath(options.model)).lower().replace(".", "p")
     file = Path(options.output or f"my_{re.sub('[^a-z0-9]+', '_', name)}.yaml")
     if os.path.lexists(file):
-        raise UserError(f"--output {file}: is there already; remove it or name another file")
+        raise UserError(f"--output {file}: exists; remove it or name another file")
     if not file.absolute().parent.is_dir():
         raise UserError(f"--output {file}: there is no folder {file.parent}")
     info, faults = read_model(options.model, None, Path.cwd(), fetch=False, files=False)
@@ -158,20 +158,20 @@ def _smoke(file: Path) -> str:
 
 
 def _from(folder: Path, path: str) -> str:
-    """A path of the command line as the recipe in `folder` writes it; a hub name as it is."""
+    """A path of the command line, relative to the recipe's `folder`; a hub name as it is."""
     there = Path(os.path.expanduser(path))
     return os.path.relpath(there, folder) if there.exists() and not there.is_absolute() else path
 
 
 def _yaml(text: str) -> str:
-    """A text as YAML: as it stands where that is read as itself, else in quotes."""
+    """A text as YAML, in quotes only where it needs them."""
     is_plain = _PLAIN.fullmatch(text) is not None and parse_yaml(f"[{text}]", text) == [text]
-    # YAML has no pairs of escapes for one character, as JSON has.
+    # JSON would escape some characters as surrogate pairs, which YAML does not have.
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _kind(data: str) -> str:
-    """The kind of source that a path is; raises UserError where there is none."""
+    """The kind of source for a path; raises UserError where no kind fits."""
     path = Path(os.path.expanduser(data))
     if not path.exists():
         if is_hub_name(data, Path.cwd()):
@@ -193,9 +193,9 @@ def _kind(data: str) -> str:
 
 
 def _holds_json(names: Sequence[str]) -> bool:
-    """Whether the documents are .json files, which kind jsonl reads only where they are named.
+    """Whether the documents are .json files, which kind jsonl reads only if a glob names them.
 
-    Beside other files than a README they only describe these.
+    With other files than a README beside them, .json files are metadata.
     """
     suffixes = {Path(name).suffix for name in names}
     return ".json" in suffixes and suffixes <= {".json", ".md", ""}
@@ -206,7 +206,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _unread(data: str) -> list[str]:
-    """Files below a folder that its kind of source leaves out; of MDS shards nothing is said."""
+    """Files below a folder that its kind of source does not read; empty for MDS shards."""
     path, kind = Path(os.path.expanduser(data)), _kind(data)
     if not path.is_dir() or kind == "mds":
         return []

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="start",
         metavar="STAGE",
-        help="leave earlier stages alone; they must be there",
+        help="do not run earlier stages; their results must exist",
     )
     parser.add_argument(
         "--force",

@@ -1,4 +1,4 @@
-"""Turns what pydantic found wrong with a recipe into error messages with dotted paths."""
+"""Turns pydantic's errors about a recipe into messages with dotted paths."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ _LIMITS = {
 
 
 def sentences(model: type[Section], error: ValidationError) -> list[str]:
-    """One message for each place of `model`, the type of a recipe, that `error` names."""
+    """One message for each place that `error` names; `model` is the type of the recipe."""
     grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
     for detail in error.errors():
         loc = detail["loc"]
-        if detail["type"] == "invalid_key":  # a key that is a number is no place in a list
+        if detail["type"] == "invalid_key":  # a numeric key of a mapping is not an index of a list
             loc = (*loc[:-1], str(loc[-1]))
         path, owner = _walk(model, loc)
         grouped.setdefault(path, []).append((detail, owner))
     return [
         f"{path}: {_describe(path, details, model)}"
         for path, details in grouped.items()
-        # Where an item of a list is faulty, pydantic also calls the list too short, or no word.
+        # For a faulty item pydantic also reports the list: too short, or not one of the words.
         if details[0][0]["type"] not in ("too_short", "literal_error")
         or not any(p.startswith(f"{path}.") for p in grouped)
     ]
 
 
 def known_paths(model: type[Section], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of every key a recipe may hold; a list's items count as `0`."""
+    """Dotted paths of all keys that a recipe may have; items of a list are numbered `0`."""
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield path
@@ -64,13 +64,13 @@ def known_paths(model: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def suggest(word: str, candidates: Sequence[str]) -> str | None:
-    """The candidate a misspelt word most likely means."""
+    """The candidate that is closest to a misspelt word."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section an annotation holds, and whether it holds a list of them."""
+    """The section type in an annotation, and whether it is in a list."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
     origin = get_origin(annotation)
@@ -83,9 +83,9 @@ def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
-    """Dotted path of a location without pydantic's own words, and the section that holds it.
+    """Dotted path of a location and the section that holds it.
 
-    Those are the tags of unions, and `[key]` where the key of a dict is faulty.
+    Leaves out pydantic's additions: tags of unions, and `[key]` for a faulty key of a dict.
     """
     path: list[str] = []
     owner: type[Section] | None = model
@@ -109,7 +109,7 @@ def _describe(
     details: list[tuple[ErrorDetails, type[Section] | None]],
     root: type[Section],
 ) -> str:
-    if isinstance(details[0][0]["input"], list):  # no word that might stand in its place
+    if isinstance(details[0][0]["input"], list):  # do not suggest words for a list
         details = [pair for pair in details if pair[0]["type"] != "literal_error"] or details
     detail, holder = details[0]
     kind, value = detail["type"], detail["input"]
@@ -128,7 +128,7 @@ def _describe(
 
 
 def _unknown_key(path: str, root: type[Section], siblings: Sequence[str]) -> str:
-    """Message for an unknown key: its like elsewhere, best below its section, and beside it."""
+    """Message for an unknown key; suggests the same key elsewhere and similar keys beside it."""
     section, dot, name = path.rpartition(".")
     same = [key for key in known_paths(root) if key.rpartition(".")[2] == name]
     below = [key for key in same if key.startswith(f"{section}{dot}")]
@@ -162,7 +162,7 @@ def _expected(detail: ErrorDetails) -> str:
         return f"at least {least} item{'s' if least > 1 else ''}"
     if kind == "too_long":
         return f"at most {context['max_length']} items"
-    # A check of ours says what it expected and found by itself.
+    # Checks of this project name what they expected and found themselves.
     message = detail["msg"].removeprefix("Value error, ").removeprefix("expected ")
     return message.partition(", found ")[0]
 

@@ -1,7 +1,7 @@
-"""Heartbeats of a stage's processes: one that is stopped as a whole is noticed at any time.
+"""Heartbeats of a stage's processes, by which the others notice a process that has stopped.
 
-A collective's own timeout bounds only the steps that all processes do together. While one of them
-loads, saves or makes samples, the others wait for as long as such work may take.
+A collective's timeout bounds only the steps that all processes do together. While one of them
+loads, saves or makes samples, the others would wait for it without end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bosch.this_process import name_processes, world_size
 
 _CHECKS = 10  # the fewest checks without a heartbeat after which a process counts as lost
 _LONGEST_SECONDS = 30.0  # the longest time between two checks
-ENDED = 1 << 40  # added to the count of a process that has finished
+ENDED = 1 << 40  # a process that has finished adds this to its count
 _END_SECONDS = 5.0  # the longest that a finished process waits for the store
 
 
@@ -38,16 +38,15 @@ def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
     except StoppedError:
         heartbeat.end()
         raise
-    # Not after a failure: the process soon ends, and the others notice its silence even if its exit
-    # status is lost.
+    # Not after a failure: the process ends soon, and the others then miss its heartbeats.
     heartbeat.end()
 
 
 class Heartbeat:
-    """Counts up in the launcher's store, and watches the other processes count.
+    """Increments a count in the launcher's store, and watches the counts of other processes.
 
-    Checks are counted, not seconds, so that a job that was suspended as a whole continues. A thread
-    does it: work that blocks only the main thread counts as alive.
+    Silence is measured in checks, not seconds, so that a suspended job can continue. It runs on
+    threads, so a process whose main thread is busy counts as alive.
     """
 
     def __init__(self, minutes: float, lost: Callable[[str], None]) -> None:
@@ -64,15 +63,15 @@ class Heartbeat:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:
-        """Let the others know that this process has finished."""
+        """Tell the others that this process has finished."""
         self._ending.set()
         self._exchange.join(_END_SECONDS)
 
     def _exchange_counts(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone; `_watch` sees it silent
+        with contextlib.suppress(RuntimeError):  # the store is gone; `_watch` notices
             store = _launcher_store()
             for key in self._keys:
-                store.add(key, 0)  # reading a missing one would wait for it
+                store.add(key, 0)  # reading a missing key would block
             while not self._ending.is_set():
                 store.add(self._keys[self._rank], 1)
                 self._counts = [int(count) for count in store.multi_get(self._keys)]
@@ -96,12 +95,12 @@ class Heartbeat:
                 continue
             who = "the first node of this run, or its launcher,"
             if silent_checks[-1] == 0:
-                # Two checks may fall between two counts of a process that is well.
+                # A healthy process may look silent for a check or two.
                 least = max(silent_checks) / 2
                 ranks = [rank for rank, checks in enumerate(silent_checks[:-1]) if checks > least]
                 who = f"{name_processes(ranks)} of this run"
             elif max(self._counts) >= ENDED:
-                return  # the store leaves with the first node, whose work is done
+                return  # the store ends with the first node, which has finished
             self._lost(
                 f"{who} has sent no heartbeat for {self._minutes:g} minutes "
                 "(runtime.collective_timeout_minutes)"
@@ -110,7 +109,7 @@ class Heartbeat:
 
 
 def _launcher_store() -> Any:
-    """A new connection: a shared one is blocked while another thread waits in it."""
+    """A new connection, since a shared one blocks while another thread waits on it."""
     import torch.distributed as dist
 
     return dist.TCPStore(  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The loss of score by choosing heads in units of g, as `search.head_granularity` does."""
+"""Study granularity: the cost of choosing heads in units, as `search.head_granularity` does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from stages.pages.tables import Table
 def study(model: StudiedModel) -> StudyResult:
     """Search at every granularity; compare with single heads on the same held-out examples.
 
-    Ratios that have no mask at a granularity are left out, and named. Raises UserError where none
-    has one.
+    Ratios without a mask at a granularity are left out and named. Raises UserError where all are.
     """
     options = model.options
     sizes = sorted({1, *options.granularities})
@@ -31,8 +30,8 @@ def study(model: StudiedModel) -> StudyResult:
     ]
     if len(absent) == len(options.ratios) * (len(sizes) - 1):
         raise UserError(
-            f"--granularities: of {model.shape[0]} layers of {model.shape[1]} KV heads no mask in "
-            "units of so many heads has one of --ratios"
+            f"--granularities: for {model.shape[0]} layers of {model.shape[1]} KV heads no mask in "
+            "such units has one of --ratios"
         )
     # The largest budget of each method.
     budgets = dict(variants(options.methods, options.budgets))
@@ -92,10 +91,10 @@ def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
     return (
         f"`{model.label}`, {layers} layers of {heads} KV heads, "
         f"W = {model.window.size}, {model.about_examples}. {counted(options.seeds, 'seed')}, "
-        f"κ = {max(options.budgets)}, ten times that in bosch_plus, whose budget is a tenth. "
-        "With g the full heads of every layer are a multiple of g. "
-        "Methods that take gradients form units of heads to which the gradient at the original "
-        "model gives similar worth, rankings and profiles of heads with similar scores, all others "
-        "of neighbouring heads. Brackets: 95 % intervals over seeds and examples; "
+        f"κ = {max(options.budgets)}, in bosch_plus ten times that, since it makes a tenth of the "
+        "evaluations. The full heads of every layer are a multiple of g. "
+        "Methods with gradients form units of heads with similar gradients at the original "
+        "model, rankings and profiles of heads with similar scores, all others of neighbouring "
+        "heads. Brackets: 95 % intervals over seeds and examples; "
         f"differences are paired by example.{left_out}"
     )

@@ -94,10 +94,10 @@ class SearchOutcome:
 
 
 def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, int | None]]:
-    """Methods with the budgets they run at; None for those that have none to spend.
+    """Methods with the values of kappa they run at; None for methods that do not search.
 
-    `bosch_plus` spends kappa L / 10 evaluations where the published procedure spends 2 kappa L:
-    besides the same kappa it gets ten times the largest one.
+    `bosch_plus` makes kappa L / 10 evaluations, the published procedure 2 kappa L. So `bosch_plus`
+    also gets ten times the largest kappa.
     """
     pairs: list[tuple[str, int | None]] = []
     for method in methods:
