@@ -1,4 +1,4 @@
-"""Measure the quickstart's base model; write measures.json, whose figures its README.md states.
+"""Measure the quickstart's base model; write measures.json, the source of its README's figures.
 
     python -m recipes.quickstart.measure_base_model recipes/quickstart/base_model
 
@@ -38,7 +38,7 @@ TEXT_LENGTH = 1024
 
 
 def questions(tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> CalibrationSet:
-    """Teacher-forced needle questions of at most `length` tokens, tasks in turn."""
+    """Teacher-forced needle questions of at most `length` tokens, alternating between tasks."""
     records = forced_records(
         tasks, count, length, "evaluation", SEED, tokenizer, haystack_words(None), max_new_tokens=16
     )
@@ -46,7 +46,7 @@ def questions(tokenizer: Any, tasks: Sequence[str], length: int, count: int) -> 
 
 
 def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Scores of the full, the all-sliding, every one-head and random half-sliding masks."""
+    """Scores of the full and the all-sliding mask, with the masks of `mask_measures`."""
     prepare_for_search(model)
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     all_full, all_sliding = HeadMask.all_full(layers, heads), HeadMask.all_sliding(layers, heads)
@@ -75,7 +75,7 @@ def needle_measures(model: Any, tokenizer: Any) -> dict[str, Any]:
 def mask_measures(
     objective: Objective, all_full: HeadMask, all_sliding: HeadMask
 ) -> dict[str, Any]:
-    """Scores with single heads sliding, whole layers sliding or alone full, and random masks."""
+    """Scores with one head sliding, one layer sliding, one layer full, and half at random."""
     layers, heads = all_full.num_layers, all_full.num_key_value_heads
     none, every = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
     rng = np.random.default_rng(SEED)
@@ -105,7 +105,7 @@ def mask_measures(
 
 @torch.inference_mode()
 def text_measures(model: Any, tokenizer: Any) -> dict[str, float]:
-    """Loss on held-out documents, of the model and of token frequencies alone."""
+    """Loss of the model and of a unigram model on held-out documents."""
     training, held_out = python_text()
     encode = tokenizer.backend_tokenizer.encode_batch
     counts = np.ones(model.config.vocab_size)
