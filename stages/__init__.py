@@ -1,1 +1,1 @@
-"""The stages of the pipeline, one package each; a stage's run() writes one directory."""
+"""The stages of the pipeline, one package each; a stage's run() fills one directory."""

@@ -43,7 +43,7 @@ from stages.versions import installed_versions
 logger = logging.getLogger(__name__)
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
-# Without the current directory in the path: a yaml.py there is somebody's file.
+# The checkout comes first: a yaml.py in the current directory must not be imported.
 _PROCESS = f"import sys; sys.path.insert(0, {str(_CHECKOUT)!r}); "
 _PROCESS += "from stages.measure.process import main; main()"
 
@@ -51,13 +51,13 @@ _PROCESS += "from stages.measure.process import main; main()"
 def measure(
     model: str, original: str | None, settings: MeasureSettings, output: Path
 ) -> dict[str, Any]:
-    """Write efficiency.json and both figures below `output`, print the table; returns the JSON.
+    """Write efficiency.json and both figures to `output` and print the table; returns the JSON.
 
-    `model` is the directory of an original model or of a hybrid; `original` that of a hybrid's
-    original, which is otherwise the hybrid's own weights with every head full. Models take turns at
-    each length, each run in a process of its own; a length at which one runs out of memory is a
-    result. An interrupted measurement resumes where it stopped, unless the machine, the packages or
-    the models have changed. Raises UserError for faulty input, RunError when a run fails otherwise.
+    `model` is the directory of an original model or of a hybrid. `original` is the directory of the
+    hybrid's original; by default the hybrid's weights with every head full are measured. Models
+    take turns at each length, each run in its own process; running out of memory is a result. An
+    interrupted measurement resumes, unless the machine, the packages or the models have changed.
+    Raises UserError for faulty input, RunError when a run fails otherwise.
     """
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)
@@ -66,7 +66,7 @@ def measure(
     _check_output(model, output)
     finished, basis = FinishedWork(output / "runs.partial.jsonl"), _basis(model, original)
     if len(finished):
-        logger.info("%d runs of an interrupted measurement are there", len(finished))
+        logger.info("reusing %d runs of an interrupted measurement", len(finished))
     points = []
     facts: dict[str, Any] = {}
     total = len(settings.lengths) * len(variants) * settings.repeats
@@ -83,7 +83,7 @@ def measure(
                     before = len(finished)
                     if not any("out_of_memory" in run for run in runs[variant]):
                         runs[variant].append(finished.once(request | basis, partial(_run, request)))
-                    free = len(finished) == before  # known from before, or not worth trying
+                    free = len(finished) == before  # reused, or skipped after a run out of memory
                     bar.update(1, f"{variant.name} at {length:,}", free=free)
             for variant in variants:
                 facts = next((run for run in runs[variant] if "hardware" in run), facts)
@@ -108,12 +108,12 @@ def measure(
 
 
 def _checked_model(model: str, original: str | None, settings: MeasureSettings) -> Any:
-    """The model's configuration; raises UserError for what can be known before any run."""
+    """The model's configuration; raises UserError for faults that show before any run."""
     _check_attention(settings)
     config = load_config(model)
     if not is_hybrid(config):
         if original is not None:
-            raise UserError(f"--original: {model} is no hybrid model, it is the original itself")
+            raise UserError(f"--original: {model} is itself an original model; leave this out")
         family_of(config)
         return config
     deploy_layouts(config)
@@ -137,7 +137,7 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
 
 
 def _check_attention(settings: MeasureSettings) -> None:
-    """Raise UserError for an attention backend that no run could be shown to have used."""
+    """Raise UserError for a backend that lacks what the settings need, or cannot run here."""
     requests = {"cache": "a model is measured with its KV cache"}
     if settings.device == "cpu":
         requests["cpu"] = "--device is cpu"
@@ -145,20 +145,20 @@ def _check_attention(settings: MeasureSettings) -> None:
         requests["float32"] = "--dtype is float32"
     if settings.sinks:
         requests["sinks"] = f"--sinks asks for {settings.sinks}"
-    # What a backend can never do is said before what this machine lacks for it.
+    # Limits of the backend itself are reported before those of this machine.
     name = settings.attention
     check_backend(name if name in BACKENDS else resolve_backend(name), requests, "--attention")
 
 
 def _check_sinks(variants: Sequence[Variant], settings: MeasureSettings) -> None:
-    """Raise UserError for a hybrid whose own sinks the backend has not."""
+    """Raise UserError for a hybrid with sinks where the backend has none."""
     if sinks := max(v.sinks or 0 for v in variants):
         requests = {"sinks": f"the model has {sinks}"}
         check_backend(resolve_backend(settings.attention), requests, "--attention")
 
 
 def _check_output(model: str, output: Path) -> None:
-    """Raise UserError for a folder with the figures of another model."""
+    """Raise UserError where `output` holds the figures of another model."""
     report = read_json(output / REPORT)
     measured = report.get("model", {}).get("path") if isinstance(report, dict) else None
     if measured is not None and os.path.realpath(measured) != os.path.realpath(model):
@@ -175,7 +175,7 @@ def _make_folder(output: Path) -> None:
 
 
 def _basis(*models: str | None) -> dict[str, Any]:
-    """Settings by which two runs of one request differ."""
+    """Machine, versions and files on which the result of a request depends."""
     files = []
     for model in models:
         if model is not None and os.path.isdir(model):
@@ -229,7 +229,7 @@ def _report(
 
 def _title(report: dict[str, Any]) -> str:
     settings, hardware = report["settings"], report["hardware"] or {}
-    where = hardware.get("gpu") or hardware.get("cpu") or "no run had memory"
+    where = hardware.get("gpu") or hardware.get("cpu") or "every run was out of memory"
     weights = ", random weights" if settings["random_weights"] else ""
     name = os.path.basename(os.path.realpath(report["model"]["path"]))
     clock = "; processor time" if settings["clock"] == "processor" else ""
@@ -273,11 +273,11 @@ def _outcome(result: dict[str, Any]) -> dict[str, Any]:
 def lack_of_memory(
     status: int, output: str, killed_before: int | None, killed_now: Callable[[], int | None]
 ) -> str | None:
-    """Why a process that left no result ran out of memory; None when it ended by something else."""
+    """How a process without a result ran out of memory; None when it ended for another reason."""
     if status == -signal.SIGKILL:
         now = killed_now()
         if now is None or killed_before is None or now > killed_before:
-            return "killed by the system for want of memory"
+            return "killed by the system, which was out of memory"
     if status == -signal.SIGABRT and "std::bad_alloc" in output:
         return "std::bad_alloc"
     return None

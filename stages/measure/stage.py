@@ -1,4 +1,4 @@
-"""Stage measure: speed and memory of the hybrid beside the original, on this machine."""
+"""Stage measure: speed and memory of the hybrid and the original, on this machine."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ class MeasureSettings(Section):
     clock: Literal["wall", "processor"] = Field(
         "wall",
         description=(
-            "wall or processor: on a CPU that has other work, the time spent on this, summed over "
-            "the threads"
+            "wall, or processor: CPU time summed over threads, for a machine with other work"
         ),
     )
-    chunk: Count = Field(8192, description="tokens of one pass of the prefill")
+    chunk: Count = Field(8192, description="prompt tokens in one forward pass")
     decode_tokens: Count = Field(64, description="tokens decoded after the prompt")
-    batch_size: Count = Field(1, description="rows measured together")
-    repeats: Count = Field(3, description="runs of each point, of which the median counts")
+    batch_size: Count = Field(1, description="sequences measured together")
+    repeats: Count = Field(3, description="runs of each point; the median is reported")
     attention: str = Field("auto", description="backend of the hybrid attention")
     original_attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "hybrid"
@@ -65,9 +64,9 @@ class MeasureSettings(Section):
         ),
     )
     memory_limit: Bytes | None = Field(
-        None, description="memory a run may take, like 40GB or 512MiB"
+        None, description="most memory of a run, like 40GB or 512MiB"
     )
-    random_weights: bool = Field(False, description="of MODEL_DIR only config.json is needed")
+    random_weights: bool = Field(False, description="use random weights, with config.json only")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the prompts and of random weights")
 
 
@@ -78,12 +77,12 @@ class MeasureConfig(Section):
         default=[4096, 32768], min_length=1, description="Tokens of the prompts."
     )
     decode_tokens: Count = Field(64, description="Tokens decoded after each prompt.")
-    batch_size: Count = Field(1, description="Rows measured together.")
-    repeats: Count = Field(3, description="Runs of each point, of which the median counts.")
+    batch_size: Count = Field(1, description="Sequences measured together.")
+    repeats: Count = Field(3, description="Runs of each point; the median is reported.")
 
 
 class OverOriginal(Record):
-    """A hybrid's figures over the original's: 2 is twice as many tokens per second or bytes."""
+    """A hybrid's figures as multiples of the original's."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
@@ -92,7 +91,10 @@ class OverOriginal(Record):
 
 
 class Point(Record):
-    """Figures of one model at one length; `over_original` of a hybrid where both had memory."""
+    """Figures of one model at one length.
+
+    `over_original` is set for a hybrid where neither model ran out of memory.
+    """
 
     model: str
     length: int
@@ -107,7 +109,7 @@ class Point(Record):
 class Efficiency(Summary):
     """efficiency.json: the points of a measurement, and the hardware that it ran on.
 
-    The shortest come first, the original's before the hybrid's.
+    Points are in order of length, the original's before the hybrid's.
     """
 
     FILE = "efficiency.json"
@@ -124,7 +126,7 @@ class Efficiency(Summary):
 
     @property
     def hybrids(self) -> list[Point]:
-        """The hybrid's points, the shortest first."""
+        """The hybrid's points, in order of length."""
         return [point for point in self.points if point.model == "hybrid"]
 
 

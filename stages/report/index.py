@@ -1,4 +1,4 @@
-"""runs/index.html: a row for each run that has a report; every report writes it again."""
+"""runs/index.html: a row for each run that has a report; every report rewrites it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADER = (
 
 
 def write_index(root: Path) -> Path:
-    """Write the page of all runs in `root`, from what their reports published; returns it."""
+    """Write the page of all runs in `root` from their reports' summaries; returns its path."""
     summaries = sorted(root.glob(f"*/report/{Summary.FILE}"))
     rows = [_row(file.parent.parent.name, file.parent) for file in summaries]
     table = Table.of_rows("", _HEADER, rows)
@@ -48,7 +48,7 @@ def _row(name: str, folder: Path) -> list[str]:
             created[:16].replace("T", " "),
         ]
     except (RunError, LookupError, TypeError, ValueError, AttributeError) as error:
-        # Of an older version, or damaged: the others are shown all the same.
+        # Written by an older version, or damaged: the other runs are still shown.
         return [link, f"cannot be read: {error}", *[""] * (len(_HEADER) - 2)]
 
 

@@ -22,7 +22,7 @@ ABSENT = "not part of this recipe"
 
 
 def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, Any]:
-    """Headline numbers; null where the recipe has no such stage. Scores in points of 100."""
+    """Headline numbers, null where their stage is not part of the recipe; scores from 0 to 100."""
     price, gpu_hours = section.gpu_hour_price, results.total_gpu_hours
     original, hybrid = results.checkpoint("original"), results.checkpoint("hybrid")
     trained, search, cache = results.trained, results.search, results.cache
@@ -76,7 +76,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
 
 
 def _budgets(results: Results) -> list[dict[str, Any]]:
-    """Averages of the final model at each budget that it serves; None: not scored."""
+    """The final model's average at each budget that it serves; None where it was not scored."""
     scores = results.budget_scores(final_model(results))
     return [
         {
@@ -89,7 +89,7 @@ def _budgets(results: Results) -> list[dict[str, Any]]:
 
 
 def print_summary(results: Results, summary: dict[str, Any]) -> None:
-    """Print the headline table and the sentences of a `summary` of the results."""
+    """Print the headline table and sentences of `summary`."""
     rows = _rows(results)
     if results.total_gpu_hours:
         costs = (format_money(amount, name) for name, amount in (summary["cost"] or {}).items())

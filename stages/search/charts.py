@@ -28,8 +28,8 @@ from stages.pages.charts import (
 )
 from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary, TracePoint
 
-# Name of a phase above the picture, its evaluations in the legend, and their look. Other phases of
-# a method are called what it calls them.
+# Name of each phase above the picture, in the legend, and the style of its points. A phase that is
+# not listed keeps its own name.
 PHASES = {
     "anchors": ("Anchors", "anchors", Style("ink")),
     "layer_importance": ("Algorithm 1", "Algorithm 1, layer importance", Style("seventh")),
@@ -48,7 +48,7 @@ _AXES = {
 
 
 def write_traces(summary: SearchSummary, mask: str, folder: Path) -> None:
-    """The traces as SVG files; none where nothing was evaluated. `mask` is the final one's key."""
+    """Write the traces as SVG files, if anything was evaluated; `mask` is the final mask's key."""
     for quantity, file in TRACES.items():
         picture = trace(summary, mask, quantity)
         if picture is not None:
@@ -56,15 +56,15 @@ def write_traces(summary: SearchSummary, mask: str, folder: Path) -> None:
 
 
 def write_front(front: Front, folder: Path) -> None:
-    """The picture of a front as an SVG file."""
+    """Write the picture of a front as an SVG file."""
     picture = front_picture(front)
     save(picture.chart.properties(width=900), folder / FRONT_PICTURE, picture.description)
 
 
 def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
-    """Score or log-likelihood of every evaluation, banded by phase; None where there is none.
+    """Score or log-likelihood of every evaluation, phases shaded; None without evaluations.
 
-    An evaluation that ended early has bounds instead of values and no point.
+    Evaluations that ended early have only bounds and are left out.
     """
     points = [point for point in summary.trace if _is_finite(getattr(point, quantity))]
     whole = [point for point in points if not point.is_bound]
@@ -80,7 +80,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     named = {row["series"] for row in [*rows, *best]}
     look = {label: style for label, style in look.items() if label in named}
     picked = picker()
-    # The zoom is bound to the first layer's scales, so that has the axes.
+    # Zooming is bound to the scales of the first layer, so the axes belong there.
     ends = points[0].step - 0.5, points[-1].step + 0.5
     x = Axis("Evaluation", "whole", domain=ends).of(alt.X, "x")
     y = _AXES[quantity].of(alt.Y, "y")
@@ -100,7 +100,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
 
 
 def front_picture(front: Front) -> Picture:
-    """Score of each point over its KV cache, held out where it was, with 95 % one-sided limits."""
+    """Score of each point over its KV cache, held-out if measured, with one-sided 95 % limits."""
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(front.points):
         is_held_out = point.held_out_score is not None
@@ -140,7 +140,7 @@ def _row(point: TracePoint, quantity: str, series: str) -> dict[str, Any]:
 
 
 def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
-    """The best score in each sub-problem."""
+    """Best score so far, for each sub-problem."""
     for run, run_points in groupby(points, key=lambda p: search_of(p.phase, p.subproblem)):
         for point in run_points:
             if _is_finite(point.best_score):
@@ -149,7 +149,7 @@ def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
 
 
 def _bands(points: list[TracePoint]) -> list[alt.Chart]:
-    """Every other phase shaded, each named, and a line where a sub-problem begins."""
+    """Layers that shade every other phase, name each, and mark where a sub-problem begins."""
     bands, starts = [], []
     for index, (phase, phase_points) in enumerate(groupby(points, key=lambda point: point.phase)):
         steps = [(point.step, point.subproblem) for point in phase_points]

@@ -25,10 +25,10 @@ def mask_file(
     score: float,
     sink_bias: SinkBias | None = None,
 ) -> HeadMaskFile:
-    """`mask` as a file, with the search that it comes from."""
+    """The head mask file of `mask`, with the settings of its search."""
     section = config.section
     ratio = section.stated_ratio
-    # Among several windows a method chooses how many heads stay full.
+    # With several windows the method chooses how many heads stay full.
     if ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front:
         ratio = mask.swa_ratio
     return HeadMaskFile.of(
@@ -44,9 +44,9 @@ def mask_file(
 
 
 class LiveView:
-    """Written after each evaluation, on the first rank.
+    """Writes scalars and the best mask after each evaluation, on the first rank.
 
-    A resumed search evaluates its first masks again, so the scalars start over each time.
+    A resumed search replays its evaluations from the log, so the scalars start over.
     Raises RunError where the work directory cannot be written.
     """
 
@@ -70,7 +70,7 @@ class LiveView:
             ) from error
 
     def update(self, evaluator: Evaluator) -> None:
-        """Show the last evaluation of `evaluator`."""
+        """Write the last evaluation of `evaluator`."""
         phases = list(dict.fromkeys(point.phase for point in evaluator.trace))
         point, costs, best = evaluator.trace[-1], evaluator.costs(), evaluator.best_on_budget
         values = {

@@ -1,7 +1,7 @@
 """Checkpoints of the whole model, written by all processes together.
 
-The weights are gathered one by one in groups of about a file each, every group on the process that
-writes it, so that each process has a file of the checkpoint in memory and not the model.
+The weights are gathered one by one, in groups of about a file's size, on the process that writes
+the group. So a process holds one file of the checkpoint in memory, not the model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 
 def save_model(model: Any, folder: Path, max_shard_size: str) -> None:
-    """As `model.save_pretrained`, in memory for one file at a time.
+    """As `model.save_pretrained`, with memory for one file at a time.
 
-    That takes the experts of all layers apart first: with them there are two models.
+    `save_pretrained` itself splits the experts of all layers first, which takes a second model.
     """
     model.save_pretrained(folder, state_dict={})
     for empty in folder.glob("*.safetensors"):
@@ -46,9 +46,9 @@ def save_model(model: Any, folder: Path, max_shard_size: str) -> None:
 
 
 class CheckpointWriter:
-    """Writes `checkpoints/tokens-<n>`: a directory like the one training started from.
+    """Writes `checkpoints/tokens-<n>`: a model directory like the one that training started from.
 
-    The weights are saved in `dtype`; with None in the one that each has.
+    Weights are saved in `dtype`; with None each keeps its own.
     """
 
     def __init__(
@@ -70,10 +70,8 @@ class CheckpointWriter:
     ) -> None:
         """Save `model` in the starting model's precision; every process calls it.
 
-        A process waits for the others until each has written one file at most. The mean with the
-        checkpoints of the token counts `averaged` takes the place of the weights. The card says
-        how many tokens the model was `trained` on, which are more or less than `tokens` where these
-        make no whole steps.
+        With `averaged`, the mean of `model` and the checkpoints of these token counts is saved. The
+        model card names `trained`, the tokens of whole steps, which may differ from `tokens`.
         """
         writing = self._directory / "writing"
         first = rank() == 0
@@ -98,7 +96,7 @@ class CheckpointWriter:
                 replace(writing, self._directory / checkpoint_name(tokens))
 
     def write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
-        """Write each group's files on its process, in turn; returns counts for the index."""
+        """Write each group's files on its process; returns the totals for the index."""
         left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         state = {
             name: value
@@ -125,10 +123,10 @@ class CheckpointWriter:
         }
 
     def _groups(self, state: dict[str, Tensor]) -> list[list[str]]:
-        """Names in groups of at most `max_shard_size`, a layer or what is in none never parted.
+        """Names in groups of at most `max_shard_size` that never split a layer.
 
-        transformers makes several saved weights of some together, but of one layer's only, and an
-        adapter is merged into its own.
+        transformers combines some weights of a layer when it saves them, and an adapter is merged
+        into its weight; weights outside the layers form one group too.
         """
         layers: dict[str, list[str]] = {}
         for name in state:
@@ -147,7 +145,7 @@ class CheckpointWriter:
         return groups
 
     def _saved(self, name: str, value: Tensor) -> Tensor:
-        """A weight in the precision it is saved in, an adapter as it is, in memory of its own."""
+        """A copy of a weight on the CPU in the dtype it is saved in; an adapter keeps its dtype."""
         dtype = value.dtype if is_adapter(name) else self._saved_dtype(name, value)
         return value.detach().to("cpu", dtype, copy=True)
 
@@ -160,9 +158,9 @@ class CheckpointWriter:
         return _count(value) * self._saved_dtype(name, value).itemsize
 
     def write_group(self, model: Any, weights: dict[str, Tensor], stem: Path) -> None:
-        """Write `weights` as files whose names begin with `stem`, as `save_pretrained` would.
+        """Write `weights` as files whose names begin with `stem`.
 
-        That writes nothing on all processes but the first.
+        `save_pretrained` would write them on the first process only.
         """
         saved = revert_weight_conversion(model, weights)
         files = split_torch_state_dict_into_shards(
@@ -178,7 +176,7 @@ class CheckpointWriter:
 
 
 def _name_files(writing: Path, sizes: dict[str, int]) -> None:
-    """Give the parts transformers' names, and write the index of several."""
+    """Give the files transformers' names; write an index if there are several."""
     parts = sorted(writing.glob("part-*.safetensors"))
     if len(parts) == 1:
         parts[0].rename(writing / SAFE_WEIGHTS_NAME)
@@ -195,7 +193,7 @@ def _name_files(writing: Path, sizes: dict[str, int]) -> None:
 
 @contextmanager
 def _gathered(value: Any) -> Iterator[Tensor]:
-    """All of a weight that FSDP or DeepSpeed shards; every process must ask for it."""
+    """The whole of a weight that FSDP or DeepSpeed shards; all processes must call it together."""
     if not hasattr(value, "ds_id"):
         yield whole_weight(value.detach())
         return
@@ -209,25 +207,22 @@ def _gathered(value: Any) -> Iterator[Tensor]:
 
 
 def _count(value: Any) -> int:
-    """Elements of the whole weight; DeepSpeed leaves none of them in the parameter."""
+    """Elements of the whole weight; under DeepSpeed the parameter itself is empty."""
     return int(getattr(value, "ds_numel", value.numel()))
 
 
 def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
-    """Replace the weights in `files` by their mean with those in `others`, in files of their names.
+    """Replace the weights in `files` by their mean with the files of the same names in `others`.
 
-    `others` are model directories. All are checkpoints of one training, so their files hold the
-    same tensors. Sums are float32, one tensor at a time, in the memory of one file; floating-point
-    tensors alone are averaged.
+    `others` are model directories, checkpoints of the same training, so their files hold the same
+    tensors. Only floating-point tensors are averaged, one at a time in float32.
 
     Raises RunError when the files do not hold the same tensors.
     """
     for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
-        averaged = load_file(
-            file
-        )  # mapped, as the others are: what is written is memory of its own
+        averaged = load_file(file)  # memory-mapped; changed tensors are copies
         weights = [load_file(p) if (p := other / file.name).is_file() else {} for other in others]
         for other, there in zip(others, weights, strict=True):
             if there.keys() != averaged.keys():

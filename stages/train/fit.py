@@ -26,13 +26,13 @@ from stages.train.stage import CHECKPOINTING, TrainConfig, batch_faults, checkpo
 
 # CUDA context, NCCL's buffers and the kernels' own workspaces, on a GPU.
 _DEVICE_OVERHEAD = 2.0 * 2**30
-# What the allocator cannot give out again, as a share of the rest.
+# Memory that the allocator cannot reuse, as a share of the rest.
 _FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of each training process by its `runtime`, and the bytes it may use."""
+    """Memory that each training process needs under `runtime`, and the bytes it may use."""
 
     runtime: Runtime
     memory: TrainingMemory
@@ -54,7 +54,7 @@ class Budget:
 
     @property
     def fits(self) -> bool:
-        """Whether what is certain fits; the margin may be missing."""
+        """Whether `need` fits, with or without the margin."""
         return self.need <= self.capacity
 
     @property
@@ -75,19 +75,19 @@ class Budget:
 def training_budget(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> Budget:
     """The memory of a recipe's training on `processes`.
 
-    Raises UserError where the batch does not split over them.
+    Raises UserError where the batch cannot be divided among them.
     """
     recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
     train, shape = recipe[TrainConfig], shape_of(loaded)
     rows = planned_rows(loaded, shape)
-    layers = rows[max(rows)]  # of several budgets the largest, which takes the most
+    layers = rows[max(rows)]  # the largest budget takes the most memory
     return budget_of(train, recipe.runtime, length, shape, processes, capacity, on_gpu, layers)
 
 
 def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[LayerHeads]]:
-    """Heads by window in each layer that trains, by the KV slots of several budgets, else under 0.
+    """Heads by window in each trained layer, for each KV budget; under 0 where there is only one.
 
-    They are spread evenly over the layers where no mask is given.
+    Heads are spread evenly over the layers where no mask is given.
     """
     recipe = loaded.recipe
     budgets = recipe[TrainConfig].budgets
@@ -106,9 +106,9 @@ def budget_of(
     on_gpu: bool,
     layers: Sequence[LayerHeads] = (),
 ) -> Budget:
-    """The memory of training, under `runtime.checkpointing = auto` with the first that fits.
+    """The memory of training; `runtime.checkpointing: auto` takes the first setting that fits.
 
-    `layers` as for `training_memory`. Raises UserError where the batch does not split.
+    `layers` as for `training_memory`. Raises UserError where the batch cannot be divided.
     """
     schedule = make_schedule(train, runtime, length, processes, on_gpu)
 
@@ -128,9 +128,9 @@ def budget_of(
 
 
 def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:
-    """The first of `_alternatives` with which training would fit, as a sentence's end.
+    """The end of a message: the first of `_alternatives` with which training would fit.
 
-    Where none of them leaves the margin on these processes, those that may fit.
+    Where none fits with the margin on these processes, the first that may fit.
     """
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     splits = loaded.info is None or split_fault(loaded.info.loaded) is None
@@ -154,9 +154,9 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
 def _alternatives(
     runtime: Runtime, processes: int, splits: bool, on_gpu: bool
 ) -> Iterator[tuple[list[str], Runtime, int]]:
-    """Changes of what is not part of any result: of the fewest processes first.
+    """Changes of `runtime` that leave results as they are, with the processes that they need.
 
-    Of as many, those that split sequences least come first, and of these the fewest. `splits`:
+    In order of processes, then of `context_parallel`, then of the number of changes. `splits`:
     sequences of this model can be split over processes.
     """
     changes: dict[str, dict[str, object]] = {}
@@ -206,12 +206,12 @@ def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
     if offloaded > host:
         raise UserError(
             f"{loaded.file}: runtime.offload_activations = true puts {format_bytes(offloaded)} of "
-            f"layers' inputs into host memory, of {format_bytes(host)} there; set false, or "
-            "runtime.context_parallel higher"
+            f"layers' inputs into host memory, which has {format_bytes(host)}; set it to false, or "
+            "raise runtime.context_parallel"
         )
     if not budget.fits:
         raise UserError(
             f"{loaded.file}: training needs {format_bytes(budget.need)} on each of {count} "
-            f"process(es), of {format_bytes(capacity)} there; "
+            f"process(es), which has {format_bytes(capacity)}; "
             f"{remedy(loaded, count, capacity, on_gpu)} (plan shows what takes it)"
         )

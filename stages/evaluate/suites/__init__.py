@@ -1,6 +1,6 @@
-"""The suites: each is a package here that sets SUITE, its section; no torch.
+"""The suites: each package here sets SUITE, its section of `evaluate`, under the package's name.
 
-The package's name is the section's in `evaluate`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ SUITES = dict(sorted(_FOUND.items(), key=lambda item: item[1].rank))
 
 
 def suite_title(name: str) -> str:
-    """A suite's name for people; an unknown one's is its own."""
+    """Display name of a suite; an unknown name is returned as it is."""
     return SUITES[name].title if name in SUITES else name

@@ -1,4 +1,4 @@
-"""MRCR: its section of the recipe."""
+"""Section of the suite MRCR."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Mrcr(PromptEvaluation):
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(
         default=[8192, 16384, 32768],
         min_length=1,
-        description="Most tokens of a conversation and its answer; the least are half as many.",
+        description="Most tokens of a conversation with its answer; it takes more than half of them.",
     )
     samples: Count | None = Field(
-        None, description="Samples at each length and count of needles, the first; default: all."
+        None, description="First samples for each length and number of needles; default: all."
     )
 
     def missing_files(self, folder: Path) -> Iterator[str]:

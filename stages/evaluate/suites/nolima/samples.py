@@ -1,7 +1,7 @@
 """NoLiMa (arXiv:2502.05167): needles whose questions share no words with them, in shuffled books.
 
-Needle sets and books are read in their public layout (adobe-research/NoLiMa at commit 7532e4e,
-whose prompts these are to the character): a JSON list of experiments, and .txt files. A task of the
+Needle sets (a JSON list of experiments) and books (.txt files) are read in their public layout,
+adobe-research/NoLiMa at commit 7532e4e; prompts equal that code's to the character. A task of the
 suite is a kind of question.
 """
 
@@ -26,12 +26,12 @@ from stages.evaluate.prompt_suite import PromptSample
 from stages.evaluate.suites.nolima import Nolima
 
 _BASE_SEED = 42
-# To every chat model upstream says this, whatever the set's own system prompt is.
+# Upstream's system prompt for every chat model, in place of the needle set's own.
 _CHAT_SYSTEM = "You are a helpful assistant"
-_MAX_TESTS = 100_000  # of a needle set, whose public ones have some hundred
-# Around the needle, as shares of the context, where no distractor stands.
+_MAX_TESTS = 100_000  # of a needle set; public sets have a few hundred
+# No distractor stands this near to the needle, as a share of the context.
 _FREE_ZONE = 0.2
-# Contexts below which a distractor has a fixed place, and characters by which it is found again.
+# In contexts shorter than this a distractor has a fixed depth; characters that find its place.
 _SHORT = 500
 _ANCHOR, _SHORT_ANCHOR = 50, 25
 
@@ -63,11 +63,11 @@ class NolimaSample:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Any of which is right where the output contains it."""
+        """An output is right if it contains any of them."""
         return (self.character,) if self.character else self.test.answers
 
     def check_room(self, book: Book, length: int) -> None:
-        """Raise UserError when the book is too short for a prompt of `length` tokens of it."""
+        """Raise UserError when the book is too short for a prompt with `length` tokens of it."""
         book.span(length, self.depth)
         if self.test.distractor is not None:
             book.span(length, self.distractor_depth)
@@ -87,7 +87,7 @@ class NolimaSample:
         return self.test.template.format(haystack=text, question=question)
 
     def _with_distractor(self, text: str, distractor: str, book: Book, length: int) -> str:
-        """The text with a distractor, in the place that it has in the book without the needle."""
+        """The text with a distractor where it would stand in the book without the needle."""
         alone = book.with_text(distractor, length, self.distractor_depth)
         reach = _SHORT_ANCHOR if length < _SHORT else _ANCHOR
         at = alone.index(distractor)
@@ -112,7 +112,7 @@ class Book:
         self._places = np.asarray(places)  # of line breaks, ascending
 
     def with_text(self, text: str, length: int, depth: float) -> str:
-        """`length` tokens of the book, with `text` at the first line break from `depth` of them on.
+        """`length` tokens of the book, with `text` at the first line break at or after `depth`.
 
         Raises UserError as `span` does.
         """
@@ -122,7 +122,7 @@ class Book:
         return f"{before[: max(before.rfind(chr(10)), 0)]} {text}\n{after}"
 
     def span(self, length: int, depth: float) -> tuple[int, int]:
-        """Where `length` tokens begin, and their first line break from `depth` of them on.
+        """Start of `length` tokens, and their first line break at or after `depth`.
 
         Raises UserError when the book has no such break, or too few tokens around it.
         """
@@ -154,7 +154,7 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
         if not tests:
             raise ValueError("it has no question")
         name, number = Counter(test.name for test in tests).most_common(1)[0]
-        if number > 1:  # counted as several, one question makes a score look too certain
+        if number > 1:  # one question counted twice would make the interval too narrow
             raise ValueError(f"{name} stands {number} times")
         return tests
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -171,7 +171,7 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
             f"experiment {experiment['id']} has no task_template; save the benchmark's own as "
             "task_template.txt beside the set"
         )
-    # A field may ask for any width: {question:>9999999999}.
+    # A format specification may ask for any width: {question:>9999999999}.
     fields = [field for _, field, *_ in Formatter().parse(template) if field is not None]
     plain = all(spec in ("", None) and not mark for *_, spec, mark in Formatter().parse(template))
     if not plain or set(fields) != {"haystack", "question"}:
@@ -189,12 +189,12 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
                 raise ValueError(f"{experiment['id']}_{name}_{kind} has no answer")
             _texts(name, "question and needle", [question, experiment["needle"]])
             arguments = test["input_args"]
-            is_list = isinstance(arguments, list)  # the letters of a text are no arguments
+            is_list = isinstance(arguments, list)  # a string would be iterated letter by letter
             if not is_list or not all(isinstance(value, str) for value in [*arguments, system]):
                 raise ValueError(
                     f"input_args of {name} must be a list of texts, system_prompt a text"
                 )
-            # Upstream fills one placeholder of a question or a distractor: the last that it has.
+            # Upstream fills only the last placeholder of a question or a distractor.
             in_needle, in_question, in_distractor = (
                 _placeholders(text, arguments)
                 for text in (experiment["needle"], question, distractor or "")
@@ -214,7 +214,7 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
 
 
 def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
-    """One text or several; raises ValueError for an empty one, which any output contains."""
+    """The texts in `value`; raises ValueError for an empty one, which any output contains."""
     texts = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{what} of {name} must be texts that are not empty")
@@ -238,7 +238,7 @@ def samples_of(
 ) -> list[NolimaSample]:
     """Every needle at every depth of every book: books first, then tests, then depths.
 
-    The draws are numpy's legacy generator's, seeded by test and book, as upstream takes them.
+    Draws come from numpy's legacy generator, seeded by test and book, as upstream.
     """
     samples = []
     for book in range(books):
@@ -256,7 +256,7 @@ def samples_of(
 
 
 def _distractor_depth(rng: np.random.RandomState, depth: float, length: int) -> float:
-    """Somewhere off the needle and its surroundings; at fixed depths of a short context."""
+    """A random depth away from the needle; in a short context one of three fixed depths."""
     left, right = max(0, depth - 2 * _FREE_ZONE), max(0, 1 - (depth + 2 * _FREE_ZONE))
     drawn = float(rng.uniform(0, left + right))
     if length < _SHORT:
@@ -265,17 +265,17 @@ def _distractor_depth(rng: np.random.RandomState, depth: float, length: int) -> 
 
 
 def score(output: str, answers: Sequence[str]) -> float:
-    """1 where the output contains one of the answers, letter by letter."""
+    """1 where the output contains one of the answers, case included."""
     return float(any(answer in output for answer in answers))
 
 
 def samples(
     section: Nolima, tokenizer: Any, seed: int, chat: ChatTemplate | None
 ) -> list[PromptSample]:
-    """The needles of the set at every depth of every book, or as many as are asked for.
+    """The needles of the set at every depth of every book, or `section.samples` of them.
 
-    The places of a question count as one sample: a model that knows the answer at one depth knows
-    it at most others.
+    All depths of a question count as one sample, since a model that answers at one depth does so
+    at most others.
 
     Raises UserError when the needle set or a book cannot be read, or a book is too short.
     """
@@ -292,7 +292,7 @@ def samples(
         chosen = rng.permutation(len(every))[: section.samples]
         for index in sorted(chosen.tolist()):
             sample = every[index]
-            sample.check_room(books[sample.book], length)  # before a model is loaded
+            sample.check_room(books[sample.book], length)  # before any model is loaded
             system = sample.test.system_prompt if chat_system is None else chat_system
             prompts.append(
                 PromptSample(
