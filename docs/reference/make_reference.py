@@ -47,17 +47,16 @@ stages/*/stage.py. -->
 
 A recipe is one YAML file. A key that is not listed here is refused.
 With `# yaml-language-server: $schema=…/docs/reference/recipe.schema.json` as its first line, an
-editor completes keys and checks values. The sections `train`,
-`evaluate`, `measure` and `rival` may be left out: the stage is then no part of the recipe. Any
-value can be replaced on the command line by its dotted path, as in `search.swa_ratio=0.5` or
-`prepare.sources.0.weight=2`.
+editor completes keys and checks values. The sections `train`, `evaluate`, `measure` and `rival` may
+be left out; their stages then do not run. Any value can be replaced on the command line by its
+dotted path, as in `search.swa_ratio=0.5` or `prepare.sources.0.weight=2`.
 
 - *count*: a positive integer, or one with a suffix: `32k` (× 1,024), `2M` (× 1,048,576), `2.5B`
   (× 1,000,000,000).
 - *size*: bytes, or `512MiB`, `40GB`.
-- *number*: `1e-5` is read as one.
-- *path*: a relative one starts at the folder of the recipe's file; in an override, at the current
-  directory; a default, at the checkout.
+- *number*: also `1e-5`, which plain YAML would read as text.
+- *path*: relative paths start at the recipe's folder; in an override, at the current directory; in
+  a default, at the checkout.
 """
 
 # Texts that stand for other values, as patterns: editors run no code.
@@ -81,16 +80,16 @@ COMMANDS_INTRODUCTION = """\
 `.venv/bin/bosch`. It works from any folder; `python -m pipeline COMMAND …` in the checkout is the
 same program. `bosch --version` prints the version, `bosch completion bash` a script that completes
 commands, options and files.
-Where `pip install .` has put the library alone, `bosch` has the commands that need no more, such
-as `mask`, `repair` and `show`.
-`launch/torchrun.sh` takes the arguments of `run`, sets the environment up where it is missing, and
-finds the GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
-read as YAML.
+Where only the library is installed (`pip install .`), `bosch` has the commands `mask`, `repair` and
+`show`.
+`launch/torchrun.sh` takes the arguments of `run`, installs the environment if it is missing, and
+uses all GPUs. Overrides, `key.path=value`, may stand before, between and after options; values are
+YAML.
 
 | exit status | meaning |
 |---|---|
 | 0 | done |
-| 1 | a failure, such as a full disk; a task without a score (`validate`: what will have none) |
+| 1 | a failure, such as a full disk; some task has no score (`validate`: will have none) |
 | 2 | an invalid recipe, option or input file |
 | 75 | training was stopped and has written a restart point |
 | 76 | a process of a stage was killed or lost |
@@ -103,8 +102,8 @@ PYTHON_INTRODUCTION = """\
 
 <!-- Written by docs/reference/make_reference.py from the docstrings in bosch/. -->
 
-What the library gives a program besides [loading a hybrid](../guide/load.md) by transformers:
-a head mask is applied to a model of your own, and a hybrid is made and saved without a recipe.
+The library's functions for programs that do more than [load a hybrid](../guide/load.md): apply a
+head mask to a loaded model, or make and save a hybrid without a recipe.
 
 ```python
 import bosch
@@ -116,17 +115,17 @@ tokenizer = AutoTokenizer.from_pretrained(base)
 file = bosch.HeadMaskFile.load("recipes/masks/quickstart/bosch-0.75.json")
 inputs = tokenizer("def main(", return_tensors="pt")
 
-with bosch.head_mask(model, file.mask, file.windows):  # no weight is touched
+with bosch.head_mask(model, file.mask, file.windows):  # weights stay as they are
     logits = model(**inputs).logits
 hybrid = bosch.materialize(model, file.mask, file.windows)  # the same logits, and a smaller cache
 hybrid.save_pretrained("my_hybrid")
 tokenizer.save_pretrained("my_hybrid")
 ```
 
-A mask is also written by hand, `bosch.HeadMask.from_swa_kv_heads([[0, 1], [2]], 4)`, here for two
-layers of four KV heads, and `bosch.Window(1024)` is its window. `import bosch` loads neither torch
-nor transformers; a name below loads what it needs when it is first used. `help(bosch.materialize)`
-shows arguments, shapes and what is raised.
+`bosch.HeadMask.from_swa_kv_heads([[0, 1], [2]], 4)` makes a mask by hand, here for two layers of
+four KV heads; `bosch.Window(1024)` is a window. `import bosch` does not load torch or transformers;
+the names below load them on first use. `help(bosch.materialize)` shows arguments, shapes and
+errors.
 
 | `bosch.` | |
 |---|---|

@@ -326,7 +326,7 @@ def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run
 @pytest.mark.parametrize(
     ("model", "original", "sentence"),
     [
-        ("model", "model", "^--original: .*/model is no hybrid model, it is the original itself"),
+        ("model", "model", "^--original: .*/model is itself an original model"),
         (
             "hybrid",
             "hybrid",
@@ -525,7 +525,7 @@ def test_lack_of_memory_is_distinguished_from_other_failures(
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 5\noom_kill 3\n")
     reason = partial(measurement.lack_of_memory, killed_now=partial(killed_by_kernel, counts))
-    assert reason(-signal.SIGKILL, "", 2) == "killed by the system for want of memory"
+    assert reason(-signal.SIGKILL, "", 2) == "killed by the system, which was out of memory"
     assert reason(-signal.SIGKILL, "", 3) is None
     # Where the system does not count, a kill is taken for one.
     assert reason(-signal.SIGKILL, "", None) == reason(-signal.SIGKILL, "", 2)
