@@ -24,12 +24,12 @@ _CHECKSUM = b'"crc32": "'
 
 
 class Journal:
-    """JSON objects in a file, one on each line, that several processes append to and follow.
+    """A file of JSON objects, one per line, that several processes append to and read.
 
-    A line is written under a lock, whole, and is on disk before `append` returns. It ends with a
-    field `crc32`, which `jq` and other tools see and entries do not have. A torn last line, which
-    a killed writer leaves, is cut off by the next `append`; a line elsewhere that does not fit its
-    checksum, or whose fields are not those its reader knows, is skipped. `damaged` counts these.
+    Lines are written under a lock and are on disk before `append` returns. A line ends with a field
+    `crc32`, which entries do not have. The next `append` removes a torn last line, which a killed
+    writer leaves. Other lines with a wrong checksum or unknown fields are skipped and counted in
+    `damaged`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,11 +60,10 @@ class Journal:
             raise RunError(f"{self.path}: cannot be written ({error.strerror})") from error
 
     def read_new(self, make: Callable[[Entry], T]) -> list[T]:
-        """What `make` makes of each entry that any process appended since the last call.
+        """`make(entry)` for each entry that any process has appended since the last call.
 
-        Damaged lines are skipped, with one warning that says how many; a line is damaged too where
-        `make` raises KeyError, TypeError or ValueError. Raises RunError where the file cannot be
-        read.
+        Damaged lines are skipped with one warning, and so are entries for which `make` raises
+        KeyError, TypeError or ValueError. Raises RunError if the file cannot be read.
         """
         try:
             with open_regular(self.path) as file:
@@ -74,7 +73,7 @@ class Journal:
             return []
         except OSError as error:
             raise RunError(f"{self.path}: cannot be read ({error.strerror})") from error
-        # What follows the last line feed is torn, or being written.
+        # What follows the last line feed is torn or still being written.
         lines = content[: content.rfind(b"\n") + 1]
         self._offset += len(lines)
         entries, damaged = [], 0
@@ -92,7 +91,7 @@ class Journal:
         return entries
 
     def replace(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Put `entries` in place of all lines, atomically; no other process may be appending."""
+        """Replace all lines by `entries`, atomically; no other process may append meanwhile."""
         try:
             write_text(self.path, b"".join(map(_line, entries)).decode())
             self._offset = self.path.stat().st_size
@@ -124,7 +123,7 @@ def _line(entry: Mapping[str, Any]) -> bytes:
 def _entry(line: bytes) -> tuple[Entry | None, bool]:
     """The entry of a line, and whether it is the whole line.
 
-    A damaged line feed glues a line to the next one, which is still whole.
+    After a damaged line feed, a line ends with the next one, which is still intact.
     """
     start = 0
     while start >= 0:

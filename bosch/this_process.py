@@ -1,4 +1,4 @@
-"""Identity of this process among machines and containers, and its end by signals."""
+"""Identity of this process among machines and containers, and its signals."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _KERNEL_COUNTS = Path("/proc/vmstat")
 
 
 def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Those of some signals that this process is not to ignore, as nohup and a script's & ask."""
+    """The given signals without those that are ignored, as under nohup or a script's &."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-# On which a run saves its work and ends: a scheduler's, and that of a terminal that closes.
+# Signals on which a run saves its work and ends: a scheduler's, and a closing terminal's.
 STOP_SIGNALS = heeded(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def boot_id() -> str:
-    """Differs between any two kernels, and between two starts of one; empty without Linux."""
+    """Identifier of a start of the kernel; empty without Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -36,7 +36,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Where a process number means the same; empty without Linux."""
+    """Namespace of process numbers; empty without Linux."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -44,9 +44,9 @@ def pid_namespace() -> str:
 
 
 def machine_id() -> str:
-    """Stays the same when a machine is restarted, and differs between machines of one name.
+    """Identifier of the machine that survives a restart.
 
-    That of the system, else the hardware address of a network card.
+    The system's machine-id, else the hardware address of a network card.
     """
     for path in _MACHINE_IDS:
         with contextlib.suppress(OSError, ValueError):
@@ -58,13 +58,13 @@ def machine_id() -> str:
 
 @functools.cache
 def process_place() -> str:
-    """Short name for all processes whose numbers this process can look up."""
+    """Short name of the kernel and namespace in which process numbers are valid."""
     where = f"{boot_id() or machine_id()} {pid_namespace()}"
     return hashlib.sha256(where.encode()).hexdigest()[:8]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process of this number, at this place."""
+    """Whether a process of this number exists in this `process_place`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -75,17 +75,17 @@ def is_alive(pid: int) -> bool:
 
 
 def world_size() -> int:
-    """Processes of this run, of all nodes; torchrun says it."""
+    """Number of processes of this run on all nodes, from torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size() -> int:
-    """Those of them on this node."""
+    """Number of processes of this run on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def name_processes(ranks: Sequence[int]) -> str:
-    """Processes of this run for the user, with their nodes where there are several."""
+    """Names of processes for messages, with their nodes if there are several."""
     numbers = ", ".join(map(str, ranks))
     per_node = local_world_size()
     if world_size() == per_node:
@@ -95,9 +95,9 @@ def name_processes(ranks: Sequence[int]) -> str:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the one that started it is gone (Linux).
+    """Have the kernel kill this process when its parent ends (Linux).
 
-    `parent` is that process's number: it may be gone before this is called.
+    `parent` is the parent's process number, since it may have ended before this call.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -107,7 +107,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def killed_by_kernel(counts: Path = _KERNEL_COUNTS) -> int | None:
-    """Processes killed so far because memory ran out; None where the system does not say."""
+    """Number of processes killed so far because memory ran out; None if it is unknown."""
     try:
         lines = counts.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Attention that mixes full heads and windows in one layer, and the backends that compute it.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
-Every backend gives what `eager` gives, in outputs and gradients.
+All backends compute the same outputs and gradients as `eager`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _FUNCTIONS: dict[str, AttentionFunction] = {}
 def _function(backend: str) -> AttentionFunction:
     if backend not in _FUNCTIONS:
         module, _, name = BACKENDS[backend].function.partition(":")
-        # The file that a saved model carries holds all of them.
+        # In a saved model's code file all functions are in one module.
         bundled = globals().get(name)
         _FUNCTIONS[backend] = bundled or getattr(importlib.import_module(module), name)
     return _FUNCTIONS[backend]
 
 
-for _backend in BACKENDS:  # now, so that no compiled graph has to
+for _backend in BACKENDS:  # at import, outside of compiled graphs
     _function(_backend)
 
 
@@ -66,14 +66,14 @@ def fastest_backend(
     chunks: bool = False,
     saved_outputs: bool = False,
 ) -> str:
-    """Name of the backend that computes whole sequences fastest here, exactly as the others do.
+    """Name of the fastest backend for whole sequences on this machine; all compute the same.
 
-    `chunks`: it must compute parts of sequences too. `saved_outputs`: its outputs can be saved
+    `chunks`: it must also compute parts of sequences. `saved_outputs`: its outputs can be saved
     while the rest of a layer is recomputed.
 
-    On a GPU: flash-attn, torch's varlen attention, flex, whichever of them is there and has the
-    dtype that attention is computed in, sinks, dropout and what the model needs
-    (`bosch.model.families.attention_needs`). Else sdpa.
+    On a GPU it is the first of flash-attn, torch's varlen attention and flex that is installed and
+    supports the dtype, sinks, dropout and the model's `needs`
+    (`bosch.model.families.attention_needs`). Otherwise it is sdpa.
     """
     requests = {
         "sinks": sinks > 0,
@@ -105,9 +105,9 @@ def hybrid_attention(
 ) -> Tensor:
     """Causal attention in which each KV head of `layout` is full or has a window (BOSCH §2.1, B.2).
 
-    query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, the queries being the last T
-    slots, or what a HybridCache returned. `context` describes padding, documents and the past; by
-    default there is neither padding nor more than one document. `scaling` defaults to D**-0.5;
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, where the queries are the last T
+    slots, or the states that a HybridCache returned. `context` describes padding, documents and the
+    past; by default there is one document without padding. `scaling` defaults to D**-0.5;
     `softcap`, `head_logits` [HQ] and `sliding_only` are as in `LogitTransform`.
 
     Returns [B, T, HQ, D], contiguous. Raises ValueError when the heads do not fit the layout, and
@@ -132,7 +132,7 @@ def pass_context(
 
 
 def compute_attention(call: AttentionCall) -> Tensor:
-    """As `hybrid_attention`, which says what it raises."""
+    """Attention of a call; raises as `hybrid_attention`."""
     key, heads = call.key, call.layout.num_key_value_heads
     key_heads = heads if isinstance(key, CachedStates) else key.shape[1]
     if key_heads != heads or call.query.shape[1] % heads:
@@ -144,13 +144,13 @@ def compute_attention(call: AttentionCall) -> Tensor:
     check_sinks(call.backend, call.layout.sinks)
     if needs := _needs(call):
         check_backend(call.backend, needs)
-    # What a cache holds differs by head: sdpa stands in for a backend without cached passes.
+    # A cache holds other tokens for each head; sdpa replaces a backend that cannot read it.
     stands_in = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
     return _function("sdpa" if stands_in else call.backend)(call)
 
 
 def _needs(call: AttentionCall) -> dict[str, str]:
-    """Capabilities that a call needs of a backend, for `lacking`."""
+    """Abilities that a call needs of a backend, with the beginning of the message about each."""
     query, transform, needs = call.query, call.transform, {}
     if transform.softcap is not None:
         needs["softcap"] = "the model has"
@@ -166,6 +166,6 @@ def _needs(call: AttentionCall) -> dict[str, str]:
 
 
 def attention_weights(call: AttentionCall) -> Tensor:
-    """Weights by which `hybrid_attention` sums the values, [B, HQ, T, Tk], before dropout."""
+    """Attention weights of `hybrid_attention`, [B, HQ, T, Tk], before dropout."""
     call = call.autocast()
     return eager_weights(call._replace(value=call.key)).to(call.query.dtype)

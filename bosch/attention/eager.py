@@ -33,7 +33,7 @@ def eager_weights(call: AttentionCall) -> Tensor:
     def weights(group: GroupCall) -> Tensor:
         keys, _, slots = group.with_slots()
         near = dense_weights(group.query, keys, _visible(group, slots), group.transform)
-        # Slots out of range, of which none is seen, all go into one more column.
+        # Slots out of range, which no query sees, go into an extra column.
         places = torch.where((slots >= 0) & (slots < length), slots, length)[:, None, None]
         whole = near.new_zeros(*near.shape[:3], length + 1)
         return whole.scatter_add_(3, places.expand_as(near), near)[..., :length]

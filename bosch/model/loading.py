@@ -58,7 +58,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that loads a model with this configuration whole, images and all."""
+    """transformers' auto class that loads the whole model, images included."""
     family = FAMILIES.get(str(config.model_type).removeprefix(HYBRID_PREFIX))
     if family is not None and family.takes_more_than_text:
         return AutoModelForImageTextToText
@@ -82,10 +82,10 @@ def load_model(
 
     `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
-    `config` takes the place of the directory's own: its weights, under another head layout.
-    `kv_budget` is one of several that the directory serves, as `set_kv_budget` takes it.
-    `distributed_config` is transformers' own; `bosch.model.tensor_parallel` makes it. Without
-    `weights` the parameters are on the meta device: shapes that take no memory.
+    `config` replaces the directory's own, for the same weights in another head layout.
+    `kv_budget` selects one of several budgets of the directory, as in `set_kv_budget`.
+    `distributed_config` is transformers' (see `bosch.model.tensor_parallel`). Without `weights` the
+    parameters are on the meta device and take no memory.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
     """
     name = str(path)
@@ -94,9 +94,9 @@ def load_model(
     if kv_budget is not None and not is_hybrid(config):
         raise UserError(f"{name}: kv_budget is {kv_budget!r}, and the model is no hybrid")
     if kv_budget is not None:
-        config = copy.copy(config)  # the caller's may load the default next
+        config = copy.copy(config)  # the caller may reuse its own
         config.kv_budget = kv_budget
-    # Not the one that config.json names, which transformers may fetch from the hub as a kernel.
+    # Ignore the one in config.json, which transformers may download from the hub as a kernel.
     options: dict[str, Any] = {"attn_implementation": None}
     _load_dequantised(config)
     if distributed_config is not None:
@@ -117,8 +117,8 @@ def load_model(
         check_faults(weight_faults(Path(name)))
     on_gpu = device is not None and torch.device(device).type == "cuda"
     if on_gpu and importlib.util.find_spec("accelerate") is not None:
-        # Weight by weight onto the GPU: otherwise each process of a node holds the whole model in
-        # the host's memory first.
+        # Loads weight by weight onto the GPU; otherwise each process would first hold the whole
+        # model in host memory.
         options["device_map"] = {"": device}
     try:
         loaded: Any = auto_class(config).from_pretrained(
@@ -143,9 +143,9 @@ def load_model(
 
 
 def kept_in_float32(model: Any) -> dict[str, Tensor]:
-    """Parameters and buffers that transformers reads in float32 whatever the rest is in, by name.
+    """Parameters and buffers that transformers always loads in float32, by name.
 
-    The biases by which experts are chosen are such ones.
+    For example the biases that choose experts.
     """
     kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
     state = model.state_dict(keep_vars=True)
@@ -155,10 +155,9 @@ def kept_in_float32(model: Any) -> dict[str, Tensor]:
 
 
 def _own_memory(model: Any) -> None:
-    """Give weights on the CPU memory of their own.
+    """Copy weights on the CPU, which safetensors maps from its files.
 
-    safetensors maps its files: one that is overwritten later would change the model, and one that
-    is cut short would end the process.
+    Overwriting such a file would change the model, and truncating it would crash the process.
     """
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
@@ -167,9 +166,9 @@ def _own_memory(model: Any) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Models built inside have shapes for parameters, no memory; their buffers are real.
+    """Models built inside the block have parameters on the meta device, but real buffers.
 
-    transformers' own way puts the buffers on the meta device too, and no file holds all of them.
+    transformers' own way puts buffers there, too, and no file holds all of them.
     """
     register = nn.Module.register_parameter
 
@@ -186,7 +185,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _load_dequantised(config: Any) -> None:
-    """Have weights that kernels from the hub would compute with loaded in the model's dtype."""
+    """Make transformers dequantise weights whose quantised kernels come from the hub."""
     for part in (config, config.get_text_config(decoder=True)):
         quantisation = getattr(part, "quantization_config", None)
         if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
@@ -194,21 +193,20 @@ def _load_dequantised(config: Any) -> None:
 
 
 def full_attention_config(config: Any) -> Any:
-    """Configuration under which the weights of a hybrid model have full heads only.
+    """Configuration that gives the weights of a hybrid model full heads only.
 
-    The order of heads is not part of a model's function, so this is the original, if the hybrid was
-    not trained.
+    For an untrained hybrid this is the original model, since the order of heads does not matter.
     """
     model_type = config.model_type.removeprefix(HYBRID_PREFIX)
     return AutoConfig.for_model(model_type, **base_content(config))
 
 
-# Errors by which a configuration class reports values that it does not expect, and some it lets by.
+# Errors that configuration classes raise for unexpected values, deliberately or not.
 _UNREADABLE = (
     OSError, LookupError, ArithmeticError, ValueError, TypeError, AttributeError,
     StrictDataclassError,
 )  # fmt: skip
-# Errors by which transformers and safetensors report unreadable files.
+# Errors that transformers and safetensors raise for unreadable files.
 _DAMAGE = (
     "OSError", "SafetensorError", "FileNotFoundError", "ValueError", "RuntimeError",
     "TypeError", "AttributeError", "KeyError", "IndexError", "ZeroDivisionError", "OverflowError",

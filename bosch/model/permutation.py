@@ -1,4 +1,4 @@
-"""Move KV heads within a layer's weights: which entries of which weight belong to a head."""
+"""Reorder the KV heads in a layer's weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def reorder_weight(
 ) -> Tensor:
     """A weight of an attention module with its KV heads in `order`.
 
-    `name` is the weight's name within the module: q_proj.weight, o_proj.weight, sinks. Rows of the
-    query, key and value projections with their biases, columns of the output projection and
-    parameters with entries for each head, the sink bias too, are moved with their heads; all else
-    is returned as it is. Norms over one head's dimension are shared by all heads.
+    `name` is the weight's name within the module: q_proj.weight, o_proj.weight, sinks. The rows of
+    query, key and value projections and biases, the columns of the output projection, and
+    parameters with an entry per head (such as the sink bias) move with their heads. Other weights
+    are returned unchanged, such as norms over one head's dimension, which all heads share.
     """
     module = name.partition(".")[0]
     if name == f"{family.output}.weight":
@@ -44,7 +44,7 @@ def reorder_heads(
     orders: Sequence[Sequence[int]],
     config: Any,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` of a checkpoint with each layer's heads in order; names are transformers' own.
+    """`weights` of a checkpoint with each layer's heads reordered; names are transformers'.
 
     `orders[layer]` lists the layer's KV heads in their new order.
     """
@@ -60,7 +60,7 @@ def reorder_heads(
 
 
 def _entries(order: Sequence[int], count: int, weight: Tensor) -> Tensor:
-    """Indices of `count` entries, an equal block for each KV head, with the blocks in order."""
+    """Indices of `count` entries, an equal block for each KV head, with blocks in `order`."""
     size = count // len(order)
     blocks = torch.tensor(order, dtype=torch.long, device=weight.device)
     return (blocks[:, None] * size + torch.arange(size, device=weight.device)).reshape(-1)

@@ -1,4 +1,4 @@
-"""Search mode: a head mask on a loaded model, as state that changes between passes at no cost."""
+"""Search mode: apply a head mask to a loaded model, and change it between passes at no cost."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def check_mask(config: Any, mask: HeadMask) -> None:
 
 
 def set_own_kv_heads(model: Any, heads: slice) -> None:
-    """Say which KV heads of each layer this process computes, of a model that is sharded."""
+    """Set which KV heads of each layer of a sharded model this process computes."""
     setattr(model, _OWN_HEADS, heads)
 
 
 def own_kv_heads(model: Any) -> slice | None:
-    """The KV heads of each layer that this process computes; None where these are all."""
+    """The KV heads of each layer that this process computes; None for all."""
     return getattr(model, _OWN_HEADS, None)
 
 
 def own_row(model: Any, row: Any) -> Any:
-    """The heads of a row [HKV] of a mask that this process computes."""
+    """The entries of a mask's row [HKV] that this process computes."""
     heads = own_kv_heads(model)
     return row if heads is None else row[heads]
 
@@ -87,20 +87,20 @@ def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
 
 
 def prepare_for_search(model: Any, backend: str = "auto") -> None:
-    """Switch a loaded decoder to hybrid attention, every head full: the same function as before.
+    """Switch a loaded decoder to hybrid attention with every head full, which changes no output.
 
     Raises UserError when the family or the backend cannot be used.
     """
     family_of(model.config)
     name = resolve_backend(backend)
     register_attention()
-    model.get_decoder().set_attn_implementation(NAME)  # of a model with images, the text alone
+    model.get_decoder().set_attn_implementation(NAME)  # without a model's image encoder
     setattr(_generating(model), _MASK_METHOD, masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
 
 
 def _generating(model: Any) -> Any:
-    """The model whose `generate` runs: PEFT's wrapper has that of the model within it."""
+    """The model whose `generate` runs; PEFT's wrapper uses that of the wrapped model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -108,11 +108,11 @@ def _generating(model: Any) -> Any:
 def head_mask(
     model: Any, mask: HeadMask, windows: Windows, backend: str | None = None
 ) -> Iterator[Any]:
-    """Apply `mask` to a model within a `with` block; no weight is touched (BOSCH B.2).
+    """Apply `mask` to a model within a `with` block; weights do not change (BOSCH B.2).
 
-    At the end, also on an exception, the model is as it was before: its attention implementation,
-    its masks for `generate`, and a head mask that it had already. `backend` is by default that of
-    this earlier head mask, or "auto". Yields the model.
+    At the end, also after an exception, the model has its earlier attention implementation, masks
+    for `generate` and head mask again. `backend` defaults to that of the earlier head mask, or to
+    "auto". Yields the model.
     Raises UserError when mask, windows, family or backend cannot be used.
     """
     _check_not_hybrid(model)
@@ -149,10 +149,9 @@ def _check_not_hybrid(model: Any) -> None:
 
 
 def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
-    """Apply `mask` to a model in search mode, until another is (BOSCH B.2); no weight is touched.
+    """Apply `mask` to a model until another is applied (BOSCH B.2); weights do not change.
 
-    The model is prepared by `prepare_for_search` first where it was not, or where its attention was
-    changed since. Cheap to call again.
+    Calls `prepare_for_search` first if needed. Cheap to call again.
     Raises UserError when mask or windows do not fit the model.
     """
     _check_not_hybrid(model)
@@ -165,11 +164,11 @@ def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
 
 
 def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
-    """Give the sliding heads of a model in search mode a sink bias, [L][HQ]; None takes it away.
+    """Set the sink bias [L][HQ] of the sliding heads of a model in search mode; None removes it.
 
-    It is an extra logit beside the scores of a query head's window, kept in the model's dtype as
-    it will be in the hybrid. Full heads are without, whatever the mask. Raises UserError unless
-    there is a number for each query head, or where the family's heads have such a logit already.
+    It is an extra logit in the softmax of a query head's window, in the model's dtype as in the
+    hybrid. Full heads ignore it. Raises UserError unless there is a finite number for each query
+    head, or if the family's heads already have such a logit.
     """
     modules, heads = attention_modules(model), text_config(model.config).num_attention_heads
     if values is None:
@@ -189,12 +188,12 @@ def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
 
 
 def was_given_sink_bias(model: Any) -> bool:
-    """Whether `set_sink_bias` gave a model one."""
+    """Whether `set_sink_bias` has set one."""
     return SINK_BIAS in attention_modules(model)[0]._buffers
 
 
 def check_sink_bias(config: Any) -> None:
-    """Raise UserError for a family whose heads have an extra logit of their own."""
+    """Raise UserError for a family whose heads already have an extra logit."""
     if "head_logits" in attention_needs(config):
         raise UserError(
             f"search.sink: models of type '{config.model_type}' have a learned sink logit in every "
@@ -203,7 +202,7 @@ def check_sink_bias(config: Any) -> None:
 
 
 def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> None:
-    """Give each layer its row of `mask`, or its own window where it has one in the base model."""
+    """Give each layer its row of `mask`, or the window that it has in the base model."""
     kinds = decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
@@ -215,5 +214,5 @@ def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(row: tuple[Window | None, ...]) -> HeadLayout:
-    """Layouts are kept, because they keep their index tensors."""
+    """Cached, because a layout caches its index tensors."""
     return HeadLayout.search(row)

@@ -1,7 +1,7 @@
 """The plugin's entry point for vLLM: registers the hybrid architectures and their checks.
 
-vLLM calls `register` in each of its processes, before the model is known. So nothing
-here imports a model class: vLLM's registry imports those of `bosch.vllm.models` by name.
+vLLM calls `register` in each of its processes, before the model is known. So no model class is
+imported here: vLLM's registry imports those of `bosch.vllm.models` by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def show_refusals_as_sentences() -> None:
-    """Print a UserError that ends the process as its message, where vLLM has a traceback."""
+    """Print only the message of a UserError that ends the process, instead of a traceback."""
     previous = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -45,7 +45,7 @@ def show_refusals_as_sentences() -> None:
 
 
 def _checks_of(base: Any) -> Any:
-    """vLLM's hook of an architecture: our checks, then the base family's, then our settings."""
+    """vLLM's hook for an architecture: check the hybrid, run the base's hook, choose settings."""
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
     parent: Any = base or VerifyAndUpdateConfig

@@ -1,6 +1,6 @@
 """Head masks in the files of other projects: DuoAttention and rtp-llm.
 
-docs/reference/format.md says what each of them can hold. A mask that a format cannot hold exactly
+docs/reference/format.md describes what each can hold. A mask that a format cannot represent exactly
 is refused with the reason.
 L layers, HKV key/value heads, HQ query heads.
 """
@@ -47,8 +47,8 @@ def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) 
 def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, int, int]:
     """Mask, window and sinks from DuoAttention's folder: its gate scores, read as a ranking.
 
-    The ceil(rho N) heads of lowest score slide, among equal scores those of lower index. Without
-    `swa_ratio` every score must be 0 or 1. Raises UserError for what cannot be read.
+    The ceil(rho N) heads with the lowest scores slide; among equal scores, those of lower index.
+    Without `swa_ratio` every score must be 0 or 1. Raises UserError for an unreadable folder.
     """
     try:
         lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
@@ -95,8 +95,8 @@ def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> No
 def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, int, int]:
     """Mask, window and sinks from a file with `headwise_config`, such as a config.json.
 
-    A layer has `query_heads` query heads for `heads` KV heads. Raises UserError for what cannot be
-    read, or where query heads of one KV head differ.
+    A layer has `query_heads` query heads for `heads` KV heads. Raises UserError for an unreadable
+    file, or if query heads of one KV head differ.
     """
     settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
@@ -120,9 +120,9 @@ def _check_size(path: Path, layers: int, heads: int) -> None:
 
 
 def _one_window(file: HeadMaskFile, project: str) -> Window:
-    """The window of all sliding heads; raises UserError where there are several, or a sink bias.
+    """The window of all sliding heads; raises UserError for several windows or a sink bias.
 
-    Only windows that heads use count: a front's menu may have more.
+    Windows that no head uses do not count.
     """
     if file.sink_bias is not None:
         raise UserError(

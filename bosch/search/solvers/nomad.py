@@ -1,14 +1,13 @@
-"""Mesh-adaptive direct search by NOMAD 4 (Audet et al. 2022), kept on budget and kept short.
+"""Mesh-adaptive direct search by NOMAD 4 (Audet et al. 2022), in short runs that stay on budget.
 
 NOMAD moves binary variables one flip at a time. On the penalised loss almost every flip leaves the
 budget, so by default its variables are decoded: a point with too many or too few sliding units is
 completed to the quota along a random order of the units, and a flip becomes a swap.
 `stay_on_budget=False` hands NOMAD the penalised loss of Eq. 5 itself.
 
-NOMAD counts points, this module counts evaluations: a run ends after a few polls, before NOMAD
-circles over points it knows, and a new one starts from the best mask with a new order until the
-budget is spent. The quadratic models are off: at 32 variables they take NOMAD more than 0.2 s per
-evaluation.
+NOMAD counts points, this module counts evaluations. A run ends after a few polls, before NOMAD
+revisits known points; the next run starts from the best mask with a new order, until the budget is
+spent. Quadratic models are off, since with 32 variables they cost 0.2 s per evaluation.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MAX_NOMAD_VARIABLES = 50
 _POINTS_PER_VARIABLE = 4
 _FRUITLESS_RUNS = 20
 _WORST = 1e20
-# NOMAD draws as many random numbers as its seed says before it starts.
+# Upper bound of seeds, since NOMAD draws `seed` random numbers before it starts.
 _SEEDS = 2**15
 _PARAMETERS = [
     "BB_INPUT_TYPE * B",
@@ -43,9 +42,9 @@ _PARAMETERS = [
 
 
 def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
-    """Spend the problem's budget with NOMAD; the same seed, the same evaluations.
+    """Spend the problem's budget with NOMAD; a seed determines the evaluations.
 
-    Fewer evaluations are made when several runs in a row find nothing new to evaluate.
+    Ends early when several runs in a row find nothing new to evaluate.
     """
     rng = np.random.default_rng(seed)
     start = random_bits(problem.size, problem.quota, rng)
@@ -61,7 +60,7 @@ def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
 
 
 def completed(bits: Bits, quota: int, order: np.ndarray) -> Bits:
-    """`bits` with the fewest changes that make `quota` of them True, made along `order`."""
+    """`bits` with the fewest changes, in the given order, after which `quota` of them are True."""
     excess = int(bits.sum()) - quota
     candidates = order[bits[order] == (excess > 0)]
     result = bits.copy()
@@ -70,10 +69,10 @@ def completed(bits: Bits, quota: int, order: np.ndarray) -> Bits:
 
 
 class _Run:
-    """One call of NOMAD, in a thread of its own: it asks for losses, the caller's thread answers.
+    """One call of NOMAD in its own thread, which asks for losses; the caller's thread answers.
 
-    NOMAD calls back from inside an OpenMP region, where torch's kernels would find no threads but
-    their own. The callback may not raise either: NOMAD swallows exceptions and continues.
+    NOMAD calls back from inside an OpenMP region, where torch's kernels would run on one thread.
+    Its callback must not raise either, since NOMAD swallows exceptions and continues.
     """
 
     def __init__(self, problem: Problem, order: np.ndarray | None) -> None:
@@ -103,7 +102,7 @@ class _Run:
             size = self.problem.size
             points = _POINTS_PER_VARIABLE * size
             limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
-            PyNomad.setSeed(0)  # a SEED equal to that of the run before would be passed over
+            PyNomad.setSeed(0)  # NOMAD ignores a SEED equal to that of the last run
             result = PyNomad.optimize(
                 self._ask,
                 start.astype(float).tolist(),

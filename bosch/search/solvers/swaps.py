@@ -1,4 +1,4 @@
-"""Searches that stay on budget: sliding units are exchanged for as many full ones."""
+"""Searches that stay on budget by swapping sliding units with full ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from bosch.search.solvers.problem import Bits, Problem, random_bits
 
 _TRIES_PER_STEP = 200
-# Annealing: temperatures at the start and the end, as shares of the loss's range, and steps in a
-# row without a new evaluation.
+# Annealing: first and last temperature, as shares of the loss's range, and the number of steps in a
+# row without a new evaluation after which it ends.
 _HOT, _COLD = 0.1, 0.001
 _FRUITLESS = 200
 
@@ -16,11 +16,11 @@ _FRUITLESS = 200
 def one_plus_one(problem: Problem, seed: int) -> None:
     """The (1+1) evolutionary algorithm (Droste et al. 2002), with swaps instead of bit flips.
 
-    One parent, one child per step, the child replaces the parent when it is no worse. The original
-    flips each bit with probability 1/n and so almost never meets the budget; here each step
-    exchanges k sliding units for k full ones, k - 1 binomial with the same 1/n. From a random
-    start; the same seed, the same steps. Spends the problem's budget, unless 200 draws in a row are
-    known, as where it is nearly the number of all masks.
+    One parent and one child per step; the child replaces the parent if it is no worse. The original
+    algorithm flips each bit with probability 1/n and so almost never meets the budget. Here each
+    step swaps k sliding units with k full ones, where k - 1 is binomial with the same 1/n. Starts
+    from a random mask; a seed determines the steps. Spends the problem's budget, unless 200 draws
+    in a row are known masks, which happens when the budget is near the number of all masks.
     """
     rng = np.random.default_rng(seed)
     parent = random_bits(problem.size, problem.quota, rng)
@@ -35,7 +35,7 @@ def one_plus_one(problem: Problem, seed: int) -> None:
 
 
 def _unknown_child(problem: Problem, parent: Bits, rng: np.random.Generator) -> Bits | None:
-    """A mutation of `parent` not evaluated before; larger swaps after half of the tries."""
+    """A mutation of `parent` that was not evaluated yet; larger swaps after half of the tries."""
     most = min(problem.quota, problem.size - problem.quota)
     if most == 0:
         return None
@@ -48,7 +48,7 @@ def _unknown_child(problem: Problem, parent: Bits, rng: np.random.Generator) -> 
 
 
 def swap(bits: Bits, count: int, rng: np.random.Generator) -> Bits:
-    """`bits` with `count` sliding units exchanged for as many full ones, drawn at random."""
+    """`bits` with `count` random sliding units swapped with as many full ones."""
     child = bits.copy()
     child[rng.choice(np.flatnonzero(bits), count, replace=False)] = False
     child[rng.choice(np.flatnonzero(~bits), count, replace=False)] = True
@@ -58,10 +58,10 @@ def swap(bits: Bits, count: int, rng: np.random.Generator) -> Bits:
 def annealing(problem: Problem, seed: int) -> None:
     """Simulated annealing (Kirkpatrick et al. 1983) by swaps on budget.
 
-    The temperature falls in equal ratios over the budget. Losses that tie are compared by
-    log-likelihood where the problem breaks ties. From a random start; the same seed, the same
-    steps. Spends the problem's budget, unless it is cold and knows every mask around a local
-    optimum: of 12 units with 6 sliding, that leaves half of 600 evaluations.
+    The temperature falls geometrically over the budget. Equal losses are compared by log-likelihood
+    if the problem breaks ties. Starts from a random mask; a seed determines the steps. Spends the
+    problem's budget, unless it is cold and knows every neighbour of a local optimum: with 12 units,
+    6 of them sliding, half of 600 evaluations are left.
     """
     problem.race = False  # it accepts worse masks and needs their loss, not a bound
     rng = np.random.default_rng(seed)
