@@ -12,10 +12,10 @@ from data_prep.text import Document, TextFile
 
 @dataclass(frozen=True)
 class Filters:
-    """Bounds include their ends; None is no bound. A token count leaves out the end-of-text token.
+    """Which documents are used. Bounds are inclusive; tokens do not count the end-of-text token.
 
-    `matches`: a regular expression for each named field, searched for in its value. A field that is
-    missing or null matches nothing.
+    `matches` maps fields to regular expressions, which are searched in their values. A missing or
+    null field matches nothing.
     """
 
     min_characters: int | None = None
@@ -27,7 +27,7 @@ class Filters:
     def allow_record(self, record: Mapping[str, Any]) -> bool:
         """Whether every pattern is in its field.
 
-        A truth value is true or false, all else is as Python writes it: 1e5 is 100000.0.
+        Booleans are written true or false, other values as in Python: 1e5 is 100000.0.
         """
         return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
 
@@ -39,7 +39,7 @@ class Filters:
         return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
 
     def allow_tokens(self, tokens: int) -> bool:
-        """Whether the number of tokens is within the bounds."""
+        """Whether a number of tokens is within the bounds."""
         return _within(tokens, self.min_tokens, self.max_tokens)
 
 
