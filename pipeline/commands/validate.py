@@ -1,4 +1,4 @@
-"""`bosch validate RECIPE`: what loading a recipe checks, without the network."""
+"""`bosch validate RECIPE`: check a recipe without the network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ COMMAND = RecipeCommand("check a recipe, its model and its input files", json=Tr
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Say that the recipe, which has been loaded, is valid, and what a run would fetch.
+    """Print that the loaded recipe is valid, and what a run would download.
 
-    1 where a run would continue without a part of what the recipe asks for.
+    Returns 1 if a run would have to leave something out.
     """
     faults = [fault for stage in loaded.present for fault in call(stage.slow_checks, loaded)]
     if faults:
@@ -47,7 +47,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:
-    """Files that are not on this machine and that a run fetches from the hub."""
+    """What a run downloads from the hub because it is not on this machine."""
     model = loaded.recipe.model
     if loaded.info is None:
         yield (
