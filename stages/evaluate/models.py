@@ -45,13 +45,13 @@ from stages.evaluate.tables import SuiteAnswers, not_shares, suite_table
 
 logger = logging.getLogger(__name__)
 
-# How many answers there were before the first attempt.
+# Number of answers that existed before the first attempt.
 _CACHED = "cached.json"
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a model has no scores in a suite (None: in all), on one rank."""
+    """Why a model has no scores in a suite (None: in any suite), on one rank."""
 
     model: str
     suite: str | None
@@ -72,14 +72,14 @@ def evaluate_models(
 ) -> Scores:
     """Score `models` and write scores.json and samples.jsonl; called on every rank.
 
-    scores.json begins with the scores in the folder `original`, where it is named. All others are
-    compared with the original's, which may stand among `models` instead; samples.jsonl holds the
-    answers of `models` alone. Samples go to the ranks in turn. Every rank appends its answers to
-    files of its own, from which a killed run resumes, with any number of ranks, and other runs on
-    the same models and samples begin.
+    scores.json begins with the scores in the folder `original`, if it is given; otherwise the
+    original may be one of `models`. All other scores are compared with the original's.
+    samples.jsonl holds only the answers of `models`. Samples are dealt to the ranks in turn. Every
+    rank appends its answers to its own files. A killed run resumes from them with any number of
+    ranks, and other runs on the same models and samples reuse them.
 
-    Raises UserError when a model or what samples are made of is missing or damaged; and RunError
-    when a sample shares a needle with the `calibration` set.
+    Raises UserError when a model or the data of samples is missing or damaged, and RunError when a
+    sample shares a needle with the `calibration` set.
     """
     state = process_state(config.runtime)
     answers_dir = work_dir / "answers"
@@ -120,7 +120,7 @@ def evaluate_models(
 
 
 def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suite]) -> None:
-    """Note once how many samples of this run earlier runs have answered."""
+    """Store, once, how many samples of this run have been answered by earlier runs."""
     if not exists(path):
         answers = sum(
             index < suite.samples(subtask)
@@ -134,7 +134,7 @@ def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suit
 
 def process_state(runtime: Runtime) -> PartialState:
     """The processes of a run; the first call joins them."""
-    # Without cpu=True accelerate takes several CPU processes for unconnected ones.
+    # Without cpu=True accelerate would not connect several CPU processes.
     timeout = timedelta(minutes=runtime.timeout_minutes)
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
 
@@ -147,7 +147,7 @@ def _suites(
     rank_options: dict[str, Any],
     tables: dict[str, Any],
 ) -> list[Suite]:
-    """The suites of a recipe; `tables` gets what scores.json says of prompts and texts."""
+    """The suites of a recipe; adds the fields of prompts and texts to `tables`, for scores.json."""
     section, model, suites = config.section, config.model, list[Suite]()
     loaded = load_config(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -171,7 +171,7 @@ def _suites(
 
 
 def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:
-    """The template that prompts are put into, and what scores say of it."""
+    """The chat template for prompts, if any, and its description in scores.json."""
     if section.chat_template:
         return ChatTemplate(tokenizer), "in the tokenizer's chat template"
     if tokenizer.chat_template:
@@ -190,10 +190,9 @@ def _answer(
     state: PartialState,
     shared: SharedReading | None,
 ) -> list[_Fault]:
-    """Answer this rank's samples for every model, less what has been answered before.
+    """Answer this rank's unanswered samples for every model; returns faults.
 
-    A suite that a model cannot be evaluated in is a fault, and the other suites and models
-    continue.
+    A fault is a suite in which a model cannot be evaluated; other suites and models continue.
     """
     faults: list[_Fault] = []
     loaded: Any = None
@@ -208,7 +207,7 @@ def _answer(
                 if model.kv_budget is not None and model.model == in_memory:
                     loaded.set_kv_budget(model.kv_budget)
                 else:
-                    loaded = in_memory = None  # before another takes its place
+                    loaded = in_memory = None  # free the memory before the next model is loaded
                     load = partial(load_evaluated, config, model, state.device)
                     loaded = load() if shared is None else shared.load(load, config.runtime)
                     in_memory = model.model
@@ -220,7 +219,7 @@ def _answer(
 
 @contextmanager
 def _noting(faults: list[_Fault], model: str, suite: str | None = None) -> Iterator[None]:
-    """Around a model's work: what it cannot do is a fault, other errors go through."""
+    """Turn UserError and ModelError inside the block into a fault of the model."""
     try:
         yield
     except (UserError, ModelError) as error:
@@ -232,9 +231,9 @@ def _noting(faults: list[_Fault], model: str, suite: str | None = None) -> Itera
 def _failed_models(
     faults: Sequence[_Fault], models: Sequence[Evaluated], suites: Sequence[Suite]
 ) -> dict[str, str]:
-    """Why models have no score at all, by name; raises where none has any.
+    """Reasons why models have no scores at all, by name; raises if no model has scores.
 
-    A model without scores in some suites has `failed` in those.
+    For a model without scores in some suites the reason goes to `failed` of these suites.
     """
     failed: dict[str, str] = {}
     for model in models:
@@ -256,7 +255,7 @@ def _failed_models(
 def load_evaluated(
     config: StageConfig[EvaluateConfig], evaluated: Evaluated, device: torch.device
 ) -> Any:
-    """A model in evaluation's precision and attention backend, a hybrid where it has a mask."""
+    """Load a model in the precision and backend of the evaluation, as a hybrid if it has a mask."""
     model, mask = evaluated.model, evaluated.mask
     loaded = load_model(
         model.path, backend=config.runtime.attention, device=device,
@@ -279,7 +278,7 @@ def write_tables(
 ) -> dict[str, Any]:
     """Write samples.jsonl; returns every model's tables, those of `original` first.
 
-    A model that has `failed` in a suite has no scores there.
+    Models in a suite's `failed` have no scores there.
     """
     answers: dict[tuple[str, str], SuiteAnswers] = {}
 
@@ -309,13 +308,13 @@ def write_tables(
             apart = _not_compared(suite, answers[ORIGINAL, suite.name], known)
             suite.missing = apart | suite.missing
     for suite in suites:
-        # What is left out of one model's average is left out of all: they are compared.
+        # A task left out for one model is left out for all, so that averages compare.
         tasks = {subtask.task for subtask in suite.subtasks}
         for (_, name), suite_answers in answers.items():
             if name == suite.name:
                 unusable = not_shares(suite_answers.scores)
                 suite.missing |= {task: unusable[task] for task in tasks & unusable.keys()}
-    # The original's stage did not know what other models' answers leave out.
+    # Recompute the original's tables without the tasks that other models leave out.
     tables = checkpoints.get(ORIGINAL, {})
     for suite in suites:
         if tables.get(suite.name, {}).keys() & suite.missing.keys():
@@ -358,7 +357,7 @@ def _digests(suite: Suite) -> dict[str, dict[int, str]]:
 
 
 def _not_compared(suite: Suite, original: SuiteAnswers, known: Mapping[str, Any]) -> dict[str, str]:
-    """Why tasks do not compare with the original, whose stage may have seen other data, by name.
+    """By task, why it cannot be compared with the original, whose stage may have had other data.
 
     `known` is the content of its scores.json.
     """
@@ -382,7 +381,7 @@ def _not_compared(suite: Suite, original: SuiteAnswers, known: Mapping[str, Any]
 
 
 def _table(suite: Suite, answers: SuiteAnswers, base: SuiteAnswers | None) -> dict[str, Any] | None:
-    """A model's table of the tasks that are not left out; None where that is all of them."""
+    """A model's table without the tasks in `suite.missing`; None if nothing is left."""
     subtasks = {
         key: scores for key, scores in answers.scores.items() if key[0] not in suite.missing
     }

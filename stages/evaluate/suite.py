@@ -1,4 +1,4 @@
-"""Base of all suites: a process's part of the samples, stored answers, missing tasks."""
+"""Base class of all suites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stages.evaluate.generation import Question, generate
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.tables import SuiteAnswers
 
-# Records of answers, a batch at a time.
+# Batches of answer records.
 Records = Iterator[list[dict[str, Any]]]
 
 
@@ -37,9 +37,9 @@ class Places(NamedTuple):
 class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
-    Where processes read prompts together (`shared`) the first one writes the answers, and all go by
-    what it has read. `missing` says why tasks have no score, `failed` why models have none;
-    `groups` are tasks that have one together.
+    If all processes read each prompt together (`shared`), the first one reads and writes the
+    answers for all. `missing` has the reasons why tasks have no score, `failed` those of models;
+    `groups` are sets of tasks with a common score.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Suite(ABC):
 
     @property
     def texts(self) -> dict[str, Any]:
-        """What its samples are made of, for reports."""
+        """The texts from which samples are made, for reports."""
         return {}
 
     @property
@@ -72,19 +72,19 @@ class Suite(ABC):
         """How many samples the subtask has on all ranks."""
 
     def document(self, subtask: Subtask, index: int) -> str | None:
-        """Key of the text that a sample asks about: those of one key count as one; None: alone."""
+        """Key of the document that a sample asks about; samples of one document count as one."""
         return None
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make or read the questions, as far as this rank does it."""
+        """Make or read this rank's questions."""
 
     @abstractmethod
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the samples at `indices`."""
 
     def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
-        """Answer this rank's open samples; every finished batch is on disk at once."""
+        """Answer this rank's unanswered samples and store each batch when it is finished."""
         for subtask in self.subtasks:
             if indices := self.unanswered(model, subtask):
                 journal = self.answers.journal(model, subtask)
@@ -113,11 +113,11 @@ class Suite(ABC):
                 yield record if document is None else {**record, "document": document}
 
     def own_table(self, answers: SuiteAnswers, original: SuiteAnswers | None) -> Any:
-        """A model's table where the suite's is none of scores, else None."""
+        """A model's table if the suite measures something other than scores, else None."""
         return None
 
     def note(self, subtask: Subtask) -> str:
-        """What the progress shows while a subtask is answered."""
+        """Text on the progress bar while a subtask is answered."""
         return f"{subtask.task} at {subtask.length:,}"
 
     def count_unanswered(self, model: Evaluated) -> int:
@@ -140,7 +140,7 @@ class Suite(ABC):
     ) -> Iterator[list[tuple[Question, str]]]:  # fmt: skip
         """Questions with their outputs, a batch at a time.
 
-        With `one_line` up to a line's end, with `not_empty` of one token at least.
+        `one_line` ends an output at its first line end; `not_empty` forces at least one token.
         """
         return generate(
             loaded, self.tokenizer, questions, new_tokens, self.batch_size,
@@ -151,7 +151,7 @@ class Suite(ABC):
 def answer_record(
     question: Question, score: float, answers: Sequence[str], output: str, **more: Any
 ) -> dict[str, Any]:
-    """One record of the answers: index, score, expected answers, end of the prompt, output."""
+    """Record of one answer: index, score, expected answers, end of the prompt, output."""
     return {
         "index": question.index, "score": score, "answers": list(answers), **more,
         "question": question.tail, "output": output,

@@ -37,8 +37,8 @@ MODEL = "model"
 class ServedBudget(Record):
     """One budget of a model that serves several.
 
-    `share` is that of the original's KV slots, for people; `cache_bytes` are held after `context`
-    tokens.
+    `share` is the share of the original's KV slots, as text; `cache_bytes` is the size of the cache
+    after `context` tokens.
     """
 
     kv_slots: int
@@ -48,9 +48,9 @@ class ServedBudget(Record):
 
 
 class BudgetedCache(Record):
-    """What a request of `tokens` tokens holds in the budget's engine, in vLLM on each rank.
+    """Cache bytes of a request of `tokens` tokens in the budget's engine, in vLLM on each rank.
 
-    `allowed` are the bytes of a budget that says any.
+    `allowed` is the budget's limit, if it has one in bytes.
     """
 
     engine: str
@@ -64,9 +64,9 @@ class BudgetedCache(Record):
 class MaterializeSummary(Summary):
     """materialize/summary.json: size of the model and of its key/value cache, in bytes.
 
-    `own_windows` and `state_bytes` are as in `CacheSize`; `budget` is there where the recipe has
-    `search.budget`, `point` the index of the chosen one of a front. Where the model serves several
-    `budgets`, counted at `context` tokens, all sizes are those of the one called `kv_budget`.
+    `own_windows` and `state_bytes` are as in `CacheSize`. `budget` is set if the recipe has
+    `search.budget`, `point` (an index) if the mask comes from a front. If the model serves several
+    `budgets`, counted at `context` tokens, all sizes are for the one in `kv_budget`.
     """
 
     parameters: int
@@ -84,7 +84,7 @@ class MaterializeSummary(Summary):
 
 
 def read_model_config(materialize: Path) -> StoredConfig:
-    """The sizes of the hybrid model."""
+    """The configuration of the hybrid model in the stage's directory."""
     path = materialize / MODEL / "config.json"
     config = read_json(path)
     if not isinstance(config, dict):
@@ -99,9 +99,9 @@ _MAX_BYTES = 4 * 2**20
 
 
 def licence_of(card: Path) -> dict[str, str]:
-    """The licence's fields in the front matter of a model card; empty where none can be read.
+    """The licence's fields in the front matter of a model card; empty if there are none.
 
-    Only the lines of these fields are parsed: the rest is untrusted.
+    Only these lines are parsed, since the card is untrusted.
     """
     try:
         lines = read_within(card, _MAX_BYTES).decode().splitlines()
@@ -129,7 +129,7 @@ def _licence(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def _point(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The budget that chooses a point of a front, which the search's own key does not hold."""
+    """The budget that chooses a point of a front, which is not part of the search's key."""
     search = loaded.recipe[SearchConfig]
     if not METHODS[search.method].finds_front:
         return {}

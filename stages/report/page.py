@@ -53,7 +53,7 @@ _TEMPLATE = "stages/report/page.html"
 
 
 class SuitePart(NamedTuple):
-    """A suite's part of the page: its tables, and what of it has no score."""
+    """A suite's part of the page: its tables, and notes about missing scores."""
 
     title: str
     tables: list[Table]
@@ -61,7 +61,7 @@ class SuitePart(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One headline number, which leads to `target`; without a value `more` says why."""
+    """One headline number, a link to `target`; without a value `more` has the reason."""
 
     name: str
     value: str
@@ -128,7 +128,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
     yield _score_tile("Hybrid, trained", results.scores.last_trained, results, "hybrid")
     model = final_model(results)
     for row in differences(results, model):
-        if row.name != suite_title(NEEDLE):  # its tiles show scores
+        if row.name != suite_title(NEEDLE):  # which has tiles of its own
             value = signed(row.mean, 1 if row.unit == "points" else 2)
             more = f"against the original, 95 % interval {row.text.partition(' ')[2]}"
             colour = "untrained" if model == HYBRID else "hybrid"
@@ -189,7 +189,7 @@ _NATS = ("nats", "the unit of loss: at +0.1 the right token is about a tenth les
 
 
 def words(results: Results) -> list[tuple[str, str]]:
-    """Terms of the first screen, each with what it means."""
+    """Terms of the first screen with their meanings."""
     names = dict.fromkeys([results.search.mask.method, *(rival.method for rival in results.rivals)])
     return [
         *((METHODS[name].label, METHODS[name].about) for name in names),
@@ -200,9 +200,9 @@ def words(results: Results) -> list[tuple[str, str]]:
 
 
 def speed_table(results: Results) -> Table | None:
-    """Measured speed, memory and cache of both models at each length; None without a measure.
+    """Measured speed, memory and cache of both models at each length; None without measurement.
 
-    The title names the precision: the section "KV cache" counts in that of the saved weights.
+    The title names the precision, which may differ from that of the section "KV cache".
     """
     if results.efficiency is None:
         return None
@@ -261,7 +261,7 @@ def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]
 
 
 def other_suites(results: Results) -> list[SuitePart]:
-    """The suites that have no charts of their own."""
+    """The suites without charts."""
     scores = results.scores
     shown = [*(name for suites in scores.checkpoints.values() for name in suites), *scores.missing]
     parts = []
@@ -330,7 +330,7 @@ def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
 
 
 def budget_table(results: Results) -> Table | None:
-    """The budgets that the hybrid's directory serves, with needle averages; None for one alone."""
+    """The budgets that the hybrid serves, with needle averages; None if there is only one."""
     served, trained = results.served, final_model(results)
     if not served.budgets:
         return None
@@ -360,7 +360,7 @@ def _needle_cell(suite: SuiteScores | None) -> str:
 
 
 def budget_text(budget: BudgetedCache) -> str:
-    """In which engine a budget is counted, and whether the mask keeps to it."""
+    """Share and engine of a budget, and whether the mask is within it."""
     text = f"{budget.bytes / budget.original:.1%} of the original's, in {budget.engine}"
     text += f" on each of {budget.ranks} ranks" if budget.ranks > 1 else ""
     if budget.allowed is None:
@@ -370,7 +370,7 @@ def budget_text(budget: BudgetedCache) -> str:
 
 
 def front_table(front: Front) -> Table:
-    """The points of a front: what each costs and scores."""
+    """The points of a front with their caches and scores."""
     rows = []
     for index, point in enumerate(front.points):
         held_out = _or_dash(point.held_out_score, "{:.3f}".format)
@@ -397,7 +397,7 @@ def front_table(front: Front) -> Table:
 
 
 def cache_table(cache: CacheSize) -> Table:
-    """Bytes of one sequence at some context lengths, and of each token after them."""
+    """Cache bytes of one sequence at some context lengths, and of each further token."""
     sizes = [
         (format_length(at), cache.original(at), cache.dynamic(at))
         for at in charts.cache_lengths(cache)[::2]
@@ -414,7 +414,7 @@ def cache_table(cache: CacheSize) -> Table:
 
 
 def served_table(results: Results) -> Table | str:
-    """What vLLM holds per request on each tensor-parallel rank; a sentence where it serves none."""
+    """Cache of a request in vLLM on each tensor-parallel rank; a sentence if it is not served."""
     file, rows = results.search.mask, []
     title = "One request in vLLM, on each tensor-parallel rank; computed, not measured"
     for engine in (LARGE_GPU, CPU):
@@ -435,7 +435,7 @@ def served_table(results: Results) -> Table | str:
 
 
 def cost_table(results: Results, price: float | None, currency: str) -> Table | None:
-    """GPU hours of each stage and what they cost at `price` an hour; None where none used a GPU."""
+    """GPU hours of each stage and their cost at `price` an hour; None without GPUs."""
     if not results.total_gpu_hours:
         return None
     seconds = dict(results.stage_seconds)

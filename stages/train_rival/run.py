@@ -15,10 +15,10 @@ from stages.train.stage import TrainConfig
 def run(
     config: StageConfig[RivalConfig], inputs: Mapping[str, Path], work_dir: Path
 ) -> dict[str, Any]:
-    """Train `inputs["rival"]/model` on the data, for the tokens and by the settings of `train`.
+    """Train `inputs["rival"]/model` on the same data and with the same settings as `train`.
 
-    It serves one budget, so that every step of a training for several ones is for that. Publishes
-    what the stage train does, and raises what that raises.
+    The rival serves one budget, so `train.budgets` is ignored. Publishes and raises the same as the
+    stage train.
     """
     section = config.upstream_section(TrainConfig).model_copy(update={"budgets": None})
     inputs = {"prepare": inputs["prepare"], "materialize": inputs["rival"]}
