@@ -1,7 +1,7 @@
 """BOSCH: black-box search for which attention heads may see a sliding window only.
 
 `import bosch` makes hybrid models loadable by transformers' AutoModelForCausalLM. It loads neither
-torch nor transformers; the names below load what they need when they are first used.
+torch nor transformers; the names below load them on first use.
 """
 
 from __future__ import annotations

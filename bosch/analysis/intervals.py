@@ -1,8 +1,8 @@
-"""95 % intervals of scores, losses and their differences, and what a comparison can see.
+"""95 % intervals of scores, losses and their differences, and the losses that samples can detect.
 
 A score lies in [0, 1]. A benchmark's score is the mean over its subtasks, each a task at a length,
-of the mean over the subtask's samples. Of few samples the intervals of scores are exact or wider;
-tests/benchmarks/coverage.py simulates how often each holds the true value.
+of the mean over the subtask's samples. For few samples the intervals of scores are exact or wider;
+tests/benchmarks/coverage.py simulates how often each covers the true value.
 
 S seeds, E examples.
 """
@@ -37,7 +37,7 @@ _HIGHEST_RATIO = 1e4
 
 
 class Interval(NamedTuple):
-    """Estimate and the ends of its interval."""
+    """An estimate and the ends of its interval."""
 
     mean: float
     low: float
@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean with the ends of its interval; None where the values are too few for one."""
+    """A mean with the ends of its interval, which are None if there are too few values."""
 
     mean: float
     low: float | None
@@ -53,12 +53,12 @@ class Estimate(NamedTuple):
 
     @property
     def drawn(self) -> Interval:
-        """For a chart: the mean in place of ends that there are not."""
+        """For charts: the mean in place of missing ends."""
         mean, low, high = self
         return Interval(mean, mean if low is None else low, mean if high is None else high)
 
     def within(self, lowest: float, highest: float) -> Estimate:
-        """With the ends cut off at the values that the mean cannot pass."""
+        """The estimate with its ends clipped to the range of the mean."""
         if self.low is None or self.high is None:
             return self
         return Estimate(self.mean, max(lowest, self.low), min(highest, self.high))
@@ -67,9 +67,9 @@ class Estimate(NamedTuple):
 class Comparison(NamedTuple):
     """First model against second: difference of scores, first over second, and a p-value.
 
-    `ratio` is None where the samples are too few, or the second score too low, to bound it.
-    `p_value` is that of the hypothesis that the two answer equally well. `visible_loss` is as in
-    `visible_loss`.
+    `ratio` is None if too few samples, or too low a second score, leave it unbounded. `p_value` is
+    that of the hypothesis that both answer equally well. `visible_loss` is explained at the
+    function of this name.
     """
 
     difference: Interval
@@ -79,7 +79,7 @@ class Comparison(NamedTuple):
 
 
 class Documents(list[float]):
-    """Mean scores of documents that weigh by `counts`, as a rule how many samples each has."""
+    """Mean scores of documents, weighted by `counts`, usually their numbers of samples."""
 
     def __init__(self, means: Iterable[float], counts: Iterable[float]) -> None:
         super().__init__(means)
@@ -94,7 +94,7 @@ def mean_of(scores: Sequence[float]) -> float:
 
 
 def effective_count(scores: Sequence[float]) -> float:
-    """How many equal documents say as much (Kish 1965): fewer, where a few hold most samples."""
+    """Effective number of documents (Kish 1965): fewer if a few documents have most samples."""
     if not isinstance(scores, Documents):
         return len(scores)
     counts = np.array(scores.counts, np.float64)
@@ -108,10 +108,10 @@ def weights_of(scores: Sequence[float]) -> Values:
 
 
 def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
-    """Clopper and Pearson's exact interval (1934) of a share of `count` samples.
+    """Clopper and Pearson's exact interval (1934) for a share of `count` samples.
 
-    Of partial scores in [0, 1] it is wider than needed: none spread more than 0 and 1 do. With a
-    `tail` of 0.05 each end by itself is a one-sided limit of 95 %.
+    For partial scores in [0, 1] it is conservative, since none vary more than 0 and 1. With a
+    `tail` of 0.05 each end is a one-sided limit of 95 %.
     """
     hits = mean * count
     low = float(special.betaincinv(hits, count - hits + 1, tail)) if hits > 1e-9 else 0.0
@@ -123,9 +123,10 @@ def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
 def mean_score(means: Sequence[float], counts: Sequence[float]) -> Interval:
     """The unweighted mean of independent subtasks.
 
-    They count as one task with as many samples each as the smallest: by Hoeffding (1956) the sum of
-    samples of different chances spreads no more than that of equal chances. Where they are large
-    and of unequal size, each enters with its own interval, by the MOVER (Zou and Donner 2008).
+    They count as one task in which each has as many samples as the smallest: by Hoeffding (1956) a
+    sum of samples with different probabilities varies no more than one with equal probabilities.
+    Large subtasks of unequal size are combined from their intervals, by MOVER (Zou and Donner
+    2008).
     """
     if _is_pooled(counts):
         return share(sum(means) / len(means), len(counts) * min(counts))
@@ -138,10 +139,10 @@ def compare(
     """Two models on the same samples, subtask by subtask.
 
     The interval of the difference combines those of the gains and of the losses; that of the ratio
-    holds each r at which first - r second may be 0 (Fieller 1954). The p-value flips the signs of
-    the samples' differences; where it does not tell the models apart, neither do the intervals. A
-    document of several samples (`Documents`) is one, whose difference weighs as its samples do.
-    Raises ValueError where the samples differ in number, or there are none, or one is not finite.
+    has every r for which first - r second may be 0 (Fieller 1954). The p-value comes from flipping
+    the signs of the samples' differences; if it is not significant, the intervals include no
+    difference. A document of several samples (`Documents`) counts once, weighted by its samples.
+    Raises ValueError if the numbers of samples differ or are 0, or a score is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
     b = [np.asarray(subtask, dtype=np.float64) for subtask in second]
@@ -164,11 +165,11 @@ def compare(
 
 
 def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
-    """The smallest loss of score that paired samples show at 5 % in four cases of five.
+    """The smallest loss of score that paired samples detect at 5 % with a power of 80 %.
 
-    `counts` are those of subtasks that weigh the same and lose the same share. `gains` is the share
-    of samples that the model wins nevertheless, which hide losses (Connor 1987). None where not
-    even the loss of every sample would be significant: too few samples.
+    `counts` are the samples of subtasks, which have equal weights and lose the same share. `gains`
+    is the share of samples that the model wins meanwhile, which hide losses (Connor 1987). None if
+    there are so few samples that not even losing all of them would be significant.
     """
     fewest = math.ceil(1 - math.log2(LEVEL))  # all of them lost: p = 2 / 2^n
     if sum(counts) < fewest:
@@ -191,10 +192,11 @@ def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
 
 
 def student(values: npt.ArrayLike) -> Estimate:
-    """Student's interval of a mean of independent values [n], of which four are too few.
+    """Student's interval of the mean of independent values [n], at least five.
 
-    Of fewer than 30 values it is the one of 99.5 %, of fewer than 60 that of 99 %, of fewer than
-    200 that of 98 %: values as skewed as a log-normal's of sigma 1 hold these 93 % of the time.
+    For fewer than 30 values it is the 99.5 % interval, for fewer than 60 that of 99 %, for fewer
+    than 200 that of 98 %: with values as skewed as a log-normal of sigma 1 these cover in 93 % of
+    cases.
     """
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())
@@ -211,14 +213,14 @@ def crossed_mean(
     counts: Sequence[int] | None = None,
     weights: Values | float = 1.0,
 ) -> Estimate:
-    """Mean of `results` [S, E] (or [S]) over seeds and examples that are both drawn at random.
+    """Mean of `results` [S, E] (or [S]) over seeds and examples, both random.
 
-    The half-widths of both means, each by its own t, add as errors do; that of examples' losses is
-    wider, as in `student`. A score's interval is that of a share with this variance (Korn and
-    Graubard 1998), of no more than E samples. Of one seed it is that of this seed's result. One
-    result is too few. With `counts` the examples are those of subtasks, one after another, which
-    weigh the same; `weights` are those of each example in its own, with a mean of 1. Raises
-    ValueError when there is none or one is not finite.
+    The half-width is the root of the sum of squares of both means' half-widths, each with its own
+    t; that of examples' losses is wider, as in `student`. A score's interval is that of a share
+    with this variance (Korn and Graubard 1998), of at most E samples. A single result has no
+    interval. With `counts` the examples are those of consecutive subtasks with equal weights;
+    `weights` are the examples' weights within their subtask, with a mean of 1. Raises ValueError if
+    there are no results or one is not finite.
     """
     values = _weighed(_matrix(results), counts, weights)
     mean = float(values.mean())
@@ -243,10 +245,10 @@ def crossed_difference(
 ) -> Estimate:
     """Mean of `first` minus mean of `second`, [S, E] each, on the same examples.
 
-    What is hard for both cancels. Seeds vary for each side on its own, since seed 3 of one method
-    has nothing to do with seed 3 of another; with `has_paired_seeds` a seed is of both. Scores that
-    agree on every example may differ on the next one, so their interval is no narrower than the
-    exact one of no event in E. Raises ValueError when the examples differ in number.
+    The difficulty of examples cancels. The seeds of both sides are independent, since seed 3 of one
+    method is unrelated to seed 3 of another, unless `has_paired_seeds`. Scores that agree on every
+    example may differ on the next one, so the interval is at least the exact one of no event in E.
+    Raises ValueError if the numbers of examples differ.
     """
     a, b = _matrix(first), _matrix(second)
     mean, (by_example, *by_seed) = _paired_parts(a, b)
@@ -262,7 +264,7 @@ def crossed_difference(
 
 
 class CrossedTest(NamedTuple):
-    """A difference of scores with the ends of its interval, and the p-value of none."""
+    """A difference of scores with the ends of its interval and its p-value."""
 
     mean: float
     low: float
@@ -279,10 +281,10 @@ def crossed_test(
 ) -> CrossedTest:
     """Mean score of `first` minus that of `second`, [S, E] each: `crossed_difference`, tested.
 
-    The p-value is the level at which the interval would begin to leave out 0, and no less than that
-    of the randomisation test of the seeds' means, which is exact for few samples. Where it does not
-    tell the two apart, neither does the interval. `counts` and `weights` as in `crossed_mean`.
-    Raises ValueError when the examples differ in number.
+    The p-value is the level at which the interval would just exclude 0, and at least that of the
+    randomisation test of the seeds' means, which is exact for few samples. If it is not
+    significant, the interval contains 0. `counts` and `weights` are as in `crossed_mean`. Raises
+    ValueError when the examples differ in number.
     """
     a, b = _matrix(first), _matrix(second)
     mean, parts = _paired_parts(_weighed(a, counts, weights), _weighed(b, counts, weights))
@@ -309,10 +311,10 @@ def crossed_test(
 
 
 def holm(p_values: Sequence[float], among: int | None = None) -> list[float]:
-    """P-values of several hypotheses, corrected so that all errors together have the level.
+    """P-values of several hypotheses, corrected for the family-wise error rate.
 
-    Holm (1979): the k-th smallest of n is multiplied by n - k + 1, and none is below the one before
-    it. `among`: n, where results chose these hypotheses out of more.
+    Holm (1979): the k-th smallest of n is multiplied by n - k + 1, and made at least as large as
+    the one before. `among` is n if these hypotheses were selected from more by their results.
     """
     corrected, least, number = [0.0] * len(p_values), 0.0, among or len(p_values)
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -322,7 +324,7 @@ def holm(p_values: Sequence[float], among: int | None = None) -> list[float]:
 
 
 def _weights(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
-    """Of each example [E], so that the mean over all is the mean over the subtasks' means."""
+    """Weights [E] of the examples with which their mean is the mean of the subtasks' means."""
     each = np.ones(values.shape[1]) * weights
     if counts is None:
         return each
@@ -330,9 +332,9 @@ def _weights(values: Values, counts: Sequence[int] | None, weights: Values | flo
 
 
 def _weighed(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
-    """Values [S, E] whose mean is that of the subtasks' means, as far from it as they weigh.
+    """Values [S, E] with the mean of the subtasks' means, and deviations scaled by their weights.
 
-    So weights alone are no variance: a model that is always right has none.
+    So weights alone add no variance: a model that is always right has none.
     """
     weights = _weights(values, counts, weights)
     mean = np.clip((values * weights).mean(), values.min(), values.max())  # rounding
@@ -340,7 +342,7 @@ def _weighed(values: Values, counts: Sequence[int] | None, weights: Values | flo
 
 
 def _samples(values: Values, counts: Sequence[int] | None, weights: Values | float) -> float:
-    """Examples that count as samples of one task, as in `mean_score`."""
+    """Number of examples that count as samples of one task, as in `mean_score`."""
     each = np.ones(values.shape[1]) * weights
     subtasks = np.split(each, np.cumsum(counts or [len(each)])[:-1])
     return float(len(subtasks) * min(part.sum() ** 2 / (part @ part) for part in subtasks))
@@ -360,7 +362,7 @@ def _is_pooled(counts: Sequence[float]) -> bool:
 
 
 def _mover(parts: Sequence[Interval], lowest: float) -> Interval:
-    """The mean of independent estimates; their distances to the limits add as errors do."""
+    """The mean of independent estimates, whose distances to the limits add in squares (MOVER)."""
     mean = sum(part.mean for part in parts) / len(parts)
     below = math.sqrt(sum((part.mean - part.low) ** 2 for part in parts)) / len(parts)
     above = math.sqrt(sum((part.high - part.mean) ** 2 for part in parts)) / len(parts)
@@ -377,9 +379,9 @@ def _mean_difference(subtasks: Sequence[Values], counts: Sequence[float]) -> Int
 
 
 def _signed(gains: float, losses: float, count: float) -> Interval:
-    """Mean of values in [-1, 1] from those of its positive and its negative part, by the MOVER."""
+    """Mean of values in [-1, 1] from those of the positive and the negative parts, by MOVER."""
     up, down = share(gains, count), share(losses, count)
-    # A sample that is won is not lost: the parts are correlated as two cells of a multinomial.
+    # No sample is both won and lost: the parts are correlated like two cells of a multinomial.
     p, q = ((part * count + 0.5) / (count + 1.5) for part in (gains, losses))
     correlation = -math.sqrt(p * q / ((1 - p) * (1 - q)))
     below = _distance(gains - up.low, down.high - losses, correlation)
@@ -393,7 +395,7 @@ def _including(interval: Interval, value: float) -> Interval:
 
 
 def _distance(first: float, second: float, correlation: float) -> float:
-    """Distance to the limit of a difference from those of its two parts."""
+    """Distance of a difference from its limit, from the distances of its two parts."""
     return math.sqrt(first**2 + second**2 - 2 * correlation * first * second)
 
 
@@ -434,8 +436,8 @@ def _correlation(differences: Sequence[Values], baseline: Sequence[Values]) -> f
 def _sign_flips(subtasks: Sequence[Values], seed: int, *, is_bounded: bool = False) -> float:
     """Two-sided p-value of the randomisation test, which flips whole differences.
 
-    It is 1 / 4,001 or more: with `is_bounded`, for many tests at once, Hoeffding's bound (1963) of
-    the exact one where that is less and no flip reaches the sum.
+    It is at least 1 / 4,001. With `is_bounded`, for many tests at once, it is Hoeffding's bound
+    (1963) of the exact p-value if that is smaller and no flip reaches the sum.
     """
     weighted = np.concatenate([subtask / len(subtask) for subtask in subtasks])
     weighted = weighted[weighted != 0]
@@ -471,16 +473,16 @@ def _axis_variances(values: Values) -> list[tuple[float, int]]:
 
 
 def _half_width(parts: Sequence[tuple[float, int]], tail: float = _TAIL) -> float | None:
-    """Of a sum of means of these variances and degrees of freedom; None where all are unknown.
+    """Half-width of a sum of means with these variances and degrees of freedom; None if unknown.
 
-    Each has its own t (as in the MOVER): two seeds that agree by chance leave much room.
+    Each has its own t, as in MOVER, since two seeds may agree by chance.
     """
     known = [_t(freedom, tail) ** 2 * variance for variance, freedom in parts if freedom > 0]
     return math.sqrt(sum(known)) if known else None
 
 
 def _of_losses(part: tuple[float, int]) -> tuple[float, int]:
-    """Variance and degrees of freedom with which `_half_width` takes the t of skewed values."""
+    """Variance and degrees of freedom that make `_half_width` use the t of skewed values."""
     variance, freedom = part
     return (variance * (_skewed_t(freedom) / _t(freedom)) ** 2, freedom) if freedom else part
 

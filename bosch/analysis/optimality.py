@@ -1,6 +1,6 @@
-"""Optimality gap: how far a mask is from the best mask on budget, found by measuring every one.
+"""Optimality gap: how far a mask is from the best mask on budget, with all masks measured.
 
-It needs a model so small that all C(N, ceil(rho N)) masks (BOSCH Eq. 1) can be evaluated.
+It needs a model that is small enough to evaluate all C(N, ceil(rho N)) masks (BOSCH Eq. 1).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bosch.objective.evaluation_log import Evaluation
 
 @dataclass(frozen=True)
 class Standing:
-    """A mask among all masks on its budget; rank 1 is the best, masks of equal values share one.
+    """A mask's place among all masks on its budget; rank 1 is the best, equal masks share a rank.
 
-    `score_gap` and `log_likelihood_gap` are differences to the best mask by each, 0 at best.
+    `score_gap` and `log_likelihood_gap` are the differences from the best mask by each measure.
     `best_by_score` counts the masks that share the highest score.
     """
 

@@ -35,7 +35,7 @@ class Stability:
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Spearman's rho with ties: Pearson's correlation of the average ranks.
 
-    None where one side is constant, and so has no order.
+    None if one side is constant.
     """
     if min(first) == max(first) or min(second) == max(second):
         return None
@@ -43,7 +43,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def ranking_stability(runs: Sequence[Sequence[float]]) -> Stability:
-    """Spearman's rho between each pair of `runs`, of one value per layer each."""
+    """Spearman's rho between each pair of `runs`; a run has one value per layer."""
     pairs = [spearman(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :]]
     known = [rho for rho in pairs if rho is not None]
     shares = [_tied_share(run) for run in runs]

@@ -1,7 +1,7 @@
 """One call of attention: of a layer, and of one group of its heads.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension; of a
-group HG key/value heads.
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads of the layer, HG of a
+group, D head dimension.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bosch.window import Window
 
 
 class GroupCall(NamedTuple):
-    """Attention of the heads of one group: full ones (`window` is None), or those of a window.
+    """Attention of one group of heads: full heads (`window` is None) or those of a window.
 
     query [B, HQ_group, T, D]; key, value [B, HG, R, D] are the last R slots. sink_key, sink_value
-    [B, HG, S, D] or None are sinks that lie before them. Those of a ring name its `slots` [R]; key
-    and value are then [B, HG, S + R, D], sinks first.
+    [B, HG, S, D] or None are sinks before them. For a ring, `slots` [R] names its slots; key and
+    value are then [B, HG, S + R, D], sinks first.
     """
 
     query: Tensor
@@ -40,16 +40,16 @@ class GroupCall(NamedTuple):
     def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """All keys, all values, and their slots [B or 1, S + R].
 
-        A slot outside 0 .. Tk - 1 hides its key: a sink that is among the recent keys too must not
+        A slot outside 0 .. Tk - 1 hides its key, so that a sink among the recent keys does not
         count twice.
         """
         key, value, slots, context = self.key, self.value, self.slots, self.context
         if slots is None:
-            # A cache of fixed size may hand out more than the pass has slots.
+            # A cache of fixed size may return more keys than the pass has slots.
             first = max(0, context.kv_length - key.shape[2])
             slots = torch.arange(first, first + key.shape[2], device=key.device)
             if self.sink_key is not None and self.sink_value is not None:
-                # Without padding they are slots 0, 1, …: those that are recent too stand last.
+                # Without padding sinks are slots 0, 1, …; those among the recent keys come last.
                 count = min(first, self.sink_key.shape[2]) if context.is_plain else None
                 key = torch.cat([self.sink_key[:, :, :count], key], dim=2)
                 value = torch.cat([self.sink_value[:, :, :count], value], dim=2)
@@ -77,9 +77,9 @@ class AttentionCall(NamedTuple):
     dropout: float = 0.0
 
     def autocast(self) -> AttentionCall:
-        """Under autocast all states in its dtype: norms leave queries and keys in float32.
+        """The call in autocast's dtype, if it is on: norms leave queries and keys in float32.
 
-        torch would do the same inside its own attention call, but on the bands, which overlap.
+        torch's attention would convert the bands instead, which overlap.
         """
         device = self.query.device.type
         if not torch.is_autocast_enabled(device):
@@ -89,7 +89,7 @@ class AttentionCall(NamedTuple):
         return AttentionCall(self.query.to(dtype), key, value, *self[3:])
 
     def by_group(self, attend: Callable[[GroupCall], Tensor]) -> Tensor:
-        """What `attend` gives of each group of heads, [B, HQ_group, T, D], as [B, T, HQ, D]."""
+        """Outputs [B, HQ_group, T, D] of `attend` for each group, joined to [B, T, HQ, D]."""
         layout, key, value = self.layout, self.key, self.value
         q_per_kv = self.query.shape[1] // layout.num_key_value_heads
         outputs = []

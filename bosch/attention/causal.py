@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernels: under a mask, and of full heads, which see every key so far.
+"""Attention with torch's fused kernels: with a mask, and causal attention of full heads.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 """
@@ -40,7 +40,8 @@ def masked_attention(
     """
     logits, compiling = transform.head_logits, torch.compiler.is_compiling()
     if not transform.is_plain:
-        # Families' own logits are computed densely, so that results are transformers' to the bit.
+        # Logits of special families are computed densely, so that results equal transformers' to
+        # the bit.
         fused = transform.sliding_only and transform.softcap is None and not dropout
         if logits is None or not fused or query.device.type != "cpu" or compiling:
             return _unfused(query, key, value, transform, dropout, mask, is_causal)
@@ -55,7 +56,7 @@ def masked_attention(
 def _cpu_kernel(
     mask: Tensor | None, is_causal: bool, scale: float, dtype: torch.dtype
 ) -> SoftmaxKernel:
-    """torch's kernel for the CPU, which gives the log-sum-exp of its logits."""
+    """torch's CPU kernel, which also returns the log-sum-exp of the logits."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if mask is not None:
@@ -76,7 +77,7 @@ def _unfused(
     mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """As `masked_attention`, for logits that no fused kernel computes.
+    """As `masked_attention`, for logits that no fused kernel supports.
 
     Few queries at a time, to bound memory.
     """
@@ -96,13 +97,13 @@ def _unfused(
 
 
 def causal_attention(call: GroupCall) -> Tensor:
-    """Causal attention over every key, [B, HQ, T, D]; a mask is made only where it is needed.
+    """Causal attention over all keys, [B, HQ, T, D]; makes a mask only if it is needed.
 
-    A plain chunk after a past needs none, except on the CPU with gradients or dropout.
+    A chunk after a past needs none, except on the CPU with gradients or dropout.
     """
     query, key, value, context = call.query, call.key, call.value, call.context
     options, length = (call.transform, call.dropout), key.shape[2]
-    # The keys fill a cache of fixed size, and some of its slots hold nothing yet.
+    # The keys are a cache of fixed size, with slots that are still empty.
     fixed = context.start is not None or length != context.kv_length
     if context.is_plain and not fixed:
         if context.q_length == 1 or context.q_offset == 0:
@@ -134,7 +135,7 @@ def causal_attention(call: GroupCall) -> Tensor:
 
 
 def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
-    """Causal attention within each part of a row, [B, HQ, T, D]: nothing between parts.
+    """Causal attention within each part of a row, [B, HQ, T, D], and none between parts.
 
     `parts` are the lengths of each row's documents, or of its padding and its tokens. A causal part
     needs no mask and half of the query-key products.
@@ -144,7 +145,7 @@ def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
         row, outputs, start = slice(number, number + 1), [], 0
         for length in lengths:
             stop, first = start + length, max(start, offset)
-            if first < stop:  # of an earlier document there are keys alone
+            if first < stop:  # an earlier document may have keys only
                 part = call._replace(
                     query=call.query[row, :, first - offset : stop - offset],
                     key=call.key[row, :, start:stop],
@@ -160,7 +161,7 @@ def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
 def attention_after_past(
     query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, dropout: float
 ) -> Tensor | None:
-    """Causal attention of queries that are the last of the keys; None if no kernel supports it."""
+    """Causal attention of the last tokens to all keys; None if no kernel supports it."""
     states = (query, key, value)
     if not transform.is_plain or any(x.stride(-1) != 1 for x in states):
         return None
@@ -179,9 +180,9 @@ def attention_after_past(
 
 
 def _past_and_chunk(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """The past, which every query sees whole, and the chunk itself, which is causal: no mask.
+    """Attention to the past (all of it) and to the chunk itself (causal), without a mask.
 
-    Each of the two softmaxes has its own sum; the sums' logarithms say how much each weighs.
+    The log-sums of the two softmaxes give their weights.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     past = key.shape[2] - query.shape[2]

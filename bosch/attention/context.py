@@ -18,15 +18,15 @@ from bosch.window import Window
 
 @dataclass(eq=False)
 class AttentionContext:
-    """Positions of one pass. Made once for all its layers; masks derived from it are kept in it.
+    """Positions of one pass, shared by all its layers; caches the masks that are derived from it.
 
     q_offset is the slot of the first query. `valid` [B, Tk] is False at padding, None without
     padding. `document` [B, Tk] numbers packed documents, only in a pass without padding and cache.
     `right_padded`: in a pass without past, all padding follows the real tokens; no real token can
-    see it, so that attention may ignore padding (the outputs of padded queries are not used).
+    see it, so attention may ignore padding (the outputs of padded queries are not used).
     `start` []: slot of the first query as a tensor on the device, in a pass over a cache of fixed
     size. q_offset is then the last slot possible, and the key slots are all that the cache has.
-    `covered`: keys that there must be at least, 0 if it is not known.
+    `covered`: least number of keys in the pass, 0 if it is not known.
     """
 
     q_length: int
@@ -45,7 +45,7 @@ class AttentionContext:
 
     @property
     def is_plain(self) -> bool:
-        """Whether visibility depends on the distance alone: one document, no padding to hide."""
+        """Whether visibility depends only on distance: one document, no padding to hide."""
         return (self.valid is None or self.right_padded) and self.document is None
 
     @property
@@ -59,9 +59,9 @@ class AttentionContext:
         return (torch.arange(self.q_length, device=device) + first)[None]
 
     def on(self, device: torch.device) -> AttentionContext:
-        """This pass for a layer on `device`: the layers of a model may be on several.
+        """This context on `device`, since the layers of a model may be on several.
 
-        This object on the device of the first layer, elsewhere a copy with masks of its own.
+        Returns itself on the device of the first layer, elsewhere a copy with its own masks.
         """
 
         def copy() -> AttentionContext:
@@ -83,7 +83,7 @@ class AttentionContext:
         )
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, called once per pass and key; in a compiled pass each time, and not kept."""
+        """`make()`, called once per pass and key; in a compiled pass it is called each time."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._memo:
@@ -94,7 +94,7 @@ class AttentionContext:
         """Whether each query slot sees each key slot.
 
         queries [b, ..., m] and keys [b, ..., n] hold slots, b being B or 1; key slots outside
-        0 .. Tk - 1 are not seen by queries inside. Full heads have window None. A padded query
+        0 .. Tk - 1 are invisible to queries inside. Full heads have window None. A padded query
         sees itself, so that no row is empty. Returns bool [b, ..., m, n].
         """
         q, k = queries[..., :, None], keys[..., None, :]
@@ -116,7 +116,7 @@ class AttentionContext:
     def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
         """Slots of each row's first `sinks` real tokens, Tk where a row has fewer: [b, sinks].
 
-        Of rows without documents.
+        Only for passes without documents.
         """
 
         def make() -> Tensor:
@@ -132,7 +132,7 @@ class AttentionContext:
     def left_padding(self) -> list[int] | None:
         """Padding slots before each row's tokens.
 
-        None without padding, with documents, or where a row has padding elsewhere.
+        None without padding, with documents, or if a row has padding elsewhere.
         """
         valid = self.valid
         if valid is None or self.document is not None:

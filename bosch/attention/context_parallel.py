@@ -1,12 +1,12 @@
-"""Attention of sequences that are split over processes: sliding heads receive only their halo.
+"""Attention of sequences that are split over processes: sliding heads receive only a halo.
 
 Each process holds two chunks of every sequence (`ContextSplit`) and computes their queries. For
 full heads it gathers all keys and values; for the heads of each window it receives the tokens
-before its chunks, as far as the window reaches, and the sinks. Gradients go back the same way.
+before its chunks that the window reaches (the halo), and the sinks. Gradients return likewise.
 
 Shapes: B rows, n processes, C tokens of a chunk, T = 2nC of a sequence, HQ query heads, HKV
 key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV of a key and its value
-side by side.
+concatenated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_DOCUMENT = -1
 
 
 class Communicator:
-    """Collective operations of the processes of a split; `sent_bytes` is what this one has sent."""
+    """Collective operations between the processes of a split; `sent_bytes` counts this one's."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -37,7 +37,7 @@ class Communicator:
         self.sent_bytes = 0
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """`local` [...] of every process: [n, ...]."""
+        """`local` [...] of all processes, stacked: [n, ...]."""
         local = local.contiguous()
         out = local.new_empty(self.ranks, *local.shape)
         dist.all_gather_single(out.flatten(0, 1), local, group=self.group)
@@ -45,7 +45,7 @@ class Communicator:
         return out
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """The rows that all processes send to this one, in the order of the processes.
+        """The rows that all processes send to this one, in order of the processes.
 
         `sent`: how many of its `rows` go to each process; `received`: how many come from each.
         """
@@ -58,7 +58,7 @@ class Communicator:
 
 
 class _Gathered(torch.autograd.Function):
-    """States of all processes, [n, ...]; backward sums their gradients in float32 at least."""
+    """States of all processes, [n, ...]; backward sums their gradients, at least in float32."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, communicator: Communicator) -> Tensor:
@@ -106,7 +106,7 @@ class _Halo:
 
 
 class SplitPass:
-    """One pass over split sequences: what the layers exchange, and what each chunk sees.
+    """One pass over split sequences: the layers' exchanges, and the keys that each chunk sees.
 
     `document` [B, T], on the CPU, numbers the documents of the whole sequences, rising from left to
     right; None where each sequence is one document.
@@ -136,7 +136,7 @@ class SplitPass:
         return self._halos[window]
 
     def context(self, chunk: int, window: Window | None) -> AttentionContext:
-        """The context of a chunk's pass: its queries over the keys before it and its own."""
+        """The context of a chunk: its queries over the keys before it and its own keys."""
         if (chunk, window) not in self._contexts:
             size, start = self.split.chunk, chunk * self.split.chunk
             before = torch.arange(start).expand(self.rows, -1)
@@ -153,9 +153,9 @@ class SplitPass:
         return self._contexts[chunk, window]
 
     def in_sequence(self, window: Window | None, seen: Tensor) -> Tensor:
-        """Keys or values `seen` [B, HG, K + C, D] by the last chunk, at their slots [B, HG, T, D].
+        """Scatter keys or values `seen` [B, HG, K + C, D] by the last chunk to slots [B, HG, T, D].
 
-        Slots that it does not see are 0: no later token sees them either.
+        Slots that it does not see stay 0, since no later token sees them either.
         """
         if window is None:
             return seen
@@ -170,9 +170,9 @@ class SplitPass:
     def _slots_before(self, chunk: int, window: Window) -> tuple[Tensor, Tensor]:
         """Slots of the keys before a chunk that its queries may see, and which are keys: [B, K].
 
-        First the sinks, before the halo, of the document that reaches into it; then the halo. So
-        within each document the distance to a key in the window, and whether a key is a sink, are
-        those of the whole sequence. Rows with fewer sinks are padded on the left.
+        First the sinks of the document that reaches into the halo, then the halo. So within each
+        document the distances to keys in the window, and which keys are sinks, are the same as in
+        the whole sequence. Rows with fewer sinks are padded on the left.
         """
         start = self.split.halo_start(chunk, window)
         halo = torch.arange(start, chunk * self.split.chunk).expand(self.rows, -1)

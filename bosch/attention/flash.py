@@ -1,8 +1,8 @@
-"""Attention of all groups of heads by the flash-attn package: one call for each group.
+"""Attention with the flash-attn package: one call for each group of heads.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, D head dimension. A segment is a document, or a
-row's tokens without its padding; tokens see each other only within one. If a row has several
-segments, all of them are placed one after another.
+row's tokens without its padding; tokens see each other only within a segment. If a row has several
+segments, all segments are concatenated.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NO_WINDOW = (-1, -1)
 def flash_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Decoding with a cache of fixed size and an extra logit per head together with dropout go the way
-    of the sdpa backend. Raises UserError for padding between a row's tokens.
+    Decoding with a cache of fixed size, and extra logits together with dropout, use the sdpa
+    backend. Raises UserError for padding between a row's tokens.
     """
     key = call.key
     ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
@@ -60,7 +60,7 @@ def _flash(group: GroupCall) -> Tensor:
         kernel = _flash_kernel(function, backward, borders, options)
         out = with_head_logits(kernel, query, key, value, logits)
     else:
-        # By name: an import statement would make transformers ask for the package in the code file.
+        # Imported by name, since transformers would require any package that the code file imports.
         package = importlib.import_module("flash_attn")
         out = getattr(package, function)(query, key, value, *borders, **options)
     return out.view(shape).transpose(1, 2)
@@ -69,7 +69,7 @@ def _flash(group: GroupCall) -> Tensor:
 def _flash_kernel(
     function: str, backward: str, borders: tuple[Any, ...], options: dict[str, Any]
 ) -> SoftmaxKernel:
-    """A function of the package that gives its log-sum-exp, with its backward pass by itself."""
+    """A function of the package that returns its log-sum-exp, and its backward function."""
     kernels = importlib.import_module("flash_attn")
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     left, right = options["window_size"]
@@ -82,7 +82,7 @@ def _flash_kernel(
 
     def gradients(*saved: Tensor) -> list[Tensor]:
         *states, lse = saved
-        dim = states[0].shape[-1]  # the package's own way pads it to a multiple of 8 too
+        dim = states[0].shape[-1]  # padded to a multiple of 8, as in the package
         states = [nn.functional.pad(x, (0, -dim % 8)) for x in states]
         results = [torch.empty_like(x) for x in states[1:4]]
         getattr(interface, backward)(
@@ -96,7 +96,7 @@ def _flash_kernel(
 
 
 class Segments(NamedTuple):
-    """Segments of all rows, one after another, as flash-attn takes them.
+    """The concatenated segments of all rows, as arguments of flash-attn.
 
     `cu_seqlens_q`, `cu_seqlens_k` int32 [segments + 1]: where each begins and the last one ends;
     `max_seqlen_q`, `max_seqlen_k`: tokens of the longest; `keys`: which of the B * Tk keys belong
@@ -113,8 +113,8 @@ class Segments(NamedTuple):
 def _flash_segments(context: AttentionContext, count: int, device: torch.device) -> Segments:
     """Segments of a pass over its last `count` key slots.
 
-    A padded query is a segment of its own, and sees itself. Raises UserError for padding between a
-    row's tokens: its window counts the padding, that of flash-attn could not.
+    A padded query is its own segment. Raises UserError for padding between a row's tokens, which
+    a window would have to count and flash-attn cannot.
     """
     marks = context.document if context.valid is None else context.valid
     assert marks is not None

@@ -1,8 +1,8 @@
 """Attention of all groups of heads in one kernel of torch's flex_attention, on a GPU.
 
 Shapes: B batch, T queries, HQ query heads, D head dimension, W window; blocks of tokens, nq of
-queries and nk of keys. How far each head sees is data of the kernel, so a new head mask compiles
-nothing again.
+queries and nk of keys. The reach of each head is an input of the kernel, so a new head mask needs
+no new compilation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ FLEX_BLOCK = 128
 def flex_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes of fewer than FLEX_BLOCK queries, and those over a cache of fixed size, are computed by
-    the sdpa backend.
+    Passes with fewer than FLEX_BLOCK queries, or over a cache of fixed size, use the sdpa backend.
     """
     query, key, value, context = call.query, call.key, call.value, call.context
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
@@ -54,7 +53,7 @@ def flex_kernel_attention(call: AttentionCall) -> Tensor:
 
 
 def _logits_of_heads(layout: HeadLayout, transform: LogitTransform, q_per_kv: int) -> Tensor:
-    """The extra logit of each query head [HQ], -inf of one that has none."""
+    """The extra logit of each query head [HQ], -inf if it has none."""
     logits = transform.head_logits
     assert logits is not None
     if not transform.sliding_only:
@@ -68,7 +67,7 @@ def _logits_of_heads(layout: HeadLayout, transform: LogitTransform, q_per_kv: in
 
 @functools.cache
 def kernel_for(device: str) -> Callable[..., Any]:
-    """flex_attention, compiled except on the CPU, where it serves as its own reference."""
+    """flex_attention, compiled except on the CPU, where the uncompiled one is the reference."""
     if device == "cpu":
         return torch_flex.flex_attention
     return torch.compile(torch_flex.flex_attention)
@@ -79,7 +78,7 @@ def flex_block_mask(
 ) -> Any:
     """Block mask of `heads` query heads, built from the bands.
 
-    Blocks that are not listed hold no visible key; those listed as partial may hold some.
+    Blocks that are not listed have no visible key; partial blocks may have some.
     """
     groups = torch.empty(layout.num_key_value_heads, dtype=torch.long, device=device)
     for number, group in enumerate(layout.groups):
@@ -104,7 +103,7 @@ def flex_block_mask(
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number and indices of the marked blocks [..., nq, nk] of each row, int32."""
+    """Number and indices of the marked blocks in each row of [..., nq, nk], int32."""
     order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -112,9 +111,9 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _blocks_seen(
     layout: HeadLayout, reaches: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks that heads of each group see at least in part, and whole: [B or 1, groups, nq, nk].
+    """Blocks that heads of each group see in part, and whole: [B or 1, groups, nq, nk].
 
-    `reaches` [groups] are the keys that a head of each group sees.
+    `reaches` [groups] is the number of keys that a head of each group sees.
     """
     size, reach = FLEX_BLOCK, reaches[:, None, None]
     count_q, count_k = -(-context.q_length // size), -(-context.kv_length // size)
@@ -154,7 +153,7 @@ def _sinks_seen(
 def _rule(
     layout: HeadLayout, context: AttentionContext, reach: Tensor, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """`context.visible` for one query and key of a head, as flex_attention asks for it.
+    """`context.visible` for one query and key of a head, in the form of flex_attention's mask_mod.
 
     Each query head sees the last `reach` [HQ] keys.
     """

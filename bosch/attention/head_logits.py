@@ -1,12 +1,12 @@
-"""One more logit per head in the softmax of a fused kernel, from the kernel's own log-sum-exp.
+"""An extra logit per head in the softmax of a fused kernel, from the kernel's log-sum-exp.
 
-Beside scores s with lse = log sum exp(s), a logit b makes the weights exp(s) / (exp(b) + exp(lse)):
+For scores s with lse = log sum exp(s), a logit b makes the weights exp(s) / (exp(b) + exp(lse)):
 the kernel's output times sigmoid(lse - b). With lse' = log(exp(b) + exp(lse)) these weights are
-exp(s - lse'), so that the kernel's own backward pass, given the scaled output and lse' in place of
-its own, gives the gradients of queries, keys and values. That of b is -sum_t p_t (dO_t . O_t), with
-the share p = exp(b - lse') that is lost and the scaled output O.
+exp(s - lse'). So the kernel's backward pass, with the scaled output and lse' in place of its own,
+gives the gradients of queries, keys and values. The gradient of b is -sum_t p_t (dO_t . O_t), where
+p = exp(b - lse') is the share of b and O the scaled output.
 
-Shapes: T queries, H query heads, D head dimension; before them a batch, or none.
+Shapes: T queries, H query heads, D head dimension, with or without a batch before them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class SoftmaxKernel(NamedTuple):
-    """A fused attention kernel with options of its own.
+    """A fused attention kernel with its options.
 
     `forward` maps query, key and value to the output and the log-sum-exp [..., H, T]; `backward`
     maps the output's gradient, query, key, value, output and log-sum-exp to the gradients of query,
@@ -34,7 +34,7 @@ class SoftmaxKernel(NamedTuple):
 def with_head_logits(
     kernel: SoftmaxKernel, query: Tensor, key: Tensor, value: Tensor, logits: Tensor
 ) -> Tensor:
-    """The kernel's attention with the extra `logits` [H / n]; heads repeat them, n rows in one."""
+    """The kernel's attention with extra `logits` [H / n]; n rows may be flattened into heads."""
     heads = query.shape[-3 if kernel.heads_first else -2]
     logits = logits.repeat(heads // len(logits))
     apply: Any = _WithLogits.apply

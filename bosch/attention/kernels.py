@@ -1,8 +1,8 @@
-"""Which of torch's attention kernels may run: every fused call of bosch goes through here.
+"""Which of torch's attention kernels may run; all fused calls in bosch go through here.
 
-On a GPU torch silently falls back to its math kernel, which holds all logits, where no fused kernel
-takes the arguments, for example a mask together with grouped heads. Here that is an error instead,
-and keys and values are repeated for the query heads before it can happen.
+On a GPU, if no fused kernel supports the arguments (for example a mask together with grouped
+heads), torch silently falls back to its math kernel, which stores all logits. Here that is an
+error, and keys and values are repeated for the query heads to avoid it.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 """
@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalBias
 from bosch.backends import WIDEST_HEAD
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-# Those that never hold the logits of all queries and keys, on a GPU.
+# Kernels that never store the logits of all queries and keys, on a GPU.
 FUSED_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -49,7 +49,7 @@ def fused_attention(
     unless the logits are few.
     """
     groups, shares = query.shape[1] // key.shape[1], False
-    if groups > 1:  # a branch: compiled with heads of any number it is no bool
+    if groups > 1:  # a branch, since the comparison is symbolic when compiled
         shares = not is_gpu(query) or _flash_takes(query, key, value, mask)
         if not shares:
             key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -71,7 +71,7 @@ def _flash_takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         return True
     if mask is not None:
         return False
-    if torch.compiler.is_compiling():  # torch cannot be asked while it traces
+    if torch.compiler.is_compiling():  # torch cannot answer while it traces
         dim = query.shape[-1]
         return query.dtype in HALF_DTYPES and dim == value.shape[-1] and dim <= WIDEST_HEAD
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))

@@ -1,9 +1,9 @@
-"""Which heads of a layer see which keys, and how their tensors are taken apart.
+"""Which heads of a layer see which keys, and how their tensors are split into groups.
 
-Shapes: B batch, T query tokens, Tk keys, HQ query heads, HKV key/value heads, D head dimension; of
-a group of heads HG key/value heads. Search mode and deploy mode differ in this file only: a search
-layout names heads by index, a deploy layout has the heads of each group side by side, so that
-groups are contiguous slices (BOSCH B.2).
+Shapes: B batch, T query tokens, Tk keys, HQ query heads, HKV key/value heads of a layer, HG of a
+group, D head dimension. Search mode and deploy mode differ only here: a search layout names heads
+by index; in a deploy layout the heads of each group are adjacent, so that groups are contiguous
+slices (BOSCH B.2).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from bosch.window import Window
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """KV heads of a layer, ascending, that see the same keys: those of a window, or all (None)."""
+    """KV heads of a layer, ascending, with the same window, or None for full heads."""
 
     heads: tuple[int, ...]
     window: Window | None = None
 
     @property
     def is_slice(self) -> bool:
-        """Whether the heads stand side by side."""
+        """Whether the heads are adjacent."""
         return self.heads[-1] - self.heads[0] + 1 == len(self.heads)
 
 
@@ -36,15 +36,14 @@ class HeadGroup:
 class HeadLayout:
     """The heads of one layer in groups: full ones first, then from the widest window down.
 
-    `windows` are those that some heads have, in this order, and `sinks` those of the heads that
-    slide, 0 where none does. The layout is contiguous where each group is one slice, in any order.
-    Raises ValueError when the groups are no partition of the heads, two have the same window, or
+    `windows` are the windows in use, in this order; `sinks` is the number of sinks of the sliding
+    heads, 0 if there are none. The layout is contiguous if each group is a slice, in any order.
+    Raises ValueError when the groups are not a partition of the heads, two have the same window, or
     their sinks differ.
     """
 
     groups: tuple[HeadGroup, ...]
-    # Fields, since every layer reads them in every pass: a cached_property would break the one
-    # graph of a compiled search.
+    # Fields instead of cached_property, which would break the graph of a compiled search.
     num_key_value_heads: int = field(init=False)
     windows: tuple[Window, ...] = field(init=False)
     sinks: int = field(init=False)
@@ -76,7 +75,7 @@ class HeadLayout:
 
     @classmethod
     def search(cls, windows: Sequence[Window | None]) -> HeadLayout:
-        """Layout by index: each KV head's window on unpermuted weights, None of a full one."""
+        """Layout from each KV head's window (None: full), on weights in their original order."""
         kinds = sorted(set(windows), key=lambda w: float("-inf") if w is None else -w.size)
         return cls(
             tuple(
@@ -87,7 +86,7 @@ class HeadLayout:
 
     @classmethod
     def deploy(cls, counts: Mapping[Window | None, int]) -> HeadLayout:
-        """Layout by slices: the number of KV heads by window, in this order, None for full ones."""
+        """Layout from the number of KV heads with each window (None: full), in this order."""
         slices = zip(counts.items(), pairwise(accumulate(counts.values(), initial=0)), strict=True)
         return cls(
             tuple(
@@ -98,9 +97,9 @@ class HeadLayout:
         )
 
     def heads_of(self, states: Tensor, group: HeadGroup, q_per_kv: int = 1) -> Tensor:
-        """The heads of `group` of `states` [B, HKV * q_per_kv, T, D].
+        """The heads of `group` in `states` [B, HKV * q_per_kv, T, D].
 
-        A view where the layout is contiguous, a copy elsewhere.
+        A view if the layout is contiguous, else a copy.
         """
         if len(self.groups) == 1:
             return states
@@ -110,7 +109,7 @@ class HeadLayout:
         return states.index_select(1, self._index(group, q_per_kv, states.device))
 
     def merge(self, outputs: Sequence[Tensor], q_per_kv: int) -> Tensor:
-        """Put outputs [B, HQ_group, T, D] of all groups together: [B, T, HQ, D], contiguous."""
+        """Join the outputs [B, HQ_group, T, D] of all groups to [B, T, HQ, D], contiguous."""
         if len(outputs) == 1:
             return outputs[0].transpose(1, 2).contiguous()
         transposed = [output.transpose(1, 2) for output in outputs]
@@ -120,15 +119,15 @@ class HeadLayout:
         return torch.cat(transposed, dim=2).index_select(2, order)
 
     def _index(self, group: HeadGroup | None, q_per_kv: int, device: torch.device) -> Tensor:
-        """Head indices on `device`: of a group, or (None) where merged heads stand.
+        """Head indices on `device`: those of a group, or for None the places of heads when merging.
 
-        Made once, except in a compiled pass, which would depend on what was made before.
+        Cached, except in a compiled pass, which must not depend on earlier calls.
         """
         if torch.compiler.is_compiling():
             return self._make_index(group, q_per_kv, device)
         key = ("merged" if group is None else group.window, q_per_kv, device)
         if key not in self._indices:
-            # An inference tensor could not be used by autograd later.
+            # Not an inference tensor, which autograd could not use later.
             with torch.inference_mode(False):
                 self._indices[key] = self._make_index(group, q_per_kv, device)
         return self._indices[key]
@@ -143,11 +142,11 @@ class HeadLayout:
 
 @dataclass
 class CachedGroup:
-    """Keys or values of one group of heads as a cache hands them out.
+    """Keys or values of one group of heads, as a cache returns them.
 
-    `recent` [B, HG, R, D] holds the last R slots, of full heads every one; `sinks` [B, HG, S, D]
-    the first tokens of each row once they have left `recent`. A ring names the `slots` [R] that it
-    holds, negative where it holds none; `recent` is then [B, HG, S + R, D], sinks first.
+    `recent` [B, HG, R, D] holds the last R slots, for full heads all; `sinks` [B, HG, S, D] holds
+    the first tokens of each row once they have left `recent`. For a ring, `slots` [R] names its
+    slots, negative if empty; `recent` is then [B, HG, S + R, D], sinks first.
     """
 
     recent: Tensor
@@ -162,9 +161,9 @@ class CachedGroup:
 
 @dataclass
 class CachedStates:
-    """Keys or values of one layer as a HybridCache hands them out: in the layout's groups.
+    """Keys or values of one layer, as a HybridCache returns them, by group of heads.
 
-    `done` is what to call when the pass is done.
+    `done` is called when the pass is done.
     """
 
     groups: list[CachedGroup]
@@ -172,7 +171,7 @@ class CachedStates:
 
     @property
     def has_ring(self) -> bool:
-        """Whether some heads' slots are known on the device alone."""
+        """Whether some slots are known only on the device."""
         return any(group.slots is not None for group in self.groups)
 
     def to(self, dtype: torch.dtype) -> CachedStates:
@@ -180,7 +179,7 @@ class CachedStates:
         return CachedStates([group.to(dtype) for group in self.groups])
 
     def settle(self, context: AttentionContext) -> None:
-        """Call `done`: the pass `context` needs the states no longer."""
+        """Call `done`: the pass `context` no longer needs the states."""
         if self.done is not None:
             self.done(context)
 
@@ -190,8 +189,8 @@ def gather_sinks(
 ) -> Tensor:
     """States of each row's first `sinks` real tokens, [B, HG, S, D].
 
-    Taken from `recent` (the last R slots) where they are there, else from `earlier`, which holds
-    those that have left. A row's entry for a token it does not have yet is arbitrary.
+    They come from `recent` (the last R slots) or, once they have left it, from `earlier`. Entries
+    for tokens that a row does not have yet are arbitrary.
     """
     first = context.end - recent.shape[2]
     slots = context.sink_slots(sinks, recent.device)

@@ -1,4 +1,4 @@
-"""Attention logits: scale, soft-cap, extra logit per head; and attention with all of them at once.
+"""Attention logits (scale, soft-cap, extra logit per head), and dense attention with them.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 """
@@ -15,11 +15,11 @@ from bosch.attention.layout import HeadGroup, HeadLayout
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """Attention logits s = scaling * q·k, and what some families do to them before the softmax.
+    """Attention logits s = scaling * q·k, and the changes of some families before the softmax.
 
-    With `softcap` c, s is c * tanh(s / c) (Gemma 2). `head_logits` [HQ] are one more logit per
-    head in each softmax, with no value: its share of the weights is lost (GPT-OSS calls it a sink).
-    With `sliding_only` full heads are without, and their entries mean nothing.
+    With `softcap` c, s becomes c * tanh(s / c) (Gemma 2). `head_logits` [HQ] are extra logits, one
+    per head in each softmax, without a value (called sinks in GPT-OSS). With `sliding_only` full
+    heads ignore them.
     """
 
     scaling: float
@@ -50,7 +50,7 @@ def dense_attention(
     transform: LogitTransform,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention that holds all logits at once: [B, HQ, T, D], the softmax in float32 at least.
+    """Attention [B, HQ, T, D] with all logits in memory, and the softmax at least in float32.
 
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D]; `visible` broadcasts to [B, HQ, T, Tk]. Rows
     may also be flattened into heads: query [1, B * HQ, T, D], key and value [1, B * HKV, Tk, D].

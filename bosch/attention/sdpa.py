@@ -1,4 +1,4 @@
-"""Attention of all groups of heads by torch's scaled_dot_product_attention: CPU and fallback.
+"""Attention with torch's scaled_dot_product_attention, on every device.
 
 Shapes: B batch, T queries, HQ query heads, D head dimension, W window. Full heads take one
 causal call. Sliding heads are cut into blocks of C queries that see a band of C + W keys, so that
@@ -22,10 +22,10 @@ from bosch.window import Window, block_size
 
 
 class _Bands(torch.autograd.Function):
-    """Forward is a view without copies; backward adds the overlapping pieces slice by slice.
+    """Overlapping views without copies; backward adds the overlapping pieces slice by slice.
 
-    Autograd's own backward of an overlapping view goes element by element, which costs more than
-    the attention itself.
+    Autograd's backward of an overlapping view adds element by element, which costs more than the
+    attention itself.
     """
 
     @staticmethod
@@ -38,7 +38,7 @@ class _Bands(torch.autograd.Function):
         (grad,) = grads
         block, width = ctx.block, ctx.width
         n, heads, _, dim = grad.shape
-        # Whole blocks for the last piece too: torch.compile gets views with gaps wrong.
+        # The last piece has whole blocks, too, since torch.compile mishandles views with gaps.
         starts = range(0, width, block)
         total = grad.new_zeros(heads, starts[-1] + n * block, dim)
         for start in starts:
@@ -63,7 +63,7 @@ def bands(keys: Tensor, block: int, window: int) -> Tensor:
 def sdpa_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D]."""
     key, value, length = call.key, call.value, call.context.kv_length
-    # No query is W or more slots after a key, so that all groups of heads see the same.
+    # No query is W or more slots after a key, so all groups of heads see the same keys.
     alike = all(length <= window.size for window in call.layout.windows)
     alike = alike and not call.transform.sliding_only
     if alike and isinstance(key, Tensor) and isinstance(value, Tensor):
@@ -78,10 +78,10 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
 
 
 def _trim(call: GroupCall, window: Window) -> GroupCall:
-    """Drop keys that no query of this pass sees; sinks among them are kept aside."""
+    """Drop keys that no query of this pass sees, except sinks, which are stored apart."""
     key, value, context = call.key, call.value, call.context
     needed = window.past + context.q_length
-    # Documents have sinks of their own, of which some may be among the first keys.
+    # Each document has its own sinks, some of which may be among the first keys.
     if key.shape[2] <= needed or context.document is not None:
         return call
     sink_key = sink_value = None
@@ -97,16 +97,16 @@ def _trim(call: GroupCall, window: Window) -> GroupCall:
 def _sliding(call: GroupCall, window: Window) -> Tensor:
     """Sliding-window attention of a group, [B, HQ_group, T, D]."""
     context = call.context
-    # A cache of fixed size: only the device knows which slots the ring holds, a mask must say it.
+    # A cache of fixed size: only the device knows the slots of the ring, so it needs a mask.
     if context.start is not None or call.slots is not None:
         return _sliding_dense(call, window)
     call = _trim(call, window)
     first = context.kv_length - call.key.shape[2]
-    # Everything so far lies in the window.
+    # All keys are within the window.
     if first == 0 and context.kv_length <= window.size:
         return causal_attention(call)
     block = block_size(window.size)
-    # Fewer queries than a block: filling one up would compute more than the mask does.
+    # Fewer queries than a block: a mask costs less than padding them to a block.
     if context.q_length < block:
         return _sliding_dense(call, window)
     # A whole sequence in which every row sees the same slots: all rows at once.
@@ -118,7 +118,7 @@ def _sliding(call: GroupCall, window: Window) -> Tensor:
 
 
 def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
-    """Few queries (decode, short chunks), or keys of a fixed size: all under one mask."""
+    """Few queries (decoding, short chunks), or a cache of fixed size, under one mask."""
     query, context = call.query, call.context
     fixed = context.start is not None or call.slots is not None
     key, value, slots = call.with_slots()
@@ -133,9 +133,9 @@ def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
 
 
 def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
-    """A whole plain sequence: no padding, and without sinks no copies of keys or queries.
+    """A whole sequence without padding; without sinks there are no copies of keys or queries.
 
-    The first W + S queries are plainly causal, whole blocks follow, the rest is one short block.
+    The first W + S queries are causal, whole blocks follow, the rest is one short block.
     """
     query, key, value, sinks = call.query, call.key, call.value, window.sinks
     options, context = (call.transform, call.dropout), call.context
@@ -146,7 +146,7 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
     outputs = [head]
     count = (length - first) // block
     middle = first + count * block
-    # What a band begins with: the W slots before its first query.
+    # A band begins with the W slots before its first query.
     start, shown = first - window.size, (key[:, :, :sinks], value[:, :, :sinks])
     if count:
         out = _attend_bands(
@@ -158,7 +158,7 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
             *options,
         )  # [n, B * HQ, C, D]
         outputs.append(out.transpose(0, 1).reshape(batch, heads, count * block, dim))
-        del out  # a copy was made of it
+        del out  # it was copied
     if middle < length:
         rest, start = length - middle, middle - window.size
         mask = _band_mask(context, rest, window, query.device)
@@ -180,15 +180,16 @@ def _attend_bands(
     transform: LogitTransform,
     dropout: float,
 ) -> Tensor:
-    """Attention of blocks [n, H, C, D] to the sinks [n, H, S, D] and the band of each, views.
+    """Attention of blocks [n, H, C, D] to their sinks [n, H, S, D] and bands, which are views.
 
-    `mask` is [n or 1, C, S + C + W]. Sinks and band must be copied into one tensor: of so few
-    blocks at a time that the copies of a pass without gradients never outgrow the keys.
+    `mask` is [n or 1, C, S + C + W]. Sinks and bands are copied into one tensor, for few blocks at
+    a
+    time: without gradients the copies never take more memory than the keys.
     """
     if not sinks[0].shape[2]:
         return masked_attention(queries, keys, values, transform, dropout, mask[:, None])
     count = step = keys.shape[0]
-    # In a backward pass each slice of the bands would come back as large as all of them.
+    # In a backward pass each slice's gradient would be as large as all bands.
     if not (torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)):
         step = max(1, count * queries.shape[2] // (4 * keys.shape[2]))
     outputs = []
@@ -216,7 +217,7 @@ def _blocks(states: Tensor, count: int, block: int) -> Tensor:
 def _band_mask(
     context: AttentionContext, queries: int, window: Window, device: torch.device
 ) -> Tensor:
-    """Causal band for `queries` whose band, and all sinks before it, end where they end.
+    """Causal mask of `queries` over their band and the sinks before it, which end with them.
 
     Bool [queries, S + W + queries].
     """
@@ -238,7 +239,7 @@ def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor
     count = -(-length // block)
     first = context.kv_length - key.shape[2]
     # Pad the keys so that block 0's band begins W slots before its first query, and the last block
-    # is whole; what is padded has slots below `first` or beyond the end, which no mask shows.
+    # is whole; padded keys have slots below `first` or beyond the end, which every mask hides.
     left, right = size - (context.q_offset - first), count * block - length
     query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
     keys, values = (bands(F.pad(x[0], (0, 0, left, right)), block, size) for x in (key, value))
@@ -249,13 +250,13 @@ def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor
     if sink_slots is None:
         shown = keys[:, :, :0], values[:, :, :0]
     elif call.sink_key is not None and call.sink_value is not None:
-        # A cache keeps the sinks apart; some may have come with this pass only.
+        # A cache stores sinks apart; some may be new in this pass.
         narrow = context.row(row)
         extra_key = gather_sinks(key, call.sink_key[pick], narrow, sinks)
         extra_value = gather_sinks(value, call.sink_value[pick], narrow, sinks)
         shown = extra_key.expand(count, -1, -1, -1), extra_value.expand(count, -1, -1, -1)
     else:
-        # All keys are here: each block takes the sinks of the document its band begins in.
+        # All keys are present: each block takes the sinks of the document in which its band begins.
         index = sink_slots.clamp(0, key.shape[2] - 1).reshape(-1)
         extra_key, extra_value = (
             _blocks(x[0].index_select(1, index), count, sinks) for x in (key, value)
@@ -270,8 +271,8 @@ def _row_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Masks [n, C, S + C + W] of a row's blocks; slots [n, S] of the sinks before each band.
 
-    At most one document reaches into a band from before it: its sinks are the extra keys. Sinks
-    inside the band are keys of the band.
+    At most one document begins before a band and reaches into it; its sinks are the extra keys.
+    Sinks inside the band are keys of the band.
     """
     context, size, sinks, device = call.context, window.size, window.sinks, call.key.device
     first = context.kv_length - call.key.shape[2]

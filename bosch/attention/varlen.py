@@ -1,4 +1,4 @@
-"""Attention of all groups of heads by torch's own varlen attention: one call for each group.
+"""Attention with torch's varlen attention: one call for each group of heads.
 
 It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU.
 
@@ -26,7 +26,7 @@ _CAUSAL = (-1, 0)
 def varlen_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Passes with a past and padding before a token are computed by the sdpa backend.
+    Passes with a past, or with padding before a token, use the sdpa backend.
     """
     context = call.context
     whole = context.q_offset == 0 and context.start is None
@@ -57,7 +57,7 @@ def _varlen(group: GroupCall) -> Tensor:
 
 
 def varlen_operations() -> Any:
-    """torch's namespace of the operations, which importing the module registers."""
+    """torch's namespace of the operations; importing the module registers them."""
     importlib.import_module(VARLEN_MODULE)
     return torch.ops.torch_attn
 
@@ -65,7 +65,7 @@ def varlen_operations() -> Any:
 def _varlen_kernel(
     arguments: tuple[Any, ...], scale: float, window: list[int], grouped: bool
 ) -> SoftmaxKernel:
-    """The operations that varlen_attn consists of, one of which is its backward pass."""
+    """The forward and backward operations of varlen_attn."""
 
     def run(*states: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, _ = varlen_operations()._varlen_attn(*states, *arguments, scale, window, grouped)

@@ -1,7 +1,7 @@
-"""Capabilities of the attention backends, and messages for what they lack. Needs no torch.
+"""Abilities of the attention backends, and messages for those they lack. Needs no torch.
 
-A backend is a file in this folder that registers its entry. Its function stands there too, with
-torch imported inside it, or in a file of its own.
+A backend is a file in this folder that registers its entry. Its function is in the same file, with
+torch imported inside it, or in another file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bosch.errors import UserError
 
-WIDEST_HEAD = 256  # dimensions that flash-attn's kernels take, and so torch's
+WIDEST_HEAD = 256  # most dimensions of a head in flash-attn's and torch's kernels
 
-# What a backend may lack: the rest of a message that begins with its name.
+# Abilities that a backend may lack, with the end of the message that begins with its name.
 _LACKS = {
     "sinks": "has no sinks",
     "float32": "computes in float16 and bfloat16",
@@ -42,10 +42,10 @@ def _always() -> bool:
 class BackendEntry(NamedTuple):
     """Description of a backend.
 
-    `function`: `module:name` of what computes one layer's attention, an `AttentionFunction`.
-    `kernel`: part of the name of an operation it cannot do without. `aliases`: what transformers
-    calls it. `usable`: whether it can be used here, and `needs` what that takes. `lacks`: names of
-    `_LACKS`. `rank`: its place among the others, the fastest of those for a GPU first.
+    `function`: `module:name` of an `AttentionFunction`, which computes one layer's attention.
+    `kernel`: part of the name of an operation that it always runs. `aliases`: its names in
+    transformers. `usable`: whether it can run here; `needs`: the requirement, as text. `lacks`:
+    keys of `_LACKS`. `rank`: order among the backends; the fastest one for a GPU has the lowest.
     """
 
     function: str
@@ -68,12 +68,12 @@ def register(name: str, entry: BackendEntry) -> None:
 
 
 def register_all(folders: Iterable[str]) -> None:
-    """Import every file of these folders of the package: each registers its backend."""
+    """Import every file of these folders; each registers its backend."""
     for module in pkgutil.iter_modules(folders):
         importlib.import_module(f"{__name__}.{module.name}")
 
 
-# The file that a saved model carries holds the entries one after another, and no folder.
+# A saved model's code file has all entries in one module, and no folder.
 register_all(globals().get("__path__", ()))
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ else:
 def resolve_backend(name: str = "auto") -> str:
     """Name of the backend to use: `name` itself, or sdpa for "auto".
 
-    Raises UserError when `name` is unknown or what it needs is not installed; never another one.
+    Raises UserError when `name` is unknown or cannot run; never falls back to another backend.
     """
     if name == "auto":
         return "sdpa"
@@ -101,13 +101,13 @@ def resolve_backend(name: str = "auto") -> str:
 
 
 def lacking(backend: str, requests: Mapping[str, str]) -> list[str]:
-    """The missing capabilities of a backend, a message each; "auto" lacks nothing.
+    """Messages for the requested abilities that a backend lacks; "auto" lacks nothing.
 
-    `requests` says for each ability, by its name in `_LACKS`, who asks for it: "the model has 2".
+    `requests` maps abilities, as named in `_LACKS`, to the reason, such as "the model has 2".
     """
     if backend == "auto":
         return []
-    able = [  # eager is for comparisons
+    able = [  # eager is only for comparisons
         name
         for name, entry in BACKENDS.items()
         if name != "eager" and not requests.keys() & entry.lacks
@@ -120,7 +120,7 @@ def lacking(backend: str, requests: Mapping[str, str]) -> list[str]:
 
 
 def check_backend(backend: str, requests: Mapping[str, str], where: str = "attention") -> None:
-    """Raise UserError for the first thing that is requested and that a backend lacks."""
+    """Raise UserError for the first requested ability that a backend lacks."""
     for message in lacking(backend, requests):
         raise UserError(f"{where}: {message}")
 

@@ -1,4 +1,4 @@
-"""Attention as it is written down: the reference that the other backends are compared with."""
+"""Plain attention, the reference for the other backends."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import inspect
 from bosch.backends import BackendEntry, has_gpu, register
 
 VARLEN_MODULE = "torch.nn.attention.varlen"
-_VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # later than the function itself
+_VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}  # added after the function itself
 
 
 def _has_varlen() -> bool:

@@ -17,8 +17,8 @@ from bosch.objective.calibration import CalibrationSet
 def apl(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
-    The query is that of the last answer token, not of the one that predicts it. Of equal peaks the
-    earliest counts; the median of an even number of examples is the mean of the middle two.
+    The query is that of the last answer token, not of the token that predicts it. Of equal peaks
+    the first counts; the median of an even number of examples is the mean of the middle two.
     """
     layers, _ = mask_shape(model.config)
     lags = np.zeros((len(calibration), layers, query_heads(model)))

@@ -1,4 +1,4 @@
-"""Attention probabilities a block of query rows at a time: memory grows with T, not with T * T.
+"""Attention probabilities by blocks of query rows: memory grows with T, not with T * T.
 
 Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension, R rows of a block.
 """
@@ -35,9 +35,9 @@ def grouped_product(query: Tensor, key: Tensor) -> Tensor:
 
 
 def block_scores(states: LayerStates, begin: int, end: int, first_key: int = 0) -> Tensor:
-    """Scores, scaled and capped, of rows begin .. end - 1 on keys first_key .. end - 1.
+    """Scaled and capped scores of rows begin .. end - 1 for keys first_key .. end - 1.
 
-    Those of future keys are -inf. Returns [HQ, end - begin, end - first_key].
+    Scores of future keys are -inf. Returns [HQ, end - begin, end - first_key].
     """
     scores = grouped_product(states.query[:, begin:end], states.key[:, first_key:end])
     scores *= states.transform.scaling
@@ -53,7 +53,7 @@ def lags(begin: int, end: int, first_key: int, device: torch.device) -> Tensor:
 
 
 def attention_rows(states: LayerStates, begin: int, end: int) -> Tensor:
-    """alpha of rows begin .. end - 1 [HQ, R, end]; an extra logit of a head takes its share."""
+    """alpha of rows begin .. end - 1, [HQ, R, end]; extra logits are part of the softmax."""
     scores, extra = block_scores(states, begin, end), states.transform.head_logits
     if extra is None:
         return scores.softmax(dim=-1)
@@ -81,7 +81,7 @@ def local_and_total(weights: Tensor, begin: int, end: int, window_size: int) -> 
 
 
 def hidden_sums(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
-    """Sums of weights [HKV, R, end] that each window hides, after a 0 for full attention.
+    """Sums of the weights [HKV, R, end] that each choice hides: 0 for full, then each window's.
 
     Returns [HKV, 1 + windows] in float64.
     """

@@ -1,7 +1,7 @@
-"""Every layer's queries, keys and values for the static rankings, one example at a time.
+"""Queries, keys and values of all layers for the static rankings, one example at a time.
 
-The model runs with every head full and shows the queries and keys of each layer with full attention
-as the softmax sees them, after norms and rotary embedding, whatever the family.
+The model runs with every head full. Queries and keys of each layer with full attention are taken
+after norms and rotary embedding, as they enter the softmax, for all families.
 Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension.
 """
 
@@ -34,8 +34,7 @@ class LayerStates:
     """One layer on one example: query [HQ, T, D], key and value [HKV, T, D], detached.
 
     `output_gradient` [HQ, T, D] is dL/dO, where O is the attention output before the output
-    projection; None in a pass without gradients. `transform` is that of full heads, with the
-    `head_logits` of all of them.
+    projection; None in a pass without gradients. `transform` is the logit transform of full heads.
     """
 
     query: Tensor
@@ -54,9 +53,9 @@ def query_heads(model: Any) -> int:
 
 
 def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:
-    """Run one example [T] and show each layer's states to `visit(layer, states)`.
+    """Run one example [T] and call `visit(layer, states)` for each layer.
 
-    Raises UserError when the family is not supported or has no full attention.
+    Raises UserError if the family is not supported or has no full attention.
     """
     with torch.inference_mode(), _captured(model, visit):
         model.get_decoder()(input_ids=input_ids[None].to(model.device), use_cache=False)
@@ -75,10 +74,10 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         stack.enter_context(freeze(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_captured(model, visit))
-        # Hooks set while a layer is recomputed never fire: the backward pass follows the first
+        # Hooks that are set during recomputation never fire: the backward pass uses the first
         # graph.
         stack.enter_context(recompute_layers(model))
-        # Not by inputs_embeds: Gemma 4 would look for each row among those of its vocabulary.
+        # Not inputs_embeds: Gemma 4 would search its vocabulary for each row.
         hook = model.get_input_embeddings().register_forward_hook(
             lambda _module, _inputs, embedded: embedded.detach().requires_grad_()
         )
@@ -96,9 +95,9 @@ def summed_terms(
     *,
     by_gradient: bool = False,
 ) -> Tensor:
-    """Sums over blocks and examples of the float64 terms [HQ, ...] of each layer: [L, HQ, ...].
+    """Sums of float64 terms [HQ, ...] over blocks and examples, for each layer: [L, HQ, ...].
 
-    With `by_gradient` the states have the gradient of `visit_gradients`.
+    With `by_gradient` the states have the gradient from `visit_gradients`.
     """
     layers, _ = mask_shape(model.config)
     sums: list[Any] = [0] * layers
@@ -120,7 +119,7 @@ def _captured(model: Any, visit: Visit) -> Iterator[None]:
     gather = partial(gather_heads, model)
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(head_mask(model, full, Window(1)))  # a window of no head
+        stack.enter_context(head_mask(model, full, Window(1)))  # not used by any head
         for layer, module in enumerate(attention_modules(model)):
             show = partial(visit, layer)
             stack.enter_context(replace_attention(module, partial(_attend, show, gather)))
@@ -133,7 +132,7 @@ def _attend(
     module: nn.Module,
     call: AttentionCall,
 ) -> Tensor:
-    """Full causal attention of one example, [1, T, HQ, D], whose states are shown to `show`."""
+    """Full causal attention of one example, [1, T, HQ, D]; passes its states to `show`."""
     assert isinstance(call.key, Tensor) and isinstance(call.value, Tensor)
     states, (group,) = (call.query, call.key, call.value), call.layout.groups
     transform = call.transform.of(call.layout, group, call.query.shape[1] // call.key.shape[1])

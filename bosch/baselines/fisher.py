@@ -18,7 +18,7 @@ def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
     The loss of an example is the mean cross-entropy of its answer tokens. A head whose attention
-    has no influence on it at all scores 1.
+    does not influence the loss scores 1.
     """
 
     def terms(states: LayerStates) -> Iterator[Tensor]:

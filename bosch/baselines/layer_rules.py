@@ -1,7 +1,7 @@
-"""Layer rules: whole layers keep full attention by their place alone (BOSCH §3.4).
+"""Layer rules: whole layers keep full attention, chosen by their place (BOSCH §3.4).
 
-N - ceil(rho N) units stay full. As many whole layers as fit stay full at the places a rule names;
-what is left, less than a layer, are the first KV heads of the layer the rule names next.
+N - ceil(rho N) units stay full: as many whole layers as possible, in the rule's order, and then the
+first KV heads of the next layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""LU-KV: how much attention of the decoded answer a head loses at each window.
+"""LU-KV: the attention of the decoded answer that a head loses with each window.
 
-arXiv 2602.08585 allots a cache to heads by curves of the long-horizon eviction loss: the importance
-that later steps of decoding with full attention give to what is evicted. Here a window evicts.
-The importance is the attention probability, summed over steps; the paper's own weights, if it has
-any, are not known here. Shapes: L layers, HKV key/value heads.
+arXiv 2602.08585 divides a cache among heads by curves of the long-horizon eviction loss: the
+importance that later decoding steps with full attention give to evicted tokens. Here a window
+evicts, and the importance is the attention probability, summed over steps; the paper's weights, if
+any, are not known. Shapes: L layers, HKV key/value heads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from bosch.window import Window
 def lu_kv(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
     """Losses [L, HKV, 1 + windows] of each KV head at full attention, which is 0, and each window.
 
-    A loss is the attention probability, in [0, 1], that the window hides: the mean over the query
-    heads of the KV head and over all positions that predict an answer token.
+    A loss is the attention probability that the window hides, in [0, 1], averaged over the KV
+    head's query heads and over all positions that predict an answer token.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""MoA: by how much a window on a head's attention raises the loss of the answers, to first order.
+"""MoA: the first-order increase of the answers' loss when a head gets a window.
 
 arXiv 2406.14909, as in its repository thu-nics/MoA (`LlamaModel_get_attention_matrix_log`,
 `importance_to_accuracy_loss`): the influence of an attention weight is the change of the loss when
@@ -24,13 +24,13 @@ from bosch.window import Window
 
 
 def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
-    """Losses [L, HKV, 1 + windows] of each KV head: 0 if full, then with each of `windows`.
+    """Losses [L, HKV, 1 + windows] of each KV head: 0 for full, then one for each of `windows`.
 
-    A loss is the sum of the absolute influences that the window hides, as a mean over examples. The
-    loss of an example is the mean cross-entropy of its answer tokens under the original model. Of a
-    KV head's query heads the largest influence counts. The repository (`num_key_value_groups`)
-    takes it from the mean over examples of one length, this function in each example. Raises
-    UserError as `visit_gradients` does.
+    A loss is the sum of the absolute influences that the window hides, averaged over examples. The
+    loss of an example is the mean cross-entropy of its answer tokens under the original model. The
+    largest influence among a KV head's query heads counts, in each example; the repository
+    (`num_key_value_groups`) takes it from the mean over examples of one length. Raises UserError as
+    `visit_gradients`.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)

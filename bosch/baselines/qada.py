@@ -22,9 +22,9 @@ def qada(
 ) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
-    The `buffer_size` keys just outside the window (B; by default an eighth of it) stand for all
-    that are outside. Queries and keys are those the softmax sees. A block of rows reads only its
-    window and buffer: memory does not grow with the square of the length.
+    The `buffer_size` keys just outside the window (B; by default an eighth of it) represent all
+    keys outside. Queries and keys are those that enter the softmax. A block of rows reads only its
+    window and buffer, so memory does not grow with the square of the length.
     """
     buffer = max(1, window_size // 8) if buffer_size is None else buffer_size
 
@@ -43,8 +43,8 @@ def _local_fractions(
 ) -> Tensor:
     """pi(t) of rows begin .. end - 1, [HQ, R] (Eq. 15 to 18).
 
-    q.mu and q.Sigma.q are the mean and the variance of the scores in the buffer, so that no
-    covariance of keys is ever made. Everything stays in logarithms.
+    q.mu and q.Sigma.q are the mean and variance of the scores in the buffer, so no covariance
+    matrix of keys is needed. All sums are in logarithms.
     """
     first_key = max(0, begin - window_size - buffer + 1)
     scores = block_scores(states, begin, end, first_key)

@@ -1,4 +1,4 @@
-"""The head mask on budget that a ranking's scores give (BOSCH B.3), whatever the ranking.
+"""The head mask on budget from a ranking's scores (BOSCH B.3).
 
 Shapes: L layers, HQ query heads, HKV key/value heads.
 """
@@ -20,9 +20,9 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranked:
-    """A mask on budget; `tied` counts the units whose score equals that of the last one chosen.
+    """A mask on budget; `tied` counts the units with the same score as the last one that slides.
 
-    `tied` is 0 where all of these slide: then nothing was chosen among equals.
+    `tied` is 0 if all of them slide, since then there was no choice among equals.
     """
 
     mask: HeadMask
@@ -36,7 +36,7 @@ def rank_units(
     most_local: Literal["largest", "smallest"],
     head_granularity: int = 1,
 ) -> Ranked:
-    """The ceil(rho N) most local of N units of KV heads slide; of equal ones the first do.
+    """The ceil(rho N) most local of N units of KV heads slide; among equal units, the first.
 
     The score of a KV head is the mean of `scores` [L, HQ] over its query heads; `most_local` says
     whether large or small scores mean local. With `head_granularity` g, units of g KV heads of

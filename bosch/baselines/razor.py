@@ -49,7 +49,7 @@ def razor(
 def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, int]) -> Tensor:
     """Means over rows m of alpha(m, m - K + offset) on the probe: [2, HQ] (Eq. 20 and 21).
 
-    Rows with no such key are left out. Two entries and the log-sum-exp of each row are kept.
+    Rows without such a key are left out. Only two entries and the log-sum-exp of a row are stored.
     """
     total = states.query.shape[1]
     sums = torch.zeros(2, len(states.query), dtype=torch.float64, device=states.query.device)
@@ -69,7 +69,7 @@ def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, i
 
 
 def _z_scores(values: Scores) -> Scores:
-    """Across all heads of the model; all zero where they do not differ."""
-    if values.min() == values.max():  # of equal values rounding leaves a deviation above 0
+    """Z-scores over all heads of the model; all zero if the values are equal."""
+    if values.min() == values.max():  # rounding would leave a deviation above 0
         return np.zeros_like(values)
     return (values - values.mean()) / values.std()
