@@ -1,11 +1,10 @@
-"""A sequence split over n processes: which tokens each holds, and which it is sent. Needs no torch.
+"""A sequence split over n processes: the tokens that each holds and receives. Needs no torch.
 
 A sequence of T tokens is cut into 2n chunks of C = T / 2n. Process r of n holds the chunks r and
-2n - 1 - r: under causal attention a late chunk sees more keys than an early one, and so every
-process has as much to compute. Of a full head each process is sent the keys and values of all
-tokens (all-gather), also of later ones, which it does not attend to. A sliding head with window W
-needs, for each of the two chunks, the W - 1 tokens before it (its halo, of as many chunks as that
-takes) and the sinks.
+2n - 1 - r: under causal attention a late chunk sees more keys than an early one, so this balances
+the work. For a full head each process receives the keys and values of all tokens (all-gather), also
+of later ones, which it does not use. For a sliding head with window W it receives, for each of the
+two chunks, the W - 1 tokens before it (its halo, which may span several chunks) and the sinks.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from bosch.window import Window
 class ContextSplit:
     """A sequence of `length` tokens over `ranks` processes.
 
-    Raises ValueError where there is no process, or the sequence cannot be cut into 2n chunks of
-    whole tokens.
+    Raises ValueError unless there is a process and the sequence can be cut into 2n equal chunks.
     """
 
     length: int
@@ -34,7 +32,7 @@ class ContextSplit:
 
     @classmethod
     def padded(cls, length: int, ranks: int) -> ContextSplit:
-        """The split of a sequence of `length` tokens and as many more as fill its last chunk."""
+        """The split of a sequence of `length` tokens, padded to whole chunks."""
         return cls(length + -length % (2 * ranks), ranks)
 
     @property
@@ -47,14 +45,14 @@ class ContextSplit:
         return rank, 2 * self.ranks - 1 - rank
 
     def halo_start(self, chunk: int, window: Window) -> int:
-        """First slot that a sliding head sees from a chunk, sinks aside."""
+        """First slot, apart from sinks, that a sliding head sees from a chunk."""
         return max(0, chunk * self.chunk - window.past)
 
     def received(self, rank: int, window: Window | None) -> int:
-        """Tokens whose keys and values a process is sent for a head, in a sequence of one document.
+        """Tokens whose keys and values a process receives for a head, with one document.
 
-        None is a full head. In a sequence of several documents each has sinks of its own, so a
-        chunk may be sent up to S tokens more; they are not counted.
+        `window` is None for a full head. With several documents, each with its own sinks, a chunk
+        may receive up to S tokens more; they are not counted.
         """
         held = [range(c * self.chunk, (c + 1) * self.chunk) for c in self.chunks_of(rank)]
         needed = [range(self.length)]
@@ -65,9 +63,10 @@ class ContextSplit:
         return sum(map(len, _outside(needed, held)))
 
     def traffic(self, window: Window | None) -> int:
-        """Tokens that all processes together are sent for a head; its gradients go back likewise.
+        """Tokens that all processes together receive for a head; gradients return likewise.
 
-        (n - 1) T of a full one; of a sliding one, for W - 1 <= C, 2 (n - 1) (W - 1) and the sinks.
+        (n - 1) T for a full head; for a sliding head with W - 1 <= C, 2 (n - 1) (W - 1) and the
+        sinks.
         """
         return sum(self.received(rank, window) for rank in range(self.ranks))
 

@@ -1,4 +1,4 @@
-"""Files: written so that a crash leaves the old or the new content, and read within limits."""
+"""Files: written so that a crash leaves the old or the new content, read within size limits."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from bosch.this_process import is_alive, process_place
 TEMPORARY = ".tmp-"
 # Host (or PID namespace) and PID of the process that writes a temporary file.
 _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
-# Size, times and inode of a file, and of the link that leads to it.
+# Size, times and inode of a file, and time and inode of the link that leads to it.
 Stamp = list[int]
 _ALMOST_FULL_BYTES = 1024**2
-# A server of files that is away, a process at its limits: what could not be read may be whole.
+# A file server that is away, or a process at its limits: the file itself may be intact.
 _NOT_OF_THE_FILE = frozenset(
     {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 )
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 SCANNED_BYTES = 2**20
-# For scanning JSON: bytes before a value; an opening bracket is a step of 1, a closing one of -1.
+# For scanning JSON: bytes that precede a value; change of depth by brackets.
 _SEPARATORS = b",:[{"
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -42,8 +42,8 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 class JsonLimits:
     """Limits of a JSON text from an untrusted source.
 
-    A value in Python takes up to about 100 bytes however short it is in the file, so the count of
-    values (each key, list and object is one too) bounds the memory, and bytes alone do not.
+    A value in Python takes up to about 100 bytes even if it is short in the file, so memory is
+    bounded by the number of values (keys, lists and objects included), not by bytes.
     """
 
     most_bytes: int
@@ -58,11 +58,11 @@ JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
 # values, and a config.json may list every module's quantisation. transformers takes 30 microseconds
 # for a key.
 CONFIG_LIMITS = JsonLimits(4 * 2**20, 200_000)
-MAX_LAYERS = 1_000  # that such a file may count; no model is near it
+MAX_LAYERS = 1_000  # layers that such a file may state; no model is near it
 
 
 def almost_full(folder: Path) -> bool:
-    """Whether the disk of a folder has next to no space left; False of one that cannot be asked."""
+    """Whether the disk of a folder has almost no space left; False if it is unknown."""
     with contextlib.suppress(OSError):
         space = os.statvfs(folder)
         return space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES
@@ -70,9 +70,9 @@ def almost_full(folder: Path) -> bool:
 
 
 def check_hub_cache(error: BaseException) -> None:
-    """Raise OSError, with a name in the hub's cache, where a full disk is behind an error.
+    """Raise OSError that names the hub's cache if a full disk caused an error.
 
-    Of files that are fetched from the hub, libraries do not say where they were to be written.
+    Libraries do not say where they write files from the hub.
     """
     if is_disk_full(error):
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -82,14 +82,14 @@ def check_hub_cache(error: BaseException) -> None:
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: keys sorted, no blanks, no NaN."""
+    """Canonical JSON text of a value: keys sorted, no blanks, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    # A lone surrogate, of a file name that is no UTF-8, becomes JSON's own escape.
+    # A lone surrogate, from a file name that is not UTF-8, is written as an escape.
     write_text(path, text.encode("utf-8", "backslashreplace").decode())
 
 
@@ -101,10 +101,10 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path for the block to write a file or folder at, which replaces `path` at its end.
+    """Temporary path for a file or folder, which replaces `path` at the end of the block.
 
-    The temporary path lies in the same folder and has the suffix of `path`. It is on disk before it
-    is renamed; where the block raises, it is removed and `path` stays as it was.
+    The temporary path is in the same folder and has the suffix of `path`. It is synced before it is
+    renamed; if the block raises, it is removed and `path` is unchanged.
     """
     make_folder(path.parent)
     name = f"{TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
@@ -113,7 +113,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # writes and syncs name no file
+        if isinstance(error, OSError) and error.filename is None:  # as in writes and syncs
             error.filename = str(temporary)
         with contextlib.suppress(OSError):
             remove(temporary)
@@ -121,16 +121,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or folder, on disk before its new name appears; an older target is replaced.
+    """Sync a file or folder and rename it; replaces an older target.
 
-    Raises OSError, with the target as it was, where this fails: also for a link in the place of a
-    folder, which might be a person's.
+    Raises OSError, with an unchanged target, if this fails, or if the target of a folder is a link,
+    which a user may have made.
     """
     old = target.with_name(f"{TEMPORARY}old-{target.name}")
     is_link = source.is_symlink()
     if not is_link:
         sync_tree(source)
-    # Python has no call that replaces a folder which is not empty, or anything by a folder.
+    # Python cannot replace a non-empty folder, or replace anything by a folder, in one call.
     moved = source.is_dir() and not is_link and os.path.lexists(target)
     if moved:
         remove(old)
@@ -146,9 +146,9 @@ def replace(source: Path, target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether a file or folder is there; a link that leads nowhere is not.
+    """Whether a file or folder exists; False for a broken link.
 
-    Raises OSError where the system cannot tell: then `Path.exists` is False from Python 3.14 on.
+    Raises OSError if the system cannot tell, where `Path.exists` of Python 3.14 returns False.
     """
     try:
         os.stat(path)
@@ -160,12 +160,12 @@ def exists(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there, or a link to one. Raises OSError where the system cannot tell."""
+    """Whether a folder, or a link to one, exists. Raises OSError if the system cannot tell."""
     return exists(path) and stat.S_ISDIR(os.stat(path).st_mode)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what lies in a folder, in order; none where there is no folder. Raises OSError."""
+    """Names of the entries of a folder, sorted; empty if there is no folder. Raises OSError."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -173,7 +173,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; their names are on disk when this returns."""
+    """Make a folder and its parents, and sync their names to disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -181,9 +181,9 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove from a folder, not from those in it, temporaries that are no longer written.
+    """Remove temporary files from a folder (not from subfolders) that nobody writes any more.
 
-    Those are of a process that has ended, or, of a process elsewhere, older than `seconds`.
+    Their process has ended, or it is on another machine and they are older than `seconds`.
     """
     for path in list(folder.glob(f"{TEMPORARY}*")):
         match = _OF_PROCESS.match(path.name)
@@ -194,7 +194,7 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; None where it is missing, truncated, invalid or too large."""
+    """The value of a JSON file; None if it is missing, truncated, invalid or too large."""
     try:
         return load_json(path)
     except (OSError, ValueError):
@@ -202,7 +202,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path) -> Any:
-    """As `read_json`, of a file that nobody replaces: raises OSError where it may be whole."""
+    """As `read_json` for a file that nobody replaces; raises OSError if it may be intact."""
     try:
         return load_json(path)
     except OSError as error:
@@ -213,16 +213,16 @@ def read_record(path: Path) -> Any:
 
 
 def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
-    """The value of a JSON file. Raises OSError, or ValueError for whatever is wrong with it."""
+    """The value of a JSON file. Raises OSError, or ValueError for any fault in the content."""
     return parse_json(read_within(path, limits.most_bytes), limits)
 
 
 def load_user_json(
     path: str | os.PathLike[str], advice: str, limits: JsonLimits = JSON_LIMITS, field: str = ""
 ) -> Any:
-    """The value of a JSON file that a user names, in the recipe's `field` where one is given.
+    """The value of a JSON file that a user names, for example in the recipe's `field`.
 
-    Raises UserError, which ends with the advice, where the file is missing, damaged or too large.
+    Raises UserError, which ends with `advice`, if the file is missing, damaged or too large.
     """
     try:
         return load_json(Path(path), limits)
@@ -235,7 +235,7 @@ def load_user_json(
 
 
 def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
-    """The value of a JSON text in UTF-8; ValueError for whatever is wrong with it."""
+    """The value of a JSON text in UTF-8; raises ValueError for any fault."""
     check_json_text(text, limits)
     try:
         return json.loads(text.decode(), object_pairs_hook=_object)
@@ -244,7 +244,7 @@ def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these fields; two readers may take different ones of two of one name."""
+    """The object of these fields; refuses duplicate names with different values."""
     value = dict(pairs)
     if len(value) < len(pairs):
         for name, item in pairs:
@@ -254,7 +254,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
-    """A file's bytes. Raises OSError, or ValueError where it is longer than `most_bytes`."""
+    """A file's bytes. Raises OSError, or ValueError if it is longer than `most_bytes`."""
     with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -263,10 +263,10 @@ def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
 
 
 def check_json_text(text: bytes, limits: JsonLimits) -> None:
-    """Raise ValueError where a JSON text has more values, or more inside each other, than allowed.
+    """Raise ValueError if a JSON text has more values, or deeper nesting, than allowed.
 
-    Nothing is built. Up to the first character at which the text is no JSON, what stands outside
-    its strings is what a parser sees there.
+    It scans the text outside of strings without building values. Up to the first syntax error this
+    is what a parser sees.
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -287,11 +287,11 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
 def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
     """A file opened for reading, as bytes.
 
-    Raises OSError, also for a pipe, socket or device, which would block or never end.
+    Raises OSError, also for a pipe, socket or device, whose reading could block.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         _refuse(path)
-    # Whatever has taken the file's place in between is not waited for.
+    # Does not block if a pipe has replaced the file in between.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -306,7 +306,7 @@ def _refuse(path: str | os.PathLike[str]) -> NoReturn:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes. Raises OSError, with the file's name."""
+    """SHA-256 of a file's bytes. Raises OSError with the file's name."""
     with open_regular(path, buffering=0) as file:
         try:
             return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
@@ -318,8 +318,8 @@ def file_digest(path: Path) -> str:
 def file_stamp(path: str | os.PathLike[str]) -> Stamp:
     """A stamp that changes with every write to a file, even one that restores its content.
 
-    The time of the last change (ctime) cannot be set. A link's own count too: it may be led
-    elsewhere and back. Raises OSError.
+    It includes the time of the last change (ctime), which cannot be set, and that of a link, which
+    may be redirected and restored. Raises OSError.
     """
     stamp, link = os.stat(path), os.lstat(path)
     fields = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
@@ -327,7 +327,7 @@ def file_stamp(path: str | os.PathLike[str]) -> Stamp:
 
 
 def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
-    """The first file that is no longer the one of its stamp; None if all are."""
+    """The first file whose stamp has changed; None if none has."""
     for path, stamp in stamps.items():
         try:
             if file_stamp(path) != stamp:
@@ -338,10 +338,10 @@ def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
 
 
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of every file below the named files and folders of `folder`, once on disk.
+    """Sync every file below the named files and folders of `folder`; returns their SHA-256.
 
-    Once they stand in a file, it says that all is whole: see `hash_fault`. Raises RunError for a
-    link, which may lead to anything later.
+    Stored in a file, the hashes show later whether all files are intact (`hash_fault`). Raises
+    RunError for a link, whose target may change.
     """
     hashes: dict[str, str] = {}
     for name in names:
@@ -357,9 +357,9 @@ def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """The first difference to what `file_hashes` saw, or None.
+    """The first difference from the result of `file_hashes`, or None.
 
-    Nothing may be added to the folders of these files; what lies beside them does not matter.
+    Files that were added to these folders are a difference; files outside them are ignored.
     """
     named = {name.partition("/")[0] for name in hashes}
     beside = set(os.listdir(folder)) - named if folder.is_dir() else set()
@@ -374,16 +374,16 @@ def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
 
 
 def read_fault(name: str, error: OSError) -> str:
-    """The fault of a file that cannot be read. Raises the error where the file may be whole."""
+    """Message for a file that cannot be read. Raises the error if the file may be intact."""
     if error.errno in _NOT_OF_THE_FILE:
         raise error
     return f"{name} cannot be read ({error.strerror})"
 
 
 def listing_fault(folder: Path, files: Collection[str], beside: Collection[str]) -> str | None:
-    """Which of `files` is missing or no regular file, or what else is there; None if all fits.
+    """The first of `files` that is missing or not a regular file, or an additional entry; or None.
 
-    Entries of the folder itself that are named in `beside` do not matter.
+    Entries of the folder that are named in `beside` are ignored.
     """
     for name in files:
         try:
@@ -398,9 +398,9 @@ def listing_fault(folder: Path, files: Collection[str], beside: Collection[str])
 
 
 def added_entries(folder: Path, files: Collection[str], beside: Collection[str]) -> list[str]:
-    """Names of files, links and folders below `folder` that are none of `files` or their folders.
+    """Names of files, links and folders below `folder` that are neither `files` nor their folders.
 
-    What lies in an added folder is not named.
+    The contents of an added folder are not listed.
     """
     files = set(files)
     folders = {str(parent) for name in files for parent in Path(name).parents}
@@ -418,7 +418,7 @@ def added_entries(folder: Path, files: Collection[str], beside: Collection[str])
 
 
 def remove_empty_folders(folder: Path) -> None:
-    """Remove the folders below `folder` that hold nothing."""
+    """Remove empty folders below `folder`."""
     for directory, _, _ in os.walk(folder, topdown=False):
         if Path(directory) != folder and not os.listdir(directory):
             os.rmdir(directory)
@@ -436,7 +436,7 @@ def irregular_entries(folder: Path) -> list[str]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Put a file, or every file and folder below a folder, on disk."""
+    """Sync a file, or every file and folder below a folder, to disk."""
     if not folder.is_dir():
         sync(folder)
     for directory, _, names in os.walk(folder):
@@ -446,7 +446,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Names of all files below a folder, relative to it, in order; none below a file.
+    """Names of all files below a folder, relative to it, sorted; empty for a file.
 
     Raises OSError where a folder cannot be listed.
     """
@@ -463,23 +463,23 @@ def _raise_if_there(error: OSError) -> None:
 
 
 def newest_below(folder: Path) -> float:
-    """The last time when a file below a folder was written; 0 where there is none."""
+    """Time of the last write to a file below a folder; 0 without files."""
     return max((os.lstat(folder / name).st_mtime for name in files_below(folder)), default=0.0)
 
 
 def make_symlink(link: Path, target: Path) -> None:
     """Point a relative symbolic link at a folder, replacing an older link in one step.
 
-    Raises OSError where a folder is in the link's place.
+    Raises OSError if there is a folder of this name.
     """
     with replacing(link) as temporary:
-        # The link's own folder may be a link to another place.
+        # The link's folder may itself be a link.
         place = os.path.relpath(os.path.realpath(target), os.path.realpath(link.parent))
         os.symlink(place, temporary)
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or a folder's names, on disk."""
+    """Sync a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -488,7 +488,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all in it, as far as it goes."""
+    """Remove a file, a link or a folder with its contents, as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

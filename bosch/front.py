@@ -1,4 +1,4 @@
-"""The front of a search: head masks of several budgets, and the one order of heads they share.
+"""The front of a search: head masks for several budgets, and their common order of heads.
 
 L layers, HKV key/value heads per layer, P points. Needs numpy only, as `bosch.heads`.
 """
@@ -29,13 +29,13 @@ Layout = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A head mask of the front, what it costs and what it scores.
+    """A head mask of the front with its cost and its score.
 
-    `layout[l][h]` is the window of KV head h of layer l, in the base model's order, or 0 where it
-    is full. `kv_slots` are heads x cached tokens at the front's context, `bytes` the layout's cache
-    in an engine, None before `Front.priced`. `score` and `log_likelihood` are on the examples of
-    the search. `held_out_score` is on other examples; `held_out_low` and `held_out_high` are
-    one-sided 95 % limits. `passes` are the full passes spent when the point was measured.
+    `layout[l][h]` is the window of KV head h in layer l, in the base model's order, or 0 for a full
+    head. `kv_slots` are heads x cached tokens at the front's context; `bytes` is the cache in an
+    engine, None before `Front.priced`. `score` and `log_likelihood` are on the search's examples,
+    `held_out_score` on others, with one-sided 95 % limits. `passes` are the full passes that the
+    search had spent when it measured the point.
     """
 
     kv_slots: int
@@ -80,11 +80,11 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class Front:
-    """`front.json`: the points of one search in the order of their KV slots.
+    """`front.json`: the points of a search in order of KV slots.
 
-    `context` are the tokens at which caches are counted, `window_sizes` the menu from the smallest,
-    `model` as in `head_mask.json`. `chosen` is the index of the point that the budget takes.
-    Raises ValueError where a point is not on the menu or not where its KV slots belong.
+    Caches are counted at `context` tokens. `window_sizes` is the menu in ascending order, `model`
+    is as in `head_mask.json`, `chosen` the index of the point for the budget. Raises ValueError if
+    a point has a window outside the menu or is out of order.
     """
 
     context: int
@@ -163,7 +163,7 @@ class Front:
         model: str,
         seed: int | None = None,
     ) -> Front:
-        """The front of `points`, in any order; among points of equal KV slots the first is kept."""
+        """Make a front of `points` in any order; of equal KV slots the first point is kept."""
         menu = window_menu(windows)
         by_slots: dict[int, FrontPoint] = {}
         for point in points:
@@ -185,7 +185,7 @@ class Front:
         return rising_menu(self.window_sizes, self.sinks)
 
     def mask(self, index: int) -> HeadMask:
-        """The head mask of a point; `windows` is its menu."""
+        """The head mask of a point, with `windows` as menu."""
         return HeadMask.of_choices(self._choices[index])
 
     @cached_property
@@ -199,12 +199,12 @@ class Front:
 
     @cached_property
     def nested(self) -> tuple[bool, ...]:
-        """Which points share one order of the heads of each layer, from the widest window down.
+        """Which points have a common order of the heads in each layer, from the widest window down.
 
-        Two points share none if they order two heads of a layer in opposite ways. Points that
-        agree in pairs agree all together. From each point a group is built by adding the others in
-        their order where they agree with all in it; the largest group counts. With `chosen` the
-        group is the one built from that point.
+        Two points disagree if they order two heads of a layer in opposite ways; points that agree
+        in pairs have a common order. From each point a group is built by adding the others, in
+        order, if they agree with all points in the group. The result is the largest group or, with
+        `chosen`, the group of that point.
         """
         count = len(self.points)
         agree = np.ones((count, count), dtype=np.bool_)
@@ -231,7 +231,7 @@ class Front:
         return [[int(head) for head in np.argsort(row, kind="stable")] for row in choices]
 
     def priced(self, bytes_of: Callable[[HeadMask], int]) -> Front:
-        """This front with `bytes` of each point computed from its mask."""
+        """A copy with the `bytes` of each point computed from its mask."""
         points = (
             replace(point, bytes=int(bytes_of(self.mask(index))))
             for index, point in enumerate(self.points)
@@ -251,12 +251,12 @@ class Front:
         return content | {"chosen": content.pop("chosen")}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON, complete or not at all."""
+        """Write as JSON, atomically."""
         write_json(Path(path), self.content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Front:
-        """Read and check; raises UserError when the file is missing, damaged or too new."""
+        """Read and check a file; raises UserError when it is missing, damaged or too new."""
         content = load_user_json(path, "search again", CONFIG_LIMITS)
         try:
             return _from_content(content)
@@ -265,7 +265,7 @@ class Front:
 
 
 def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
-    """Whether one order of each layer's heads or units suits all layouts of choices [L, H]."""
+    """Whether all layouts of choices [L, H] have a common order of heads or units in each layer."""
     order = np.sum(layouts, axis=0).argsort(axis=1)
     return all(
         (np.diff(np.take_along_axis(layout, order, 1), axis=1) >= 0).all() for layout in layouts

@@ -1,6 +1,6 @@
 """Speed and memory of devices; memory and cores of this machine, or of the container around it.
 
-Speeds and memories of devices are those of their vendors' data sheets. Imports nothing heavy.
+Speeds and memories of devices come from data sheets. Free of heavy imports.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Device:
-    """Peak of dense bf16 matrix products in TFLOP/s, memory in GiB, and GB/s that are read of it.
+    """Peak of dense bf16 matrix products in TFLOP/s, memory in GiB, and bandwidth in GB/s.
 
-    Of a CPU they are those of one core; no reads are known where no plan asks for them.
+    For a CPU they are those of one core. The bandwidth is None if no plan needs it.
     """
 
     tflops: float
@@ -29,7 +29,7 @@ class Device:
     bandwidth: float = 0.0
 
 
-# Of a CPU core an order of magnitude: in bf16 cores differ tenfold.
+# An order of magnitude for a CPU core: in bf16 cores differ tenfold.
 DEVICES = {
     "h100": Device(989, 80, 3350),
     "h200": Device(989, 141, 4800),
@@ -41,7 +41,7 @@ DEVICES = {
     "cpu": Device(0.05, 4, 5),
 }
 
-# What drivers call devices that share a name above and have another peak.
+# Drivers' names of devices that contain a name above but have another peak.
 _VARIANTS: dict[str, Device | None] = {
     "mig": None,  # a part of a GPU
     "a1000": None,
@@ -55,7 +55,7 @@ _VARIANTS: dict[str, Device | None] = {
 
 
 def device_named(name: str) -> Device | None:
-    """The device that a driver calls `name`, like "NVIDIA A800-SXM4-80GB"; None for others."""
+    """The device with a driver's `name`, like "NVIDIA A800-SXM4-80GB"; None if it is unknown."""
     plain = name.lower().replace(" ", "")
     for key, variant in _VARIANTS.items():
         if key in plain:
@@ -64,7 +64,7 @@ def device_named(name: str) -> Device | None:
 
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Bytes this machine has, or that the container around this process may use.
+    """Memory of this machine, or the limit of this process's container, in bytes.
 
     Raises RunError where the system does not say.
     """
@@ -73,7 +73,7 @@ def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def free_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Bytes this machine, or the container around this process, can still give out.
+    """Free memory of this machine or of this process's container, in bytes.
 
     Raises RunError where the system does not say.
     """
@@ -82,7 +82,7 @@ def free_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 
 
 def cpu_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Cores this process may use: of its affinity, and of its container's share of time."""
+    """Cores that this process may use, by its affinity and its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for folder in _control_groups("cpu", proc, cgroups):
@@ -92,7 +92,7 @@ def cpu_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
         if not quota:
             quota = _text(folder / "cpu.cfs_quota_us")
             period = _number(_text(folder / "cpu.cfs_period_us"))
-        time = _number(quota)  # "max" and -1 are no limit
+        time = _number(quota)  # "max" and -1 mean no limit
         if time is not None and time > 0 and period:
             cores = min(cores, math.ceil(time / period))
     return cores
@@ -108,9 +108,9 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group around this process that has a limit.
+    """Limit and use, in bytes, of each control group of this process that has a limit.
 
-    Cached files that are not in use count as free: the system gives them up first.
+    Inactive cached files count as free, since the system drops them first.
     """
     for folder in _control_groups("memory", proc, cgroups):
         for limit_file, use_file, cached in (
@@ -127,8 +127,8 @@ def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 def _control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """Folders of this process's control groups and of those around them, innermost first.
 
-    A container may know its group by a path of the host's and have it at the root of its own tree:
-    folders that are not there hold nothing.
+    A container may name its group by a path of the host and have it at the root of its own tree, so
+    folders that do not exist are ignored.
     """
     for line in _text(proc / "self" / "cgroup").splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
@@ -142,7 +142,7 @@ def _control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
 
 
 def _text(path: Path) -> str:
-    """Content of a file of the system; nothing where it is not there."""
+    """Content of a system file; empty if it does not exist."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

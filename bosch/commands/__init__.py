@@ -1,7 +1,7 @@
-"""The commands of `bosch`: each is a module here or in `pipeline/commands`, and no list names it.
+"""The commands of `bosch`: every module here and in `pipeline/commands`, without a list.
 
 Such a module, or the module `command` of a package, has `COMMAND = Command("what it does", …)`,
-`run` and, where it has options of its own, `add_options(parser)`.
+`run` and, if it has options, `add_options(parser)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from bosch.files import TEMPORARY
 
 PROGRAM = "bosch"
-# The text that a module's command begins with.
+# The beginning of a module's command in its source.
 _COMMAND = re.compile(r'^COMMAND = \w+\(\s*("[^"\n]*")', re.MULTILINE)
 
 
@@ -59,7 +59,7 @@ def find_command(name: str, packages: Sequence[ModuleType]) -> ModuleType | None
 
 
 def command_help(packages: Sequence[ModuleType]) -> dict[str, str]:
-    """Descriptions of all commands by name, read from the source: importing takes seconds."""
+    """Descriptions of all commands by name, read from the source, since importing takes seconds."""
     about = {}
     for package in packages:
         for module in pkgutil.iter_modules(package.__path__):
@@ -94,15 +94,15 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
 
 
 def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
-    """A message where what the system refused is a path of the command line; None elsewhere."""
+    """A message if the system refused a path of the command line; else None."""
     if error.filename is None and error.errno == errno.ENOENT:
         return "the current directory was removed; change to one that is there"
-    names = (error.filename, error.filename2)  # a number where a descriptor was refused
+    names = (error.filename, error.filename2)  # numbers, if a descriptor was refused
     refused = {Path(os.fsdecode(name)) for name in names if isinstance(name, str | bytes | Path)}
-    # What is written has another name in the same folder until it is whole.
+    # A file has a temporary name in the same folder while it is written.
     while inner := {path for path in refused if TEMPORARY in str(path)}:
         refused = refused - inner | {path.parent for path in inner}
-    if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also of what lies in a folder
+    if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also if a folder above it was refused
         refused |= {parent for path in refused for parent in path.parents if parent.name}
     for argument in arguments:
         option, _, value = argument.partition("=")
@@ -113,13 +113,13 @@ def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
 
 
 def print_json(value: Any) -> None:
-    """Print what a command says to programs."""
+    """Print a command's result as JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 @contextmanager
 def text_aside(aside: bool) -> Iterator[None]:
-    """Send what is printed meanwhile to the error stream: the output is JSON alone."""
+    """Redirect printed text to the error stream, so that the output is only JSON."""
     with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
         yield
 

@@ -20,7 +20,7 @@ _NO_BATCHES = (
 
 
 def main() -> int:
-    """Run one of mlx-lm's commands; a fault of the model is one message."""
+    """Run one of mlx-lm's commands; faults of the model end in a one-line message."""
     register()
     try:
         cli.main()

@@ -1,7 +1,7 @@
-"""mlx-lm's models of hybrid types: its own classes, whose layers have caches by groups of heads.
+"""mlx-lm's models of hybrid types: mlx-lm's classes with a cache for each group of heads.
 
-mlx-lm imports `mlx_lm.models.hybrid_qwen3` for a model of that type. The finder below makes this
-module of mlx-lm's own source for `qwen3`, as a copy, so that other models are as they were.
+For a model of type `hybrid_qwen3`, mlx-lm imports `mlx_lm.models.hybrid_qwen3`. The finder below
+makes this module from mlx-lm's source of `qwen3`, as a copy, so that other models are not affected.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from bosch.model.registration import register_model
 def published_arrays(
     weights: dict[str, mx.array], family: Family, config: Any
 ) -> dict[str, mx.array]:
-    """`weights` with joined experts taken apart; as they are in families that join none.
+    """`weights` with fused experts split, in families that fuse them.
 
-    Weights that mlx-lm has quantised have its names already.
+    Weights that mlx-lm has quantised already have its names.
     """
     quantised = any(name.endswith(".scales") for name in weights)
     if quantised or not renames_weights(family):
         return weights
-    # One after another: mlx reads a weight from its file when it is needed.
+    # One at a time, since mlx reads a weight when it is needed.
     tensors = ((name, _tensor(weights[name])) for name in list(weights))
     return {name: _array(tensor) for name, tensor in published_names(tensors, family, config)}
 
@@ -64,8 +64,8 @@ _MODELS = "mlx_lm.models."
 _ATTENTION = "scaled_dot_product_attention"
 
 # Families whose logits and tokens were compared with transformers' (tests/mlx/test_families.py).
-# Of others mlx-lm may read a field of the configuration in another way than transformers, or
-# compute attention by itself.
+# For other families mlx-lm may interpret the configuration differently, or compute attention by
+# itself.
 SERVED = (
     "afmoe", "cohere", "dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm4", "glm4_moe", "granite",
     "granitemoe", "helium", "hunyuan_v1_dense", "laguna", "llama", "mellum", "ministral3",
@@ -75,7 +75,7 @@ SERVED = (
 
 
 def register() -> None:
-    """Teach mlx-lm the hybrid types; harmless when called again."""
+    """Register the hybrid types with mlx-lm; harmless when called again."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
 
@@ -99,7 +99,7 @@ class _Finder(MetaPathFinder):
 
 
 def served_family(model_type: str) -> Family:
-    """The family of a type; raises UserError for one that is not served."""
+    """The family of a model type; raises UserError if it is not supported."""
     if model_type not in SERVED:
         raise UserError(
             f"mlx-lm: hybrid models of type '{model_type}' are not run by it; those of type "
@@ -109,7 +109,7 @@ def served_family(model_type: str) -> Family:
 
 
 class _HybridLoader(SourceFileLoader):
-    """Runs mlx-lm's source of a family, then puts hybrid classes in the place of its own."""
+    """Runs mlx-lm's source of a family, then replaces its classes by hybrid ones."""
 
     family: Family
 
@@ -126,7 +126,7 @@ class _HybridLoader(SourceFileLoader):
 
 def _args_of(base: Any) -> Any:
     class HybridArgs(base):  # type: ignore[misc]
-        """mlx-lm's arguments of a family, and the layout of each layer that has one."""
+        """mlx-lm's arguments of a family, with the layout of each layer that has one."""
 
         @classmethod
         def from_dict(cls, params: dict[str, Any]) -> Any:
@@ -154,23 +154,23 @@ def _args_of(base: Any) -> Any:
 
 
 def _read_otherwise(base: Any) -> Iterator[str]:
-    """Settings of a family's configuration with which mlx-lm would compute other logits."""
+    """Settings of the configuration with which mlx-lm would compute other logits."""
     rotation = getattr(base, "rope_parameters", None) or {}
     kind = rotation.get("rope_type", "default")
-    if kind == "longrope":  # always the factors of long texts
+    if kind == "longrope":  # mlx-lm always uses the factors for long texts
         yield "rope_parameters.rope_type is longrope"
     for name, usual in (("attention_factor", None), ("truncate", True)):
         if kind == "yarn" and rotation.get(name, usual) != usual:
             yield f"rope_parameters.{name} is {rotation[name]}"
     names = ["hidden_act", *(["norm_topk_prob"] if base.model_type == "qwen2_moe" else [])]
-    for name in names:  # its classes have the usual value built in
+    for name in names:  # mlx-lm has the usual values built in
         usual, value = (getattr(source, name, None) for source in (type(base)(), base))
         if value != usual:
             yield f"{name} is {value}"
 
 
 def _base_fields(base: Any) -> dict[str, Any]:
-    """The configuration of the family itself, with the names of published ones too."""
+    """The configuration of the family itself, also with the names of published files."""
     content: dict[str, Any] = base.to_dict()
     content |= {name: getattr(base, name) for name in base.attribute_map}
     rotation = content.get("rope_parameters") or {}
@@ -184,7 +184,7 @@ def _base_fields(base: Any) -> dict[str, Any]:
 
 def _model_of(base: Any, family: Family) -> Any:
     class HybridModel(base):  # type: ignore[misc]
-        """mlx-lm's model of a family with caches by groups of heads."""
+        """mlx-lm's model of a family, with a cache for each group of heads."""
 
         def make_cache(self) -> list[Any]:
             """Empty caches, one for each layer."""
@@ -196,7 +196,7 @@ def _model_of(base: Any, family: Family) -> Any:
             ]
 
         def __call__(self, inputs: Any, cache: Any = None, *args: Any, **kwargs: Any) -> Any:
-            """Logits [B, T, V] of tokens [B, T] after those in the caches, if there are any."""
+            """Logits [B, T, V] of tokens [B, T], which follow those in the caches, if any."""
             layouts = self.args.layouts
             if cache is not None:
                 check_caches(cache, layouts)
@@ -209,7 +209,7 @@ def _model_of(base: Any, family: Family) -> Any:
             return super().__call__(inputs, passes, *args, **kwargs)
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            """Weights under mlx-lm's names, from those of a hybrid or of mlx-lm itself."""
+            """Weights under mlx-lm's names, from those of a hybrid or of mlx-lm."""
             weights = published_arrays(weights, family, self.args.hybrid_config)
             return dict(super().sanitize(weights)) if hasattr(base, "sanitize") else weights
 

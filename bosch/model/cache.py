@@ -1,8 +1,8 @@
-"""Key/value cache whose sliding heads keep the last W - 1 tokens and the sinks, and no more.
+"""Key/value cache whose sliding heads keep only the last W - 1 tokens and the sinks.
 
 Shapes: B batch, T tokens of a pass, HKV key/value heads, HG those of a group, R tokens held, D head
-dimension, S sinks, W window. Each group of heads has tensors of its own, so that what a sliding
-head no longer sees is really freed.
+dimension, S sinks, W window. Each group of heads has its own tensors, so that memory behind a
+window is freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 from bosch.window import Window
 
-# transformers' name of a cache among what a pass takes and returns: "past_key_values", from
+# transformers' name of the cache in arguments and outputs: "past_key_values", from
 # transformers 5.24 on "cache".
 CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
@@ -40,7 +40,7 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 class GroupCache:
     """A cache's state for one group of heads: keys and values [B, HG, R, D], and sinks.
 
-    The sinks [B, HG, S, D] are None where they stand among the keys and values.
+    The sinks [B, HG, S, D] are None while they are among the keys and values.
     """
 
     group: HeadGroup
@@ -51,7 +51,7 @@ class GroupCache:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that it holds, by name."""
+        """All tensors by name."""
         names = ("keys", "values", "sink_keys", "sink_values")
         held = {name: getattr(self, name) for name in names}
         return {name: states for name, states in held.items() if states is not None}
@@ -71,10 +71,10 @@ class SplitCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layout = layout
-        self.groups: list[Any] = []  # of the layout's groups, once the first states have come
+        self.groups: list[Any] = []  # one for each group of the layout, after the first pass
 
     def check_heads(self, states: Tensor) -> None:
-        """Raise UserError for states [B, HKV, T, D] where HKV is not the layout's."""
+        """Raise UserError if states [B, HKV, T, D] have another HKV than the layout."""
         heads = self.layout.num_key_value_heads
         if states.shape[1] != heads:
             raise UserError(
@@ -140,7 +140,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[CachedStates, CachedStates]:
-        """Add the tokens of a pass, [B, HKV, T, D]; returns all that its queries may see."""
+        """Add the tokens of a pass, [B, HKV, T, D]; returns all states that its queries may see."""
         self.check_heads(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -157,7 +157,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         return torch.cat([past, heads], dim=2) if past.shape[2] else heads
 
     def settle(self, context: AttentionContext) -> None:
-        """Forget what no later query of a sliding head sees; `context` is the pass just done."""
+        """Drop tokens that no later query of a sliding head sees; `context` is the last pass."""
         for cached in self.groups:
             if cached.group.window is not None and cached.group.window.sinks:
                 self._keep_sinks(cached, cached.group.window, context)
@@ -175,7 +175,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         cached.sink_values = gather_sinks(cached.values, cached.sink_values, context, count)
 
     def _evict(self) -> None:
-        """Copies what is kept, so that the rest is freed: a slice would keep all of it alive."""
+        """Copies what is kept, since a slice would keep all of it in memory."""
         for cached in self.groups:
             cached.keys = _last(cached.keys, cached.group.window)
             cached.values = _last(cached.values, cached.group.window)
@@ -194,10 +194,10 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (0 only evicts).
+        """Remove the last `-tokens_to_remove` tokens (0 only evicts).
 
-        Raises ValueError for a positive number, and RuntimeError when sliding heads have forgotten
-        tokens they would need again (`activate_past_recording` before the pass keeps them).
+        Raises ValueError for a positive number, and RuntimeError when sliding heads have dropped
+        tokens that they would need again (`activate_past_recording` before the pass keeps them).
         """
         self.check_crop(tokens_to_remove)
         remove = -tokens_to_remove
@@ -206,7 +206,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             held, window = max(0, cached.keys.shape[2] - remove), cached.group.window
             cached.keys, cached.values = cached.keys[:, :, :held], cached.values[:, :, :held]
             if window is not None and left <= window.past:
-                # The sinks stand among the recent tokens again.
+                # The sinks are among the recent tokens again.
                 cached.sink_keys = cached.sink_values = None
         self.length = left
         self._evict()
@@ -224,9 +224,9 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
                 )
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
-        """Rows that begin with `padding` [B] empty slots and hold this one sequence from there on.
+        """Copies of this single sequence as rows that begin with `padding` [B] empty slots.
 
-        Each ends at slot `length`. All tokens of the sequence must be here (past recording).
+        Each row ends at slot `length`. The cache must hold all tokens (past recording).
         """
         rows = HybridCacheLayer(self.layout)
         rows.dtype, rows.device, rows.is_initialized = self.dtype, self.device, True
@@ -236,7 +236,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             row = GroupCache(cached.group, keys, values)
             window = cached.group.window
             if window is not None and window.sinks and length > window.past:
-                # A token that is still to come has an entry too: it is replaced when there is one.
+                # Sinks that a row does not have yet have entries, too, which are replaced later.
                 last = cached.keys.shape[2] - 1
                 first = torch.arange(window.sinks, device=cached.keys.device).clamp(max=last)
                 row.sink_keys, row.sink_values = (
@@ -252,7 +252,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
 
 def check_removed(tokens_to_remove: int) -> None:
-    """Raise ValueError for a number of tokens that `crop` does not take."""
+    """Raise ValueError for a number of tokens that `crop` does not accept."""
     if tokens_to_remove > 0:
         raise ValueError("crop takes the negative number of tokens to remove")
 
@@ -264,7 +264,7 @@ def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
 
 
 def _last(states: Tensor, window: Window | None) -> Tensor:
-    """The part of `states` that later queries see: a copy where a view would keep more alive."""
+    """The part of `states` that later queries see; a copy if a view would keep more in memory."""
     if window is not None and states.shape[2] > window.past:
         states = states[:, :, states.shape[2] - window.past :]
     if states.untyped_storage().nbytes() == states.numel() * states.element_size():
@@ -274,14 +274,14 @@ def _last(states: Tensor, window: Window | None) -> Tensor:
 
 @functools.cache
 def _with_states(kind: type[SplitCacheLayer]) -> Any:
-    """A kind of cache layer that holds states of fixed size beside those of its attention."""
+    """A cache layer class with states of fixed size in addition to those of its attention."""
 
     def __init__(self: Any, states: int, *args: Any) -> None:
         kind.__init__(self, *args)
         LinearAttentionLayer.__init__(self, states)
 
     def lazy_initialization(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Keys and values come by position, states by name.
+        # Keys and values are positional arguments, states are keyword arguments.
         owner: Any = kind if args else LinearAttentionLayer
         owner.lazy_initialization(self, *args, **kwargs)
 
@@ -308,7 +308,7 @@ def _cache_layer(
 ) -> Any:
     """Cache of a layer with or without attention, and with `states` of fixed size."""
     if layout is None:
-        # transformers has had layers without anything since 5.23; vLLM's builds pin an older one.
+        # transformers has empty layers since 5.23; vLLM's builds pin an older version.
         empty: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
         return (LinearAttentionLayer if states else empty)(number_of_states=states)
     return _with_states(kind)(states, layout, *args) if states else kind(layout, *args)
@@ -337,10 +337,10 @@ class SplitCache(Cache):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens, in all layers or, where one raises, none.
+        """Remove the last `-tokens_to_remove` tokens in all layers, or in none if one raises.
 
-        Raises as the layers do, and RuntimeError where the model has recurrent states: from these
-        nothing can be taken back, except with all the rest.
+        Raises as the layers do, and RuntimeError if the model has recurrent states, from which
+        tokens cannot be removed, except all of them.
         """
         check_removed(tokens_to_remove)
         layers: Iterable[Any] = self.layers
@@ -354,7 +354,7 @@ class SplitCache(Cache):
             if not isinstance(layer, LinearAttentionLayer):
                 continue
             if not layer.record_past:
-                layer.crop(tokens_to_remove)  # says so, and changes nothing
+                layer.crop(tokens_to_remove)  # raises, and changes nothing
             if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
                 raise RuntimeError(
                     "tokens cannot be taken back from recurrent states: pass the text again with "
@@ -363,15 +363,15 @@ class SplitCache(Cache):
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Hold every row `repeats` times, one after the other."""
+        """Repeat every row `repeats` times, consecutively."""
         self._change_rows(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Hold these rows alone, in this order."""
+        """Keep only these rows, in this order."""
         self._change_rows(lambda states: states[indices])
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace all that the layers hold; transformers has this for attention alone."""
+        """Apply `change` to all states of the layers; transformers does so for attention only."""
         for layer in self.layers:
             if isinstance(layer, SplitCacheLayer):
                 layer.change(change)
@@ -383,8 +383,8 @@ class SplitCache(Cache):
 class HybridCache(SplitCache):
     """Cache of a hybrid model, one `HybridCacheLayer` for each layer with attention.
 
-    A sliding KV head holds at most W - 1 + S entries after a pass, a full one all. Works with
-    batches, left padding, beam search and chunked prefill; `crop` where past recording is active.
+    A sliding KV head holds at most W - 1 + S entries after a pass, a full head all. Works with
+    batches, left padding, beam search and chunked prefill, and with `crop` under past recording.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class HybridCache(SplitCache):
 
     @classmethod
     def of(cls, model: Any) -> HybridCache:
-        """An empty cache for a model in search or deploy mode."""
+        """Make an empty cache for a model in search or deploy mode."""
         return cls(layouts_of(model), decoder_layers(model.config).states)
 
     @property
@@ -410,12 +410,12 @@ class HybridCache(SplitCache):
 
     @property
     def max_cache_len(self) -> int:
-        """No limit, -1: transformers' name before 5.20, which PEFT's prefix tuning still reads."""
+        """-1, no limit; transformers' name before 5.20, which PEFT's prefix tuning still reads."""
         return -1
 
 
 def keeps_every_token(cache: Cache) -> bool:
-    """Whether a cache holds keys and values of every token, also after a pass, and nothing else."""
+    """Whether a cache always holds keys and values of all tokens, and nothing else."""
     layers: Iterable[Any] = cache.layers
     return all(
         layer.record_past if type(layer) is HybridCacheLayer else type(layer) is DynamicLayer
@@ -424,11 +424,11 @@ def keeps_every_token(cache: Cache) -> bool:
 
 
 def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
-    """A cache of rows that begin with `padding` [B] empty slots and hold the sequence of `cache`.
+    """A cache whose rows are `cache`'s sequence after `padding` [B] empty slots.
 
-    Every row ends at slot `length`, as that of a batch whose prompts begin alike and are padded on
-    the left: row i holds the first `length - padding[i]` tokens. `cache` holds one sequence, all of
-    whose tokens are there (`keeps_every_token`).
+    Every row ends at slot `length`, like a batch of left-padded prompts with the same beginning:
+    row i holds the first `length - padding[i]` tokens. `cache` holds one sequence with all its
+    tokens (`keeps_every_token`).
     """
     rows: list[Any] = []
     layers: Iterable[Any] = cache.layers
@@ -445,22 +445,22 @@ def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
 
 
 def held_bytes(cache: Cache) -> int:
-    """Bytes of the storages in which a cache keeps keys, values and other states, counted once."""
+    """Bytes of the storages behind a cache's keys, values and other states, each counted once."""
     return _storage_bytes(tensor for layer in cache.layers for tensor in _tensors(layer))
 
 
 def shown_bytes(cache: Cache) -> int:
     """Bytes of the keys, values and other states that later passes read.
 
-    After a prompt, transformers' layers that slide keep slices of all its tokens; with the next
-    token they let go of what the slices do not show.
+    After a prompt, transformers' sliding layers hold slices of all its tokens; with the next token
+    they free what is outside the slices.
     """
     tensors = (tensor for layer in cache.layers for tensor in _tensors(layer))
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _tensors(layer: Any) -> Iterator[Tensor | None]:
-    """The states in one layer of a cache, of a hybrid model or of an ordinary one."""
+    """The states in one layer of a cache, of a hybrid or an ordinary model."""
     if isinstance(layer, SplitCacheLayer):
         yield from layer.tensors
     else:
@@ -469,7 +469,7 @@ def _tensors(layer: Any) -> Iterator[Tensor | None]:
 
 
 def _states(layer: Any) -> Iterator[Tensor | None]:
-    """The states of fixed size that one layer of a cache holds."""
+    """The states of fixed size in one layer of a cache."""
     for name in ("conv_states", "recurrent_states"):
         yield from getattr(layer, name, {}).values()
 
@@ -482,7 +482,7 @@ def _storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 def state_bytes(model: Any) -> int:
-    """Bytes of the states of fixed size that a model holds of one sequence."""
+    """Bytes of a model's states of fixed size for one sequence."""
     if not decoder_layers(model.config).states:
         return 0
     cache = DynamicCache(config=model.config)

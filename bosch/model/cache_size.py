@@ -1,4 +1,4 @@
-"""Bytes of a KV cache by formula, exactly what the caches hold. Needs no torch."""
+"""Bytes of a KV cache by formula, equal to what the caches hold. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PAGE_SIZE = 256
 
 @dataclass(frozen=True)
 class OwnWindow:
-    """KV heads of the layers that slide in the base model too, all with one window in tokens."""
+    """KV heads of the layers that slide in the base model with this window, in tokens."""
 
     heads: int
     window: int
     bytes_per_head: int
 
     def bytes(self, tokens: int) -> int:
-        """What they hold after `tokens` tokens of one sequence: the last W - 1."""
+        """Bytes after `tokens` tokens of one sequence, of which the last W - 1 are held."""
         return self.bytes_per_head * self.heads * min(tokens, Window(self.window).past)
 
 
@@ -30,10 +30,10 @@ class OwnWindow:
 class CacheSize:
     """KV cache of a hybrid model, in bytes.
 
-    `heads` counts the KV heads of all layers with full attention in the base model by their window,
-    None of full ones; `bytes_per_head` is what one such head holds of one token, keys and values
-    together. The original model and the hybrid alike hold the `own` windows of layers that slide by
-    themselves, and `state_bytes` of layers whose state has a fixed size.
+    `heads` counts the KV heads of all layers with full attention in the base model, by window
+    (None: full). `bytes_per_head` are the key and value of one token in one such head. `own` are
+    the layers that slide in the base model, and `state_bytes` the states of fixed size; original
+    and hybrid both hold them.
     """
 
     heads: Mapping[Window | None, int]
@@ -49,9 +49,9 @@ class CacheSize:
         itemsize: int,
         state_bytes: int,
     ) -> CacheSize:
-        """From the heads of each window of each layer, and the bytes of one number.
+        """The cache size for the heads by window in each layer, and the bytes of one number.
 
-        `state_bytes` are those of `bosch.model.cache.state_bytes`; 0 counts the KV cache alone.
+        `state_bytes` is from `bosch.model.cache.state_bytes`; 0 counts only the KV cache.
         """
         heads: Counter[Window | None] = Counter()
         for row in rows:
@@ -102,8 +102,8 @@ class CacheSize:
     def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
         """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
 
-        A head that slides has a ring of W tokens; every head has whole pages. Models with sinks or
-        with states of a fixed size are not served so (`bosch.model.families.pages_refusal`).
+        A sliding head has a ring of W tokens; every head has whole pages. Models with sinks or
+        states of fixed size are not supported there (`bosch.model.families.pages_refusal`).
         """
 
         def pages(most: int) -> int:
@@ -121,7 +121,7 @@ class CacheSize:
 
 
 def beside_states(layers: int) -> str:
-    """Words that follow the KV cache's bytes where `layers` layers have states of fixed size."""
+    """Text after the KV cache's bytes if `layers` layers have states of fixed size."""
     if not layers:
         return ""
     return f" beside the states of {layers} layer{'s' if layers > 1 else ''} of other kinds"

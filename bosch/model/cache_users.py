@@ -1,7 +1,7 @@
-"""Users of a hybrid model's layout: caches, and managers of requests.
+"""Users of a hybrid model's layout: caches, and managers of continuous batching.
 
-While there are any, the layout must not change. They are held by weak references: a cache that is
-no longer used does not count.
+The layout must not change while there are any. They are weak references, so a cache that is no
+longer used does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bosch.model.paged import PagedView
 
 
 class _Users(weakref.WeakSet[Any]):
-    """Caches and managers of requests that hold states of a model; no copy of a model has any."""
+    """Caches and managers that hold states of a model; not copied with the model."""
 
     def __deepcopy__(self, memo: Any) -> _Users:
         return _Users()
@@ -31,10 +31,10 @@ def _users_of(decoder: Any) -> _Users:
 
 
 def forget_users(model: Any) -> None:
-    """Raise UserError where something holds states of this model's layout, which is to change."""
+    """Raise UserError if something holds states of the model's layout, before it changes."""
     users = _users_of(model.get_decoder())
     if any(map(_holds_layout, users)):
-        gc.collect()  # some are held by a circle of references alone
+        gc.collect()  # some are only in reference cycles
     live = [type(user).__name__ for user in users if _holds_layout(user)]
     if live:
         raise UserError(
@@ -51,14 +51,14 @@ def _holds_layout(user: Any) -> bool:
 
 
 def note_user(decoder: Any, user: Any) -> None:
-    """Remember a cache or manager that holds states of this decoder."""
+    """Register a cache or manager that holds states of this decoder."""
     _users_of(decoder).add(user)
 
 
 def check_cached_layout(decoder: Any, cache: Any) -> None:
-    """Note that a cache is this model's; raises UserError for one with states of another layout.
+    """Register a cache of this model; raises UserError if it holds states of another layout.
 
-    An empty one, made before the layout changed, takes the new one.
+    An empty cache from before a change of the layout adopts the new layout.
     """
     users = _users_of(decoder)
     if cache in users:

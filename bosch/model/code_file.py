@@ -1,7 +1,7 @@
-"""The code file a hybrid model carries: transformers loads it by this where bosch is absent.
+"""The code file in a hybrid's directory, with which transformers loads it without bosch.
 
-It joins bosch's own modules, without the imports between them, so that there is one implementation.
-A top-level name that two modules define is refused.
+It concatenates bosch's modules, without the imports between them, so that there is a single
+implementation. Two modules must not define the same top-level name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _backend_files() -> list[str]:
     return list(dict.fromkeys(files))
 
 
-# What a loaded model runs, each file after those it needs.
+# The files that a loaded model needs, each after its dependencies.
 MODULES = (
     "errors.py",
     "window.py",
@@ -77,7 +77,7 @@ def code_file(family: Family) -> str:
 def code_file(family: Family) -> str:
     """Python source that defines the config and model class of a family, without bosch.
 
-    Raises RuntimeError when the modules cannot stand in one file: a fault of bosch itself.
+    Raises RuntimeError if the modules cannot be joined, which is a fault of bosch.
     """
     head = _HEAD.format(model=family.base_model_class, version=VERSION)
     tail = _TAIL.format(
@@ -89,7 +89,7 @@ def code_file(family: Family) -> str:
 
 @functools.cache
 def _joined(modules: tuple[str, ...]) -> str:
-    """Imports and bodies of the modules, which the files of all families share."""
+    """Imports and bodies of the modules, the common part of all families' files."""
     imports: dict[str, set[str]] = defaultdict(set)
     defined = {"code_file"}
     bodies = [_body(name, imports, defined) for name in modules]
@@ -97,7 +97,7 @@ def _joined(modules: tuple[str, ...]) -> str:
 
 
 def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
-    """Source of a module without its imports; those of other packages go into `imports`."""
+    """Source of a module without its imports; adds imports of other packages to `imports`."""
     source = resources.files("bosch").joinpath(name).read_text(encoding="utf-8")
     tree = ast.parse(source)
     lines = source.splitlines()
@@ -139,7 +139,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def _check_names(name: str, node: ast.ImportFrom, defined: set[str]) -> None:
-    """Raise RuntimeError for an import that is renamed, or of what the file does not define."""
+    """Raise RuntimeError for a renamed import, or a name that the file does not define."""
     unknown = [a.name for a in node.names if a.asname or a.name not in defined]
     if unknown:
         raise RuntimeError(f"bosch/{name} imports {unknown}, which the code file does not have")

@@ -15,7 +15,7 @@ from bosch.window import Window
 COMMAND = Command(
     "convert a head mask to or from another project's files, see docs/reference/format.md"
 )
-# Options that would have no effect, by direction and format.
+# By direction and format, the options that would have no effect.
 _UNUSED_OPTIONS = {
     ("export", "duoattention"): ("attention_heads", "key_value_heads", "swa_ratio", "model"),
     ("export", "rtp_llm"): ("key_value_heads", "swa_ratio", "model"),
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     Raises UserError for options that do not fit, files that cannot be read, and masks that the
     format cannot hold.
     """
-    # Nothing is overwritten: it could be a device, or a model's config.json.
+    # Nothing is overwritten, since the target could be a device or a model's config.json.
     if os.path.lexists(options.target):
         raise UserError(
             f"TARGET {options.target}: is there already; remove it or name another file"
@@ -110,7 +110,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _head_counts(options: argparse.Namespace) -> tuple[int, int]:
-    """Query heads and KV heads of a layer; raises UserError where they do not fit."""
+    """Query heads and KV heads of a layer; raises UserError if the options are missing or wrong."""
     queries, heads = options.attention_heads, options.key_value_heads
     if not queries or not heads or queries < 1 or heads < 1 or queries % heads:
         raise UserError(

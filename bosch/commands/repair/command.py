@@ -12,7 +12,7 @@ COMMAND = Command("take query and key weights of a fine-tuned hybrid from before
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which models, and how much of the older one."""
+    """Options for both models and for the share of the older one."""
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, help="the fine-tuned hybrid")
     parser.add_argument(
         "--from", dest="source", metavar="CHECKPOINT_DIR", type=Path, required=True,
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the repaired model; raises UserError where the two models do not match."""
-    # By name: it loads torch, which the list of commands does not wait for.
+    # Imported here, since it loads torch.
     repair = importlib.import_module("bosch.commands.repair.weights").repair
     count = repair(options.model, options.source, options.output, options.share)
     print(f"{options.output}: {count} query and key weights, {options.share:g} of {options.source}")

@@ -1,7 +1,7 @@
 """Query and key weights of a hybrid, taken or interpolated from an earlier checkpoint of it.
 
-Fine-tuning on short text changes them and loses recall over long contexts; the earlier ones restore
-it and keep what was learned (QK-Restore, arXiv 2606.11052).
+Fine-tuning on short text changes them and loses recall over long contexts. The earlier weights
+restore the recall and keep what was learned (QK-Restore, arXiv 2606.11052).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bosch.model.untrusted import check_faults
 from bosch.weight_files import WEIGHTS, weight_faults, weight_files
 
 _SUFFIX = ".safetensors"
-_ALIKE = 0.9  # cosine similarity; near 0 for other heads, and the same ones in another order
+_ALIKE = 0.9  # cosine similarity, which is near 0 for other heads or another order
 _SAME = ("model_type", "hybrid_attention")
 
 
@@ -32,10 +32,10 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     """Write `model_dir` to the new directory `output`, its query and key weights mixed with those
     of `source`: `share`, in (0, 1], times the older plus 1 - `share` times its own.
 
-    Returns the number of such weights. Raises UserError where a model is no directory, is damaged
-    or has such a weight quantised, the two are not hybrids of one head mask, one was not fine-tuned
-    from the other, a mixed weight is not finite, or `output` exists or lies in `model_dir`;
-    RunError where it cannot be written.
+    Returns the number of such weights. Raises UserError if a model is not a directory, is damaged,
+    or has such a weight quantised; if the two are not hybrids with the same head mask, or one was
+    not fine-tuned from the other; if a mixed weight is not finite; and if `output` exists or lies
+    in `model_dir`. Raises RunError if it cannot be written.
     """
     if not 0 < share <= 1:
         raise UserError(f"--share = {share:g}: expected more than 0 and at most 1")
@@ -44,7 +44,7 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
     if Path(os.path.realpath(model_dir)) in Path(os.path.realpath(output)).parents:
         raise UserError(f"--output: {output} lies in {model_dir}, which is copied; name another")
     for folder in (model_dir, source):
-        if not folder.is_dir():  # nor is a name on the hub: nothing is fetched
+        if not folder.is_dir():  # names on the hub are refused, too
             raise UserError(f"{folder}: no such model directory")
         check_faults(weight_faults(folder))
     for name in irregular_entries(model_dir):
@@ -92,7 +92,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     )
                 if older.shape != weight.shape:
                     raise UserError(f"--from: {name} of {source} has another shape")
-                # Of matrices alone: a bias may be zero, or small enough to turn in training.
+                # Matrices only: a bias may be zero, or small enough to change direction in
+                # training.
                 if weight.ndim > 1 and not _are_alike(older, weight):
                     raise UserError(
                         f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; "
@@ -117,9 +118,9 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
 
 
 def _rows(config: Any, name: str, weight: Tensor) -> int:
-    """How many of a weight's first rows compute queries or keys of the text decoder."""
+    """Number of a weight's first rows that compute queries or keys of the text decoder."""
     text, path = text_config(config), name.split(".")
-    if text is not config and "language_model" not in path:  # an image encoder has queries too
+    if text is not config and "language_model" not in path:  # an image encoder also has queries
         return 0
     module = path[-2] if len(path) > 2 else ""
     if module in ("q_proj", "k_proj"):
@@ -132,19 +133,19 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
 
 
 def _is_quantised(weight: Tensor) -> bool:
-    """Whether the numbers need a scale beside them, or are such a scale."""
+    """Whether a weight is quantised, or the scale of a quantised weight."""
     return not weight.ndim or not weight.is_floating_point() or weight.itemsize == 1
 
 
 def _are_alike(older: Tensor, weight: Tensor) -> bool:
-    """Whether one was fine-tuned from the other; false where one has a NaN."""
+    """Whether one may have been fine-tuned from the other; False for NaN."""
     cosine = cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
     return bool(cosine >= _ALIKE)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that transformers reads a model's weights from, each once."""
-    # It reads this one alone where an index is beside it.
+    """The files from which transformers reads a model's weights, each once."""
+    # If both exist, transformers reads this file and not the index.
     names = [WEIGHTS] if (folder / WEIGHTS).is_file() else weight_files(folder)
     return [folder / name for name in names if name.endswith(_SUFFIX)]
 

@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print layers and bytes; raises UserError for a model that is no hybrid."""
-    # By name: it loads transformers, which the list of commands does not wait for.
+    # Imported here, since it loads transformers.
     record = importlib.import_module("bosch.commands.show.hybrid").hybrid_record(options.model)
     if options.json:
         print_json(record)
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         sinks = ", with a learned sink bias in each query head"
     sliding = record.get("swa_kv_heads_per_layer", {})
     sizes = record.get("window_sizes") or [record["window_size"]]
-    # Under a budget of several, no head may have some window of the menu.
+    # With one of several budgets, some windows of the menu may be unused.
     used = [size for size, *counts in zip(sizes, *sliding.values(), strict=True) if any(counts)]
     windows = _either(used or sizes)
     count, total = sum(full.values()), heads * len(full)

@@ -20,10 +20,10 @@ def hybrid_record(model: str) -> dict[str, Any]:
     if not is_hybrid(config):
         raise UserError(f"{model} is no hybrid model; expected a model that bosch has written")
     kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
-    # That of the whole, as transformers loads it: a converted model leaves its text decoder's as it
-    # was. Models of 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
+    # The dtype of the whole model, as in transformers; that of its text decoder may be outdated.
+    # Models with 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
-    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # known only after a forward pass
+    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # known after a forward pass
     by_layer = {
         name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
         if name.endswith("_per_layer")
