@@ -18,10 +18,10 @@ from bosch.model.families import BASE_PREFIX, FAMILIES, HYBRID_PREFIX, Family
 CODE_FILE = "modeling_hybrid.py"
 _TEXT = "text_config"
 
-# Stands in config.json where the name of the activation would. The families' own config classes
-# take no list there and end with this sentence when a hybrid directory is given to them by name;
-# what reads the file alone, or the tokenizer beside it, still works. So it is in the first of these
-# that a configuration has; families without the first four have a number in the last.
+# A message in config.json in place of the activation's name. The families' own config classes
+# accept no list there and quote it when they load a hybrid's directory; readers of the file itself,
+# or of the tokenizer, still work. It replaces the first of these fields that a configuration has;
+# families without the first four have a number in the last.
 _ACTIVATIONS = (
     "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act",
     "initializer_range",
@@ -36,7 +36,7 @@ _choosing: ContextVar[bool] = ContextVar("attention may be chosen", default=Fals
 
 @contextlib.contextmanager
 def choosing_attention() -> Iterator[None]:
-    """While a hybrid model class is at work, its attention may be written into a configuration."""
+    """Allow a hybrid model class to write its attention into a configuration inside the block."""
     token = _choosing.set(True)
     try:
         yield
@@ -45,11 +45,11 @@ def choosing_attention() -> Iterator[None]:
 
 
 class HybridConfigMixin:
-    """What a hybrid's config class adds to its family's: no other class's attention.
+    """Makes a hybrid's config class refuse the attention of other model classes.
 
-    Each model class of transformers writes the attention it will run into its configuration, before
-    it makes a layer. A family's own class handed a hybrid's configuration ends there: it would
-    attend in full with every head. What a user wishes for goes through `_attn_implementation`.
+    A transformers model class writes its attention into its configuration before it makes a layer.
+    A family's own class with a hybrid's configuration fails there, since it would run every head
+    full. A user's choice goes through `_attn_implementation`.
     """
 
     @property
@@ -76,7 +76,7 @@ class HybridConfigMixin:
 def _save_of(family: Family, parent: Any) -> Any:
     """`save_pretrained` of a family that also writes the code file, and names it in the config.
 
-    A model saves its configuration by this too, so no hybrid is saved or pushed without it.
+    Models save their configuration with it, too, so every saved or pushed hybrid has the file.
     """
 
     @functools.wraps(parent.save_pretrained)
@@ -99,7 +99,7 @@ def _save_of(family: Family, parent: Any) -> Any:
 
 
 def _init_of(family: Family, parent: Any) -> Any:
-    """`__init__` of a hybrid's config class that takes what `to_dict` gives."""
+    """`__init__` of a hybrid's config class that accepts the result of `to_dict`."""
     fill = parent.__init__
 
     @functools.wraps(fill)
@@ -119,21 +119,21 @@ def _init_of(family: Family, parent: Any) -> Any:
 
 
 def _restored(content: dict[str, Any], config_class: Any, is_hybrid: bool) -> dict[str, Any]:
-    """Content of a text decoder's configuration without what refuses the family's own class."""
+    """Content of a text decoder's configuration without the message for the family's own class."""
     content = dict(content)
     for name in _ACTIVATIONS:
         value = content.pop(BASE_PREFIX + name, None)
-        if isinstance(content.get(name), list):  # of any version's words
+        if isinstance(content.get(name), list):  # the message, in any version's words
             content[name] = value
     types = config_class.attribute_map.get("layer_types", "layer_types")
     if types in config_class.__dataclass_fields__ and is_hybrid and content.get(types) is None:
-        # The family's default pattern must not stand in for what was lost: none is refused.
+        # A missing pattern must not be replaced by the family's default, so it is set to None.
         content[types] = []
     return content
 
 
 def _to_dict_of(family: Family, parent: Any) -> Any:
-    """`to_dict` of a family in a form that its own config class refuses."""
+    """`to_dict` of a family in a form that the family's own config class refuses."""
 
     @functools.wraps(parent.to_dict)
     def to_dict(self: Any) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def _refusing(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part_class(base: Any) -> Any:
-    """Config class of the text decoder within a hybrid, which no class by itself runs.
+    """Config class of the text decoder within a hybrid, which has no model class of its own.
 
-    It has the name of its family's, by which transformers finds the decoder's class.
+    It has the name of the family's class, by which transformers finds the decoder's class.
     """
     name = base.__name__
     if name not in globals():
@@ -164,9 +164,9 @@ def _part_class(base: Any) -> Any:
 
 @functools.cache
 def hybrid_config_class(family: Family) -> Any:
-    """Config class of a family's hybrid models: its own, with `hybrid_attention`.
+    """Config class of a family's hybrid models: the family's class with `hybrid_attention`.
 
-    `kv_budget` is the one of several that a user names; `from_pretrained` takes it by this name.
+    `kv_budget` is the budget that a user selects, also an option of `from_pretrained`.
     """
     base: Any = CONFIG_MAPPING[family.model_type]
     body = {
@@ -186,7 +186,7 @@ def hybrid_config_class(family: Family) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """A family's config class by its name, which is how another process unpickles one."""
+    """A family's config class by its name, for unpickling in another process."""
     for family in FAMILIES.values():
         hybrid_name = family.config_class if family.is_installed else ""
         if hybrid_name == name:
@@ -202,7 +202,7 @@ def is_hybrid(config: Any) -> bool:
 
 
 def base_content(config: Any) -> dict[str, Any]:
-    """Content of a hybrid model's configuration as its family has it, the head layout aside."""
+    """Content of a hybrid model's configuration in its family's form, without the head layout."""
     content: dict[str, Any] = super(type(config), config).to_dict()
     for name in (
         "hybrid_attention", "kv_budget", "model_type", "architectures", "auto_map",

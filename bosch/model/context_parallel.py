@@ -1,4 +1,4 @@
-"""A model whose sequences are split over processes: each computes two chunks of every one."""
+"""A model whose sequences are split over processes: each computes two chunks of each sequence."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from bosch.model.interface import (
     set_head_state,
 )
 
-# Of each group of a layer's heads, keys and values that the last chunk of a sequence sees.
+# Keys and values that the last chunk of a sequence sees, by group of a layer's heads.
 _LastSeen: TypeAlias = list[tuple[Tensor, ...]]
 
 
 class ContextParallel:
     """Splits the sequences of models over the processes of `group`; one object for each process.
 
-    Every process computes its own part of each sequence: it calls `begin`, then the model, then
-    `whole` where results of all tokens are needed. Installed models share the current pass.
+    Every process computes its part of each sequence: it calls `begin`, then the model, then `whole`
+    if results of all tokens are needed. Installed models share the current pass.
     """
 
     def __init__(self, group: Any) -> None:
@@ -47,7 +47,7 @@ class ContextParallel:
         return self.communicator.ranks
 
     def install(self, model: Any) -> None:
-        """Let every attention layer of `model` exchange keys and values.
+        """Make every attention layer of `model` exchange keys and values.
 
         Raises UserError when the model has something that cannot be split.
         """
@@ -59,7 +59,7 @@ class ContextParallel:
 
     @contextmanager
     def installed(self, model: Any) -> Iterator[None]:
-        """Install it on a model within a `with` block."""
+        """`install` on a model within a `with` block."""
         states = [(module, head_state(module)) for module in _attending(model)]
         self.install(model)
         try:
@@ -69,7 +69,7 @@ class ContextParallel:
                 set_head_state(module, state)
 
     def check(self, model: Any) -> None:
-        """Raise RunError where a layer of `model` would compute attention within a chunk alone."""
+        """Raise RunError if a layer of `model` would compute attention only within a chunk."""
         states = [head_state(module) for module in _attending(model)]
         if not all(state is not None and state.attend == self._attend for state in states):
             raise RunError("runtime.context_parallel: a layer of the model does not take part")
@@ -79,7 +79,7 @@ class ContextParallel:
     ) -> Tensor:
         """Begin a pass over `rows` sequences of `length` tokens; returns own positions [B, 2C].
 
-        `positions` [B, T] start again with each document; None is one document for each sequence.
+        `positions` [B, T] restart with each document; None means one document per sequence.
         """
         document = None
         if positions is None:
@@ -115,13 +115,13 @@ class ContextParallel:
     def read(self, model: Any, input_ids: Tensor, mask: Tensor) -> HybridCache | None:
         """Prefill prompts [B, T], padded on the left where `mask` is 0; returns the cache.
 
-        The first process gets the cache, the others None: it holds the last chunk of each sequence,
-        which sees all keys that generated tokens will see, so that no more is sent. Called on all
-        processes; the model is in search or deploy mode, and is not installed.
+        The first process gets the cache, the others None. It holds the last chunk of each sequence
+        and so already has all keys that generated tokens will see. Called on all processes; the
+        model is in search or deploy mode and must not be installed.
         """
         length, before, valid = input_ids.shape[1], 0, mask
         padded = ContextSplit.padded(length, self.ranks)
-        # Padding at the end must not reach beyond the last chunk, whose halo would end too late.
+        # Padding at the end must fit into the last chunk, or its halo would end too late.
         if padded.length - length > padded.chunk:
             before = padded.length - length
             input_ids, mask = (nn.functional.pad(x, (before, 0)) for x in (input_ids, mask))
@@ -181,18 +181,18 @@ class ContextParallel:
         mine, places = self.own_columns(columns)
         values = local.new_zeros(len(columns), local.shape[2])
         values[mine] = local[rows[mine], places[mine]].detach()
-        return self.communicator.all_gather(values).sum(0)  # of each token one is not 0
+        return self.communicator.all_gather(values).sum(0)  # 0 in all processes but one
 
     def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:
-        """As `compute_attention`, of the whole sequences in this process's own tokens.
+        """As `compute_attention` over whole sequences, for this process's tokens.
 
-        The call's context is not read: what a layer knows of the pass is about its own tokens.
+        The call's context is ignored, since it describes only this process's tokens.
         """
         assert self._current is not None
         return split_attention(call, self._current, last_seen)
 
     def _attend(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Attention of a layer under the layout that it has."""
+        """Attention of a layer under its current layout."""
         last_seen: _LastSeen | None = None if self._fill is None else []
         output = self.attention(call, last_seen)
         if self._fill is not None and last_seen is not None:

@@ -1,8 +1,8 @@
 """Deploy mode: model classes whose full heads come first, and their registration with transformers.
 
-The classes of a family derive from transformers' own; they add the head layout from the config, the
-HybridCache, and nothing to the computation. Their model_type ("hybrid_qwen3", ...) is unknown to
-plain transformers, so that a load without bosch is refused and never runs full attention instead.
+The classes of a family derive from transformers' classes and add the head layout in the config and
+the HybridCache, nothing else. Their model_type ("hybrid_qwen3", ...) is unknown to plain
+transformers, so loading without bosch fails instead of running full attention.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ class HybridModelMixin:
         parent: Any = super()
         with choosing_attention():
             parent.__init__(config, *args, **kwargs)
-            if text_config(config) is not config:  # it has an implementation of its own
+            if text_config(config) is not config:  # the text config has its own implementation
                 self.get_decoder().set_attn_implementation(NAME)  # type: ignore[attr-defined]
             if has_sink_bias(config):
                 add_sink_bias(self, layouts)
         self._install(layouts)
 
-        # At the decoder, since libraries replace the `forward` of the model above it.
+        # At the decoder, since libraries replace the `forward` of the whole model.
         prepare = functools.partial(_prepare_pass, self._family)
         self.get_decoder().register_forward_pre_hook(prepare, with_kwargs=True)  # type: ignore[attr-defined]
 
@@ -128,10 +128,10 @@ class HybridModelMixin:
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """transformers' own, which refuses a directory whose weights are not this model's."""
+        """transformers' method, which here refuses a directory with other weights."""
         parent: Any = super()
         if "kv_budget" in kwargs and isinstance(kwargs.get("config"), PreTrainedConfig):
-            # transformers gives options to a configuration that it reads itself alone.
+            # transformers passes options only to a configuration that it reads itself.
             kwargs["config"] = copy.copy(kwargs["config"])
             kwargs["config"].kv_budget = kwargs.pop("kv_budget")
         model, info = parent.from_pretrained(
@@ -142,7 +142,7 @@ class HybridModelMixin:
 
     @classmethod
     def prepare_distribute_model(cls, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, which refuses to split heads or layers over processes.
+        """transformers' method, which here refuses to split heads or layers over processes.
 
         A layout has all heads of its layer, and a cache all layers.
         """
@@ -159,9 +159,9 @@ class HybridModelMixin:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No: the family's own code initialises the weights, and buffers that no file holds.
+        """False: the family's code initialises the weights, and buffers that no file holds.
 
-        transformers passes over modules without parameters in custom code.
+        For custom code transformers would skip modules without parameters.
         """
         return False
 
@@ -172,16 +172,15 @@ class HybridModelMixin:
 
     @property
     def kv_budget(self) -> int | None:
-        """KV slots of the budget in force; None for a model of a single head layout."""
+        """KV slots of the current budget; None for a model with a single head layout."""
         return chosen_budget(self.config)  # type: ignore[attr-defined]
 
     def set_kv_budget(self, budget: int | float | None) -> None:
-        """Switch to the layout of `budget`, one of those that the model was made with.
+        """Switch to the layout of `budget`, one of the model's budgets.
 
-        `budget` is its KV slots, or a share of the original's slots: then the largest that fits is
-        taken. None is the default. No weight is touched.
-        Raises UserError where the model has no such budget, and while a cache or a manager of
-        requests is held whose states are those of another layout.
+        `budget` is its KV slots, or a share of the original's slots, which takes the largest budget
+        within it; None is the default. Weights do not change. Raises UserError if the model has no
+        such budget, or while a cache or manager holds states of another layout.
         """
         config: Any = self.config  # type: ignore[attr-defined]
         before, config.kv_budget = config.kv_budget, budget
@@ -200,7 +199,7 @@ class HybridModelMixin:
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        """Any implementation asked for means that backend of hybrid attention, never another."""
+        """Every implementation that is requested means the hybrid attention with that backend."""
         known = attn_implementation is None or isinstance(attn_implementation, str)
         if not known or attn_implementation not in _BACKEND_OF:
             raise UserError(
@@ -220,7 +219,7 @@ class HybridModelMixin:
         return HybridCache.of(self)
 
     def new_static_cache(self, max_cache_len: int) -> StaticHybridCache:
-        """An empty cache with room for `max_cache_len` tokens, with which decoding compiles."""
+        """An empty cache of fixed size for `max_cache_len` tokens, with which decoding compiles."""
         return StaticHybridCache.of(self, max_cache_len)
 
     def _prepare_cache_for_generation(
@@ -257,13 +256,13 @@ class HybridModelMixin:
     def _static_cache(
         self, generation_config: Any, batch_size: int, max_cache_length: int
     ) -> StaticHybridCache:
-        """As large as the largest so far, as in transformers, so that nothing compiles again."""
+        """As large as the largest so far, as in transformers, to avoid recompilation."""
         configured = getattr(generation_config, "max_cache_len", None) or 0
         self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
         cache = self.new_static_cache(self._static_length)
         devices = {next(module.parameters()).device for module in attention_modules(self)}
         if generation_config.prefill_chunk_size is not None and len(devices) == 1:
-            # The chunks of a prompt are compiled too, and nothing may be allocated meanwhile.
+            # Chunks of a prompt are compiled, too, and compiled code must not allocate the cache.
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             kinds = decoder_layers(self.config)  # type: ignore[attr-defined]
             has_own_window = [layer in kinds.windows for layer in range(kinds.count)]
@@ -279,9 +278,9 @@ class HybridModelMixin:
         return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' manager of requests, over this model's heads as it can pool them.
+        """transformers' manager of continuous batching, with this model's heads as slices.
 
-        Raises UserError for a model that its pools cannot hold.
+        Raises UserError for a model that its pools do not support.
         """
         layouts = layouts_of(self)
         modules = [
@@ -297,7 +296,7 @@ class HybridModelMixin:
 
 
 def add_sink_bias(model: Any, layouts: Sequence[HeadLayout | None]) -> None:
-    """Give each layer with sliding heads its parameter `sink_bias` [HQ], 0 until it is loaded."""
+    """Add a parameter `sink_bias` [HQ], 0 until it is loaded, to each layer with sliding heads."""
     heads = text_config(model.config).num_attention_heads
     for layer in decoder_layers(model.config).full:
         layout = layouts[layer]
@@ -307,9 +306,9 @@ def add_sink_bias(model: Any, layouts: Sequence[HeadLayout | None]) -> None:
 
 
 def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise UserError where loading left weights random, or left weights of the files over.
+    """Raise UserError if loading left weights random, or did not use weights of the files.
 
-    `info` is what transformers tells of the loading. A decoder alone leaves the model's head over.
+    `info` is transformers' loading info. A bare decoder does not use the model's head.
     """
     missing = {*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])}
     if missing:
@@ -320,7 +319,7 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
     unexpected = set(info["unexpected_keys"])
     layouts = deploy_layouts(model.config) if is_hybrid(model.config) else []
     full = decoder_layers(model.config).full if layouts else ()
-    # Where no head has use for a bias; layers that slide in the base model never have one.
+    # Layers in which no head needs a bias; layers that slide in the base model never do.
     if not any(layout.windows for layer in full if (layout := layouts[layer])):
         unexpected = {name for name in unexpected if name.rpartition(".")[2] != SINK_BIAS}
     if model.base_model is model:
@@ -334,19 +333,19 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def adopt_cache(model: Any, cache: Any) -> None:
-    """Give an empty cache of transformers the layers by which sliding heads save memory.
+    """Replace the layers of an empty transformers cache, so that sliding heads save memory.
 
-    One that holds states already, quantises them, or offloads those of a growing size or with sinks
-    stays as it is, which is exact: its sliding heads hold every token, and a warning says so.
+    A cache that already holds states, quantises them, or offloads (growing ones, or with sinks) is
+    not changed. It is exact, but its sliding heads hold every token, and a warning says so.
     """
     layers = getattr(cache, "layers", None)
     if layers is None or any(isinstance(layer, SplitCacheLayer) for layer in layers):
         return
-    # Each model has a layer with attention, and after any pass this holds keys.
+    # Every model has a layer with attention, which holds keys after any pass.
     started = any(getattr(layer, "keys", None) is not None for layer in layers)
     new: Cache | None = None
-    # Layers are cut to their windows, and sinks written, when attention is done. An offloaded layer
-    # has left the device by then, in a copy that may not be complete.
+    # Layers are cut to their windows, and sinks written, after attention. By then an offloaded
+    # layer has left the device, perhaps in an incomplete copy.
     if not started and isinstance(cache, DynamicCache) and not cache.offloading:
         new = HybridCache.of(model)
         if any(getattr(layer, "record_past", False) for layer in layers):
@@ -368,35 +367,35 @@ def adopt_cache(model: Any, cache: Any) -> None:
 
 
 def _restarts(positions: Any) -> bool:
-    """Whether positions start again within a row, as those of packed documents do.
+    """Whether positions restart within a row, as for packed documents.
 
-    Positions of images have planes: (3, B, T) for time, height and width, which may restart
-    anywhere, or (4, B, T) with those in the sequence first, which alone tell documents apart in
-    transformers.
+    Positions with images have planes: (3, B, T) for time, height and width, which may restart
+    anywhere, or (4, B, T) with the positions in the sequence first, by which transformers separates
+    documents.
     """
     if positions.ndim == 3:
         if len(positions) == 3:
             return False
         positions = positions[0]
-    # Of a single token, as decoding has it, nothing is read from the device.
+    # For a single token, as in decoding, avoid reading from the device.
     return positions.shape[-1] > 1 and bool((positions.diff(dim=-1) != 1).any())
 
 
 def _prepare_pass(
     family: Family, decoder: Any, args: Any, kwargs: Any
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Arguments of a decoder's pass, with a hybrid cache where there would be one.
+    """Arguments of a decoder's pass, with a hybrid cache if the pass would make a cache.
 
-    Raises ValueError for packed documents that this pass would not keep apart: transformers looks
-    for their borders in position_ids only where there is no cache, and some families' masks never
-    do. If `use_cache` is not passed, such a pass makes no cache.
+    Raises ValueError for packed documents that this pass would not separate: transformers finds
+    their borders in position_ids only without a cache, and in some families never. Without
+    `use_cache`, such a pass makes no cache.
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs
     old = kwargs.pop("past_key_values", None)  # transformers 5.24 renames it after this hook
     if old is not None and kwargs.get(CACHE_NAME) is None:
         kwargs[CACHE_NAME] = old
-    if kwargs.get("pages") is not None:  # continuous batching: its masks and pages are there
+    if kwargs.get("pages") is not None:  # continuous batching brings its own masks and pages
         return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
@@ -410,7 +409,7 @@ def _prepare_pass(
         use_cache = bool(decoder.config.use_cache) and not decoder.training
     cached = past is not None or bool(use_cache)
     may_mix = cached or not family.separates_documents
-    # Reading positions breaks a compiled graph: there only where they decide about the cache.
+    # Reading positions breaks a compiled graph, so do it there only if the cache depends on them.
     looks = may_mix and (undecided or not torch.compiler.is_compiling())
     if positions is not None and looks and _restarts(positions):
         if not family.separates_documents:
@@ -437,7 +436,7 @@ def _prepare_pass(
 
 @functools.cache
 def _parameters(decoder_class: Any) -> tuple[str, ...]:
-    """Names of what a decoder's `forward` takes, in order."""
+    """Names of the parameters of a decoder's `forward`, in order."""
     return tuple(inspect.signature(decoder_class.forward).parameters)[1:]
 
 
@@ -453,7 +452,7 @@ def hybrid_model_class(family: Family) -> Any:
 
 @functools.cache
 def hybrid_decoder_class(family: Family) -> Any:
-    """Class of a family's hybrid models without a head: hidden states, as AutoModel gives them."""
+    """Class of a family's hybrid models without a head, for AutoModel."""
     return _hybrid_class(family, MODEL_MAPPING, family.decoder_class)
 
 
@@ -474,9 +473,9 @@ def _hybrid_class(family: Family, models: Any, name: str) -> Any:
 
 
 def _name_in_transformers(name: str, created: Any) -> None:
-    """Make a class an attribute of transformers, where `transformers serve` looks it up.
+    """Make a class an attribute of transformers, where `transformers serve` finds it.
 
-    transformers replaces its own module while it loads: the server may hold the one before.
+    transformers replaces its module object while it loads, and the server may hold the older one.
     """
     setattr(sys.modules["transformers"], name, created)
     server = sys.modules.get("transformers.cli.serving.model_manager")

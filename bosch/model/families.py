@@ -1,4 +1,4 @@
-"""Which decoder families can be made hybrid, and where each keeps what belongs to a head."""
+"""Which decoder families can be made hybrid, and where each stores the weights of a head."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from bosch.window import Window
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers' own tables do not say about a decoder family.
+    """Facts about a decoder family that transformers' tables do not have.
 
-    `takes_more_than_text`: the model has a text decoder within it, which is a family too.
-    `is_part`: such a text decoder that has no model class of its own.
-    `fused`: the projection of queries, keys and values in one weight, in this order.
-    `attention` and `output`: what a layer calls its attention and that its output projection.
-    `gated`: attention outputs are multiplied by a gate before they are projected. `per_head`:
-    parameters with equally many entries for each head, beside those of queries, keys and values.
-    `norms_over_heads`: the weights of the query and key norms have an entry for each head's
-    dimensions, instead of sharing one head's among all. `caps_scores`: attention scores are capped.
-    `separates_documents`: its masks keep packed documents apart, which position_ids tell.
-    `mixes_states`: linear attention stands beside full attention, and vLLM's own class computes it.
-    `layers_return_weights`: a layer returns attention weights, or a place for them, beside its
-    hidden states.
-    `logit_factor` and `logit_divisor`: the fields of the configuration that multiply and divide the
-    logits. `logits_by_text`: these and the cap are read from the text decoder's configuration.
+    `takes_more_than_text`: a multimodal model, whose text decoder is also a family.
+    `is_part`: such a text decoder without its own model class.
+    `fused`: the projection that holds queries, keys and values in one weight, in this order.
+    `attention` and `output`: attribute names of a layer's attention and of its output projection.
+    `gated`: attention outputs are multiplied by a gate before the output projection. `per_head`:
+    further parameters with equally many entries for each head.
+    `norms_over_heads`: query and key norms have weights for every head, instead of one head's
+    weights for all. `caps_scores`: attention scores are soft-capped. `separates_documents`: its
+    masks separate packed documents according to position_ids. `mixes_states`: some layers are
+    linear attention, and vLLM's own class computes them. `layers_return_weights`: a layer returns
+    attention weights, or None, after its hidden states. `logit_factor` and `logit_divisor`: fields
+    of the configuration that multiply and divide the logits. `logits_by_text`: these and the cap
+    are in the text decoder's configuration.
 
-    The names of classes are transformers' own, which must be installed where they are asked for.
+    Class names come from transformers, which must be installed to read them.
     """
 
     model_type: str
@@ -54,12 +53,12 @@ class Family:
 
     @property
     def hybrid_type(self) -> str:
-        """model_type of the hybrid form: a plain load without bosch does not know it."""
+        """model_type of the hybrid form, which transformers does not know without bosch."""
         return HYBRID_PREFIX + self.model_type
 
     @property
     def is_installed(self) -> bool:
-        """Whether the installed transformers has the family: an older one lacks the newest."""
+        """Whether the installed version of transformers has the family."""
         return self.model_type in _auto_table("configuration_auto", "CONFIG_MAPPING_NAMES")
 
     @property
@@ -92,15 +91,15 @@ def _auto_table(module: str, table: str) -> Mapping[str, str]:
 
 
 HYBRID_PREFIX = "hybrid_"
-# The parameter of an attention module, and the buffer in search mode, with the extra logit of each
-# query head; full heads do not use theirs.
+# Parameter of an attention module (in search mode a buffer) with an extra logit for each query
+# head; full heads do not use theirs.
 SINK_BIAS = "sink_bias"
-# Prefix of the field that keeps a base value where config.json has one that transformers refuses.
+# Prefix of fields with a base value that config.json replaces by one that transformers refuses.
 BASE_PREFIX = "base_"
 SLIDING = "sliding_attention"
 FULL_ATTENTION = "full_attention"
 
-# transformers says all there is to say about these.
+# Families that need no further facts.
 _ORDINARY = (
     "apertus", "arcee", "aria_text", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma3_text", "gemma4_text",
@@ -166,7 +165,7 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*map(Family, _ORDINARY), *_OTHERS)
 }
 
-# Why other models cannot be made hybrid, where their configuration does not tell.
+# Why other models cannot be made hybrid, if their configuration does not show it.
 _TYPES_BY_REASON = {
     "its output projection quantises all heads by one scale": ("bitnet",),
     "its projections are transposed, with heads in columns": ("gpt2", "gpt-sw3"),
@@ -217,14 +216,14 @@ _REASONS = {name: reason for reason, names in _TYPES_BY_REASON.items() for name 
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """The kind of each of `count` decoder layers, by the model's configuration.
+    """The kinds of `count` decoder layers, from the model's configuration.
 
-    `full`: the layers with full attention. The units of a head mask are their `heads` KV heads:
-    row r of a mask is layer `full[r]`. `windows`: tokens that each layer which slides in the base
-    model sees, the query's own included. `states`: how many states of fixed size each layer of
-    linear attention, convolution or the like holds, beside attention in some families. All other
-    layers hold nothing. `head_dim` is that of a full layer; `own_heads` and `own_head_dim` are
-    those of the layers that slide in the base model.
+    `full`: the layers with full attention; row r of a head mask is layer `full[r]`, with `heads` KV
+    heads. `windows`: window of each layer that slides in the base model, the query's own token
+    included. `states`: number of states of fixed size in each layer of linear attention,
+    convolution and the like, in some families in addition to attention. All other layers store
+    nothing. `head_dim` is that of a full layer; `own_heads` and `own_head_dim` are those of the
+    layers that slide in the base model.
     """
 
     count: int
@@ -237,22 +236,21 @@ class DecoderLayers:
     own_head_dim: int = 0
 
 
-# Kinds of layers by transformers' names, older ones too.
+# Kinds of layers by transformers' names, older names included.
 _FULL = (FULL_ATTENTION, "attention", "hybrid")
 _SLIDING = (SLIDING, "hybrid_sliding")
 _STATES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 _NOTHING = ("moe", "mlp")
 LAYER_KINDS = tuple(dict.fromkeys((*_FULL, *_SLIDING, *_STATES, *_NOTHING)))
 
-# The number of experts that a token visits, by the names that families give it.
+# Families' names of the number of experts that a token visits.
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def text_config(config: Any) -> Any:
-    """Configuration of the text decoder: nested in that of a model that takes more than text.
+    """Configuration of the text decoder, which a multimodal model's configuration contains.
 
-    Raises UserError where something else stands in its place: transformers takes any value of a
-    family that has none there.
+    Raises UserError if it is not a configuration: for text families transformers accepts any value.
     """
     if hasattr(config, "get_text_config"):
         text = config.get_text_config(decoder=True)
@@ -265,7 +263,7 @@ def text_config(config: Any) -> Any:
 
 
 def most_positions(config: Any) -> int | None:
-    """Most tokens that the text decoder of a configuration reads; None where it says no limit."""
+    """Most positions of the text decoder; None if the configuration states no limit."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
@@ -291,9 +289,9 @@ def decoder_layers(config: Any) -> DecoderLayers:
 
 
 def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:
-    """The property of a model that transformers' continuous batching does not support, or None.
+    """The property of a model that transformers' continuous batching does not support; else None.
 
-    `windows` are those of its heads, its own sliding layers included: pools and masks have one.
+    `windows` are those of all its heads and layers; the pools support a single one.
     """
     sizes = sorted({window.size for window in windows})
     if kinds.states:
@@ -310,9 +308,9 @@ def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | No
 
 
 def _layer_types(text: Any) -> list[str]:
-    """transformers' name of each layer's kind; layers that slide without a window are full.
+    """transformers' name of each layer's kind; sliding layers without a window count as full.
 
-    transformers counts a window as bosch does, the query's own position included.
+    transformers counts windows like bosch, with the query's own position.
     """
     types: list[str] | None = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
@@ -333,7 +331,7 @@ def _head_sizes(text: Any, layer: int | None) -> tuple[int, int]:
 
 
 def experts_per_token(text: Any) -> int:
-    """Experts that a token visits in a layer; the most of them where layers differ."""
+    """Experts that a token visits in a layer; the maximum if layers differ."""
     count = next(count for name in EXPERTS_PER_TOKEN if (count := getattr(text, name, None)))
     return max(count) if isinstance(count, list) else int(count)
 
@@ -362,12 +360,12 @@ def family_of(config: Any) -> Family:
 
 
 def known_family(config: Any) -> Family:
-    """The family of the text decoder of a model that `family_of` accepts, or of its hybrid form."""
+    """The family of the text decoder of a model that `family_of` accepts, or of a hybrid."""
     return FAMILIES[str(text_config(config).model_type).removeprefix(HYBRID_PREFIX)]
 
 
 class LogitScale(NamedTuple):
-    """What a model multiplies, divides and caps its logits by; None where it does not."""
+    """Factor, divisor and cap of a model's logits; None if it has none."""
 
     factor: float | None
     divisor: float | None
@@ -375,7 +373,7 @@ class LogitScale(NamedTuple):
 
 
 def logit_scale(config: Any) -> LogitScale:
-    """What a model, or its hybrid form, does to the logits of its output head."""
+    """The logit scale of a model or of its hybrid form."""
     family = FAMILIES[config.model_type.removeprefix(HYBRID_PREFIX)]
     source = text_config(config) if family.logits_by_text else config
     names = (family.logit_factor, family.logit_divisor, "final_logit_softcapping")
@@ -383,7 +381,7 @@ def logit_scale(config: Any) -> LogitScale:
 
 
 def _reason(config: Any) -> str | None:
-    """Why a model cannot be made hybrid, as far as its configuration tells."""
+    """Why a model cannot be made hybrid, if its configuration shows it."""
     model_type, text = str(getattr(config, "model_type", None)), text_config(config)
     if model_type in _REASONS:
         return _REASONS[model_type]
@@ -419,7 +417,7 @@ def _reason(config: Any) -> str | None:
 
 
 def attention_needs(config: Any) -> dict[str, str]:
-    """What attention needs of a backend besides scaled products, and who asks for it.
+    """Abilities that a model's attention needs of a backend, with the reasons for messages.
 
     A soft-cap (`softcap`), an extra logit per head (`head_logits`) of the family's own or of a
     hybrid's sliding heads, heads of many dimensions (`wide_heads`).
@@ -442,10 +440,10 @@ def has_sink_bias(config: Any) -> bool:
 
 
 def split_fault(config: Any) -> str | None:
-    """Why a sequence of this model cannot be split over processes; None where it can."""
+    """Why a sequence of this model cannot be split over processes; None if it can."""
     text = text_config(config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
-    kinds = json.dumps(rope, default=str)  # of some families a value for each kind of layer
+    kinds = json.dumps(rope, default=str)  # some families have a value for each kind of layer
     if decoder_layers(config).states:
         return "it has layers whose states pass from token to token"
     if text is not config:

@@ -9,15 +9,15 @@ from typing import Any
 from bosch.model.tensor_parallel import whole_weight
 
 _SAMPLED_VALUES = 4096
-# Where a configuration comes from and how its model is called; outputs do not depend on these.
+# Fields about the origin and name of a model, on which outputs do not depend.
 _NO_OUTPUT = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 
 
 def model_fingerprint(model: Any) -> str:
     """Identity of a loaded model: SHA-256 of its configuration and a sample of every weight.
 
-    Weights count with names, types and shapes. The configuration tells apart models whose weights
-    are the same: by the base of their rotary positions, a scale, a soft-cap.
+    Weights count with names, dtypes and shapes. The configuration distinguishes models with the
+    same weights but another RoPE base, scale or soft-cap.
     """
     digest = hashlib.sha256()
     content = _of_output(model.config.to_dict())
@@ -31,7 +31,7 @@ def model_fingerprint(model: Any) -> str:
 
 
 def _of_output(content: Any) -> Any:
-    """Content of a configuration that outputs depend on, nested ones included."""
+    """The fields of a configuration, nested ones included, on which outputs depend."""
     if not isinstance(content, dict):
         return content
     return {name: _of_output(value) for name, value in content.items() if name not in _NO_OUTPUT}

@@ -1,13 +1,13 @@
-"""`hybrid_attention` of a configuration: how many KV heads of each layer have which window.
+"""`hybrid_attention` of a configuration: the number of KV heads with each window, by layer.
 
 With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several: the ascending
 `window_sizes` instead of `window_size`, and `swa_kv_heads_per_layer`: how many heads of each layer
-have each of them. `sink: bias` says that each query head of a sliding head has an extra logit
-in its softmax, the parameter `sink_bias` [query heads] of its layer's attention.
+have each of them. With `sink: bias` each query head of a sliding head has an extra logit in its
+softmax, in the parameter `sink_bias` [query heads] of its layer's attention.
 
-A model that serves several budgets has these counts in each of `budgets`, beside its `kv_slots` at
-`context` tokens, and `chosen`, the slots of the default: the budget in force where the
-configuration's `kv_budget` is not set.
+A model that serves several budgets has these counts and `kv_slots`, at `context` tokens, in each of
+`budgets`. `chosen` has the slots of the default budget, if the configuration's `kv_budget` is not
+set.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Rows = list[dict[Window | None, int]]
 def head_table(
     rows: Sequence[Mapping[Window | None, int]], sink_bias: bool = False
 ) -> dict[str, Any]:
-    """`hybrid_attention` for heads by window, a row for each layer with full attention.
+    """`hybrid_attention` for rows of heads by window, one for each layer with full attention.
 
-    All rows name the same windows, None for full heads first, then from the widest down.
+    All rows have the same keys: None for full heads, then the windows from the widest down.
     """
     if sink_bias:
         return {**head_table(rows), "sink": "bias"}
@@ -56,9 +56,9 @@ def head_table(
 def budget_table(
     budgets: Sequence[Sequence[Mapping[Window | None, int]]], context: int, chosen: int
 ) -> dict[str, Any]:
-    """`hybrid_attention` of a model that serves several budgets: the rows of each, in any order.
+    """`hybrid_attention` of a model that serves several budgets, given the rows of each.
 
-    `chosen` are the KV slots at `context` of the default.
+    `chosen` has the KV slots, at `context` tokens, of the default.
     """
     by_slots = {kv_slots(rows, context): head_table(rows) for rows in budgets}
     assert chosen in by_slots
@@ -75,10 +75,10 @@ def budget_table(
 
 
 def heads_by_window(config: Any) -> Rows:
-    """Heads of each window, as `head_table` takes them, from a hybrid's configuration.
+    """Rows of heads by window, as in `head_table`, from a hybrid's configuration.
 
-    With several budgets, those of `kv_budget`. Raises UserError when its `hybrid_attention` is
-    damaged or holds no such budget.
+    With several budgets, those of `kv_budget`. Raises UserError if `hybrid_attention` is damaged or
+    has no such budget.
     """
     slots = chosen_budget(config)
     if slots is None:
@@ -87,7 +87,7 @@ def heads_by_window(config: Any) -> Rows:
 
 
 def chosen_budget(config: Any) -> int | None:
-    """KV slots of the budget that `config.kv_budget` names; None for a model of one layout.
+    """KV slots of the budget that `config.kv_budget` selects; None for a model with one layout.
 
     Raises UserError where the model has none of that name.
     """
@@ -95,11 +95,11 @@ def chosen_budget(config: Any) -> int | None:
 
 
 def budget_slots(config: Any, budget: int | float | None) -> int | None:
-    """KV slots of the budget that `budget` names; None for a model of one layout.
+    """KV slots of the budget that `budget` selects; None for a model with one layout.
 
-    An integer from 2 on names a budget by its slots, a share up to 1 the largest that has at most
-    this share of the original's, None the default. Raises UserError where the model has none of
-    that name.
+    An integer from 2 on selects a budget by its slots, a share up to 1 the largest budget with at
+    most this share of the original's slots, None the default. Raises UserError if there is no such
+    budget.
     """
     budgets, where = kv_budgets(config), _where(config)
     if not budgets:
@@ -117,7 +117,7 @@ def budget_slots(config: Any, budget: int | float | None) -> int | None:
     original = original_slots(config)
     fitting: list[int] = []
     if type(budget) in (int, float) and 0 < budget <= 1:
-        most = budget * original * (1 + 1e-12)  # a share of slots that was rounded down names them
+        most = budget * original * (1 + 1e-12)  # tolerates a share that was rounded down
         fitting = [slots for slots in budgets if slots <= most]
     if not fitting:
         names = ", ".join(f"{slots} ({named_share(slots, original)})" for slots in budgets)
@@ -136,7 +136,7 @@ def original_slots(config: Any) -> int:
 
 
 def kv_budgets(config: Any) -> dict[int, Rows]:
-    """The rows of each budget by its KV slots, ascending; empty for a model of one layout.
+    """The rows of each budget by KV slots, ascending; empty for a model with one layout.
 
     Raises UserError when the configuration's `hybrid_attention` is damaged.
     """
@@ -186,7 +186,7 @@ def _table(config: Any) -> dict[str, Any]:
 
 
 def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
-    """Heads by window of one layout: of the menu and counts in `table`."""
+    """Rows of heads by window, from the menu and counts in `table`."""
     where = _where(config)
     several = "window_sizes" in table
     missing = (_MENU[several] | _COUNTS[several]) - set(table)
@@ -236,5 +236,5 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
 
 
 def _are_counts(value: Any, most: int) -> bool:
-    """Whether it is a list of numbers from 0 to `most`."""
+    """Whether `value` is a list of integers from 0 to `most`."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= most for n in value)

@@ -1,7 +1,7 @@
-"""The entry transformers calls: attention and mask function registered under the name "bosch".
+"""Attention and mask function that transformers calls, registered under the name "bosch".
 
-Both must be registered: transformers passes no mask at all to an attention function whose name has
-no mask function.
+Both must be registered: transformers passes no mask to an attention function without a mask
+function of the same name.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from bosch.model.families import SINK_BIAS, decoder_layers, known_family
 from bosch.model.paged import paged_attention
 from bosch.window import Window
 
-# A model loaded from the code file beside its weights has its own copy of all this, with other
-# classes of contexts and states; so each copy registers under a name of its own.
+# A model loaded from its code file has a copy of these modules with its own classes, so each copy
+# registers under its own name.
 NAME = (
     "bosch" if __name__ == "bosch.model.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
 )
 _STATE = "bosch_heads"
 Attend: TypeAlias = Callable[[nn.Module, AttentionCall], Tensor]
 # Attention modules that do not receive `output_attentions`; with eager they always return weights,
-# as transformers' own eager attention does.
+# as in transformers.
 _ALWAYS_RETURN_WEIGHTS = (
     "NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention",
 )  # fmt: skip
@@ -62,7 +62,7 @@ class HeadState:
 
 
 def head_state(module: nn.Module) -> HeadState | None:
-    """State of an attention module, None where no head mask was applied."""
+    """State of an attention module; None if no head mask was applied."""
     return getattr(module, _STATE, None)
 
 
@@ -75,7 +75,7 @@ def required_state(module: nn.Module) -> HeadState:
 
 
 def set_head_state(module: nn.Module, state: HeadState | None) -> None:
-    """Set the state of an attention module, None to remove it; its weights are not touched."""
+    """Set the state of an attention module, None to remove it; weights do not change."""
     if state is not None:
         setattr(module, _STATE, state)
     elif hasattr(module, _STATE):
@@ -83,12 +83,12 @@ def set_head_state(module: nn.Module, state: HeadState | None) -> None:
 
 
 def change_layout(module: nn.Module, layout: HeadLayout) -> None:
-    """Give an attention module that has a state another layout; all else of it stays."""
+    """Change only the layout in the state of an attention module."""
     set_head_state(module, replace(required_state(module), layout=layout))
 
 
 def attention_modules(model: Any) -> list[nn.Module]:
-    """The attention module of each layer with full attention: one for each row of a head mask."""
+    """The attention modules of layers with full attention, one for each row of a head mask."""
     return [attention_module(model, layer) for layer in decoder_layers(model.config).full]
 
 
@@ -128,8 +128,8 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: output [B, T, HQ, D], and weights [B, HQ, T, Tk].
 
-    query [B, HQ, T, D]; key, value [B, HKV, Tk, D] or what a HybridCache returned. The weights are
-    None unless `output_attentions` asks for them; raises UserError where the backend has none.
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or states from a HybridCache. Weights are None
+    unless `output_attentions` is set; raises UserError if the backend has none.
     """
     state = required_state(module)
     layout, context = state.layout, attention_mask
@@ -172,7 +172,7 @@ def attention_forward(
 
 
 def _check_supported(layout: HeadLayout, options: Mapping[str, Any]) -> None:
-    """Raise ValueError where a layer asks for what hybrid attention does not compute."""
+    """Raise ValueError for options of a layer that hybrid attention does not support."""
     if options.get("position_bias") is not None:
         raise ValueError("hybrid attention does not support position_bias")
     base_window = options.get("sliding_window")
@@ -183,7 +183,7 @@ def _check_supported(layout: HeadLayout, options: Mapping[str, Any]) -> None:
 
 
 def check_shows_weights(state: HeadState) -> None:
-    """Raise UserError where attention weights are asked of a backend that computes none."""
+    """Raise UserError if the backend cannot return attention weights."""
     if state.backend != "eager" or state.attend is not None:
         raise UserError(
             f"output_attentions: the {state.backend} backend computes no attention weights; load "
@@ -205,8 +205,8 @@ def context_of_pass(
 ) -> AttentionContext:
     """transformers' mask interface: an `AttentionContext` instead of a mask.
 
-    `attention_mask` is the 2-D padding mask [B, Tk]. Documents packed by position_ids are found by
-    asking `mask_function` whether a token sees the one before it.
+    `attention_mask` is the 2-D padding mask [B, Tk]. Documents packed by position_ids are found
+    with `mask_function`: a token that does not see the one before it begins a document.
     """
     if use_vmap:
         raise ValueError("hybrid attention does not support custom mask functions")
@@ -227,7 +227,7 @@ def context_of_pass(
                 f"attention_mask has {attention_mask.shape[1]} columns, expected {total}: "
                 "the past included"
             )
-        # May be more than the pass has: the free room of a cache, or a past that is not there.
+        # May exceed the pass: free slots of a cache, or a past that does not exist.
         covered = kv_length if attention_mask.shape[1] == kv_length else 0
         valid = attention_mask[:, :total].bool()
         valid = None if bool(valid.all()) else valid
@@ -246,7 +246,7 @@ def context_of_pass(
 
 
 def padded_mask(attention_mask: Tensor, length: int) -> Tensor:
-    """A padding mask [B, Tk] as bool [B, length]; the tokens that are still to come are real."""
+    """A padding mask [B, Tk] as bool [B, length]; future tokens count as real."""
     missing = length - attention_mask.shape[1]
     return nn.functional.pad(attention_mask.bool(), (0, missing), value=True)
 
@@ -267,7 +267,7 @@ def masks_for_generate(
     cache = past_key_values if cache is None else cache
     if attention_mask is None or not isinstance(cache.get_seq_length(), Tensor):
         return attention_mask
-    # Layers with states of their own read the padding of this pass at the mask's end.
+    # Layers with states read the padding of this pass at the end of the mask.
     if inputs_embeds.shape[1] > 1 and decoder_layers(config).states:
         return attention_mask
     return padded_mask(attention_mask, cache_room(cache))
@@ -276,12 +276,12 @@ def masks_for_generate(
 def cache_room(cache: Any) -> int:
     """Tokens that a cache of fixed size has room for.
 
-    Not get_max_length: a layer that also holds states of fixed size answers -1 to that.
+    Not get_max_length, which is -1 for layers that also hold states of fixed size.
     """
     return max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
 
 
 def register_attention() -> None:
-    """Make `NAME` an attention implementation of transformers; calling it twice is harmless."""
+    """Register `NAME` as attention implementation of transformers; harmless when called again."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, context_of_pass)

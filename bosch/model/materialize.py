@@ -25,15 +25,14 @@ from bosch.model.registration import register_model
 from bosch.model.search_mode import check_fit, was_given_sink_bias
 from bosch.window import Windows
 
-HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer as they shall stand
+HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in their new order
 
 
 def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2).
 
-    Rows of the query, key and value projections with their biases, columns of the output projection
-    and norm weights that belong to a head move with it. Norms over the head dimension are shared by
-    all heads and stay. What does not move is the model's own tensor.
+    Weights that belong to a head move with it (see `bosch.model.permutation`). Other weights are
+    the model's own tensors.
     """
     family = known_family(model.config)
     names = {id(module): name for name, module in model.named_modules()}
@@ -44,7 +43,7 @@ def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
     weights = dict(model.state_dict())
     for name in list(weights):
         prefix = next((prefix for prefix in orders if name.startswith(prefix)), None)
-        # Popped within the expression: nothing here holds on to a weight that was handed over.
+        # Popped within the expression, so that no reference to the weight remains here.
         if prefix is None:
             yield name, weights.pop(name)
             continue
@@ -61,16 +60,16 @@ def materialize(
 ) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
-    Heads of one window stay in the base model's order.
+    Heads with the same window keep the base model's order.
 
-    `model` is left as it is, so that there are two models; with `take_weights` its weights go to
-    the hybrid one by one and none is left: memory for one model and one weight. The result has its
-    device, the dtype of each of its weights, its sink bias and generation settings; it is saved by
-    `save_pretrained` and loaded by AutoModelForCausalLM once bosch is imported.
-    Raises UserError when the family is not supported, mask or windows do not fit the model, or some
-    of its weights are offloaded, adapters or quantised.
+    `model` does not change, so there are two models in memory; with `take_weights` its weights move
+    to the hybrid one by one, with memory for one model and one weight. The hybrid has the model's
+    device, dtypes, sink bias and generation settings; save it with `save_pretrained` and load it
+    with AutoModelForCausalLM after `import bosch`. Raises UserError when the family is not
+    supported, mask or windows do not fit the model, or some of its weights are offloaded, adapters
+    or quantised.
     """
-    family_of(model.config)  # before the mask is said not to fit
+    family_of(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)
     rows = mask.heads_per_layer(windows)
     table = head_table(rows, sink_bias=was_given_sink_bias(model))
@@ -80,9 +79,9 @@ def materialize(
 def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -> Any:
     """The hybrid model that serves every nested budget of `front`, from one set of weights.
 
-    Its default is the budget that the front has chosen, else the largest; `set_kv_budget` and
-    `from_pretrained(…, kv_budget=…)` take another. All else is as with `materialize`. Raises
-    UserError besides where the model was given a sink bias.
+    Its default is the front's chosen budget, else the largest; `set_kv_budget` and
+    `from_pretrained(…, kv_budget=…)` select another. Otherwise as `materialize`. Also raises
+    UserError if the model has a sink bias.
     """
     if was_given_sink_bias(model):
         raise UserError(
@@ -115,19 +114,19 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
     with parameters_on_meta():
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
-    device = model.device  # that of its first weight, which is moved first
+    device = model.device  # that of the first weight, which is moved first
     names = set(hybrid.state_dict())
     for name, weight in permute_heads(model, order):
-        if name not in names:  # the sink bias of a layer whose heads are all full
+        if name not in names:  # the sink bias of a layer with only full heads
             continue
-        # In its own dtype: transformers keeps some weights of a bf16 model in float32.
+        # Keep its dtype: transformers keeps some weights of a bf16 model in float32.
         moved = weight.to(device, copy=not take_weights)
         _replace(hybrid, name, moved)
         if take_weights:
             _replace(model, name, weight.to("meta"))
     hybrid.tie_weights()
     hybrid.to(device)
-    # Whole, with the mark by which transformers saves a published one that it finds odd.
+    # Also the mark with which transformers saves generation settings that it finds odd.
     hybrid.generation_config = deepcopy(model.generation_config)
     return hybrid.eval()
 
@@ -153,7 +152,7 @@ def _check_plain_weights(model: Any, hybrid: Any) -> None:
 
 
 def _replace(model: nn.Module, name: str, weight: Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer."""
+    """Replace a parameter or buffer by a tensor."""
     owner, _, own_name = name.rpartition(".")
     module = model.get_submodule(owner)
     parameter = module._parameters.get(own_name)

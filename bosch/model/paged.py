@@ -1,9 +1,9 @@
-"""Continuous batching of transformers: `generate_batch`, and `transformers serve` with its option.
+"""Continuous batching of transformers: `generate_batch` and `transformers serve`.
 
-transformers keeps the pages of a layer's type in one pool, for one number of KV heads and one
-window. A hybrid layer has heads of both types, so transformers is shown a model of *slices*: each
-is g KV heads of one layer and one type, g dividing all such numbers. A slice takes a layer's place
-in the pools, and so a sliding head holds a ring of W tokens and a full head all tokens.
+transformers keeps the pages of a type of layer in one pool, with one number of KV heads and one
+window. A hybrid layer has heads of both types, so transformers gets a model of *slices*: g KV heads
+of one layer and one type, where g divides all such numbers. A slice is a layer in the pools, so a
+sliding head holds a ring of W tokens and a full head all tokens.
 
 Shapes: T tokens of all requests in a step, Tk keys, HQ query heads, HKV key/value heads, D head
 dimension.
@@ -31,7 +31,7 @@ def _type_of(group: HeadGroup) -> str:
     return "full_attention" if group.window is None else "sliding_attention"
 
 
-# Attention modules whose layer does not hand the pages of a pass on to them.
+# Attention modules that do not receive the pages of a pass from their layer.
 _WITHOUT_PAGES = ("NemotronAttention", "PersimmonAttention", "StableLmAttention")
 
 
@@ -45,7 +45,7 @@ class PagedConfig:
         self, config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
     ) -> None:
         self._text = text_config(config)
-        self._attn_implementation = "sdpa"  # which makes transformers prepare masks
+        self._attn_implementation = "sdpa"  # makes transformers prepare masks
         self.sliding_window = _only_window(config, layouts, modules)
         groups = [group for layout in layouts if layout is not None for group in layout.groups]
         self.num_key_value_heads = math.gcd(*(len(group.heads) for group in groups))
@@ -74,9 +74,9 @@ class PagedConfig:
 def _only_window(
     config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
 ) -> int | None:
-    """The window of all sliding heads; None where no head slides.
+    """The window of all sliding heads; None if no head slides.
 
-    Raises UserError for a model that transformers' pools cannot hold: they have one window.
+    Raises UserError for a model that transformers' pools do not support.
     """
     sliding = {window for layout in layouts if layout is not None for window in layout.windows}
     reason = pages_refusal(decoder_layers(config), sliding)
@@ -111,9 +111,9 @@ class PagedView:
     def __call__(self, attention_mask: Mapping[str, Tensor] | Tensor, **kwargs: Any) -> Any:
         """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk].
 
-        A mask is 0 where a key is visible and very negative elsewhere; where all slices are of one
-        type it is passed alone. A row of padding sees nothing: it may see all, so that its softmax
-        is a number.
+        A mask is 0 for visible keys and very negative elsewhere; if all slices have one type there
+        is a single mask. A row of padding sees no key, so it is made to see all, or its softmax
+        would be NaN.
         """
         if isinstance(attention_mask, Tensor):
             attention_mask = {self.config.layer_types[0]: attention_mask}
@@ -121,9 +121,9 @@ class PagedView:
         for name, mask in attention_mask.items():
             seen = mask == 0
             visible[name] = seen | ~seen.any(dim=-1, keepdim=True)
-        # A mask of four dimensions stays as it is on its way; attention takes that of each type.
+        # A 4-D mask is passed on unchanged; attention selects that of each type.
         any_mask = next(iter(attention_mask.values()))
-        # By another name: an attention module would store all its heads in a `cache`, as one slice.
+        # Not named `cache`, in which an attention module would store all its heads as one slice.
         pages = kwargs.pop("cache")
         return self._model(attention_mask=any_mask, visible=visible, pages=pages, **kwargs)
 
@@ -146,7 +146,7 @@ def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str
                 key_states=new_keys[:, i * size : (i + 1) * size],
                 value_states=new_values[:, i * size : (i + 1) * size],
                 layer_idx=index,
-                kwargs=dict(options),  # which it changes
+                kwargs=dict(options),  # a copy, since it is changed
             )
             for i, index in enumerate(slices)
         ]

@@ -1,7 +1,7 @@
-"""Weights of a hybrid under the names of its family's published checkpoints, which engines read.
+"""Weights of a hybrid under the names in published checkpoints of its family, for engines.
 
-A hybrid model is saved under transformers' names of its parameters. These differ where transformers
-renames modules or joins experts while it loads.
+A hybrid is saved under transformers' parameter names. These differ from published names if
+transformers renames modules or fuses experts while it loads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def published_names(
 ) -> Iterator[tuple[str, Tensor]]:
     """`weights` under the published names; other names stay as they are.
 
-    They are converted one by one, as no published weight is joined from several of ours.
+    They are converted one by one, since no published weight combines several of them.
     """
     conversions = _conversions(family)
     if conversions is None:
         yield from weights
         return
-    # transformers reads no more than these of a model, and there is none here, only its weights.
+    # The attributes that transformers reads of a model, of which only the weights exist here.
     model: Any = SimpleNamespace(_weight_conversions=conversions, config=config)
     for name, weight in weights:
         yield from revert_weight_conversion(model, {name: weight}).items()
@@ -41,5 +41,5 @@ def published_names(
 
 def _conversions(family: Family) -> Any:
     """transformers' conversions of a family's published weights; None where there are none."""
-    mapping_of: Any = get_checkpoint_conversion_mapping  # which has no types
+    mapping_of: Any = get_checkpoint_conversion_mapping  # untyped
     return mapping_of(family.model_type)

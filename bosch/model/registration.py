@@ -1,10 +1,10 @@
-"""Registration of the hybrid models with transformers, when one is first asked for.
+"""Registration of the hybrid models with transformers, at their first use.
 
-transformers has no entry points for models. Importing it costs seconds and pulls in torch, which a
-command that only reads a mask must not pay. So the table of model types is only given a dictionary
-that registers a hybrid model at the first look-up of its `hybrid_…` type, whichever of bosch and
-transformers is imported first: the code of all other families is not imported either. Nothing of
-transformers is imported while it is itself loading.
+transformers has no entry points for models, and importing it (with torch) takes seconds, which is
+too long for a command that only reads a mask. So transformers' table of model types is replaced by
+one that registers a hybrid model at the first look-up of its `hybrid_…` type, in whatever order
+bosch and transformers are imported. Other families are not imported, and nothing of transformers is
+imported while transformers is loading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONFIGS = "transformers.models.auto.configuration_auto"
 
 
 class _ModelTypes(dict[str, Any]):
-    """Registered model types; a hybrid one that is missing is registered when it is looked up."""
+    """Table of model types that registers a hybrid type when it is looked up."""
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
@@ -36,14 +36,14 @@ class _ModelTypes(dict[str, Any]):
 
 
 def _prepare(configs: ModuleType) -> None:
-    """Put `_ModelTypes` into the table of model types of transformers' auto classes."""
+    """Replace the table of model types in transformers' auto classes by `_ModelTypes`."""
     table = configs.CONFIG_MAPPING
     if not isinstance(table._extra_content, _ModelTypes):
         table._extra_content = _ModelTypes(table._extra_content)
 
 
 class _PreparingLoader(Loader):
-    """Loads a module as its own loader does, then prepares it."""
+    """Loads a module with its own loader, then prepares it."""
 
     def __init__(self, inner: Loader) -> None:
         self._inner = inner
@@ -57,7 +57,7 @@ class _PreparingLoader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module as everyone else does, and hands out a preparing loader."""
+    """Finds transformers' module of auto classes and returns a preparing loader for it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -75,7 +75,7 @@ class _Finder(MetaPathFinder):
 
 
 def register_model(model_type: str) -> None:
-    """Teach transformers the hybrid form of a model type, if it has one; again is harmless."""
+    """Register the hybrid form of a model type, if it has one; harmless when called again."""
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.modeling_auto import (
         AutoModel,
@@ -91,7 +91,7 @@ def register_model(model_type: str) -> None:
     family = FAMILIES.get(model_type)
     if family is None or family.is_part:
         return
-    if not family.is_installed:  # in an older transformers, as vLLM's builds pin it
+    if not family.is_installed:  # an older transformers, as pinned by vLLM's builds
         raise UserError(
             f"transformers {version('transformers')} has no models of type '{model_type}': "
             "docs/reference/families.md names the first version with it; install that or a newer"
@@ -105,7 +105,7 @@ def register_model(model_type: str) -> None:
 
 
 def install() -> None:
-    """Prepare transformers' auto classes now where they are loaded already, else when they are."""
+    """Prepare transformers' auto classes, now or when they are loaded."""
     if _CONFIGS in sys.modules:
         _prepare(sys.modules[_CONFIGS])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

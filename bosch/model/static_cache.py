@@ -1,9 +1,8 @@
-"""Key/value cache of a fixed size: full heads have room for all tokens, sliding heads a ring.
+"""Key/value cache of a fixed size: full heads have a slot for every token, sliding heads a ring.
 
 Shapes: B batch, HKV KV heads of a layer, HG those of a group, T tokens of a pass, N tokens the
-cache has room for, R entries of a ring, S sinks, D head dimension, W window. Decoding changes
-tensors in place and reads the number of tokens seen from the device, so that torch.compile traces
-it once.
+cache can hold, R entries of a ring, S sinks, D head dimension, W window. Decoding changes tensors
+in place and reads the number of tokens on the device, so torch.compile traces it only once.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from bosch.model.interface import layouts_of
 
 @dataclass(kw_only=True)
 class StaticGroupCache(GroupCache):
-    """Of full heads [B, HG, N, D]; of a window [B, HG, S + R, D]: the sinks, then a ring.
+    """Full heads: [B, HG, N, D]; a window: [B, HG, S + R, D], the sinks and then a ring.
 
-    In the ring the token of slot p stands at p modulo R. R is W, or N where that is less: the W - 1
-    past keys that a query sees and its own. S is at most N - R: what stands later in a text never
-    leaves the window.
+    The token of slot p is at p modulo R in the ring. R = min(W, N): the W - 1 past keys that a
+    query sees and its own. S is at most N - R, since later tokens never leave the window.
     """
 
     ring: int
@@ -49,7 +47,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         self.length = torch.zeros((), dtype=torch.long)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for the batch, heads, dtype and device of [B, HKV, T, D]; T does not matter."""
+        """Allocate for the batch, heads, dtype and device of states [B, HKV, T, D]; ignores T."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
         for group in self.layout.groups:
@@ -67,7 +65,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         self.slots = torch.arange(self.max_cache_len, device=self.device)
         self.is_initialized = True
         if not torch.compiler.is_compiling():
-            # CUDA graphs may change these tensors in place only where their addresses are fixed.
+            # CUDA graphs can change tensors in place only at fixed addresses.
             for tensor in (*self.tensors, self.length, self.slots):
                 torch._dynamo.mark_static_address(tensor)
 
@@ -76,8 +74,8 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[CachedStates, CachedStates]:
         """Add the tokens of a pass, [B, HKV, T, D]; returns all that its queries may see.
 
-        Raises ValueError when a pass of several tokens, not compiled, goes past the end; any other
-        ends in torch's error for an index out of range.
+        Raises ValueError if a pass of several tokens that is not compiled exceeds the capacity;
+        other passes raise torch's error for an index out of range.
         """
         self.check_heads(key_states)
         if not self.is_initialized:
@@ -88,8 +86,8 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             start = self.length.clone()
             steps = start + torch.arange(count, device=key_states.device)
             if not self.layout.has_full:
-                # A ring has a place for any token, and masks end with the cache: past its end this
-                # fails on the device, as the tensors of full heads do.
+                # A ring could take any token, so this makes a pass beyond the capacity fail on the
+                # device, as for full heads.
                 steps = self.slots.index_select(0, steps)
             add = functools.partial(self._add_on_device, start, steps)
         else:
@@ -111,26 +109,26 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
     def _add_on_device(
         self, start: Tensor, steps: Tensor, cached: StaticGroupCache, past: Tensor, new: Tensor
     ) -> CachedGroup:
-        """Without reading the length on the host: a full head's room, a sliding one's ring."""
+        """Add without reading the length on the host: into a full head's tensor or a ring."""
         count, device, ring = new.shape[2], new.device, cached.ring
         if cached.group.window is None:
             past.index_copy_(2, steps, new)
             return CachedGroup(past)
-        # One token takes the place of the one that has just left the window; with several, what
-        # they replace is still seen by the first of them.
+        # One token replaces the token that has just left the window; several would replace tokens
+        # that the first of them still sees.
         newest = start if count == 1 else start - 1
         slots = newest - (newest - torch.arange(ring, device=device)) % ring
         recent = past
         if count > 1:
             recent, slots = torch.cat([past, new], dim=2), torch.cat([slots, steps])
-        last = min(count, ring)  # no place twice: a GPU does not say which of two it keeps
+        last = min(count, ring)  # never write a place twice: the order is undefined on a GPU
         past.index_copy_(2, cached.sinks + steps[-last:] % ring, new[:, :, -last:])
         return CachedGroup(recent, slots=slots)
 
     def _add_in_order(
         self, start: int, cached: StaticGroupCache, past: Tensor, new: Tensor
     ) -> CachedGroup:
-        """As a HybridCache: only the tokens seen, in order."""
+        """As in a HybridCache: only the tokens so far, in order."""
         end, device, window = start + new.shape[2], new.device, cached.group.window
         if end > self.max_cache_len:
             raise ValueError(
@@ -153,7 +151,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         return CachedGroup(recent, sinks)
 
     def _keep_sinks(self, news: Sequence[tuple[Tensor, Tensor]], context: AttentionContext) -> None:
-        """Store the sinks among the pass's tokens; only `context` knows where padding ends."""
+        """Store the sinks among the pass's tokens, which `context` locates after padding."""
         for sinks, new in news:
             count = sinks.shape[2]
             if context.start is None and context.valid is None and context.q_offset >= count:
@@ -164,17 +162,17 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         return self.max_cache_len, 0
 
     def get_seq_length(self) -> Any:
-        """Tokens seen, a tensor [] on the cache's device."""
+        """Number of tokens so far, a tensor [] on the cache's device."""
         return self.length
 
     def get_max_length(self) -> int:
         return self.max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens.
+        """Remove the last `-tokens_to_remove` tokens.
 
-        Raises ValueError for a positive number, and RuntimeError once the ring has gone round and
-        some tokens would stay: it has lost those that sliding heads would see again.
+        Raises ValueError for a positive number, and RuntimeError once the ring has wrapped around,
+        unless all tokens are removed: the ring has lost tokens that sliding heads would see again.
         """
         self.check_crop(tokens_to_remove)
         self.length.sub_(min(-tokens_to_remove, int(self.length)))
@@ -199,10 +197,10 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
 
 class StaticHybridCache(SplitCache):
-    """Cache of a hybrid model with room for `max_cache_len` tokens and no more, allocated once.
+    """Cache of a hybrid model for `max_cache_len` tokens, allocated once.
 
-    A full KV head has `max_cache_len` entries, a sliding one W + S, or as many where that is more.
-    Decoding token by token compiles without a graph break and never again.
+    A full KV head has `max_cache_len` entries, a sliding head at most W + S. Decoding token by
+    token compiles once, without a graph break.
     """
 
     def __init__(
@@ -215,10 +213,10 @@ class StaticHybridCache(SplitCache):
 
     @classmethod
     def of(cls, model: Any, max_cache_len: int) -> StaticHybridCache:
-        """An empty cache for a model in search or deploy mode."""
+        """Make an empty cache for a model in search or deploy mode."""
         return cls(layouts_of(model), max_cache_len, decoder_layers(model.config).states)
 
     @property
     def max_cache_len(self) -> int:
-        """Tokens there is room for, by transformers' name before 5.20."""
+        """Capacity in tokens, transformers' name before 5.20."""
         return int(self.get_max_length())

@@ -1,4 +1,4 @@
-"""Fields of a model's config.json: sizes as written, the rest as transformers reads them."""
+"""Fields of a model's config.json: sizes from the file, others as transformers reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bosch.model.families import (
 )
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-# Where one of these stands in config.json, layers or their heads may differ.
+# Fields of config.json with which layers or their heads may differ.
 _DIFFERENCES = ("per_layer_config", "global_head_dim")
 
 
@@ -33,14 +33,14 @@ _DIFFERENCES = ("per_layer_config", "global_head_dim")
 class StoredConfig:
     """The content of a config.json.
 
-    Every reader raises UserError where a value is missing or of a wrong type.
+    All methods raise UserError for a value that is missing or has a wrong type.
     """
 
     content: Mapping[str, Any]
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The content, with the sizes of its text decoder where it has one."""
+        """The content, merged with the fields of its text decoder if it has one."""
         text = self.content.get("text_config")
         text_fields = (
             {k: v for k, v in text.items() if k != "model_type"} if type(text) is dict else {}
@@ -48,7 +48,7 @@ class StoredConfig:
         return {**self.content, **text_fields}
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A positive integer, `default` where it is missing."""
+        """A positive integer; `default` if it is missing."""
         value = self.config.get(name)
         if value is None and default is not None:
             return default
@@ -82,7 +82,7 @@ class StoredConfig:
         return None if self.config.get(name) is None else self.number(name)
 
     def check_sizes(self) -> None:
-        """Raise UserError for a size of a wrong type, or heads that do not share evenly."""
+        """Raise UserError for a size of a wrong type, or heads that do not divide evenly."""
         heads = self.attention_heads
         self.number("head_dim", self.hidden_size // heads)
         self.number("vocab_size", 1)
@@ -97,8 +97,8 @@ class StoredConfig:
     def loaded(self) -> Any:
         """The configuration as transformers loads it.
 
-        Importing transformers takes seconds. It is not imported for model types that bosch refuses,
-        nor where config.json itself gives full attention and its heads for all layers.
+        Importing transformers takes seconds, so it is avoided for model types that bosch refuses,
+        and if config.json itself shows that all layers have full attention with the same heads.
         """
         family = FAMILIES.get(self._model_type)
         if family is None or self._is_plain(family):
@@ -106,7 +106,7 @@ class StoredConfig:
         return self.of_transformers()
 
     def of_transformers(self) -> Any:
-        """transformers' configuration, of a hybrid that of its base."""
+        """transformers' configuration; for a hybrid that of its base model."""
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         content = {**self.content, "model_type": self._model_type}
@@ -116,7 +116,7 @@ class StoredConfig:
             return CONFIG_MAPPING[self._model_type].from_dict(
                 json.loads(json.dumps(content), object_hook=_without_floats_by_name)
             )
-        except Exception as error:  # each configuration class has errors of its own
+        except Exception as error:  # each configuration class raises its own errors
             reason = " ".join(str(error).split())
             raise UserError(
                 f"model.path: transformers cannot read config.json as one of type "
@@ -125,7 +125,7 @@ class StoredConfig:
 
     @property
     def takes_more_than_text(self) -> bool:
-        """Whether the model has a text decoder within it."""
+        """Whether the model is multimodal."""
         family = FAMILIES.get(self._model_type)
         return family is not None and family.takes_more_than_text
 
@@ -134,7 +134,7 @@ class StoredConfig:
         return str(self.content.get("model_type")).removeprefix(HYBRID_PREFIX)
 
     def _is_plain(self, family: Family) -> bool:
-        """Whether all layers have full attention of the same heads, as the file itself says."""
+        """Whether the file itself shows full attention with the same heads in all layers."""
         types = self.content.get("layer_types")
         return (
             isinstance(types, list)
@@ -147,7 +147,7 @@ class StoredConfig:
 
     @property
     def kinds(self) -> DecoderLayers:
-        """What each decoder layer is."""
+        """The kinds of the decoder layers."""
         with _wrong_types():
             return decoder_layers(self.loaded)
 
@@ -158,14 +158,14 @@ class StoredConfig:
 
     @property
     def attention_needs(self) -> dict[str, str]:
-        """What attention needs of a backend, as `attention_needs` says it."""
+        """As `bosch.model.families.attention_needs`."""
         return attention_needs(self.loaded) if self._model_type in FAMILIES else {}
 
 
 def _of_base(content: dict[str, Any]) -> dict[str, Any]:
-    """A hybrid's config.json with the base model's values, which stand under a prefix, put back.
+    """A hybrid's config.json with the base model's values, stored under a prefix, restored.
 
-    They stand in its text decoder if it has one.
+    They are in the text decoder's part if there is one.
     """
     if isinstance(text := content.get("text_config"), dict):
         return {**content, "text_config": _of_base(text)}
@@ -176,13 +176,13 @@ def _of_base(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_floats_by_name(value: dict[str, Any]) -> Any:
-    """Infinity and the like, which transformers writes as {"__float__": "Infinity"}."""
+    """A value in which {"__float__": "Infinity"}, transformers' form of floats, is a number."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 @contextmanager
 def _wrong_types() -> Iterator[None]:
-    """Raise UserError that says what in config.json has a wrong type."""
+    """Turn errors inside the block into a UserError about a wrong type in config.json."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -1,8 +1,8 @@
-"""One model over several processes, by transformers' own tensor parallelism.
+"""A model sharded over several processes with transformers' tensor parallelism.
 
-A process holds a slice of every large weight. Of the attention heads it holds a slice too, where
-the family's plan lets each process compute its heads alone; elsewhere queries, keys and values are
-gathered and every process computes every head.
+A process holds a slice of every large weight. If the family's plan splits the attention heads, each
+process computes its own heads; otherwise queries, keys and values are gathered and every process
+computes every head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPTION = "runtime.search_parallel: tensor"
 
 
 def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
-    """The model of `load_model`, sharded over `ranks.shards` processes; called on all of them.
+    """Load a model sharded over `ranks.shards` processes; called on all of them.
 
     Raises UserError as `divides_heads` does, and RunError as `check_shards` does.
     """
@@ -51,9 +51,9 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
 
 
 def divides_heads(config: Any, shards: int) -> bool:
-    """Whether the plan of a model's family lets each of `shards` processes compute its own heads.
+    """Whether each of `shards` processes computes its own heads under the family's plan.
 
-    Raises UserError where the family has no plan, or its KV heads cannot be divided.
+    Raises UserError if the family has no plan, or its KV heads cannot be divided.
     """
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
@@ -80,8 +80,8 @@ def divides_heads(config: Any, shards: int) -> bool:
 def check_shards(model: Any, shards: int) -> float:
     """Share of the weights that this process holds, from 0 to 1.
 
-    Raises RunError where an attention projection is not divided evenly, or more than halfway
-    between 1 in `shards` and all of the weights are here.
+    Raises RunError if an attention projection is not divided evenly, or if this share is nearer to
+    1 than to 1 / `shards`.
     """
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
@@ -94,7 +94,7 @@ def check_shards(model: Any, shards: int) -> float:
                 )
     total: int = sum(parameter.numel() for parameter in model.parameters())
     held: int = sum(own_shard(parameter).numel() for parameter in model.parameters())
-    # A plan may leave embeddings and norms whole.
+    # A plan may replicate embeddings and norms.
     if held > 0.5 * (1 + 1 / shards) * total:
         raise RunError(
             f"{_OPTION}: a process still holds {held / total:.0%} of the weights; use data"
@@ -103,17 +103,17 @@ def check_shards(model: Any, shards: int) -> float:
 
 
 def own_shard(weight: Any) -> Tensor:
-    """This process's part of a weight: of a DTensor its shard."""
+    """This process's part of a weight: the local shard of a DTensor."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def whole_weight(weight: Any) -> Tensor:
-    """All of a weight, gathered where it is sharded; every process must ask for it."""
+    """The whole weight, gathered if it is sharded; all processes must call it together."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def gather_heads(model: Any, states: Tensor) -> Tensor:
-    """All heads of [B, H, T, D], of which each process has computed its own."""
+    """All heads [B, H, T, D], gathered from the processes that computed them."""
     if own_kv_heads(model) is None:
         return states
     mine = states.contiguous()
@@ -123,7 +123,7 @@ def gather_heads(model: Any, states: Tensor) -> Tensor:
 
 
 def sum_over_shards(model: Any, values: Tensor) -> Tensor:
-    """The sum of what each process found for its own heads, the others' entries being 0."""
+    """Sum over processes of values that are 0 for heads of other processes."""
     if own_kv_heads(model) is not None:
         dist.all_reduce(values)
     return values

@@ -1,8 +1,8 @@
 """Checks of a model directory before transformers reads it; imports no torch.
 
 transformers reads JSON of any size. A config.json may also name code: attention kernels on the hub,
-which it downloads and loads as native libraries, kernels for experts, quantisers, other files of
-weights. At any depth of the file only names are accepted that are known to download nothing.
+which transformers downloads and loads as native libraries, kernels for experts, quantisers, other
+weight files. Only names that are known to download nothing are accepted, at any depth of the file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from bosch.files import (
 )
 from bosch.weight_files import INDEX
 
-# Files that transformers reads of a model or a tokenizer: JSON with a whole vocabulary or the names
-# of all tensors (`_LARGE`), JSON with settings alone, and texts that are no JSON.
+# Files of a model or a tokenizer that transformers reads: JSON with a vocabulary or the names of
+# all tensors (`_LARGE`), JSON with settings, and texts that are not JSON.
 TOKENIZER_FILE = "tokenizer.json"
 VOCABULARIES = (
     TOKENIZER_FILE, "vocab.json", "tekken.json", "vocab-src.json", "vocab-tgt.json", "emoji.json",
@@ -45,7 +45,7 @@ TOKENIZER_TEXTS = (
 # 50,000; Florence 2 has 1,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _MAX_SPECIAL_TOKENS = 10_000
-# Suffixes of fields that are lengths: transformers makes a list of as many items.
+# Suffixes of fields that are lengths, for which transformers makes a list of this length.
 _COUNTS = ("layers", "n_layer", "blocks", "num_labels", "first_k_dense_replace", "kernel_size")
 _MAX_LABELS = 100_000
 _ATTENTION = (
@@ -53,7 +53,7 @@ _ATTENTION = (
     "flash_attention_4",
 )  # fmt: skip
 _EXPERTS = ("eager", "grouped_mm", "batched_mm")
-# Fields that name code, with the names that transformers or an installed package has.
+# Fields that name code, with the allowed names.
 _CODE_NAMES = {
     "attn_implementation": _ATTENTION,
     "_attn_implementation": _ATTENTION,
@@ -69,14 +69,14 @@ _REFUSED = (
     "custom_generate", "penalty_alpha", "dola_layers", "force_words_ids", "constraints",
 )  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
-# Loaded in the model's dtype: where the package `kernels` is installed, transformers would compute
-# with these by kernels from the hub.
+# Quantisers that are loaded dequantised: with the package `kernels`, transformers would run them
+# with kernels from the hub.
 DEQUANTISED = ("fp8", "mxfp4")
 _QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq", "torchao")
 
 
 def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> Iterator[str]:
-    """A message for each file over the size limits, and for each configuration that names code."""
+    """Messages for files over the size limits and configurations that name code."""
     for name in (*_LARGE, *CONFIG_FILES):
         if name not in read_already and os.path.lexists(directory / name):
             yield from model_file_fault(directory / name)
@@ -107,12 +107,12 @@ def model_file_fault(path: Path) -> Iterator[str]:
 
 
 def config_faults(content: Any) -> Iterator[str]:
-    """The first message, if any, for what no configuration may hold."""
+    """At most one message, about a field that no configuration may have."""
     yield from itertools.islice(itertools.chain(_code_faults(content), _count_faults(content)), 1)
 
 
 def _count_faults(content: Any) -> Iterator[str]:
-    """A message for each count of layers or labels that no model has, in objects at any depth."""
+    """Messages for impossible numbers of layers or labels, at any depth."""
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
@@ -130,7 +130,7 @@ def check_faults(faults: Iterator[str]) -> None:
 
 
 def _code_faults(content: Any, place: str = "") -> Iterator[str]:
-    """A message for each field of a configuration, at any depth, that chooses code or weights."""
+    """Messages for fields, at any depth, that select code or weights."""
     if isinstance(content, list):
         for index, value in enumerate(content):
             yield from _code_faults(value, f"{place}{index}.")
@@ -155,7 +155,7 @@ def _code_faults(content: Any, place: str = "") -> Iterator[str]:
 
 
 def _quantiser(quantisation: Any) -> Any:
-    """The name a `quantization_config` gives; None where it names none."""
+    """The quantiser in a `quantization_config`; None without one."""
     if not isinstance(quantisation, Mapping):
         return None
     by_flag = any(quantisation.get(flag) is True for flag in ("load_in_4bit", "load_in_8bit"))
@@ -163,9 +163,9 @@ def _quantiser(quantisation: Any) -> Any:
 
 
 def lasting_quantiser(config: Mapping[str, Any]) -> str | None:
-    """What quantised the weights of a checked configuration so that they are loaded as such.
+    """The quantiser whose weights stay quantised when they are loaded.
 
-    None where they are plain, or of a kind that `load_model` makes plain.
+    None for plain weights, and for those that `load_model` dequantises.
     """
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     named = [_quantiser(part.get(name)) for part in parts for name in _QUANTISATION]

@@ -14,17 +14,17 @@ from bosch.files import read_within
 from bosch.model.families import HYBRID_PREFIX
 
 _ORIGINAL = "original_max_position_embeddings"
-# Model cards write it in JSON, as an argument of a server, or in a sentence.
+# Model cards have the number in JSON, as a server option, or in a sentence.
 _IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
 _MAX_BYTES = 4 * 2**20
-# Kinds of RoPE that are not scaled; mrope is an older name of the one that places images too.
+# Kinds of RoPE without scaling; mrope is an older name of the one for images.
 _UNSCALED = ("default", "mrope")
-# These have no RoPE; of any scaled one phimoe reads fields that YaRN does not have.
+# Families without RoPE, and phimoe, which needs fields that YaRN does not have.
 _NO_YARN = ("biogpt", "jamba", "nemotron_h", "opt", "phimoe")
 
 
 def yarn_fault(config: Mapping[str, Any]) -> str | None:
-    """Why the RoPE of a model with this config.json cannot be stretched; None where it can."""
+    """Why the RoPE of a model with this config.json cannot be stretched; None if it can."""
     rope = _rope_parameters(config)
     if not isinstance(rope, Mapping):
         return f"its config.json has {rope!r:.60} in place of RoPE's parameters"
@@ -38,10 +38,10 @@ def yarn_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def original_positions(config: Mapping[str, Any], card: Path | None = None) -> int | None:
-    """The length a model was trained at, from which YaRN stretches; None if nothing states it.
+    """The length that a model was trained at, which YaRN stretches; None if it is not stated.
 
-    It is in config.json, or only in the model card, as for Qwen3's chat models, whose
-    max_position_embeddings, 40,960, leave room for an answer.
+    It is in config.json or in the model card, as for Qwen3's chat models, whose
+    max_position_embeddings of 40,960 includes room for an answer.
     """
     rope = _rope_parameters(config)
     stated = rope.get(_ORIGINAL) if isinstance(rope, Mapping) else None
@@ -57,8 +57,8 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Any:
-    """What stands in a config.json for RoPE's parameters, under transformers' newer or older name;
-    an object unless the file is damaged.
+    """RoPE's parameters in a config.json, under transformers' newer or older name; an object
+    unless the file is damaged.
     """
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
@@ -67,11 +67,11 @@ def _rope_parameters(config: Mapping[str, Any]) -> Any:
 def yarn(
     model: Any, factor: float | None, original: int | None = None, card: Path | None = None
 ) -> Iterator[None]:
-    """Stretch the model's RoPE by `factor` for as long as the context lasts; None leaves it.
+    """Stretch the model's RoPE by `factor` inside the block; None does nothing.
 
-    `original` is the length that is stretched; default: what config.json or the `card` says.
+    `original` is the length that is stretched; by default that of config.json or of the `card`.
 
-    Raises UserError when the model has no RoPE of one kind that could be stretched.
+    Raises UserError if the model's RoPE cannot be stretched.
     """
     if factor is None:
         yield
@@ -80,7 +80,7 @@ def yarn(
     fault = yarn_fault(config.to_dict())
     holders = [
         (parent, name, child)
-        for parent in model.get_decoder().modules()  # RoPE of images, outside it, stays
+        for parent in model.get_decoder().modules()  # RoPE of images is outside the decoder
         for name, child in parent.named_children()
         if hasattr(child, "rope_type") and hasattr(child, "inv_freq")
     ]
