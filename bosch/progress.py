@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line every ten seconds in a log."""
+"""Progress of long work: a bar on a terminal, or a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Counts finished items of `total` and shows them; `update` is cheap enough for inner loops."""
+    """Counts and shows finished items of `total`; `update` is cheap enough for inner loops."""
 
     def __init__(self, total: int | None, description: str, unit: str) -> None:
         self.total, self.description, self.unit = total, description, unit
@@ -29,9 +29,9 @@ class Progress:
         )
 
     def update(self, items: int = 1, note: str = "", *, free: bool = False) -> None:
-        """Count `items` more as done; `note` is shown behind the counter.
+        """Count `items` more as done; `note` is shown after the counter.
 
-        Items that are `free`, because their result was known, say nothing about the time left.
+        `free` items, whose result was known, do not count in the estimate of the time left.
         """
         self.done += items
         self._free += items if free else 0

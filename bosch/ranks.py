@@ -1,4 +1,4 @@
-"""The processes that share one search: each has a model and some batches of the calibration set."""
+"""The processes of a search, each with a model and some batches of the calibration set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bosch.this_process import local_world_size, name_processes
 
 T = TypeVar("T")
 
-# What gloo writes of a connection that broke or a partner that is late.
+# gloo's messages for a broken connection or a late partner.
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _ALIVE = "bosch/alive"
 REPORT_SECONDS = 10.0
@@ -27,11 +27,11 @@ REPORT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `size` of a torch.distributed group; by default it is alone.
+    """This process among `size` of a torch.distributed group; by default there is only one.
 
-    With `shards` > 1 it holds shard `shard` of one model, or of each sequence, instead: then all
-    processes compute the same numbers, and use those of the first. `device` is where this rank's
-    tensors must lie to be sent: a GPU for nccl, the CPU for gloo.
+    With `shards` > 1 it holds shard `shard` of one model, or of each sequence; then all processes
+    compute the same numbers and use those of the first. `device` is where tensors must be for
+    communication: a GPU for nccl, the CPU for gloo.
     """
 
     rank: int = 0
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the files and prints for the user."""
+        """Whether this rank writes files and prints."""
         return self.rank == self.shard == 0
 
     @property
@@ -51,9 +51,9 @@ class Ranks:
         return self.size == self.shards == 1
 
     def merge(self, *tensors: Tensor) -> list[Tensor]:
-        """float64 tensors on the CPU in which each entry is set by one rank and 0 on the others.
+        """Merge float64 tensors on the CPU whose entries are set by one rank and 0 on the others.
 
-        Every rank gets all entries, to the bit. Raises LostRankError when another rank has ended.
+        Every rank gets all entries exactly. Raises LostRankError when another rank has ended.
         """
         if self.is_alone:
             return list(tensors)
@@ -76,7 +76,7 @@ class Ranks:
         return box[0]
 
     def agree(self, condition: bool) -> bool:
-        """Whether `condition` holds on every shard: all must decide the same."""
+        """Whether `condition` holds on every shard, so that all decide alike."""
         return bool(self.least(int(condition)))
 
     def least(self, value: int) -> int:
@@ -90,16 +90,16 @@ class Ranks:
 
 
 def limit_collectives(minutes: float) -> None:
-    """From now on a collective fails after `minutes` of waiting for another process."""
+    """Make collectives fail after `minutes` of waiting for another process."""
     if dist.is_initialized():
-        # The name that torch 2.14 gives it.
+        # Its name in torch 2.14.
         limit = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         limit(timedelta(minutes=minutes))
 
 
 @contextmanager
 def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
-    """Around work of one process for which the others wait longer than for each other's steps."""
+    """Use another limit for collectives inside the block, while one process works."""
     limit_collectives(minutes)
     yield
     limit_collectives(afterwards)
@@ -107,7 +107,7 @@ def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
 
 @contextmanager
 def _partners_alive() -> Iterator[None]:
-    """Around a collective: gloo and nccl report a lost partner as a RuntimeError."""
+    """Turn gloo's and nccl's RuntimeError about a lost partner into LostRankError."""
     try:
         yield
     except RuntimeError as error:
@@ -116,9 +116,9 @@ def _partners_alive() -> Iterator[None]:
 
 @contextmanager
 def partners_alive() -> Iterator[None]:
-    """Around work with collectives in it: LostRankError where a connection to another rank broke.
+    """Raise LostRankError if a connection to another rank breaks inside the block.
 
-    It says which processes and nodes do not answer. Other errors go through.
+    Its message names the processes and nodes that do not answer. Other errors pass through.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def partners_alive() -> Iterator[None]:
 
 
 def connection_broke(error: BaseException) -> bool:
-    """Whether an error is how gloo and nccl report that another process has ended."""
+    """Whether an error is gloo's or nccl's report that another process has ended."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
     )
@@ -141,10 +141,10 @@ def _lost(error: RuntimeError) -> LostRankError:
 
 
 def _silent_partners() -> str:
-    """Which processes do not report, as the beginning of a message.
+    """Processes that do not answer, as the beginning of a message.
 
-    All that are left report by the launcher's store, once their own connections are broken; the
-    store is on the first node.
+    The remaining processes report to the launcher's store, on the first node, once their
+    connections are broken.
     """
     unknown = "another process"
     if not dist.is_initialized():

@@ -1,9 +1,9 @@
-"""Activations cached for later passes: layer inputs, and attention under every choice.
+"""Activations cached for later passes: layer inputs, and attention outputs for every choice.
 
-A decoder layer is a function of its input, and its input a function of the mask's rows below. So
-the input of layer l is cached under these rows, and a later mask that agrees below l starts there.
-The same entry holds the attention outputs of layer l with every head full and with every head in
-each of the windows: any row of the mask takes each head's output from one of these.
+The input of layer l depends only on the mask's rows below l. So it is cached under these rows, and
+a later mask that agrees below l starts at layer l. The same entry holds the attention outputs of
+layer l with every head full and with every head in each window, from which any row of a mask takes
+each head's output.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LayerActivations:
     """Cached tensors of one layer for one batch, under the mask's rows below that layer.
 
     `state` [E, T, C] is the layer's input, `outputs` [E, T, HQ, D] the attention outputs before the
-    output projection, of all heads under each choice of `HeadMask.choices`. With `answers_only` the
-    last layer's cover only the positions that predict answers. `starts` counts the passes that
+    output projection, of all heads for each choice of `HeadMask.choices`. With `answers_only` those
+    of the last layer cover only the positions that predict answers. `starts` counts the passes that
     began at this layer.
     """
 
@@ -42,7 +42,7 @@ class LayerActivations:
 
 
 class ActivationCache:
-    """At most `max_bytes` of tensors; the least recently used make room."""
+    """At most `max_bytes` of tensors; evicts the least recently used ones."""
 
     def __init__(self, num_layers: int, max_bytes: int) -> None:
         self.num_layers, self.max_bytes = num_layers, max_bytes
@@ -53,7 +53,7 @@ class ActivationCache:
         self._pinned: tuple[int, bytes] | None = None
 
     def begin(self, mask: HeadMask, shared_layers: int) -> None:
-        """Start a pass; the masks that follow will agree with this one below `shared_layers`."""
+        """Start a pass; the next masks will agree with this one below `shared_layers`."""
         self._pass += 1
         self._pinned = (shared_layers, _rows(mask, shared_layers))
 
@@ -62,7 +62,7 @@ class ActivationCache:
         return self._pinned is not None and self._pinned[0] == layer
 
     def deepest(self, mask: HeadMask, batch: int) -> int:
-        """Highest layer whose input is cached for `mask`; 0 where none is."""
+        """Highest layer whose input is cached for `mask`; 0 if none is."""
         if self.enabled:
             for layer in reversed(range(1, self.num_layers)):
                 entry = self.entries.get((layer, _rows(mask, layer), batch))
@@ -71,7 +71,7 @@ class ActivationCache:
         return 0
 
     def get(self, mask: HeadMask, layer: int, batch: int) -> LayerActivations | None:
-        """The activations of `layer` for `mask`, marked as used."""
+        """The activations of `layer` for `mask`; marks them as used."""
         key = (layer, _rows(mask, layer), batch)
         entry = self.entries.get(key)
         if entry is not None:
@@ -87,7 +87,7 @@ class ActivationCache:
         state: Tensor | None = None,
         outputs: Sequence[Tensor] = (),
     ) -> None:
-        """Add a layer's `state` or `outputs`, where the memory allows it."""
+        """Add a layer's `state` or `outputs`, if the memory allows it."""
         if not self.enabled:
             return
         key = (layer, _rows(mask, layer), batch)
@@ -120,14 +120,14 @@ class ActivationCache:
         self.entries.clear()
 
     def has_room(self, mask: HeadMask, layer: int, batch: int, size: int) -> bool:
-        """Whether an entry of `size` bytes would be kept for a layer."""
+        """Whether an entry of `size` bytes for a layer would be stored."""
         return self._victims(size, (layer, _rows(mask, layer), batch)) is not None
 
     def _victims(self, size: int, key: Key) -> list[Key] | None:
-        """The least recently used entries without which `size` bytes fit; None where they do not.
+        """The least recently used entries to evict for `size` bytes; None if that is not enough.
 
-        Entries of this pass and the one before stay, unless the new one is pinned: else passes that
-        use more than the memory holds would drop each entry just before the next one needs it.
+        Entries of this pass and the last one stay, unless the new entry is pinned. Otherwise passes
+        that need more than the memory would evict each entry just before it is needed again.
         """
         victims: list[Key] = []
         left, pinned = self.bytes + size - self.max_bytes, key[:2] == self._pinned

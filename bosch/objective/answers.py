@@ -17,12 +17,12 @@ from bosch.objective.calibration import CalibrationSet
 
 
 def answer_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [A, V] in float32 of hidden states [A, C], by the model's output head."""
+    """Logits [A, V] in float32 of hidden states [A, C], from the model's output head."""
     return scaled_logits(model.config, model.get_output_embeddings()(hidden).float())
 
 
 def scaled_logits(config: Any, logits: Tensor) -> Tensor:
-    """Logits [..., V] from the output head's products: scaled and soft-capped by family."""
+    """The output head's products [..., V], scaled and soft-capped as in the family."""
     factor, divisor, cap = logit_scale(config)
     if divisor is not None:
         logits = logits / divisor
@@ -33,9 +33,9 @@ def scaled_logits(config: Any, logits: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
-    """Final states [T, C] for ids [T], and whether `answer_logits` of them are the model's logits.
+    """Final states [T, C] for ids [T], and whether their `answer_logits` equal the model's logits.
 
-    They are not where the model changes logits in a way that `scaled_logits` does not know.
+    They differ if the model changes logits in a way that `scaled_logits` does not know.
     """
     states: list[Tensor] = []
     head = model.get_output_embeddings()
@@ -52,10 +52,10 @@ def states_and_check(model: Any, ids: Tensor) -> tuple[Tensor, bool]:
 def equal_but_rounding(
     expected: Tensor, actual: Tensor, dtype: torch.dtype, operations: int = 1
 ) -> bool:
-    """Whether two results of one shape differ by no more than rounding in `dtype` explains.
+    """Whether two results of the same shape differ only by rounding in `dtype`.
 
-    The norm of the difference is compared with that of `expected`; what is allowed grows with the
-    number of `operations` in a row. Numbers that are not finite must stand in the same places.
+    Compares the norm of the difference with that of `expected`; the tolerance grows with the number
+    of successive `operations`. Numbers that are not finite must be in the same places.
     """
     finite = expected.isfinite()
     if not torch.equal(finite, actual.isfinite()):
@@ -67,9 +67,9 @@ def equal_but_rounding(
 
 @torch.inference_mode()
 def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
-    """Results of each example, as `answer_results` gives them, [S, 2], of any causal model.
+    """Results [S, 2] of each example, as from `answer_results`, for any causal model.
 
-    Raises UserError when the set holds a token that the model does not know.
+    Raises UserError if an example has a token that the model does not know.
     """
     results = torch.zeros(len(examples), 2, dtype=torch.float64)
     vocabulary = text_config(model.config).vocab_size
@@ -84,7 +84,7 @@ def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tens
 def answer_results(logits: Tensor, batch: Batch) -> Tensor:
     """Exact match (0 or 1) and log-likelihood of each example's answer, [E, 2], from logits [A, V].
 
-    In float64, and summed on the CPU, where the order of the sum is fixed.
+    In float64, summed on the CPU, where the order of summation is fixed.
     """
     answers = batch.answers.to(logits.device)
     log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])[:, 0]

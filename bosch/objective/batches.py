@@ -1,4 +1,4 @@
-"""The calibration set as batches of padded rows, the same for any number of ranks.
+"""The calibration set as batches of padded rows, equal for any number of ranks.
 
 E examples of a batch, T tokens of the longest, A answer tokens of all, M most answer tokens of an
 example, C hidden size.
@@ -23,7 +23,7 @@ from bosch.ranks import Ranks
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded examples, one in each row.
+    """Right-padded examples, one per row.
 
     The hidden state at `rows[i], columns[i]` predicts the answer token `answers[i]`.
     """
@@ -36,7 +36,7 @@ class Batch:
 
     @property
     def positions(self) -> int:
-        """E x T, padding included."""
+        """Number of positions E x T, padding included."""
         return self.input_ids.numel()
 
     @cached_property
@@ -63,8 +63,8 @@ def batches_by_round(
 ) -> list[list[Batch]]:
     """The batches of each round of the set.
 
-    Within a round examples are sorted by length, so that a batch has little padding. Raises
-    UserError when the set holds a token that a model of `vocabulary` tokens does not know.
+    Within a round examples are sorted by length, so that batches have little padding. Raises
+    UserError if an example has a token outside `vocabulary`.
     """
     examples = calibration.examples
     highest = max(max(example.input_ids) for example in examples)
@@ -82,13 +82,13 @@ def batches_by_round(
 
 
 def examples_by_round(count: int) -> list[list[int]]:
-    """Indices of `count` examples by round: up to `MAX_ROUNDS` runs of nearly equal length."""
+    """Indices of `count` examples in up to `MAX_ROUNDS` consecutive rounds of nearly equal size."""
     rounds = np.array_split(np.arange(count), min(MAX_ROUNDS, count))
     return [indices.tolist() for indices in rounds]
 
 
 def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batch:
-    """One batch of the examples at `indices`."""
+    """The batch of the examples at `indices`."""
     longest = max(len(examples[index].input_ids) for index in indices)
     input_ids = torch.zeros(len(indices), longest, dtype=torch.long)
     answers: list[tuple[int, int, int]] = []  # row, column, token
@@ -105,7 +105,7 @@ def final_states(
 ) -> Tensor:
     """Run a decoder over a batch; returns its last hidden states [E, T, C].
 
-    Where sequences are `split` over processes, they are those of this process's tokens.
+    If sequences are `split` over processes, only those of this process's tokens.
     """
     input_ids = batch.input_ids.to(device)
     inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
@@ -114,11 +114,11 @@ def final_states(
 
 
 def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
-    """Indices of this rank's batches among those of all rounds; `rounds` holds sizes of batches.
+    """Indices of this rank's batches among those of all rounds; `rounds` has the sizes of batches.
 
     Gradients and evaluations that can end early take one round at a time, so each round is divided
-    evenly: largest batch first, to the rank with the fewest batches of this round, then to the one
-    with the least work in all rounds so far.
+    evenly: the largest batch first, to the rank with the fewest batches of this round and, among
+    these, the least work so far.
     """
     work = [0] * ranks.size
     assigned, offset = [], 0

@@ -14,9 +14,9 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.files import JsonLimits, parse_json, read_within
 
-# Bytes of the file, and values of a line's JSON: 10,000 examples of 8,000 tokens take 500 MB.
+# Limits for bytes of the file and values per line: 10,000 examples of 8,000 tokens take 500 MB.
 _LIMITS = JsonLimits(2**30, 2_000_000)
-# An id of six digits takes eight bytes with its comma and blank; the rest is for the other fields.
+# An id of six digits takes eight bytes with comma and blank; the rest is for other fields.
 MAX_TOKENS = 120_000_000
 # A search measures the set in at most MAX_ROUNDS rounds, between which an evaluation can end early.
 MAX_ROUNDS = 8
@@ -24,7 +24,7 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True)
 class CalibrationExample:
-    """Token ids of prompt and answer; the last `answer_length` ids are the answer to its task."""
+    """Token ids of prompt and answer; the last `answer_length` ids are the answer."""
 
     input_ids: tuple[int, ...]
     answer_length: int
@@ -39,7 +39,7 @@ class CalibrationSet:
 
     @classmethod
     def from_records(cls, records: Iterable[Any]) -> CalibrationSet:
-        """From token ids, answer length and, where there are several, task of each example.
+        """Make a set from each example's token ids, answer length and (if any) task.
 
         Raises ValueError for an impossible record.
         """
@@ -57,7 +57,7 @@ class CalibrationSet:
 
     @classmethod
     def load(cls, path: Path, advice: str = "run prepare again") -> CalibrationSet:
-        """Read `calibration.jsonl`; raises UserError, with the advice, where it is no such file."""
+        """Read `calibration.jsonl`; raises UserError, with `advice`, if it is invalid."""
         if path.is_dir():
             path = path / "calibration.jsonl"
         try:
@@ -76,11 +76,11 @@ class CalibrationSet:
         return len(self.examples)
 
     def split(self, every: int) -> tuple[CalibrationSet, CalibrationSet | None]:
-        """What a search may use, and one of every `every` examples, which it may not.
+        """Split into the search's examples and a held-out set, one of every `every` examples.
 
-        Tasks take turns in the set, and so they do in the second part: the place of its example
-        among `every` moves on where that place would be of the same tasks again. Of fewer examples
-        than `every` there is no second part.
+        Tasks alternate in the set, and also in the held-out part: the offset within `every`
+        advances where it would always hit the same tasks. With fewer examples than `every` nothing
+        is held out.
         """
         tasks = len({example.task for example in self.examples})
         shared = math.gcd(every, tasks)

@@ -1,6 +1,6 @@
-"""A decoder's sizes, taken from transformers' own model, and the operations of its passes.
+"""A decoder's sizes, from transformers' model, and the operations of its passes.
 
-The model is built on the meta device: it has every parameter's shape and takes no memory.
+The model is built on the meta device, with shapes of parameters but no memory.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from bosch.window import Window, block_size
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes of a text decoder with its output head, in parameters unless said otherwise.
+    """Sizes of a text decoder with its output head, in parameters unless stated otherwise.
 
-    `active_parameters` are those that a token is multiplied with: only its experts, no table that
-    is looked up. `layer_parameters` and `active_width` are those of the largest layer; the width of
-    a feed-forward block without a gate counts as two thirds, since it has two maps instead of
-    three. `attention_parameters` are those of all layers with full attention, `expert_parameters`
-    those of all experts, `tables` what stands outside the layers. `linear_sides` is the sum of
-    inputs and outputs of all linear maps in the layers, `attention_sides` that of the maps in full
-    attention: times its rank it is the number of parameters of an adapter.
+    `active_parameters` are those that a token is multiplied with: only its experts, no embedding
+    tables. `layer_parameters` and `active_width` belong to the largest layer; the width of a
+    feed-forward block without a gate counts two thirds, since it has two maps instead of three.
+    `attention_parameters` are those of all layers with full attention, `expert_parameters` those of
+    all experts, `tables` those outside the layers. `linear_sides` is the sum of inputs and outputs
+    of all linear maps in the layers, `attention_sides` that of the maps in full attention; times
+    the rank it is the number of parameters of an adapter.
     """
 
     layers: int
@@ -65,17 +65,17 @@ class DecoderShape:
     tables: int
     linear_sides: int
     attention_sides: int
-    norms: int = 2  # as wide as the hidden states, in a layer
+    norms: int = 2  # norms of hidden width in a layer
     norm_follows: bool = False  # a norm takes the output of a feed-forward block
-    softcap: bool = False  # of attention's scores, which no fused kernel computes
-    head_logits: bool = False  # which sdpa computes without one
-    capped: bool = False  # the logits of the output head
+    softcap: bool = False  # of attention scores, which fused kernels do not support
+    head_logits: bool = False  # which sdpa computes without a fused kernel
+    capped: bool = False  # soft-capped logits of the output head
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
-        """The sizes of the model with this transformers configuration; of a hybrid, its base's.
+        """The sizes of a model with this transformers configuration (for a hybrid, of its base).
 
-        Raises UserError where transformers cannot build it.
+        Raises UserError if transformers cannot build it.
         """
         model = _empty_model(config)
         text, kinds = text_config(model.config), decoder_layers(model.config)
@@ -124,16 +124,16 @@ class DecoderShape:
         )
 
     def keeps_scores(self, backend: str) -> bool:
-        """Whether attention keeps its scores for gradients: no kernel of the backend is fused."""
+        """Whether attention stores its scores for gradients, without a fused kernel."""
         return self.softcap or (self.head_logits and backend in ("sdpa", "eager"))
 
     def score_bytes(
         self, heads: int, length: int, window: Window | None, value_bytes: int
     ) -> float:
-        """Bytes of the scores of `heads` query heads, of all rows, that sdpa keeps for gradients.
+        """Bytes of the scores of `heads` query heads that sdpa stores for gradients, for all rows.
 
-        8 bytes of each, and of capped ones what the values take, as measured. Full heads come
-        `DENSE_MASK_ENTRIES` at a time, each piece with the keys before its end.
+        As measured, 8 bytes for each score, plus the bytes of a value for soft-capped scores. Full
+        heads are computed in pieces of `DENSE_MASK_ENTRIES` with the keys before their end.
         """
         if window is None:
             every = heads * length**2
@@ -159,7 +159,7 @@ class DecoderShape:
 
     @property
     def table(self) -> int:
-        """Parameters of the output head; an input table of its own has as many."""
+        """Parameters of the output head; a separate input table has as many."""
         return self.vocabulary * self.hidden
 
     def forward_flops(
@@ -171,10 +171,10 @@ class DecoderShape:
     ) -> float:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
-        A full head's query costs the t keys before it, a sliding head's the W keys it sees;
-        `shares` are those of the heads of each window. The output head is computed at `logits`
-        tokens, by default at all. A multiplication and an addition are two operations; recurrences
-        are left out.
+        A query of a full head costs the keys before it, a query of a sliding head the W keys it
+        sees; `shares` are the shares of heads with each window. The output head is computed at
+        `logits` tokens, by default at all. Multiplication and addition count as two operations;
+        recurrences are not counted.
         """
         full = keys = (length + 1) / 2
         for window, share in (shares or {}).items():
@@ -189,19 +189,19 @@ class DecoderShape:
     def training_flops(
         self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
     ) -> float:
-        """Operations of forward and backward, nothing recomputed: what MFU counts."""
+        """Operations of forward and backward without recomputation, as counted by MFU."""
         return 3 * self.forward_flops(tokens, length, shares)
 
 
 def _empty_model(config: Any) -> Any:
-    """The model of a configuration on the meta device; of a hybrid, its base."""
+    """The model of a configuration (for a hybrid, of its base) on the meta device."""
     if is_hybrid(config):
         config = full_attention_config(config)
-    elif type(config) is not CONFIG_MAPPING[config.model_type]:  # code of the model's own
+    elif type(config) is not CONFIG_MAPPING[config.model_type]:  # the model has its own code
         config = StoredConfig(config.to_dict()).of_transformers()
     try:
         with torch.device("meta"):
-            # A copy: from_config writes the attention into the configuration of a model in use.
+            # A copy, since from_config writes the attention into the configuration.
             model = auto_class(config).from_config(
                 copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
             )
@@ -216,7 +216,7 @@ def _empty_model(config: Any) -> Any:
 
 
 def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
-    """Intermediate width that a token passes through, over its experts; routers have none."""
+    """Intermediate width that a token passes through, summed over its experts."""
     text, name = text_config(model.config), known_family(model.config).attention
     most = 0
     for number in full:

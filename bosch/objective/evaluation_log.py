@@ -1,4 +1,4 @@
-"""The result of evaluating a head mask, and the journal that remembers every one of them."""
+"""The result of evaluating a head mask, and the journal of all results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Whether a mask can still win, by upper bounds of its score and log-likelihood.
+# Whether a mask can still win, given upper bounds of its score and log-likelihood.
 CanWin = Callable[[float, float], bool]
 
 
@@ -27,11 +27,11 @@ class Evaluation:
     """Result of one pass over the calibration set.
 
     `score` is S(z) in [0, 1] (BOSCH Eq. 4), `log_likelihood` the mean over examples of the summed
-    log-probability of the answer, in nats. `full_forward_equivalents` are the operations done, over
-    those of a pass with every head full that reuses nothing; `whole_pass_equivalents` are those of
-    this mask without savings. A pass that ended early because the mask could no longer win gives
-    upper bounds of score and log-likelihood (`is_bound`). `round_likelihoods` are the means of the
-    rounds (None: not measured), by which the scorer orders the rounds of later passes.
+    log-probability of the answer, in nats. `full_forward_equivalents` is the work done, relative to
+    a pass with every head full without reuse; `whole_pass_equivalents` is the work for this mask
+    without savings. A pass that ended early, because the mask could no longer win, has upper bounds
+    of score and log-likelihood (`is_bound`). `round_likelihoods` are the means of the rounds (None:
+    not measured), by which the scorer orders the rounds of later passes.
     """
 
     score: float
@@ -48,7 +48,7 @@ class Evaluation:
         return self.score, self.log_likelihood
 
     def beaten_by(self, score: float, log_likelihood: float) -> bool:
-        """Whether a mask of these values would be better."""
+        """Whether a mask with these values would be better."""
         return (score, log_likelihood) > self.rank
 
 
@@ -56,7 +56,7 @@ class Evaluation:
 class GateGradient:
     """Derivative of the mean log-likelihood by each unit's gate, [L, HKV], at a mask.
 
-    Of `window_gradient` it is [L, HKV, 1 + windows].
+    For `window_gradient` it is [L, HKV, 1 + windows].
     """
 
     values: list[Any]
@@ -66,46 +66,46 @@ class GateGradient:
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Everything besides the mask that S(z) depends on; other contexts' evaluations are not reused.
+    """All that S(z) depends on besides the mask; evaluations of other contexts are not reused.
 
-    `numerics` names what can change the last bits of a log-likelihood: device, kernels, batches.
-    Contexts that differ in nothing else are equal.
+    `numerics` names what can change the last bits of a log-likelihood (device, kernels, batches).
+    Contexts that differ only there compare equal.
     """
 
     calibration: str
     model: str
-    window_size: int | list[int]  # a list of all windows of the menu, the widest first
+    window_size: int | list[int]  # or the list of windows, the widest first
     sinks: int
     numerics: str = field(default="", compare=False)
 
     @property
     def exact(self) -> str:
-        """Text that is the same for contexts whose evaluations agree to the bit."""
+        """Text that is equal for contexts whose evaluations agree to the bit."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Record:
-    """An evaluation, and whether it came from the pool instead of this search's own work."""
+    """An evaluation, and whether it came from the pool or from this search."""
 
     evaluation: Evaluation
     context: EvaluationContext
     reused: bool = False
 
     def entry(self, mask_key: str, phase: str) -> dict[str, Any]:
-        """The journal's entry; `phase` is that of the search."""
+        """The journal's entry; `phase` is the search's phase."""
         context, evaluation = asdict(self.context), asdict(self.evaluation)
         return {"mask": mask_key, **context, "phase": phase, **evaluation, "reused": self.reused}
 
 
 class EvaluationLog:
-    """The evaluations of one search, in a journal: on disk before the search continues.
+    """The evaluations of one search, in a journal on disk.
 
-    A mask can have several: passes that ended early, and a whole one. A mask whose line was torn or
-    damaged counts as not evaluated. Without a path the log lives in memory only. A mask that this
-    search has not evaluated is looked up in the `pool` of all searches, where there is one. Entries
-    of the pool agree with this process to the bit; the file of a search that was stopped may have
-    been written on another device. Raises RunError when a file cannot be read or written.
+    A mask can have several evaluations: passes that ended early, and a complete one. A mask whose
+    line was damaged counts as not evaluated. Without a path the log is only in memory. Masks that
+    this search has not evaluated are looked up in the `pool` of all searches, if there is one. The
+    pool's entries agree with this process to the bit; the journal of a resumed search may come from
+    another device. Raises RunError when a file cannot be read or written.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class EvaluationLog:
     def shared(
         cls, path: Path, context: EvaluationContext, ranks: Ranks, pool_folder: Path | None = None
     ) -> EvaluationLog:
-        """One log for all ranks: the first reads and writes the files and sends the entries."""
+        """A log for all ranks, of which the first reads and writes files and sends the entries."""
         if not ranks.is_first:
             log = cls(None, context)
         else:
@@ -154,10 +154,10 @@ class EvaluationLog:
         return None
 
     def history(self, mask: HeadMask, phase: str) -> Sequence[Record]:
-        """All evaluations of `mask`, in the order in which they were made.
+        """All evaluations of `mask`, in order.
 
-        A mask that this search has not evaluated whole is looked up in the pool. All ranks must ask
-        for the same masks. What comes from the pool goes into the journal.
+        Looks up a mask without a complete evaluation in the pool and adds the result to the
+        journal. All ranks must call it with the same masks.
         """
         if self._has_pool and self.get(mask) is None:
             self._read_pool()
@@ -167,32 +167,32 @@ class EvaluationLog:
         return self._records.get(mask.key, ())
 
     def gradient(self, mask: HeadMask, share: str) -> GateGradient | None:
-        """This search's gradient at `mask` over a share of the examples."""
+        """This search's gradient at `mask` over a share of the examples, if any."""
         return self._gradients.get(f"{mask.key} {share}")
 
     def append_gradient(self, mask: HeadMask, share: str, gradient: GateGradient) -> None:
-        """Remember a gradient; returns when the line is on disk."""
+        """Append a gradient; returns when it is on disk."""
         self._gradients[f"{mask.key} {share}"] = gradient
         if self._journal is not None:
             entry = {"mask": mask.key, "share": share, **asdict(self.context)}
             self._journal.append({**entry, "gradient": asdict(gradient)})
 
     def held_out(self, mask: HeadMask) -> Evaluation | None:
-        """This search's evaluation of `mask` on the examples held out."""
+        """This search's evaluation of `mask` on the held-out examples, if any."""
         return self._held_out.get(mask.key)
 
     def append_held_out(self, mask: HeadMask, evaluation: Evaluation) -> None:
-        """Remember an evaluation on the examples held out; returns when the line is on disk."""
+        """Append an evaluation on the held-out examples; returns when it is on disk."""
         self._held_out[mask.key] = evaluation
         if self._journal is not None:
             entry = {"mask": mask.key, **asdict(self.context)}
             self._journal.append({**entry, "held_out": asdict(evaluation)})
 
     def append(self, mask: HeadMask, evaluation: Evaluation, phase: str) -> None:
-        """Remember a new evaluation; returns when the line is on disk."""
+        """Append a new evaluation; returns when it is on disk."""
         record = Record(evaluation, self.context)
         self._add(mask.key, record, phase)
-        # A bound settles one comparison of this search: other searches cannot use it.
+        # A bound is only useful for one comparison of this search.
         if self._pool is not None and not evaluation.is_bound:
             self._pool.append(record.entry(mask.key, phase))
 
@@ -212,7 +212,7 @@ class EvaluationLog:
             return is_own
 
         foreign = self._journal.read_new(take).count(False)
-        if self._journal.damaged:  # the search publishes the file, which others read as JSON lines
+        if self._journal.damaged:  # the file is published, so remove damaged lines
             self._journal.replace(whole)
         if foreign:
             logger.warning(
@@ -221,7 +221,7 @@ class EvaluationLog:
             )  # fmt: skip
 
     def _take(self, entry: dict[str, Any]) -> bool:
-        """Remember an entry of the journal; False where it is of another context."""
+        """Load an entry of the journal; False if it has another context."""
         context = _from_fields(EvaluationContext, entry)
         if context != self.context:
             return False
@@ -242,7 +242,7 @@ class EvaluationLog:
                 self._pooled.setdefault(mask, evaluation)
 
     def _complete_pool(self) -> None:
-        """Append to the pool what a search that was killed between the two files had not."""
+        """Append entries that are missing in the pool, after a kill between both writes."""
         if self._pool is None:
             return
         for key, records in self._records.items():

@@ -1,8 +1,8 @@
 """Floating-point operations of each module of a pass, as torch's FlopCounterMode counts them.
 
-A multiplication and an addition are two operations. Attention counts every pair of query and key
+Multiplication and addition count as two operations. Attention counts every pair of query and key
 that a kernel computes: the whole square for full heads, the bands of the sdpa backend for sliding
-ones. Norms, rotary embedding, activations and the recurrences of linear attention are left out.
+heads. Norms, rotary embedding, activations and the recurrences of linear attention are not counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bosch.model.families import (
 from bosch.objective.batches import Batch
 from bosch.window import Window, Windows, block_size, window_menu
 
-# What families call the blocks of a layer that map each token by itself, in order.
+# Families' names of a layer's token-wise blocks, in order.
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
-# Families' names of a norm between the feed-forward block and the sum it is added to.
+# Families' names of a norm after the feed-forward block, before the residual sum.
 _NORMS_AFTER = ("post_feedforward", "post_ffn", "post_mlp", "post_norm2")
-# Families whose attention and feed-forward block both read a layer's input; of some the
-# configuration says it.
+# Families whose attention and feed-forward block both read a layer's input; in some it depends on
+# the configuration.
 _SIDE_BY_SIDE = ("cohere", "cohere2", "cohere2_moe", "phi")
 
 
@@ -42,8 +42,8 @@ class LayerFlops:
     key_value: int
     output: int
     feed_forward: int
-    gate: int = 0  # the part of `query` that is computed again where attention is reused
-    third: int = 0  # of `feed_forward`, blocks whose output a gradient's recomputation needs, too
+    gate: int = 0  # part of `query` that is computed again when attention is reused
+    third: int = 0  # part of `feed_forward` whose output a gradient's recomputation needs
 
     @property
     def linear(self) -> int:
@@ -59,7 +59,7 @@ class LayerFlops:
 class Flops:
     """Costs of a model with a menu of windows.
 
-    `layers` are all decoder layers, `full_layers` those with full attention: the rows of a mask.
+    `layers` are all decoder layers, `full_layers` those with full attention, the rows of a mask.
     """
 
     def __init__(self, model: Any, windows: Windows) -> None:
@@ -73,7 +73,7 @@ class Flops:
             else LayerFlops(0, 0, 0, _all_linear(layer, text), third=_third(layer, text))
             for number, layer in enumerate(layers)
         ]
-        # Maps of the decoder that no layer owns, like Gemma 4's embeddings for each layer.
+        # Maps of the decoder outside its layers, like Gemma 4's per-layer embeddings.
         self.outside = sum(
             2 * module.weight.numel()
             for name, module in decoder.named_modules()
@@ -85,7 +85,7 @@ class Flops:
         )
         heads = text.num_attention_heads
         self.q_per_kv: int = heads // kinds.heads
-        # A KV group's scores and its sums of values: 2 D operations each, per query head.
+        # Scores and sums of values of a KV group: 2 D operations each, per query head.
         self.per_pair: int = 4 * kinds.head_dim * self.q_per_kv
         self.num_key_value_heads = kinds.heads
         self.own_windows = kinds.windows
@@ -101,22 +101,22 @@ class Flops:
         return [rows * pairs for pairs in (length * length, *sliding)]
 
     def attention(self, row: np.ndarray, pairs: Sequence[int]) -> int:
-        """Attention of a layer whose heads' choices are `row` [HKV]."""
+        """Operations of the attention of a layer with the choices `row` [HKV]."""
         counts: list[int] = np.bincount(row, minlength=len(pairs)).tolist()
         return self.per_pair * sum(n * each for n, each in zip(counts, pairs, strict=True))
 
     def every_choice(self, pairs: Sequence[int]) -> int:
-        """Attention of a layer with every head under every choice."""
+        """Operations of the attention of a layer with every head under every choice."""
         return self.per_pair * self.num_key_value_heads * sum(pairs)
 
     def dense_attention(self, queries: int, length: int) -> int:
-        """Attention of one layer, all heads, for `queries` positions over `length` keys each."""
+        """Operations of a layer's attention with `queries` positions over `length` keys each."""
         return self.per_pair * self.num_key_value_heads * queries * length
 
     def whole_pass(self, mask: HeadMask, batch: Batch) -> int:
-        """A pass under a head mask with every layer computed at every position.
+        """Operations of a pass under a head mask with every layer computed at every position.
 
-        Only the output head is computed at the answers alone.
+        The output head is computed only at the answers.
         """
         pairs = self.pairs(*batch.input_ids.shape)
         linear = self.all_linear * batch.positions
@@ -125,22 +125,22 @@ class Flops:
         return linear + attention + own_attention + self.output_head * len(batch.answers)
 
     def other_layer(self, layer: int, batch: Batch) -> int:
-        """All of a decoder layer without full attention."""
+        """Operations of a decoder layer without full attention."""
         own_attention = self._own_attention(layer, batch) if layer in self.own_windows else 0
         return self.layers[layer].linear * batch.positions + own_attention
 
     def _own_attention(self, layer: int, batch: Batch) -> int:
-        """Attention of a layer that slides in the base model."""
+        """Operations of the attention of a layer that slides in the base model."""
         rows, length = batch.input_ids.shape
         return self.per_own_pair * rows * sliding_pairs(length, Window(self.own_windows[layer]))
 
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
-        """Forward and backward pass for the gates: attention of every choice, no weight gradients.
+        """Operations of a gate gradient: attention of every choice, no gradients of weights.
 
-        With `recompute` the backward pass first computes a second time every layer that it reaches,
-        and a feed-forward block whose output it needs a third time. Backward through a linear map
-        costs as much as the map, through attention 2.5 times that. It ends at the attention outputs
-        of the lowest full layer; what stands beside that attention it does not reach.
+        With `recompute` the backward pass recomputes every layer that it reaches, and twice a
+        feed-forward block whose output it needs. Backward through a linear map costs as much as
+        forward, through attention 2.5 times as much. It ends at the attention outputs of the lowest
+        full layer and does not reach blocks parallel to that attention.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         lowest = above[0]
@@ -157,14 +157,14 @@ class Flops:
         again = 0
         if recompute:
             third = sum(layer.third for layer in above)
-            # Nothing after the lowest attention needs its projected output then.
+            # Then nothing after the lowest attention needs its projected output.
             third -= beside + lowest.output if self._side_by_side else 0
             again = reached + third * batch.positions + count * attention + own_reached
         return forward + again + backward + 2 * self.output_head * len(batch.answers)
 
 
 def sliding_pairs(length: int, window: Window) -> int:
-    """Pairs of query and key for one sliding head: bands of `block_size` queries."""
+    """Pairs of query and key of a sliding head, in bands of `block_size` queries."""
     causal, block = window.most_keys, block_size(window.size)
     if length <= causal or length < block:
         return length * length
@@ -179,10 +179,10 @@ def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
     if family.fused:
         key_value = linear - output
     else:
-        # Some families take the keys for values.
+        # Some families use the keys as values.
         values = linear_flops(attention.v_proj, text) if attention.v_proj is not None else 0
         key_value = linear_flops(attention.k_proj, text) + values
-    query = linear - key_value - output  # and a gate's own projection
+    query = linear - key_value - output  # with the projection of a gate
     feed_forward = _all_linear(layer, text) - linear
     return LayerFlops(
         query, key_value, output, feed_forward, query if family.gated else 0, _third(layer, text)
@@ -190,7 +190,7 @@ def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
 
 
 def _third(layer: nn.Module, text: Any) -> int:
-    # A recomputation ends where the last block begins, unless a norm keeps that block's output.
+    # Recomputation ends before the last block, unless a norm needs that block's output.
     blocks = [getattr(layer, name, None) for name in FEED_FORWARD]
     costs = [_all_linear(block, text) for block in blocks if block is not None]
     norm_follows = any(
@@ -205,12 +205,12 @@ def _all_linear(module: nn.Module, text: Any) -> int:
 
 
 def linear_flops(module: nn.Module, text: Any) -> int:
-    """Operations of a module's own matrices per token, of the experts that one token uses."""
+    """Operations per token of a module's matrices, counting the experts that one token uses."""
     total = 0
     if "Norm" in type(module).__name__:
         return 0
     for name, weight in module.named_parameters(recurse=False):
-        if name.endswith("bias"):  # a matrix where each expert has its own
+        if name.endswith("bias"):  # is a matrix if each expert has a bias
             continue
         if weight.ndim == 2 or isinstance(module, nn.Conv1d):
             total += 2 * weight.numel()

@@ -1,9 +1,9 @@
-"""How the answers' log-likelihood changes with each KV head, from one backward pass.
+"""Derivative of the answers' log-likelihood by each KV head's gate, from one backward pass.
 
 Gates in [0, 1] blend a KV head's attention outputs: g full + (1 - g) sliding with one window. With
-several windows each choice but the narrowest window has a gate, and the narrowest has the weight
-1 - sum of the gates. A head mask has gates of 0 and 1. The derivative with respect to all gates
-costs one forward and one backward pass, as much as evaluating a few masks.
+several windows each choice except the narrowest window has a gate, and the narrowest has the weight
+1 - sum of the gates. A head mask has gates of 0 and 1. The derivative by all gates costs one
+forward and one backward pass, as much as evaluating a few masks.
 
 L layers, HKV key/value heads, K windows of the menu.
 """
@@ -40,10 +40,10 @@ def gate_gradients(
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU as float64.
 
     It is computed in the model's dtype. `layouts`: full, then each window from the widest to the
-    narrowest; the narrowest has no gate, so entry k is for `layouts[k]`. The model is in search
-    mode. No parameter gets a gradient. With `recompute` the backward pass computes each layer again
-    instead of keeping its activations, with bit-identical results. Where sequences are `split`, the
-    gradients of the processes, each over the answers among its tokens, are summed.
+    narrowest, which has no gate, so entry k is for `layouts[k]`. The model is in search mode.
+    Parameters get no gradient. With `recompute` the backward pass recomputes each layer instead of
+    storing its activations, with bit-identical results. If sequences are `split`, the gradients of
+    all processes, each over the answers among its tokens, are summed.
     """
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
@@ -66,8 +66,8 @@ def gate_gradients(
             rows, columns, answers = rows[mine], columns[mine], answers[mine]
         logits = answer_logits(model, hidden[rows, columns])
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
-        # Every process runs this backward pass, even with no answer among its tokens: its layers
-        # exchange keys and values.
+        # Every process runs this backward pass, even without an answer among its tokens, since the
+        # layers exchange keys and values.
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
     gradient = gradient.double()
     if split is not None:

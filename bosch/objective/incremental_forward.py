@@ -1,9 +1,8 @@
-"""One pass of a batch through the decoder that computes in each layer only what is not cached.
+"""A pass of a batch through the decoder that computes only what is not cached.
 
-Three savings, all exact. Layers below the lowest one that changes are skipped. A layer whose
-attention is cached with every head full and with every head in each window takes each head's
-output from one of them. The last layer computes keys and values everywhere and all else at the
-answers only.
+Three exact savings. Layers below the lowest changed layer are skipped. If a layer's attention is
+cached for every choice, each head's output is taken from the cache. The last layer computes keys
+and values at all positions and everything else only at the answers.
 
 E examples of a batch, T tokens, A answer tokens of all, M most answer tokens of an example, HQ
 query heads, HKV key/value heads, D head dimension, C hidden size.
@@ -53,9 +52,9 @@ _START, _MIXTURE = "start", "mixture"
 class IncrementalForward:
     """Runs batches under head masks that `apply_head_mask` has set on the model.
 
-    With `answers_only` the last layer is computed at the answers alone, unless that layer has no
-    full attention or holds a state, or sequences are `split` over processes.
-    `agree` makes a decision the same in all processes that share one model or one sequence.
+    With `answers_only` the last layer is computed only at the answers, unless it has no full
+    attention or holds a state, or sequences are `split` over processes. `agree` makes a decision
+    equal in all processes that share a model or a sequence.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class IncrementalForward:
     ) -> None:
         self.decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
-        # Rows of a mask are layers with full attention; those between them are computed as they
-        # are, or skipped with the layers below.
+        # Rows of a mask are layers with full attention; other layers are computed unchanged, or
+        # skipped with the layers below.
         kinds = decoder_layers(model.config)
         self.full_layers = kinds.full
         self.attentions = attention_modules(model)
@@ -89,22 +88,22 @@ class IncrementalForward:
         num_own_heads = len(self.own_heads([True] * heads))
         # All heads under each choice: full, then each window.
         self.layouts = [HeadLayout.search([w] * num_own_heads) for w in (None, *self.flops.windows)]
-        # Of the outputs under all choices, of this process's heads.
+        # Width of the outputs of this process's heads.
         width = num_own_heads * self.q_per_kv * kinds.head_dim
         self.bytes_per_position: int = len(self.layouts) * width * model.dtype.itemsize
-        # Several CPU threads divide a batched product by its number of heads: the last bits of a
-        # head's output then depend on which others are computed with it.
+        # CPU threads divide a batched product by its number of heads, so the last bits of a head's
+        # output may depend on the other heads.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
         self.verified: set[str] = set()
-        # Kinds of savings that are off because they changed a result: 1 is _MIXTURE, 2 also _START.
+        # Savings that are off because they changed a result: 1 is _MIXTURE, 2 also _START.
         self.failed_savings = 0
 
     def answer_states(self, index: int, batch: Batch, mask: HeadMask) -> tuple[Tensor, float]:
-        """Final hidden states [A, C] that predict the answers, and the operations this took.
+        """Final hidden states [A, C] that predict the answers, and the operations done.
 
-        `index` names the batch in the cache. The first time a saving is used, its result is
+        `index` is the batch's key in the cache. At its first use, the result of a saving is
         compared with that of a plain pass. If a bit differs, attention outputs are no longer
-        reused; if a bit still differs when only layer inputs are reused, nothing is.
+        reused; if a bit still differs with reused layer inputs, nothing is reused.
         """
         reusing = BatchPass(self, index, batch, mask, self.cache.enabled)
         states = reusing.answer_states()
@@ -199,7 +198,7 @@ class BatchPass:
         run: Callable[[], Tensor],
         cached: LayerActivations | None,
     ) -> Tensor:
-        """A layer at every position; `run` computes it with the attention that is installed."""
+        """A layer at all positions; `run` computes it with the installed attention."""
         row, flops = self.mask.choices[number], self.owner.flops
         costs, positions = flops.full_layers[number], self.batch.positions
         attention: Any = self.owner.attentions[number]
@@ -220,19 +219,18 @@ class BatchPass:
             return run()
 
     def _mixture_name(self, row: Any) -> str:
-        """Name under which a row's mixture is verified.
+        """Key under which a row's mixture is verified.
 
-        On a GPU the number of heads of each choice decides the kernels, so each is verified.
+        On a GPU the numbers of heads of each choice select the kernels, so each is verified.
         """
         return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {np.bincount(row)}"
 
     def _every_choice_pays(self, number: int, cached: LayerActivations | None) -> bool:
         """Whether to compute and cache this layer's attention under every choice.
 
-        It pays where later passes start at this layer too: they have the same rows below it and
-        another row in it. Every pass may start at row 0. At a higher one the search has announced
-        it (`is_pinned`), or this is the second start there. Where the cache has no room for it, it
-        does not pay.
+        It pays if later passes start at this layer, with the same rows below and another row here.
+        This is expected at row 0, if the search has announced it (`is_pinned`), or at the second
+        start. It does not pay if the cache has no room.
         """
         if not self.reuse or number != self.start or not self.owner.can_mix:
             return False
@@ -256,13 +254,13 @@ class BatchPass:
         return attend
 
     def _cached_mixture(self, row: Any, cached: LayerActivations | None) -> Tensor | None:
-        """Attention output of a row of the mask, if those of every choice are cached."""
+        """Attention output of a row of the mask, if all choices are cached."""
         if cached is None or not cached.outputs:
             return None
         return self.mix(row, cached.outputs)
 
     def mix(self, row: Any, outputs: Sequence[Tensor]) -> Tensor:
-        """Outputs [..., HQ, D] in which each head has that of its choice in `row` [HKV]."""
+        """Outputs [..., HQ, D] with each head's choice in `row` [HKV]."""
         *others, last = np.unique(row).tolist()
         mixture: Tensor = outputs[last]
         choices = torch.tensor(self.owner.own_heads(row), device=mixture.device)
@@ -285,12 +283,13 @@ class BatchPass:
         kwargs: dict[str, Any],
         cached: LayerActivations | None,
     ) -> Tensor:
-        """The last layer at only the positions that predict answers: [E, M, C].
+        """The last layer only at the positions that predict answers: [E, M, C].
 
-        Their queries need the keys and values of all positions, and nothing else of the others. So
-        the layer's forward runs twice: over all positions until its keys and values are known, then
-        over the answers' positions with an attention that takes them. The cache holds input and
-        attention of the answers' positions; where these are cached, the first run is not needed.
+        Their queries need only the keys and values of the other positions. So the layer's forward
+        runs
+        twice: over all positions until its keys and values are known, then over the answers'
+        positions with an attention that uses them. The cache holds input and attention at the
+        answers' positions; if they are cached, the first run is skipped.
         """
         attention: Any = self.owner.attentions[number]
         flops, columns = self.owner.flops, self.batch.answer_columns.to(state.device)
@@ -329,11 +328,11 @@ def answer_attention(
     transform: LogitTransform,
     max_logits: int = 2**27,
 ) -> Tensor:
-    """Attention [E, M, HQ, D] of queries [E, HQ, M, D] at `columns` [E, M], all heads alike.
+    """Attention [E, M, HQ, D] of queries [E, HQ, M, D] at `columns` [E, M], with equal heads.
 
-    key and value [E, HKV, T, D]; `layout` has one group. Few fused kernels take a mask, and without
-    one all logits are in memory at once: so examples are computed in groups, of at most
-    `max_logits` logits where that is one example or more.
+    key and value [E, HKV, T, D]; `layout` has one group. Few fused kernels support a mask, and
+    without one all logits are in memory. So examples are computed in groups of at most `max_logits`
+    logits, or one by one.
     """
     keys = torch.arange(key.shape[2], device=key.device)
     (group,) = layout.groups
@@ -354,9 +353,9 @@ def _masked_attention(
 
 
 def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:
-    """A layer's arguments, narrowed from T = `length` positions to those at `columns` [E, M].
+    """A layer's arguments, reduced from T = `length` positions to those at `columns` [E, M].
 
-    Tensors [E or 1, T, ...] and [E or 1, 1, T, X] are narrowed, also within tuples.
+    Tensors [E or 1, T, ...] and [E or 1, 1, T, X] are reduced, also within tuples.
     """
 
     def narrowed(value: Any) -> Any:

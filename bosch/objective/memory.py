@@ -1,7 +1,7 @@
-"""Memory of the activations of one batch, for plans, and what it leaves a search for reuse.
+"""Memory of the activations of a batch, and the memory left for reuse.
 
-Measured against the bytes that are really alive in
-`tests/benchmarks/test_gradient_memory.py`. T tokens of an example, W window.
+`tests/benchmarks/test_gradient_memory.py` compares it with allocated bytes. T tokens of an example,
+W window.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bosch.model.interface import attention_modules, head_state
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window, Windows, block_size, window_menu
 
-# What a device's allocator loses between blocks, and what other programs of a machine may want.
+# Share that an allocator loses between blocks, and share left to other programs of the machine.
 _SHARE_OF_DEVICE = 0.85
 _SHARE_OF_HOST = 0.5
-# Tokens of each example whose feed-forward activations are in memory together in a backward pass.
+# Tokens of an example in one piece of the feed-forward backward pass.
 RECOMPUTED_TOKENS = 512
 
 
@@ -30,10 +30,10 @@ RECOMPUTED_TOKENS = 512
 class ActivationSizes:
     """Values per token of a decoder's layer, and the bytes of one value.
 
-    `query` and `key_value` are those of all heads together, `feed_forward` the width that one token
-    passes through. Of a model sharded over `shards` processes each holds its share of these three.
-    Of sequences shared by `sharing` processes each holds its tokens, and while a layer attends the
-    keys and values of all.
+    `query` and `key_value` are the widths of all heads, `feed_forward` the width that one token
+    passes through. If a model is sharded over `shards` processes, each holds a share of these
+    three. If sequences are shared by `sharing` processes, each holds its tokens, and the keys and
+    values of all while a layer attends.
     """
 
     layers: int
@@ -46,7 +46,7 @@ class ActivationSizes:
     sharing: int
     experts_per_token: int = 0
     norm_follows: bool = False
-    kept_scores: DecoderShape | None = None  # of a decoder whose attention keeps its scores
+    kept_scores: DecoderShape | None = None  # set if attention stores its scores
 
     @classmethod
     def of(
@@ -57,7 +57,7 @@ class ActivationSizes:
         sharing: int = 1,
         attention: str = "auto",
     ) -> ActivationSizes:
-        """Sizes of a decoder whose shape is known from its configuration."""
+        """Make the sizes of a decoder with this shape."""
         keeps_scores = shape.keeps_scores("sdpa" if attention == "auto" else attention)
         return cls(
             shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
@@ -66,11 +66,11 @@ class ActivationSizes:
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:
-        """Hidden states of `tokens`, as far as this process holds them."""
+        """Bytes of this process's part of the hidden states of `tokens`."""
         return self._own(tokens) * self.hidden * self.value_bytes
 
     def layer_entry(self, tokens: int, windows: int) -> int:
-        """Bytes of a layer's input and its attention, full and with each of `windows` windows.
+        """Bytes that reuse stores for a layer: its input and its attention for every choice.
 
         It is all that reuse keeps of a layer.
         """
@@ -78,13 +78,13 @@ class ActivationSizes:
         return self._own(tokens) * (self.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, tokens: int) -> int:
-        """Peak activations of a pass without gradients: those of one feed-forward block.
+        """Peak bytes of activations in a pass without gradients: those of one feed-forward block.
 
-        Of a gate and a width in one map all four parts are alive together; a token goes to each
-        of its experts, and comes back. Scores that no kernel fuses are computed in pieces.
+        If gate and width are one map, four parts are alive together; each expert of a token has a
+        copy of its input and output. Scores without a fused kernel are computed in pieces.
 
-        Where sequences are shared, or of one attention whose heads are all full: all keys and
-        values as they come from the processes, and put in order.
+        If sequences are shared, the peak may be an attention with only full heads: all keys and
+        values as received, and in order.
         """
         local_tokens = self._own(tokens)
         copies = 4 + 2 * self.experts_per_token
@@ -98,13 +98,13 @@ class ActivationSizes:
         )
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
-        """Peak activations of a gate gradient over `rows` examples of `length` tokens.
+        """Peak bytes of a gate gradient over `rows` examples of `length` tokens.
 
         `windows` are the sizes of the menu.
 
-        Every layer's input, and the attention of one layer with what its backward pass needs; or a
-        feed-forward block, recomputed some tokens at a time. Where a norm follows that block, the
-        recomputation of a layer runs it, beside that attention.
+        Every layer's input, plus the larger of one layer's attention with what its backward pass
+        needs and a feed-forward block that is recomputed in pieces. If a norm follows that block,
+        both exist together.
         """
         attention = self._attention(rows, length, windows)
         if self.norm_follows:
@@ -118,13 +118,13 @@ class ActivationSizes:
     def _attention(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
         """The attention of one layer, with what its backward pass needs.
 
-        The bands of the sliding heads overlap: their gradients are W / block + 1 times keys and
-        values.
+        Bands of sliding heads overlap, so their gradients are W / block + 1 times as large as keys
+        and values.
         """
         tokens = self._own(rows * length)
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
         values = 6 * self.hidden + 6 * (1 + len(windows)) * query + 4 * key_value
-        # A chunk of a shared sequence has as many bands as if its window came before it.
+        # A chunk of a shared sequence has the bands of its window before it.
         before = 0 if self.sharing > 1 else rows
         bands = sum(
             2 * key_value * (1 + window / block_size(window)) * max(0, tokens - before * window)
@@ -141,10 +141,10 @@ class ActivationSizes:
         return size
 
     def _exchanged(self, rows: int, length: int, windows: tuple[int, ...]) -> int:
-        """Values of the keys and values of others in a gradient of one layer's attention.
+        """Values of received keys and values in a gradient of one layer's attention.
 
-        Of full heads: all in order, the gradients of both chunks as attention gives them, spread
-        over the sequence, and their sum; of each window: what the two chunks see, joined, and both
+        For full heads: all in order, the gradients of both chunks, scattered over the sequence, and
+        their sum. For each window: the joined keys and values of the two chunks, and both
         gradients.
         """
         if self.sharing == 1:
@@ -153,9 +153,9 @@ class ActivationSizes:
         return 2 * self.key_value * rows * (6 * length + 4 * near)
 
     def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
-        """Bytes that a gate gradient takes which keeps the activations of every layer.
+        """Bytes of a gate gradient that stores the activations of every layer.
 
-        Per layer: what the backward pass through one layer needs, and its feed-forward block.
+        Per layer, what its backward pass needs and its feed-forward block.
         """
         tokens = rows * length
         attention = math.ceil(self._attention(rows, length, windows))
@@ -164,7 +164,7 @@ class ActivationSizes:
         return self.layers * (self.state(tokens) + attention + feed_forward)
 
     def _piece(self, tokens: int) -> int:
-        """Scores that are computed together where no kernel is fused."""
+        """Number of scores that are computed together without a fused kernel."""
         if self.kept_scores is None:
             return 0
         return min(self._heads(self.kept_scores) * tokens**2, DENSE_MASK_ENTRIES)
@@ -180,7 +180,7 @@ class ActivationSizes:
 
 
 def activation_sizes(model: Any, shards: int = 1, sharing: int = 1) -> ActivationSizes:
-    """Sizes of a loaded decoder; of a mixture of experts, a token's share of them."""
+    """Sizes of a loaded decoder; for a mixture of experts, of the experts that a token visits."""
     shape = DecoderShape.of(model.config)
     state = head_state(attention_modules(model)[0])
     attention = "auto" if state is None else state.backend
@@ -197,10 +197,9 @@ def reuse_room(
     shards: int = 1,
     sharing: int = 1,
 ) -> int:
-    """Bytes that this process may keep between passes of batches of `rows` x `length` tokens.
+    """Bytes that this process may cache between passes of batches of `rows` x `length` tokens.
 
-    `processes` share this machine's memory where the model is on the CPU. Call it when the model is
-    loaded.
+    On a CPU, `processes` share the machine's memory. Call it after the model is loaded.
     """
     sizes = [window.size for window in window_menu(windows)]
     needed = activation_sizes(model, shards, sharing).gradient(rows, length, *sizes)

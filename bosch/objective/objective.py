@@ -1,7 +1,7 @@
 """S(z): exact-match rate of a masked model on the calibration set, by prefill (BOSCH Eq. 4).
 
-The batches are the same for any number of ranks, and each rank measures whole batches. So an
-example has the same padding and the same neighbours everywhere, and the same numbers.
+Batches are equal for any number of ranks, and each rank measures whole batches. So the padding and
+neighbours of an example, and its numbers, do not depend on the ranks.
 
 N examples of the set, K batches.
 """
@@ -46,21 +46,21 @@ from bosch.window import Window, Windows, window_menu
 logger = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 16
-_ALL_LAYERS = 10  # times as much rounding as in one operation
+_ALL_LAYERS = 10  # times the rounding of one operation
 _REUSE_BYTES = 2 * 1024**3
 
 
 class Objective:
     """Measures head masks on a model in search mode.
 
-    `reuse_bytes` bounds the memory of activations cached between passes (0: none); `answers_only`
-    off computes the last layer at every position. Neither changes a result. With several `ranks`
-    each measures its share of the batches; all of them must evaluate the same masks in the same
-    order, and get the same evaluations. The set is measured in up to `MAX_ROUNDS` rounds of
-    consecutive examples, between which an evaluation can end early. `held_out` are examples that no
-    evaluation or gradient uses, for `evaluate_held_out` alone. Where `split` is set, the shards of
-    `ranks` share every sequence: all of them compute every batch, each its tokens.
-    Raises UserError when a sliding head would see every token of every example.
+    `reuse_bytes` bounds the memory of activations cached between passes (0: none). With
+    `answers_only` off, the last layer is computed at all positions. Neither changes results. With
+    several `ranks` each measures its share of the batches; all of them must evaluate the same masks
+    in the same order, and get equal evaluations. The set is measured in up to `MAX_ROUNDS` rounds
+    of consecutive examples, between which an evaluation can end early. `held_out` examples are used
+    only by `evaluate_held_out`. With `split`, the shards of `ranks` share every sequence: all
+    compute every batch, each its own tokens. Raises UserError if a sliding head would see every
+    token of every example.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Objective:
 
     @property
     def batches(self) -> int:
-        """Number of batches; further ranks have nothing to do."""
+        """Number of batches, and the largest useful number of ranks."""
         return len(self._batches)
 
     @property
@@ -131,24 +131,24 @@ class Objective:
 
     @property
     def quantum(self) -> float:
-        """Difference of two neighbouring scores: one example."""
+        """Smallest difference between two scores, that of one example."""
         return 1.0 / len(self.calibration)
 
     @property
     def held_out_examples(self) -> int:
-        """How many examples `evaluate_held_out` measures."""
+        """Number of examples that `evaluate_held_out` measures."""
         return 0 if self._held_out is None else len(self._held_out.calibration)
 
     @property
     def held_out_passes(self) -> float:
-        """What `evaluate_held_out` costs at most, in full-forward equivalents."""
+        """Upper bound of the cost of `evaluate_held_out`, in full-forward equivalents."""
         if self._held_out is None:
             return 0.0
         return self._held_out.full_pass_operations / self.full_pass_operations
 
     @property
     def context(self) -> EvaluationContext:
-        """Everything besides the mask that the scores depend on."""
+        """All that scores depend on besides the mask."""
         first, *more = (window.size for window in self.windows)
         return EvaluationContext(
             calibration=self.calibration.fingerprint,
@@ -164,14 +164,13 @@ class Objective:
         *,
         can_win: CanWin | None = None,
     ) -> Evaluation:
-        """One pass over the calibration set; no token is generated.
+        """One pass over the calibration set, without generation.
 
-        The masks that follow will agree with this one below layer `shared_layers`: its activations
-        are cached first. After each round `can_win` gets upper bounds of the mask's score and
-        log-likelihood; when it returns False the pass ends, and these bounds are returned with
-        `is_bound` set. `seconds` is the time of the slowest rank. Raises RunError when the model
-        gives numbers that are not finite or the ranks measure different masks, LostRankError when a
-        rank has ended.
+        The next masks will agree with this one below layer `shared_layers`, whose activations are
+        cached with priority. After each round `can_win` gets upper bounds of score and
+        log-likelihood; if it returns False, the pass ends with these bounds and `is_bound` set.
+        `seconds` is the time of the slowest rank. Raises RunError if the model's numbers are not
+        finite or the ranks measure different masks, LostRankError if a rank has ended.
         """
         started = time.perf_counter()
         self._begin(mask, shared_layers)
@@ -205,7 +204,7 @@ class Objective:
         return evaluation
 
     def evaluate_held_out(self, mask: HeadMask) -> Evaluation:
-        """As `evaluate`, on the examples held out; costs are in passes over those in use."""
+        """As `evaluate`, on the held-out examples; costs in passes over the search's examples."""
         assert self._held_out is not None, "no examples are held out"
         evaluation, scale = self._held_out.evaluate(mask), self.held_out_passes
         return replace(
@@ -216,10 +215,10 @@ class Objective:
         )
 
     def observe(self, evaluation: Evaluation) -> None:
-        """Order the rounds of later passes by this evaluation, too.
+        """Use an evaluation from the log to order the rounds of later passes.
 
-        `evaluate` does so by itself: this is for one that was made before a search was stopped.
-        Running means over masks; the latest mask counts half.
+        For a resumed search; `evaluate` does it itself. The means are over masks, the latest mask
+        counting half.
         """
         if len(evaluation.round_likelihoods) != self.rounds:
             return
@@ -228,9 +227,9 @@ class Objective:
                 self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
 
     def gradient_passes(self, share: int, shares: int) -> float:
-        """What `gate_gradient` of that share will cost at most, in full-forward equivalents.
+        """Upper bound of the cost of `gate_gradient` for a share, in full-forward equivalents.
 
-        It is the same on every machine: `gate_gradient` costs less where activations can be kept.
+        It is equal on all machines; `gate_gradient` costs less if activations fit into memory.
         """
         flops, indices = self._forward.flops, self._batches_of_share(share, shares)
         operations = sum(flops.gradient(self._batches[index]) for index in indices)
@@ -239,9 +238,9 @@ class Objective:
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Derivative of the mean log-likelihood by each KV head's gate, at `mask`.
 
-        The gate leads from the narrowest window to full attention. The mean is over share number
-        `share` of `shares` shares of the rounds. There are at most as many shares as rounds; a
-        higher number starts again from 0. Raises RunError as `evaluate`.
+        The gate blends the narrowest window (0) and full attention (1). The mean is over part
+        `share` of `shares` parts of the rounds. There are at most as many parts as rounds; higher
+        numbers wrap around. Raises RunError as `evaluate`.
         """
         values, seconds, operations = self._gate_gradients(mask, share, shares)
         return GateGradient(values[..., 0].tolist(), seconds, operations)
@@ -249,8 +248,8 @@ class Objective:
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Estimated changes of the mean log-likelihood [L, HKV, 1 + windows], from one gradient.
 
-        Entry k of a head is what choice k of `HeadMask.choices` would change; its own choice's is
-        0. To first order: many changes at once add up to less. Otherwise as `gate_gradient`.
+        Entry k of a head is the change by choice k of `HeadMask.choices`, 0 for its current choice.
+        First order: many changes together sum to less. Otherwise as `gate_gradient`.
         """
         values, seconds, operations = self._gate_gradients(mask, share, shares)
         values = torch.cat([values, torch.zeros_like(values[..., :1])], dim=2)
@@ -285,7 +284,7 @@ class Objective:
         return values, seconds, float(operations.sum()) / self.full_pass_operations
 
     def _keeps_activations(self, index: int) -> bool:
-        """Whether what a backward pass of this batch needs fits beside what reuse has cached."""
+        """Whether a backward pass of this batch fits into memory, with its activations."""
         windows = [window.size for window in self.windows]
         needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, *windows)
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
@@ -301,17 +300,17 @@ class Objective:
         return self._merge(mask, results, operations, time.perf_counter())[0]
 
     def whole_pass_operations(self, mask: HeadMask) -> int:
-        """Operations of a pass over the set under `mask` without any saving."""
+        """Operations of a pass over the set under `mask`, without savings."""
         flops = self._forward.flops
         return sum(flops.whole_pass(mask, batch) for batch in self._batches)
 
     @cached_property
     def full_pass_operations(self) -> int:
-        """Operations of a pass with every head full that reuses nothing: a full pass."""
+        """Operations of a full pass: every head full, no reuse."""
         return self.whole_pass_operations(HeadMask.all_full(*self.shape))
 
     def mask_passes(self, mask: HeadMask) -> float:
-        """What a whole evaluation of `mask` costs without any saving, in full passes."""
+        """Cost of a complete evaluation of `mask` without savings, in full passes."""
         return self.whole_pass_operations(mask) / self.full_pass_operations
 
     def memory(self) -> dict[str, int]:
@@ -319,7 +318,7 @@ class Objective:
         return {"cache_bytes_limit": self.cache.max_bytes, "cache_bytes": self.cache.peak_bytes}
 
     def savings(self) -> dict[str, bool]:
-        """Which savings are on; all of them are exact."""
+        """Names of the active savings; all are exact."""
         return self._forward.savings
 
     def _incremental_forward(
@@ -338,7 +337,7 @@ class Objective:
         apply_head_mask(self.model, mask, self.windows)
         self.check_output_head(mask)
         if self._split is not None:
-            self._split.install(self.model)  # a mask takes it away
+            self._split.install(self.model)  # changing the mask removes it
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Zeros for the results of examples [N, 2] and the operations of batches [K]."""
@@ -350,7 +349,7 @@ class Objective:
         indices = range(len(self._batches))
         if can_win is None:
             return [list(indices)]
-        # Rounds with a low likelihood under other masks come first: a losing mask shows there.
+        # Rounds with a low likelihood under other masks come first, to detect a losing mask early.
         order = sorted(range(self.rounds), key=lambda p: (self._likelihood_of_round[p], p))
         return [[i for i in indices if self._round_of[i] == p] for p in order]
 
@@ -391,7 +390,7 @@ class Objective:
     def _merge(
         self, mask: HeadMask, results: Tensor, operations: Tensor, started: float
     ) -> tuple[Tensor, Tensor, float]:
-        """Results and operations of all ranks, on all of them, and the slowest rank's seconds."""
+        """Results and operations of all ranks, on every rank, and the slowest rank's seconds."""
         reports = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
         mask_id = float(zlib.crc32(mask.key.encode()))
         reports[self.ranks.rank] = torch.tensor(
@@ -409,9 +408,9 @@ class Objective:
 
     @torch.inference_mode()
     def check_output_head(self, mask: HeadMask) -> None:
-        """Raise UserError where our states or the output head over them are not the model's.
+        """Raise UserError if the computed states or logits differ from the model's own.
 
-        Done once; the model must be under `mask`, with its sequences in one process.
+        Runs once; the model must have `mask` applied and unsplit sequences.
         """
         if self._checked:
             return
@@ -432,9 +431,9 @@ class Objective:
 
 
 def remedy(model: Any) -> str:
-    """Advice for the error message: mend the damaged weight, if there is one, else a wider type."""
+    """Advice for an error message: replace a damaged weight, or else use a wider dtype."""
     for name, weight in model.state_dict().items():
-        if not bool(own_shard(weight).isfinite().all()):  # without asking other processes
+        if not bool(own_shard(weight).isfinite().all()):  # local check, without other processes
             return f"{name} of the model holds such numbers; make or fetch the model again"
     if model.dtype == torch.float32:
         return "they overflow even in float32"

@@ -28,7 +28,7 @@ Step = Callable[[int, Callable[..., Tensor], Tensor, dict[str, Any]], Tensor]
 def replace_layers(layers: list[nn.Module], family: Family, step: Step) -> Iterator[None]:
     """Temporarily call `step(number, forward, hidden_states, kwargs)` in place of each layer.
 
-    `forward` and `step` return hidden states alone, whatever the family's layers return.
+    `forward` and `step` return only hidden states, whatever the family's layers return.
     """
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
@@ -61,7 +61,7 @@ def _states_alone(forward: Callable[..., Any]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Temporarily replace a module's forward; one set on the module itself is restored."""
+    """Temporarily replace a module's forward; restores one that was set on the instance."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -99,11 +99,11 @@ def replace_attention(module: nn.Module, attend: Attend) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recompute_layers(model: Any) -> Iterator[None]:
-    """Temporarily keep no more than each decoder layer's input for a backward pass.
+    """Temporarily store only each decoder layer's input for a backward pass.
 
-    The backward pass recomputes a layer at a time, to the same bits: first up to the input of its
-    feed-forward block, whose backward runs over a few tokens at a time, then its attention. The
-    weights are frozen.
+    The backward pass recomputes one layer at a time, bit for bit: first up to the input of its
+    feed-forward block, whose backward runs in pieces of tokens, then its attention. Weights are
+    frozen.
     """
     with contextlib.ExitStack() as stack:
         for layer in model.get_decoder().layers:
@@ -117,14 +117,14 @@ def recompute_layers(model: Any) -> Iterator[None]:
 
 
 def _recomputed_by_tokens(forward: Callable[..., Any], hidden: Tensor) -> Any:
-    # Saved before the feed-forward block runs: a layer's recomputation ends with its last saved
-    # tensor, and so computes no feed-forward block of its own, unless a norm follows.
+    # Saved before the feed-forward block: a layer's recomputation ends at its last saved tensor,
+    # so it skips the feed-forward block, unless a norm follows.
     saved = _Save.apply(hidden).grad_fn  # type: ignore[no-untyped-call]
     return _Tokenwise.apply(forward, hidden, saved)  # type: ignore[no-untyped-call]
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor for a backward pass; the output is empty."""
+    """Saves a tensor for the backward pass; the output is empty."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -137,9 +137,9 @@ class _Save(torch.autograd.Function):
 
 
 class _Tokenwise(torch.autograd.Function):
-    """A map of each token by itself, recomputed from its input [B, T, C], a tensor of `saved`.
+    """A token-wise map that is recomputed from its input [B, T, C], a tensor of `saved`.
 
-    Some families return more beside the result, which no gradient passes through.
+    Some families return further values, through which no gradient passes.
     """
 
     @staticmethod
@@ -175,8 +175,8 @@ def keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, HKV, T, D] of a layer, as its attention gets them.
 
-    The layer's forward runs until it calls its attention; queries are not computed where they have
-    a projection of their own.
+    The layer's forward runs until it calls its attention; queries are skipped if they have their
+    own projection.
     """
     arguments: list[Any] = []
 
@@ -201,9 +201,9 @@ def _zeros(projection: nn.Linear, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def attention_outputs(attention: Any, family: Family, outputs: Tensor) -> Iterator[None]:
-    """Temporarily take attention outputs [B, T, HQ, D] that are known, instead of computing them.
+    """Temporarily use given attention outputs [B, T, HQ, D] instead of computing them.
 
-    Only the output projection is computed, and of a gated family queries and gate.
+    Computes only the output projection, and in gated families queries and gate.
     """
     with contextlib.ExitStack() as stack:
         if family.gated:

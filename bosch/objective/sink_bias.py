@@ -1,4 +1,4 @@
-"""First values of the sink bias: the logit that takes the mass which literal sinks would take.
+"""Initial sink bias: the logit that takes the same probability mass as sink tokens would.
 
 L layers, HQ query heads, HKV key/value heads, T tokens, N sampled queries, D head dimension.
 """
@@ -32,14 +32,14 @@ _HALVINGS = 60
 def give_sink_bias(objective: Objective) -> list[list[float]]:
     """Estimate the sink bias of every query head, and set it on the objective's model: [L][HQ].
 
-    One pass over the calibration set with every head full gives for sampled queries t, at least
-    W + S tokens into their example, w_t and s_t: the log-sums of exponentials of the scores of the
-    widest window and of the first S = 4 tokens. With literal sinks these would take the share
-    m_t = sigmoid(s_t - w_t) of a sliding head's softmax; a bias b takes sigmoid(b - w_t). b is
-    where the means over t of the logarithms of both are equal. For shares near 0 it is the mean of
-    s_t; the mean of logarithms rises with b, from below at the smallest s_t to above at the
-    largest, so that halving finds it. Every head gets one, whether or not it will slide.
-    Raises UserError where no example is that long, or the family has a logit of its own.
+    One pass over the calibration set with every head full gives w_t and s_t for sampled queries t,
+    at least W + S tokens into their example: the log-sum-exp of the scores of the widest window and
+    of the first S = 4 tokens. Sink tokens would take the share m_t = sigmoid(s_t - w_t) of a
+    sliding head's softmax, a bias b takes sigmoid(b - w_t). b makes the means over t of the
+    logarithms of both equal. For shares near 0 it is the mean of s_t. The mean of logarithms rises
+    with b and the solution lies between the smallest and the largest s_t, so bisection finds it.
+    Every head gets a bias, whether or not it will slide. Raises UserError if no example is long
+    enough, or the family has its own extra logit.
     """
     model, ranks = objective.model, objective.ranks
     check_sink_bias(model.config)
@@ -56,14 +56,14 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
     modules, heads = attention_modules(model), text_config(model.config).num_attention_heads
     sums = torch.zeros(2, len(modules), heads, len(lengths), _QUERIES, dtype=torch.float64)
     with torch.inference_mode(), contextlib.ExitStack() as stack:
-        columns: list[Tensor] = []  # of the batch at hand
+        columns: list[Tensor] = []  # of the current batch
         examples: list[int] = []
         for number, module in enumerate(modules):
             show = partial(_attend, columns, examples, window, sums[:, number])
             stack.enter_context(replace_attention(module, partial(show, model)))
         for batch in objective.own_batches():
             examples[:] = batch.examples.tolist()
-            # Spread evenly over the queries that see beyond window and sinks.
+            # Evenly spaced among the queries that see more than window and sinks.
             columns[:] = [
                 torch.linspace(window.most_keys, lengths[example] - 1, _QUERIES).long()
                 for example in examples
@@ -80,7 +80,7 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
 
 
 def log_mass_bias(sink_log_mass: Tensor, window_log_mass: Tensor) -> Tensor:
-    """The b of `give_sink_bias` for s_t and w_t [..., N]: [...]."""
+    """The bias b [...] of `give_sink_bias`, from s_t and w_t [..., N]."""
     target = nn.functional.logsigmoid(sink_log_mass - window_log_mass).mean(-1)
     low, high = sink_log_mass.amin(-1), sink_log_mass.amax(-1)
     for _ in range(_HALVINGS):
@@ -99,7 +99,7 @@ def _attend(
     module: nn.Module,
     call: AttentionCall,
 ) -> Tensor:
-    """Full attention that notes the log-sums of sinks and window, sums [2, HQ, examples, N]."""
+    """Full attention that stores log-sums of sinks and window in `sums` [2, HQ, examples, N]."""
     query, key = call.query, call.key
     assert isinstance(key, Tensor)
     for row, (example, places) in enumerate(zip(examples, columns, strict=True)):
@@ -113,9 +113,9 @@ def _attend(
 def _log_sums(
     query: Tensor, key: Tensor, places: Tensor, window: Window, transform: LogitTransform
 ) -> Tensor:
-    """Log-sums of the exponentials of scores of the sinks and of the window, [2, HQ, N].
+    """Log-sum-exp of the scores of the sinks and of the window, [2, HQ, N].
 
-    query [HQ, T, D], key [HKV, T, D]; `places` [N] of the queries.
+    query [HQ, T, D], key [HKV, T, D]; `places` [N] are the sampled queries.
     """
     slots = torch.arange(key.shape[1], device=key.device)
     outputs = []
