@@ -1,8 +1,8 @@
 """Units of choice: groups of g KV heads of a layer that become full or sliding together.
 
-With g above 1 every layer's full count is a multiple of g, which a serving engine may need: for
-tensor parallel ranks, or for few and large attention modules. A method chooses among units by a
-mask [L, H / g] and never sees g. L layers, H KV heads per layer.
+With g above 1 the number of full heads in every layer is a multiple of g, which a serving engine
+may need for tensor-parallel ranks or for few large attention modules. A method chooses units with a
+mask [L, H / g]. L layers, H KV heads per layer.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Units:
-    """Each layer's heads in units: unit u of layer l is `heads[l, u]`."""
+    """Each layer's heads in units: unit u of layer l has the heads `heads[l, u]`."""
 
     heads: npt.NDArray[np.int64]  # [L, H / g, g]
 
     @classmethod
     def of_neighbours(cls, num_layers: int, num_heads: int, granularity: int = 1) -> Units:
-        """Heads of neighbouring index."""
+        """Units of neighbouring heads."""
         return cls.by_value(np.zeros((num_layers, num_heads)), granularity)
 
     @classmethod
     def by_value(cls, values: Values, granularity: int) -> Units:
-        """Heads of similar value [L, H], those of least value in a layer's first unit.
+        """Units of heads with similar `values` [L, H], in rising order.
 
-        So valuable heads share units, and few others become full only to fill a unit.
+        So valuable heads share units, and few other heads become full only to fill a unit.
         """
         order = np.argsort(values, axis=1, kind="stable")
         return cls(order.reshape(len(order), -1, granularity))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Layers and units of each."""
+        """Layers, and units per layer."""
         layers, units, _ = self.heads.shape
         return layers, units
 
     def head_mask(self, mask: HeadMask) -> HeadMask:
-        """The mask of heads [L, H] that a mask of units [L, H / g] means."""
+        """The mask of heads [L, H] for a mask of units [L, H / g]."""
         choices = np.empty((len(self.heads), self.heads[0].size), dtype=np.uint8)
         rows = np.arange(len(choices))[:, None, None]
         choices[rows, self.heads] = mask.choices[:, :, None]

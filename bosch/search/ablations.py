@@ -21,17 +21,17 @@ from bosch.search.subproblem import optimise_layers, restore_units
 def b_single(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """B-single: the mask of Algorithm 1 itself, without Algorithms 2 and 3.
 
-    Where rho H is no whole number Algorithm 1 localises more than ceil(rho N) units; the surplus is
-    turned back in the hardest layers.
+    If rho H is not an integer, Algorithm 1 makes more than ceil(rho N) units sliding; the surplus
+    becomes full again in the hardest layers.
     """
     return _algorithm_one(evaluator, settings, layers_per_group=1)
 
 
 def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """B-multi: the mask of Algorithm 1 when it localises several neighbouring layers at a time.
+    """B-multi: the mask of Algorithm 1 over groups of neighbouring layers.
 
     A group has as many layers as fit `max_group_variables`, as in Algorithm 3, and kappa
-    evaluations for each of them. A surplus is turned back as in B-single.
+    evaluations for each of them. A surplus becomes full again as in B-single.
     """
     per_group = max_layers_per_group(evaluator.shape[1], settings.max_group_variables)
     return _algorithm_one(evaluator, settings, per_group)
@@ -40,8 +40,8 @@ def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """B-layer: Algorithm 1 at layer granularity, one run of L variables and kappa L evaluations.
 
-    Where rho L is no whole number the ceil(rho L) layers hold more than ceil(rho N) units; the
-    surplus, less than a layer, is turned back in the one layer whose return helps most.
+    If rho L is not an integer, ceil(rho L) layers hold more than ceil(rho N) units; the surplus,
+    less than a layer, becomes full again in the layer where a full layer scores best.
     """
     anchors, loss = measure_anchors(evaluator, settings)
     layers, units = evaluator.shape
@@ -86,7 +86,7 @@ def _algorithm_one(
 
 
 def _layer_worth_most(evaluator: Evaluator, settings: SearchSettings, mask: HeadMask) -> int:
-    """The sliding layer whose return to full gives the best score."""
+    """The sliding layer that gives the best score when it becomes full again."""
 
     def rank(layer: int) -> tuple[float, float]:
         whole = mask.with_layer(layer, [True] * mask.num_key_value_heads)

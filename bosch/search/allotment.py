@@ -22,10 +22,10 @@ def slots_of(choices: Choices, costs: Values) -> float:
 
 
 def spaced_slots(least: float, unit: float, most: float) -> list[int]:
-    """KV slots of a front's points where none are stated: eight, evenly on a logarithmic scale.
+    """Default KV slots of a front's points: eight, evenly spaced on a logarithmic scale.
 
-    They are below `most`, those of all units full, and above `least`, those of all units with the
-    narrowest window, or above those of one full `unit` where these are more.
+    They are below `most` (all units full) and above `least` (all units at the narrowest window) or
+    one full `unit`, whichever is more.
     """
     spaced = np.geomspace(max(least, unit), most, _POINTS + 2)[1:-1]
     return [round(slots) for slots in spaced]
@@ -42,11 +42,11 @@ def allotted(
 ) -> Choices:
     """A layout of at most `budget` slots whose values [L, U, C] sum to nearly the maximum.
 
-    Each unit takes the choice of largest value less a price for its slots; the price is such that
-    the slots suffice. Slots that are left widen single units, by the step of greatest value per
-    slot first. With an `order` no unit gets a wider window than one before it.
-    `narrowest` and `widest` bound the choices. The layout of the narrowest choices must be within
-    the budget, and bounds must not contradict the order.
+    Each unit takes the choice with the largest value minus a price for its slots; the price is set
+    to meet the budget. Remaining slots widen single units, first by the step with the greatest
+    value per slot. With an `order` no unit gets a wider window than one before it. `narrowest` and
+    `widest` bound the choices. The layout of the narrowest choices must be within the budget, and
+    bounds must not contradict the order.
     """
     layers, units, kinds = values.shape
     if order is None:
@@ -84,18 +84,18 @@ def allotted(
 
 
 def _free(profits: Values) -> Choices:
-    """The choice of largest profit of each unit; of equal ones the narrowest."""
+    """Each unit's choice with the largest profit; among equal ones the narrowest."""
     kinds = profits.shape[2]
     return kinds - 1 - profits[..., ::-1].argmax(axis=2)
 
 
 def _in_order(profits: Values) -> Choices:
-    """As `_free`, where no unit gets a wider choice than the one before it."""
+    """As `_free`, but no unit gets a wider choice than the one before it."""
     layers, units, kinds = profits.shape
     best, origins = profits[:, 0], []
     rows = np.arange(layers)
     for unit in range(1, units):
-        # The best of all choices as wide or wider for the unit before, and which that is.
+        # Best profit, and its choice, over all choices at least this wide of the unit before.
         reached = np.maximum.accumulate(best, axis=1)
         is_new = np.concatenate([np.full((layers, 1), True), best[:, 1:] >= reached[:, :-1]], 1)
         origins.append(np.maximum.accumulate(np.where(is_new, np.arange(kinds), 0), axis=1))
@@ -110,7 +110,7 @@ def _in_order(profits: Values) -> Choices:
 def _filled(
     choices: Choices, values: Values, costs: Values, budget: float, is_ordered: bool
 ) -> Choices:
-    """Widen single units while slots are left, by the step of greatest value per slot first."""
+    """Widen single units while slots are left, first by the greatest value per slot."""
     choices, kinds = choices.copy(), np.arange(values.shape[2])
     current = np.take_along_axis(values, choices[..., None], axis=2)
     left = budget - slots_of(choices, costs)
@@ -130,6 +130,6 @@ def _filled(
 
 
 def order_of(layouts: list[Choices], values: Values) -> Order:
-    """Order of each layer's units by `layouts`, which share one; ties by the value of full."""
+    """Common order of each layer's units in `layouts`; ties by the value of being full."""
     given = np.sum(layouts, axis=0) if layouts else np.zeros(values.shape[:2])
     return np.lexsort((-values[..., 0] + values[..., -1], given), axis=1)

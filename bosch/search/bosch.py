@@ -1,12 +1,12 @@
-"""BOSCH §2.2: from a scorer to a head mask on budget, by Algorithms 1 to 3.
+"""BOSCH §2.2: search for a head mask on budget, by Algorithms 1 to 3.
 
-Algorithm 1 (§2.2.1) measures how much the score suffers when a layer is localised, Algorithm 2
-(§2.2.2) says how many units of each layer become sliding, Algorithm 3 (§2.2.3) chooses them jointly
-among layers of equal ratio.
+Algorithm 1 (§2.2.1) measures the loss of score when a layer is localised (its units made sliding),
+Algorithm 2 (§2.2.2) sets the number of sliding units of each layer, and Algorithm 3 (§2.2.3)
+chooses them jointly among layers of equal ratio.
 
-Algorithm 2 has two corrections: the drop is positive when the score falls (the published sign would
-localise the hardest layers most), and the reconciliation ends when no bucket step fits, the rest
-being given unit by unit, so that the budget is met exactly.
+Algorithm 2 has two corrections: the drop is positive when the score falls (with the published sign
+the hardest layers would slide most), and when no bucket step fits, the rest is assigned unit by
+unit, so that the budget is met exactly.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from bosch.search.subproblem import optimise_layers
 class SearchResult:
     """A head mask on budget, its evaluation, anchors, and results of Algorithms 1 and 2 by layer.
 
-    `last_phase` is the evaluation of the mask that the method's last phase chose: another one where
-    the search had measured a better mask before. `front` holds the masks of other budgets, where
-    the method finds them; it does not know the model's name.
+    `last_phase` is the evaluation of the last phase's mask, which differs if the search had
+    measured a better mask before. `front` has the masks of other budgets, if the method finds them,
+    without the model's name.
     """
 
     mask: HeadMask
@@ -48,8 +48,8 @@ class SearchResult:
 def bosch(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """BOSCH: layer importance, adaptive ratios, joint head selection (Algorithms 1 to 3).
 
-    The mask has exactly ceil(rho N) sliding units. Raises UserError when the anchors leave nothing
-    to search for.
+    The mask has exactly ceil(rho N) sliding units. Raises UserError if the anchors show that there
+    is nothing to search for.
     """
     anchors, loss = measure_anchors(evaluator, settings)
     importance = layer_importance(evaluator, settings, loss)
@@ -67,9 +67,9 @@ def final_result(
     anchors: Anchors,
     layers: list[dict[str, float]] | None = None,
 ) -> SearchResult:
-    """The best mask on budget of the search, which is `mask` of the last phase if `strict` is set.
+    """The best mask on budget of the search; with `strict` the last phase's `mask`.
 
-    `mask` is one of units, that of the result one of heads. Says in a note where the two differ.
+    `mask` is a mask of units, the result's a mask of heads. Adds a note if the two differ.
     """
     sliding, budget = mask.num_sliding, evaluator.budget
     assert sliding == budget, f"{sliding} units sliding on a budget of {budget}"
@@ -93,7 +93,7 @@ def _worth(evaluation: Evaluation) -> str:
 
 
 def measure_anchors(evaluator: Evaluator, settings: SearchSettings) -> tuple[Anchors, Loss]:
-    """Anchors and loss of a search; raises UserError when there is nothing to search for."""
+    """Anchors and loss of a search; raises UserError if there is nothing to search for."""
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     if settings.break_ties:
@@ -104,7 +104,7 @@ def measure_anchors(evaluator: Evaluator, settings: SearchSettings) -> tuple[Anc
 def rank_layers(
     evaluator: Evaluator, settings: SearchSettings, importance: LayerImportance, anchors: Anchors
 ) -> LayerRatios:
-    """Algorithm 2, with a note when the scores of Algorithm 1 do not rank the layers."""
+    """Algorithm 2; adds a note if the scores of Algorithm 1 do not rank the layers."""
     drops = importance.averaged(
         layer_drops(importance.best_scores, anchors.all_full, anchors.all_full)
     )
@@ -123,7 +123,7 @@ def rank_layers(
 def _note_ties(
     evaluator: Evaluator, drops: np.ndarray, groups: Sequence[Sequence[int]], break_ties: bool
 ) -> None:
-    """Say when the drops do not tell all groups (by default layers) of Algorithm 1 apart."""
+    """Add a note if some groups (by default layers) of Algorithm 1 have equal drops."""
     rounded = np.round(drops[[group[0] for group in groups]], 12)
     values, counts = np.unique(rounded, return_counts=True)
     tied = int(counts[counts > 1].sum())
@@ -146,7 +146,7 @@ def layer_rows(
     evaluator: Evaluator,
     quotas: Sequence[int] | None = None,
 ) -> list[dict[str, float]]:
-    """One record per layer for the summary: results of Algorithm 1 and ratios of Algorithm 2."""
+    """Records by layer for the summary: results of Algorithm 1 and ratios of Algorithm 2."""
     units = evaluator.shape[1]
     return [
         {
@@ -163,10 +163,10 @@ def layer_rows(
 
 @dataclass(frozen=True)
 class LayerImportance:
-    """Score and log-likelihood after each layer was localised, by layer index, and the last mask.
+    """Score and log-likelihood after localising each layer, by layer index, and the last mask.
 
-    Layer l's entries were measured with all layers above it already localised. Layers of one of
-    the `groups` were localised together and share an entry.
+    Layer l's entries were measured with all layers above it localised. Layers of a group in
+    `groups` were localised together and have equal entries.
     """
 
     best_scores: list[float]
@@ -175,7 +175,7 @@ class LayerImportance:
     groups: list[list[int]]
 
     def averaged(self, drops: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Drops with each group's spread evenly over its layers."""
+        """Drops, with the drop of each group spread evenly over its layers."""
         result = drops.copy()
         for group in self.groups:
             result[group] = drops[group].mean()
@@ -185,10 +185,10 @@ class LayerImportance:
 def layer_importance(
     evaluator: Evaluator, settings: SearchSettings, loss: Loss, layers_per_group: int = 1
 ) -> LayerImportance:
-    """Localise ceil(rho H) units of one layer after another, top layer first (Algorithm 1).
+    """Localise ceil(rho H) units in each layer in turn, top layer first (Algorithm 1).
 
-    With more `layers_per_group`, neighbouring layers are searched jointly, in groups of equal size
-    or nearly so, and ceil(rho |g| H) units of a group g are localised.
+    With more `layers_per_group`, neighbouring layers are searched jointly, in groups of nearly
+    equal size, with ceil(rho |g| H) sliding units in a group g.
     """
     num_layers, units = evaluator.shape
     mask = HeadMask.all_full(num_layers, units)  # line 3
@@ -225,7 +225,7 @@ class LayerRatios:
 
 
 def layer_drops(best: Sequence[float], original: float, scale: float) -> npt.NDArray[np.float64]:
-    """d_l = drop_l - drop_{l+1}: what localising layer l cost on top of the layers above it."""
+    """d_l = drop_l - drop_{l+1}: the additional loss from localising layer l."""
     drop = (original - np.asarray(best, dtype=np.float64)) / scale  # line 6, its sign corrected
     return drop - np.append(drop[1:], 0.0)  # line 7
 
@@ -248,10 +248,9 @@ def assign_ratios(
 ) -> LayerRatios:
     """Sliding units per layer, `budget` in all (Algorithm 2).
 
-    `drops` is d of `layer_drops`. Layers of equal weight are ordered by `tie_drops` (hardest is
-    largest) where given, then by index. With `tie_drops`, layers that all have the same weight get
-    the uniform ratio: no score says that one of them is harder. A bucket b stands for ceil(b H)
-    units.
+    `drops` is d from `layer_drops`. Layers of equal weight are ordered by `tie_drops`, if given
+    (hardest is largest), then by index. With `tie_drops`, if all layers have the same weight, they
+    get the uniform ratio, since no score distinguishes them. A bucket b means ceil(b H) units.
     """
     num_layers = len(drops)
     weights = layer_weights(drops)
@@ -298,7 +297,7 @@ def _step_buckets(
 def _give_remainder(
     quotas: list[int], num_heads: int, hardest_first: list[int], target: int
 ) -> list[int]:
-    """Give what no bucket step could to the easiest layers, or take it from the hardest ones."""
+    """Assign the remaining units to the easiest layers, or take a surplus from the hardest."""
     quotas = list(quotas)
     gap = target - sum(quotas)
     direction = 1 if gap > 0 else -1
@@ -316,9 +315,9 @@ def ratio_groups(
 ) -> list[tuple[list[int], int]]:
     """Layers of equal quota, most sliding first, as (layers, units of one layer).
 
-    A group of too many variables is split into subgroups of neighbours in depth, of equal size or
-    nearly so. The deepest one comes first: while it is searched, no layer below it has changed.
-    Layers with no sliding unit are left out.
+    A group with too many variables is split into subgroups of neighbours in depth, of nearly equal
+    size. The deepest comes first, so that layers below it do not change while it is searched.
+    Layers without sliding units are left out.
     """
     limit = max_layers_per_group(num_heads, max_variables)
     groups = []
@@ -332,9 +331,9 @@ def ratio_groups(
 def head_selection(
     evaluator: Evaluator, settings: SearchSettings, loss: Loss, quotas: Sequence[int]
 ) -> HeadMask:
-    """Choose `quotas[l]` units of each layer, summed over the layers of a group (Algorithm 3).
+    """Choose sliding units within the sum of `quotas` of each group (Algorithm 3).
 
-    `quotas` are M of line 5. Starts from all full. Groups of ratio 0 and 1 are set, not searched.
+    `quotas` are M of line 5. Starts with all heads full. Groups of ratio 0 and 1 are not searched.
     """
     num_layers, units = evaluator.shape
     mask = HeadMask.all_full(num_layers, units)  # line 4

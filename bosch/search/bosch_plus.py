@@ -1,28 +1,28 @@
 """Search by gradients of the heads' gates, with a tenth of the published search's evaluations.
 
-A unit's value at a mask is the derivative of the answers' log-likelihood with respect to its gate:
-the gain of making it full. Each gradient is taken over the next of 8 shares of the calibration
-examples. Nothing depends on the seed: the random numbers are always the same.
+A unit's value at a mask is the derivative of the answers' log-likelihood by its gate: the gain from
+making it full. Each gradient uses the next of 8 parts of the calibration examples. The random
+numbers are always the same, whatever the seed.
 
-1. Gates. Where the budget suffices for two starts, gates are learned by gradients at masks on
-   budget (`bosch.search.gates`). For heads that depend on each other these are more informative
-   than gradients at masks of mostly full heads. A larger budget takes more of them.
-2. Elimination. From every head full, the units of least value slide in up to 8 steps, with a fresh
-   gradient before each: a unit's value rises when its substitutes slide. Where the
-   budget allows little else, exchanges follow before the mask is measured. After gates two more
-   masks are measured, if enough is left: whole layers of greatest value, and the units of greatest
-   mean value. Without gates it is the units of greatest value with every head full and with every
-   head sliding, taken together.
-3. Two tracks. The search resumes from both starts. From a track's mask, full units of little value
-   are exchanged for sliding ones of great value, in steps that halve, with a fresh gradient before
-   each; the mask at the end is measured.
-4. Moves of the better track, and of the other one when it has stalled. Single swaps from the best
-   mask so far, the most promising first; or some units of it exchanged at random, or added beyond
-   the budget, then exchanges or elimination from there; or more steps for the gates. The kind of
-   move that succeeded more often for its cost is tried more often.
+1. Gates. If the budget suffices for two starts, gates are learned by gradients at masks on budget
+   (`bosch.search.gates`). For heads that depend on each other these are more informative than
+   gradients at masks of mostly full heads. A larger budget uses more of them.
+2. Elimination. Starting with every head full, the units of least value become sliding in up to 8
+   steps, with a new gradient before each, since a unit's value rises when its substitutes slide.
+   With a small budget, exchanges follow before the mask is measured. After gates two more masks are
+   measured, if the budget allows: whole layers of greatest value, and the units of greatest mean
+   value. Without gates it is the units with the greatest sum of values with every head full and
+   with every head sliding.
+3. Two tracks. The search continues from both starts. Full units of little value are exchanged for
+   sliding ones of great value, in steps that halve, with a new gradient before each; the last mask
+   is measured.
+4. Moves of the better track, and of the other one when the better has stalled: single swaps from
+   the best mask so far, the most promising first; random exchanges, or units added beyond the
+   budget, followed by exchanges or elimination; or more steps for the gates. Kinds of moves that
+   succeeded more often for their cost are tried more often.
 
-A mask replaces a track's best one when its score is higher, or equal with a higher log-likelihood;
-its evaluation ends as soon as it can no longer do so.
+A mask replaces a track's best mask if its score is higher, or equal with a higher log-likelihood.
+Its evaluation ends as soon as this is impossible.
 """
 
 from __future__ import annotations
@@ -49,35 +49,35 @@ Units = npt.NDArray[np.int64]
 
 _STEPS = 8
 _ELIMINATION_SHARE = 0.4
-# Gradients for exchanges that follow the elimination where the budget allows little else.
+# Gradients for exchanges after the elimination if the budget is small.
 _FIRST_EXCHANGES = 2
-# Gradients that are kept for the exchanges of a track.
+# Gradients reserved for the exchanges of a track.
 _EXCHANGES = 5
-# Gradients for learned gates of a small budget, and the largest share for them and their mask.
+# With a small budget: gradients for learned gates, and the largest share of them and their mask.
 _GATES = 4
 _GATES_SHARE = 0.55
-# Of a large budget: fewest and most of these gradients, and their share of what the other start,
-# its exchanges and three masks leave. No more than one for every four units.
+# With a large budget: fewest and most of these gradients, and their share of the passes left by the
+# other start, its exchanges and three masks; at most one for every four units.
 _MIN_GATES, _MAX_GATES = 6, 64
 _GATES_OF_SPARE = 0.7
 # Gradients of one move that trains the gates further.
 _MORE_GATES = 8
-# Full units below which no gates are learned: masks of so few show hardly any of them together.
+# Fewest full units with which gates are learned: masks of fewer rarely show pairs of them.
 _MIN_FULL = 4
 _FRUITLESS = 50
-# Swaps that fail in a row before moves are tried that need gradients of their own.
+# Failed swaps in a row before moves that need new gradients are tried.
 _PATIENCE = 24
-# Masks in a row that bring a track nothing before the other one has its turn.
+# Masks in a row without success before the other track has its turn.
 _STALLED = 48
-# What a failed swap takes from the expected gain of others with one of its units.
+# Penalty on the expected gain of swaps that share a unit with a failed swap.
 _FAILURE = 0.05
 
 
 def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Find a mask with exactly ceil(rho N) sliding units, within `plus_budget`.
 
-    Raises UserError when the anchors leave nothing to search for, or the budget does not pay for
-    one gradient and one mask.
+    Raises UserError if there is nothing to search for, or the budget does not suffice for a
+    gradient and a mask.
     """
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
@@ -91,7 +91,7 @@ def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 
 
 def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
-    """Say where other budgets per layer would be the same budget."""
+    """Add a note if other values of kappa would give the same budget."""
     layers = evaluator.shape[0]
     highest = kappa = settings.budget_per_layer
     while plus_budget(replace(settings, budget_per_layer=highest + 1), layers) == MIN_PLUS_BUDGET:
@@ -104,17 +104,18 @@ def _note_least_budget(evaluator: Evaluator, settings: SearchSettings) -> None:
 
 
 class _Track:
-    """The search from one start: its best mask, its moves, and how they fare."""
+    """The search from one start: its best mask, its moves and their success."""
 
     def __init__(self, start: Bits, best: Evaluation, moves: list[Move]) -> None:
         self.bits, self.best, self.moves = start, best, moves
         self.failed_swaps = np.zeros(len(start))
-        # Failed swaps since one won, masks since any move won, proposals in a row of nothing new.
+        # Failed swaps since the last success, masks since any success, proposals in a row without a
+        # new mask.
         self.failures = self.without_win = self.fruitless = 0
 
 
 class _Search:
-    """State of one search: its tracks, what may still be spent, and what gradients said."""
+    """State of one search: its tracks, the remaining budget, and the gradients."""
 
     def __init__(self, evaluator: Evaluator, settings: SearchSettings) -> None:
         self.evaluator = evaluator
@@ -133,7 +134,7 @@ class _Search:
         return max(self.tracks, key=lambda track: track.best.rank)
 
     def start(self) -> None:
-        """Measure the masks of learned gates, of the elimination, and others that cost little."""
+        """Measure the masks of learned gates, of the elimination, and some others."""
         logger.info(
             "bosch_plus: %d of %d units stay full, %.0f passes to spend",
             self.full_units, self.num_units, self.left,
@@ -141,7 +142,7 @@ class _Search:
         everything = np.ones(self.num_units, dtype=np.bool_)
         at_full = self.gradients.add(everything)
         self._start_gates()
-        # A share of the budget; of a small budget all that first exchanges and one mask leave.
+        # A share of the budget; with a small budget all except the first exchanges and one mask.
         rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.gradients.cost
         passes = max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradients.cost))
         bits = self._eliminated(everything, passes)
@@ -170,7 +171,7 @@ class _Search:
         ]
 
     def _start_gates(self) -> None:
-        """Learn gates and measure their mask, where the budget pays for both starts."""
+        """Learn gates and measure their mask, if the budget suffices for both starts."""
         count = self._gates_to_learn()
         if not count:
             return
@@ -188,7 +189,7 @@ class _Search:
         self._track(learn(count), "gates", [*self._moves(), Move("gates", learn_more)])
 
     def _gates_to_learn(self) -> int:
-        """How many gradients learned gates get; none where one start has use for all of them."""
+        """Number of gradients for learned gates; 0 if one start needs the whole budget."""
         cost = self.gradients.cost
         if self.full_units < _MIN_FULL:
             return 0
@@ -200,7 +201,7 @@ class _Search:
         return count if count >= _MIN_GATES else 0
 
     def _track(self, bits: Bits, name: str, moves: list[Move]) -> _Track | None:
-        """A new track from a mask that is measured; None where another track has that mask."""
+        """A new track from a measured mask; None if another track has that mask."""
         if bits.tobytes() in self._tried:
             return None
         self._tried.add(bits.tobytes())
@@ -211,7 +212,7 @@ class _Search:
         return track
 
     def improve(self) -> None:
-        """Exchanges in each track, then moves until nothing is left to spend or to propose."""
+        """Exchanges in each track, then moves until the budget or the proposals are exhausted."""
         for track in sorted(self.tracks, key=lambda t: t.best.rank, reverse=True):
             if self.left > 1 + 2 * self.gradients.cost:
                 bits = self._exchanged(track.bits, max(1, self.full_units // 4))
@@ -228,7 +229,7 @@ class _Search:
             self._move(min(tracks, key=turn))
 
     def _move(self, track: _Track) -> None:
-        """The move of a track that promises most of those it may make."""
+        """The most promising move that a track may make."""
         before = self.left
         may_kick = track.failures >= _PATIENCE and self.left > 1 + 3 * self.gradients.cost
         moves = [move for move in track.moves if may_kick or not move.last]
@@ -247,7 +248,7 @@ class _Search:
         move.passes += before - self.left
 
     def _can_swap(self, track: _Track) -> bool:
-        """Whether one more mask can be paid, and the gradient that proposes it."""
+        """Whether the budget suffices for one more mask and the gradient that proposes it."""
         is_known = self.gradients.known(track.bits) is not None
         return self.left >= 1 + (0.0 if is_known else self.gradients.cost)
 
@@ -272,7 +273,7 @@ class _Search:
     def _measure(
         self, track: _Track, bits: Bits, phase: str, subproblem: str = "gradients"
     ) -> bool:
-        """Whether the mask is the track's best so far, and keep it if it is."""
+        """Measure a mask; returns whether it became the track's best."""
         if bits.tobytes() in self._tried:
             return False
         self._tried.add(bits.tobytes())
@@ -281,7 +282,7 @@ class _Search:
         evaluation = self.evaluator.evaluate(
             self._mask(bits), phase, subproblem, can_win=best.beaten_by
         )
-        won = best.beaten_by(*evaluation.rank)  # never by a bound: its evaluation had lost
+        won = best.beaten_by(*evaluation.rank)  # a bound never wins, since its evaluation had lost
         if won:
             track.bits, track.best = bits, evaluation
             track.failed_swaps[:] = 0
@@ -297,10 +298,10 @@ class _Search:
             )  # fmt: skip
 
     def _eliminated(self, bits: Bits, passes: float) -> Bits:
-        """Slide the units of least value down to the budget, with fresh gradients before each step.
+        """Make the units of least value sliding, with new gradients before each step.
 
-        Each step leaves the same share of the units that are full. Where `passes` allow it,
-        gradients over several shares of the examples are averaged.
+        Each step keeps the same share of the full units. If `passes` allow it, gradients over
+        several parts of the examples are averaged.
         """
         surplus = int(bits.sum()) - self.full_units
         steps, shares = min(_STEPS, math.ceil(math.sqrt(surplus))), 1
@@ -321,11 +322,11 @@ class _Search:
         return bits
 
     def _exchanged(self, bits: Bits, most: int) -> Bits:
-        """Exchange up to `most` pairs, then half as many, as long as gradients promise a gain."""
+        """Exchange up to `most` pairs, then half as many, while gradients predict a gain."""
         while most >= 1 and self.left >= 1 + self.gradients.cost:
             values = self.gradients.at(bits)
             gains, losses = self._ordered(bits, values)
-            # Units that can stand in for each other all promise the same gain: take some of them.
+            # Substitutes for each other all predict the same gain, so take only some.
             pool = gains[: 2 * most]
             pool = pool[values[pool] > (values[losses[0]] if len(losses) else 0.0)]
             chosen = np.sort(self._rng.permutation(len(pool))[:most])
@@ -339,7 +340,7 @@ class _Search:
         return bits
 
     def _ordered(self, bits: Bits, values: Values) -> tuple[Units, Units]:
-        """Sliding units of greatest value first, full units of least value first."""
+        """Sliding units by falling value, and full units by rising value."""
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
         return (
             gains[np.argsort(-values[gains], kind="stable")],
@@ -347,7 +348,7 @@ class _Search:
         )
 
     def _swap(self, track: _Track) -> Bits | None:
-        """The most promising swap of two units of the best mask, among those not tried."""
+        """The most promising untried swap of two units of the best mask."""
         bits = track.bits
         values = self.gradients.at(bits)
         gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
@@ -368,7 +369,7 @@ class _Search:
         return None
 
     def _kick(self, track: _Track) -> Bits | None:
-        """Some units exchanged at random, then exchanges that gradients propose."""
+        """Random exchanges of some units, then exchanges by gradients."""
         bits = track.bits
         most = min(self.full_units, self.num_units - self.full_units)
         if most < 2:
@@ -377,7 +378,7 @@ class _Search:
         return self._exchanged(swap(bits, count, self._rng), max(1, count))
 
     def _regrowth(self, track: _Track) -> Bits | None:
-        """Sliding units added at random beyond the budget, then elimination back to it."""
+        """Random sliding units made full beyond the budget, then elimination."""
         sliding = np.flatnonzero(~track.bits)
         if len(sliding) == 0 or self.full_units == 0:
             return None

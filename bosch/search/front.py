@@ -1,26 +1,26 @@
-"""The front: masks of several windows for a row of budgets, from one search by gradients.
+"""The front: masks with several windows for several budgets, from one search by gradients.
 
-A budget is a number of KV slots, heads x cached tokens at a context. One backward pass gives, to
-first order, the change of the answers' log-likelihood by full attention and by each window of the
-menu for each unit: the values of its choices. `bosch.search.allotment` turns them into the layout
-of a budget. Steps are small, each with gradients over another share of the calibration examples.
+A budget is a number of KV slots, heads x cached tokens at a context. One backward pass estimates
+the change of the answers' log-likelihood by full attention and by each window of the menu for each
+unit: the values of its choices. `bosch.search.allotment` turns them into a layout for a budget.
+Steps are small, each with gradients over another part of the calibration examples.
 
-1. Descent. From every unit full the slots fall by a constant factor, with a gradient at each level.
-   Units become of the narrowest window, in one order for each layer, so that the layouts of all
-   budgets are nested.
-2. Gates. Where the passes allow it, values are also learned by gradients at drawn layouts, as
-   `bosch.search.gates` does for two kinds of heads: one order of units for all budgets.
-3. Both are measured at one budget in the middle, and the better one gives the layouts of all
-   budgets. At the first budget that scores less than the original, layouts with wider windows and
-   with a mixture of windows are measured too, where a gradient predicts a gain; larger budgets use
-   the winner. A budget above one that scores less than the original, and no more than the next
-   smaller budget, grows from that layout by a gradient taken there.
-4. Moves for one budget at a time: exchanges of windows that gradients propose, many units or two;
-   some exchanged at random, then by gradients; the neighbour's layout, grown or shrunk. The kind of
-   move that succeeded more often for its cost is tried more often. What wins at one budget is
-   offered to all larger ones.
-5. A budget whose layout is not nested with the others gets the best one that is, where the score
-   shows no difference. What the search has not used of the examples scores every point.
+1. Descent. Starting with every unit full, the slots fall by a constant factor, with a gradient at
+   each level. Units get the narrowest window, in one order for each layer, so that the layouts of
+   all budgets are nested.
+2. Gates. If the passes allow it, values are also learned by gradients at random layouts, as in
+   `bosch.search.gates`: one order of units for all budgets.
+3. Both are measured at a middle budget, and the better one gives the layouts of all budgets. At the
+   first budget that scores less than the original, layouts with wider windows and with mixed
+   windows are also measured, if a gradient predicts a gain; larger budgets use the best of them. If
+   a budget scores less than the original and no more than the next smaller budget, the next larger
+   layout grows from it by a gradient taken there.
+4. Moves for one budget at a time: exchanges of windows by gradients, of many units or two; random
+   exchanges followed by exchanges by gradients; the neighbouring budget's layout, grown or shrunk.
+   Kinds of moves that succeeded more often for their cost are tried more often. What wins at one
+   budget is tried at all larger ones.
+5. A budget whose layout is not nested with the others gets the best nested one, if its score is not
+   lower. Held-out examples score every point.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from bosch.search.gradient_search import check_passes
 from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
 
-# Share of what the first masks of all budgets leave for gradients of the starts, the largest for
-# the descent beside gates, and the gates' share of these gradients.
+# Gradients of the starts: their share of the passes left by the first masks of all budgets, the
+# largest number for the descent when there are gates, and the gates' share.
 _START_SHARE, _DESCENT_SHARE, _GATES_SHARE = 0.75, 0.4, 0.55
 # Most levels of the descent.
 _LEVELS = 20
 _MIN_GATES, _MAX_GATES = 4, 64
-# Scarcest budgets whose numbers of full units gates are learned at, and fewest of these units.
+# Smallest budgets whose numbers of full units are used for gates, and the fewest such units.
 _GATE_BUDGETS, _MIN_FULL = 4, 4
-# The kind of a layout that mixes all windows; others are the number of their window.
+# Kind of a layout that mixes all windows; other kinds are the number of their window.
 _MIXED = 0
-# Largest loss of score for a nested mask; one example at least.
+# Largest loss of score for a nested mask, at least one example.
 _NESTED_LOSS = 0.02
 
 
 def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Find masks for all budgets in at most half as many passes again as `bosch_plus` for one.
+    """Find masks for all budgets, with at most 1.5 times the passes of `bosch_plus` for one.
 
-    The budgets are those of `evaluator.slot_budgets`; by default eight, and that of the ratio's
-    full units beside others of the narrowest window, whose mask is the result. Gradients count at
-    their cost, passes over examples held out at their share. Raises UserError when the anchors
-    leave nothing to search for, a budget or window is none at the context, or the passes pay for
-    no gradient.
+    The budgets are those of `evaluator.slot_budgets`; by default eight, and the slots of a mask
+    that has the ratio's full units and all others at the narrowest window. Gradients count at their
+    cost, held-out passes at their share of examples. Raises UserError if there is nothing to search
+    for, a budget or window is impossible at the context, or the passes do not suffice for a
+    gradient.
     """
     anchors = evaluator.anchors(settings.swa_ratio, len(evaluator.windows))
     anchors.check()
@@ -80,11 +80,12 @@ class FrontSearch(Moves):
     """The search: its start, one order of units, and the result."""
 
     def start(self) -> None:
-        """Measure a layout for each budget, from one in the middle down, then up.
+        """Measure a layout for each budget, from a middle one down, then up.
 
-        The start that wins at the first one gives all layouts, and the kind that wins at the first
-        one whose answers are not all right. Above a stuck layout its own gradient says, too, what
-        to add: where most is full, or little of what the answers need, gradients say least.
+        The start that wins at the first budget gives all layouts; the kind of window is the one
+        that wins at the first budget with wrong answers. The layout above a stuck one also uses the
+        stuck layout's gradient, since gradients tell little where most units are full or most of
+        what the answers need is missing.
         """
         if not self.budgets:
             return
@@ -112,7 +113,7 @@ class FrontSearch(Moves):
             if number > first and self._is_stuck(number - 1) and self.free >= self.gradients.cost:
                 local = self.gradients.at(self.points[number - 1].choices)
             if number != first:
-                self.unmeasured.discard(number)  # frees the passes reserved for it
+                self.unmeasured.discard(number)  # releases the passes reserved for it
                 if local is None:
                     choices = self._layout(kind, values[number], number, orders[number])
                 else:
@@ -123,19 +124,19 @@ class FrontSearch(Moves):
                 kind = self._best_kind(number, values[number], orders[number])
 
     def _is_stuck(self, number: int) -> bool:
-        """Whether a budget's mask falls short and scores no more than the next scarcer one's."""
+        """Whether a budget scores below the original and no better than the next smaller one."""
         score, below = (self.points[index].evaluation.score for index in (number, number - 1))
         return self._is_short(number) and score <= below
 
     def _is_short(self, number: int) -> bool:
-        """Whether a budget's mask scores less than the original."""
+        """Whether a budget's mask scores below the original."""
         return self.points[number].evaluation.score < self.full.score - 1e-9
 
     def _best_kind(self, number: int, values: Values, order: Choices) -> int:
-        """The window beside full units that wins at a budget, `_MIXED` where a mixture does.
+        """The window of sliding units that wins at a budget, or `_MIXED` for a mixture.
 
-        Kinds are measured in the order of the gain that a gradient at the best layout so far
-        predicts. At a layout that answers nothing the gradient is no guide: `values` serve instead.
+        Kinds are measured in order of the gain predicted by a gradient at the best layout so far.
+        At a layout that answers nothing, `values` are used instead.
         """
         self.kinds_tried = True
         best = self.kinds - 1
@@ -159,14 +160,14 @@ class FrontSearch(Moves):
     def _layout(
         self, kind: int, values: Values, number: int, order: Order | None = None
     ) -> Choices:
-        """The layout of a budget with one window, or with a mixture, of greatest value."""
+        """The layout of greatest value for a budget, with one window or a mixture."""
         budget = self.budgets[number]
         if kind == _MIXED:
             return allotted(values, self.costs, budget, order=order)
         return self._of_window(kind, values, budget, order)
 
     def _descent(self, affordable: int) -> tuple[list[Values], list[Choices]]:
-        """Values of choices for each budget, and nested layouts of the narrowest window."""
+        """Values of choices for each budget, and nested layouts with the narrowest window."""
         affordable = max(1, affordable)
         count = min(_LEVELS, max(len(self.budgets), affordable))
         lowest = self.budgets[0]
@@ -198,9 +199,9 @@ class FrontSearch(Moves):
         order: Order | None = None,
         widest: Choices | None = None,
     ) -> Choices:
-        """The layout of a budget with one window beside full units, a subset of those of `widest`.
+        """The layout of a budget with full units, a subset of those in `widest`, and one window.
 
-        Where the budget is too small for the window, a narrower one is taken.
+        If the budget is too small for the window, a narrower one is used.
         """
         while values[..., 0].size * self.costs[kind] > budget:
             kind += 1
@@ -211,13 +212,13 @@ class FrontSearch(Moves):
 
     @property
     def _drawn(self) -> list[int]:
-        """Numbers of full units of the layouts that gates are learned at."""
+        """Numbers of full units of the layouts at which gates are learned."""
         each = self.costs[0] - self.costs[-1]
         counts = [int((budget - self.least) / each) for budget in self.budgets]
         return [count for count in counts if count >= _MIN_FULL][:_GATE_BUDGETS]
 
     def gates_to_learn(self, gradients: int) -> int:
-        """How many of the `gradients` gates get; none where these are too few for two starts."""
+        """Number of the `gradients` for gates; 0 if there are too few for two starts."""
         most = min(_MAX_GATES, max(_MIN_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
         if not self._drawn or count < _MIN_GATES:
@@ -225,10 +226,10 @@ class FrontSearch(Moves):
         return count
 
     def _learned(self, gradients: int) -> Values | None:
-        """Values of choices, learned at layouts drawn by them as in `bosch.search.gates`.
+        """Values of choices, learned at layouts drawn from them as in `bosch.search.gates`.
 
-        Numbers of full units and windows of the others take turns, the narrowest window first: all
-        budgets and windows share one order of units.
+        Numbers of full units and windows of the others alternate, the narrowest window first, so
+        all budgets and windows have one order of units.
         """
         if not gradients:
             return None
@@ -243,18 +244,18 @@ class FrontSearch(Moves):
         return gates
 
     def _add(self, number: int, choices: Choices, name: str) -> None:
-        """The first layout of a budget, measured whole."""
+        """Measure the first layout of a budget completely."""
         evaluation = self._evaluate(choices, "start", name)
         assert evaluation is not None
         point = Point(self.budgets[number], choices, evaluation, self._spent, np.zeros(self.shape))
         self.points[number] = point
 
     def _wins(self, number: int, choices: Choices, name: str) -> bool:
-        """Whether a layout is better than that of a budget, where it can be measured."""
+        """Whether a layout beats a budget's layout, if it can be measured."""
         return self._affordable(choices) and self._measure(number, choices, name)
 
     def nest(self) -> None:
-        """Give points outside the chain of the chosen one a nested mask of no lower score."""
+        """Replace points that do not nest with the chosen one by nested masks of equal score."""
         if not self.points:
             return
         numbers = sorted(self.points)
@@ -272,7 +273,7 @@ class FrontSearch(Moves):
                 chain.append(choices)
 
     def _nested(self, number: int, chain: list[Choices]) -> Choices | None:
-        """The best layout of a budget that has one order with a chain, if it costs nothing."""
+        """The best layout of a budget that is nested with a chain, if it is known already."""
         point = self.points[number]
         loss = max(_NESTED_LOSS, self.evaluator.scorer.quantum)
 
@@ -313,7 +314,7 @@ class FrontSearch(Moves):
         by_slots: dict[float, Point] = {}
         for point in sorted(points, key=lambda p: (p.evaluation.rank, p.budget == self.exact)):
             by_slots[slots_of(point.choices, self.costs)] = point
-        # By what masks take, for that of a richer budget may be the best that fits the chosen one.
+        # By slots, since the mask of a larger budget may be the best within the chosen one.
         exact = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
         within = exact or [slots for slots in by_slots if slots <= self.chosen]
         result = by_slots[max(within, key=lambda slots: (by_slots[slots].evaluation.score, slots))]
@@ -349,5 +350,5 @@ class FrontSearch(Moves):
 
 
 def _sum_of(values: Values, choices: Choices) -> float:
-    """The value of a layout, to first order."""
+    """The first-order value of a layout."""
     return float(np.take_along_axis(values, choices[..., None], axis=2).sum())

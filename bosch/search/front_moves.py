@@ -1,4 +1,4 @@
-"""Moves of a search of a front: from the best layout of a budget to another one."""
+"""Moves of a search for a front: from the best layout of a budget to another."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from bosch.search.allotment import Choices, Values, allotted, order_of, slots_of
 from bosch.search.front_state import State
 from bosch.search.gradient_search import Move
 
-# Masks in a row that bring a budget nothing before another one has its turn.
+# Masks in a row without success before another budget has its turn.
 _PATIENCE = 6
 _FRUITLESS = 40
-# What a failed swap takes from the expected gain of others with one of its units.
+# Penalty on the expected gain of swaps that share a unit with a failed swap.
 _FAILURE = 0.05
-# Steps of one unit among which pairs are sought.
+# Number of single-unit steps among which pairs are formed.
 _STEPS = 256
-# Passes kept for nested masks, as a share of all.
+# Passes reserved for nested masks, as a share of all.
 _NESTING_SHARE = 0.1
 
 
 class Moves(State):
-    """The state with its moves."""
+    """The state of the search, with its moves."""
 
     def improve(self) -> None:
-        """Moves for one budget after the other until nothing is left to spend or to propose."""
+        """Moves for one budget after another until the passes or the proposals are exhausted."""
         self.for_nesting = _NESTING_SHARE * self.all_passes
         grown = Move("grown", lambda number: self._grown(number) if number else None)
         moves = [
@@ -61,7 +61,7 @@ class Moves(State):
         self.for_nesting = 0.0
 
     def _turn(self, number: int) -> tuple[int, float, float]:
-        """Those that moves still improve come first, by what the next larger budget has more."""
+        """Sort key: budgets that still improve first, by the next larger budget's advantage."""
         point = self.points[number]
         above = self.points[number + 1].evaluation if number + 1 < len(self.points) else self.full
         return (
@@ -71,7 +71,7 @@ class Moves(State):
         )
 
     def _no_better_than_smaller(self) -> int | None:
-        """A budget no better off than the next scarcer one, once for each layout of that."""
+        """A budget that scores no better than the next smaller one, once per layout of that."""
         for number in range(1, len(self.points)):
             below, point = self.points[number - 1], self.points[number]
             key = number, below.choices.tobytes()
@@ -86,7 +86,7 @@ class Moves(State):
         return self._exchanged(point.choices, point.budget, max(1, most >> point.failures // 2))
 
     def _exchanged(self, choices: Choices, budget: int, most: int) -> Choices:
-        """Change up to 2 x `most` units as gradients propose, then half as many, and so on."""
+        """Change up to 2 x `most` units by gradients, then half as many, and so on."""
         while most >= 1 and self._pays(choices):
             changed = self._stepped(choices, self.gradients.at(choices), budget, 2 * most)
             if (changed == choices).all():
@@ -96,10 +96,10 @@ class Moves(State):
         return choices
 
     def _stepped(self, choices: Choices, values: Values, budget: int, most: int) -> Choices:
-        """The layout of a budget by `values`, of which about `most` units are not as they were.
+        """The best layout of a budget by `values` in which about `most` units change.
 
-        Each unit's own choice gets a bonus, as large as keeps the others. Units that can stand in
-        for each other all promise the same: half of those that could grow stay as they are.
+        Each unit's current choice gets a bonus, which limits the changes. Substitutes for each
+        other predict the same gain, so half of the units that could get a wider window keep theirs.
         """
         is_kept = (choices > 0) & (self._rng.random(self.shape) < 0.5)
         widest = np.where(is_kept, choices, 0)
@@ -127,7 +127,7 @@ class Moves(State):
         return with_bonus(high)
 
     def _swap(self, number: int) -> Choices | None:
-        """The most promising change of two units, one wider and one narrower, not yet tried."""
+        """The most promising untried change of two units, one wider and one narrower."""
         point = self.points[number]
         choices, values = point.choices, self.gradients.at(point.choices)
         current = np.take_along_axis(values, choices[..., None], axis=2)
@@ -141,7 +141,7 @@ class Moves(State):
         )
         if not len(wider):
             return None
-        # The last row of `narrower` stands for no second unit.
+        # The last row of `narrower` means no second unit.
         both = gains[wider][:, None] + np.append(gains[narrower], 0.0)
         slots = steps[wider][:, None] + np.append(steps[narrower], 0.0)
         units = np.append(narrower // self.kinds, -1)
@@ -162,7 +162,7 @@ class Moves(State):
         return None
 
     def _kick(self, number: int) -> Choices | None:
-        """Choices of some units exchanged at random, then exchanges that gradients propose."""
+        """Random exchanges of some choices, then exchanges by gradients."""
         point = self.points[number]
         flat = point.choices.reshape(-1).copy()
         wide = np.flatnonzero(flat < self.kinds - 1)
@@ -176,17 +176,17 @@ class Moves(State):
         return self._exchanged(flat.reshape(self.shape), point.budget, max(1, count // 2))
 
     def _grown(self, number: int) -> Choices:
-        """The layout of the next scarcer budget, wider by its gradients, in one order with it."""
+        """The next smaller budget's layout, widened by its gradients and nested with it."""
         return self._wider(number, self.gradients.at(self.points[number - 1].choices))
 
     def _wider(self, number: int, values: Values) -> Choices:
-        """The layout of the next scarcer budget, wider by `values`, in one order with it."""
+        """The next smaller budget's layout, widened by `values` and nested with it."""
         below = self.points[number - 1].choices
         order = order_of(self._chain(below, range(number - 1)), values)
         return allotted(values, self.costs, self.budgets[number], order=order, narrowest=below)
 
     def _shrunk_move(self, number: int) -> Choices | None:
-        """The layout of the next larger budget, narrower by its gradients, in one order with it."""
+        """The next larger budget's layout, narrowed by its gradients and nested with it."""
         if number + 1 == len(self.points):
             return None
         above = self.points[number + 1].choices
@@ -195,7 +195,7 @@ class Moves(State):
         return allotted(values, self.costs, self.budgets[number], order=order, widest=above)
 
     def _chain(self, choices: Choices, others: Iterable[int]) -> list[Choices]:
-        """A layout and those of other points that have one order with it and each other."""
+        """A layout and those of other points that are nested with it and each other."""
         chain = [choices]
         for number in others:
             if share_order([*chain, self.points[number].choices]):

@@ -1,4 +1,4 @@
-"""State of a search of a front: its budgets, values of choices, and measured layouts."""
+"""State of a search for a front: its budgets, values of choices, and measured layouts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Point:
-    """A budget, its best layout so far, and how moves fare."""
+    """A budget, its best layout so far, and the success of its moves."""
 
     budget: int
     choices: Choices
     evaluation: Evaluation
     passes: float
     failed: Values
-    failures: int = 0  # moves since one won
+    failures: int = 0  # moves since the last success
 
 
 class State:
-    """The points of one search, what may still be spent, and what gradients said."""
+    """The points of one search, the remaining passes, and the gradients."""
 
     def __init__(self, evaluator: Evaluator, settings: SearchSettings) -> None:
         self.evaluator, self.shape = evaluator, evaluator.shape
-        # A scorer that is no model has one token.
+        # A scorer without a model has one token.
         longest = int(getattr(getattr(evaluator.scorer, "calibration", None), "max_length", 1))
         budgets = evaluator.slot_budgets or SlotBudgets(longest)
         self.context, self.menu = budgets.context, evaluator.windows
@@ -84,7 +84,7 @@ class State:
                     f"every head with the smallest window needs {self.least:,}"
                 )
         self.chosen = min(chosen, self.most)
-        # A ratio is met exactly, as by other methods: no better mask of fewer slots is its result.
+        # A ratio is met exactly, as in other methods, even if a mask with fewer slots is better.
         self.exact = self.chosen if budgets.chosen is None else None
         stated = [int(slots) for slots in budgets.slots]
         slots = stated or spaced_slots(self.least, self.costs[0], self.most)
@@ -126,11 +126,11 @@ class State:
 
     @property
     def _for_ends(self) -> float:
-        """Passes over the held-out examples of the two ends."""
+        """Passes for the held-out examples of both ends."""
         return self.held_out_cost * sum(map(self._cost, (self.nothing, self.everything)))
 
     def _cost_of_first(self, budget: int) -> float:
-        """Passes for a budget's layout of the narrowest window, held-out examples included."""
+        """Passes for a budget's layout with the narrowest window, held-out examples included."""
         full = int((budget - self.least) / (self.costs[0] - self.costs[-1]))
         choices = self.nothing.copy()
         choices.reshape(-1)[:full] = 0
@@ -158,23 +158,23 @@ class State:
         return min(self.left - reserved, spare)
 
     def _affordable(self, choices: Choices) -> bool:
-        """Whether a layout can be measured, and the held-out examples if it wins."""
+        """Whether the passes suffice for a layout and, if it wins, its held-out examples."""
         return self.free >= max(1.0, (1 + self.held_out_cost) * self._cost(choices))
 
     def _end(self, choices: Choices) -> Evaluation:
-        """The anchor's evaluation: every unit with one choice."""
+        """The evaluation of an anchor, in which all units have the same choice."""
         mask = self.evaluator.units.head_mask(HeadMask.of_choices(choices))
         evaluation = self.evaluator.log.get(mask)
         assert evaluation is not None
         return evaluation
 
     def _gradient(self, choices: Choices, share: int) -> Values:
-        """A gradient at a layout: the values of all choices there."""
+        """A gradient at a layout, as values of all choices."""
         self.left -= self.evaluator.cost_of_gradient(share, SHARES)
         return self.evaluator.window_values(HeadMask.of_choices(choices), share, SHARES)
 
     def _pays(self, choices: Choices) -> bool:
-        """Whether one more mask can be paid, and the gradient at a layout that proposes it."""
+        """Whether the passes suffice for one more mask and the gradient that proposes it."""
         gradient = self.gradients.cost if self.gradients.known(choices) is None else 0.0
         return self.free - gradient >= (1 + self.held_out_cost) * self._cost(choices)
 
@@ -189,21 +189,22 @@ class State:
         name: str,
         can_win: CanWin | None = None,
     ) -> Evaluation | None:
-        """The evaluation of a layout, None of one that loses; one that did not costs nothing."""
+        """The evaluation of a layout, or None if it loses; known winners cost nothing."""
         key = choices.tobytes()
         if key not in self._measured:
             mask = HeadMask.of_choices(choices)
             evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
             self.left -= evaluation.whole_pass_equivalents
             self.evaluations += 1
-            # A loser's is not kept: whether its pass ended early depends on what a log knew of it.
+            # A loser's evaluation is not stored, since it may be a bound or complete, depending on
+            # the log.
             if can_win is not None and not can_win(*evaluation.rank):
                 return None
             self._measured[key] = evaluation
         return self._measured[key]
 
     def _measure(self, number: int, choices: Choices, name: str, phase: str = "start") -> bool:
-        """Whether a layout is the best of a budget, and keep it there and wherever else it is."""
+        """Measure a layout for a budget; keep it wherever it is the best so far."""
         point = self.points[number]
         key = number, choices.tobytes()
         if key in self._tried:

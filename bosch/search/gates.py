@@ -1,8 +1,8 @@
-"""Gates learned by gradient at an exact ratio, for `learned_gates` and one start of `bosch_plus`.
+"""Gates learned by gradient at an exact ratio, for `learned_gates` and `bosch_plus`.
 
-After DuoAttention (arXiv 2410.10819) and ConSA (arXiv 2606.18056): each unit has a logit, and
-ascent on the answers' log-likelihood moves the logits. A head mask is binary, so each step draws a
-mask on budget, the units of largest logits with Gumbel noise, and takes the gradient there
+After DuoAttention (arXiv 2410.10819) and ConSA (arXiv 2606.18056): each unit has a logit, which
+gradient ascent on the answers' log-likelihood changes. A head mask is binary, so each step draws a
+mask on budget (the units with the largest logits plus Gumbel noise) and takes the gradient there
 (straight through).
 """
 
@@ -14,9 +14,9 @@ import numpy.typing as npt
 Bits = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]
 
-# Step of the ascent, and the noise of the draws.
+# Step size of the ascent, and scale of the noise.
 STEP, NOISE = 0.5, 0.5
-# Largest relative difference at which two gradients are taken to say the same of a unit.
+# Largest relative difference at which two gradients of a unit count as equal.
 _AGREEMENT = 0.5
 
 
@@ -35,7 +35,7 @@ class Gates:
     def learn(self, gradient: Values) -> None:
         """One step of ascent by the gradient at a drawn mask; its largest entry sets the scale."""
         self._logits = self._logits + STEP * scaled(gradient)
-        # At an exact ratio their mean decides nothing: 0 keeps them small.
+        # At an exact ratio the mean has no effect; 0 keeps the logits small.
         self._logits = self._logits - self._logits.mean()
 
     def mask(self) -> Bits:
@@ -43,23 +43,23 @@ class Gates:
 
 
 def largest(values: Values, count: int) -> Bits:
-    """Mask of the `count` largest values; of equal ones those of lower index."""
+    """Mask of the `count` largest values; among equal ones, those of lower index."""
     bits = np.zeros(len(values), dtype=np.bool_)
     bits[np.argsort(-values, kind="stable")[:count]] = True
     return bits
 
 
 def scaled(gradient: Values) -> Values:
-    """The gradient with a largest entry of 1; zeros stay zeros."""
+    """The gradient scaled to a largest entry of 1; an all-zero gradient is unchanged."""
     greatest = float(np.abs(gradient).max())
     return gradient / greatest if greatest > 0 else gradient
 
 
 class RunningMean:
-    """Running mean of each unit's value, which starts again where a gradient disagrees with it.
+    """Running mean of each unit's value, which restarts when a gradient disagrees with it.
 
-    A gradient of one share of the examples is noisy, so that a mean over shares is better. But a
-    unit becomes more valuable when its substitutes slide.
+    A gradient over one part of the examples is noisy, so a mean over parts is better. But a unit
+    becomes more valuable when its substitutes slide.
     """
 
     def __init__(self, units: int) -> None:

@@ -1,4 +1,4 @@
-"""A head mask from a file in place of a search."""
+"""A head mask from a file instead of a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
     """The mask of `settings.mask`, checked against model, ratio, windows and head granularity.
 
     `scorer` has `num_layers`, `num_key_value_heads` and, where the windows are known, `windows`.
-    Raises UserError where no file is named, or it is missing, damaged or for another of these.
+    Raises UserError if no file is named, or it is missing, damaged or does not fit.
     """
     path = settings.mask
     if not path:

@@ -17,9 +17,9 @@ Layout = npt.NDArray[Any]
 
 @dataclass
 class Move:
-    """A rule that proposes layouts, how many of them won, and the passes they cost.
+    """A rule that proposes layouts, with the number of wins and the passes spent.
 
-    A `last` move is tried only when the others no longer win.
+    A `last` move is tried only when others no longer win.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Move:
 
     @property
     def promise(self) -> float:
-        """Wins per pass, starting from one win in two passes, so that each move is tried."""
+        """Wins per pass, with a prior of one win in two passes, so that each move is tried."""
         return (self.wins + 1.0) / (self.passes + 2.0)
 
 
 def check_passes(needed: float, left: float, what: str) -> None:
-    """Raise UserError where a search needs more passes than it has `left`."""
+    """Raise UserError if a search needs more passes than it has `left`."""
     if left < needed:
         raise UserError(
             f"search.budget_per_layer: {what} costs {needed:.1f} passes over the calibration set, "
@@ -44,10 +44,10 @@ def check_passes(needed: float, left: float, what: str) -> None:
 
 
 class GradientMeans:
-    """The mean of the gradients taken at each layout: the estimated value of every choice there.
+    """The mean gradient at each layout: the estimated value of every choice.
 
-    `take(layout, share)` computes the gradient over one share of the examples. `cost` is that of
-    the most expensive share, in passes: no gradient costs more. `taken` counts the gradients.
+    `take(layout, share)` computes the gradient over one part of the examples. `cost` is the upper
+    bound of a gradient's cost, in passes. `taken` counts the gradients.
     """
 
     def __init__(self, evaluator: Evaluator, take: Callable[[Any, int], Values]) -> None:
@@ -57,19 +57,19 @@ class GradientMeans:
         self._means: dict[bytes, tuple[Values, int]] = {}
 
     def known(self, layout: Layout) -> Values | None:
-        """The mean at a layout; None where no gradient was taken."""
+        """The mean at a layout; None without a gradient."""
         known = self._means.get(layout.tobytes())
         return None if known is None else known[0]
 
     def at(self, layout: Layout, gradients: int = 1) -> Values:
-        """The mean of at least `gradients` gradients; takes those that are missing."""
+        """The mean of at least `gradients` gradients; computes those that are missing."""
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))
         for _ in range(gradients - count):
             mean = self.add(layout)
         return mean
 
     def add(self, layout: Layout) -> Values:
-        """Take one more gradient, over the next share of the examples, and return the new mean."""
+        """Compute one more gradient, over the next part of the examples; returns the new mean."""
         values = self._take(layout, self.taken % SHARES)
         self.taken += 1
         mean, count = self._means.get(layout.tobytes(), (np.zeros(1), 0))

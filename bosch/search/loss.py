@@ -9,13 +9,13 @@ from bosch.errors import UserError
 
 @dataclass(frozen=True)
 class Anchors:
-    """Scores between which S(z) is normalised: every head sliding, every head full."""
+    """Scores with every head sliding and every head full, for the normalisation of S(z)."""
 
     all_sliding: float
     all_full: float
 
     def check(self) -> None:
-        """Raise UserError when the calibration set cannot tell good masks from bad ones."""
+        """Raise UserError if the calibration set cannot distinguish good masks from bad ones."""
         if self.all_full <= 0.0:
             raise UserError(
                 "search: the model with full attention answers none of the calibration examples, "
@@ -34,7 +34,7 @@ class Anchors:
 class Loss:
     """loss(z; rho, I) = -S^(z) + alpha (rho_I(z) - rho)^2 with anchors a and b.
 
-    rho is the sub-problem's quota over its size, so a mask on budget pays no penalty.
+    rho is the sub-problem's quota over its size, so a mask on budget has no penalty.
     """
 
     anchors: Anchors

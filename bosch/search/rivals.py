@@ -1,5 +1,4 @@
-"""Searches to compare with, not in the paper: whole mask, single heads and layers, gradients,
-learned gates.
+"""Searches for comparison, not in the paper: whole mask, single heads, layers, gradients, gates.
 
 Each finds a mask with exactly ceil(rho N) sliding units.
 """
@@ -20,7 +19,7 @@ from bosch.search.subproblem import optimise_layers
 
 
 def one_plus_one(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """The (1+1) algorithm on the whole mask with kappa L evaluations: BOSCH without its stages."""
+    """The (1+1) algorithm on the whole mask with kappa L evaluations."""
     return _whole_mask(evaluator, settings, "one_plus_one")
 
 
@@ -40,10 +39,10 @@ def _whole_mask(evaluator: Evaluator, settings: SearchSettings, solver: SolverNa
 
 
 def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Each unit slides alone, all others full: those whose score drops least become sliding.
+    """Each unit slides alone; those whose score drops least become sliding.
 
-    N evaluations. After the single-head ablation on key-value retrieval of arXiv 2602.11374; the
-    retrieval examples are those of the calibration set. Equal scores are ranked by log-likelihood.
+    N evaluations. After the single-head ablation on key-value retrieval of arXiv 2602.11374, with
+    the calibration set as retrieval examples. Equal scores are ranked by log-likelihood.
     """
     anchors, _ = measure_anchors(evaluator, settings)
     full = HeadMask.all_full(*evaluator.shape)
@@ -55,7 +54,7 @@ def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchRes
             mask = full.with_layer(layer, alone)
             result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
             ranks.append(settings.sort_key(*result.rank))
-    # sorted() keeps the order of equal ones: the unit of lower index slides.
+    # sorted() is stable: among equal units that of lower index slides.
     order = sorted(range(len(ranks)), key=lambda unit: ranks[unit], reverse=True)
     bits = np.ones(len(ranks), dtype=np.bool_)
     bits[order[: evaluator.budget]] = False
@@ -65,8 +64,8 @@ def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchRes
 def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Each layer slides alone: the layers whose answers lose least log-likelihood become sliding.
 
-    L evaluations. After arXiv 2606.27791. What is left of the budget, less than a layer, slides in
-    the next layer, units of lower index first.
+    L evaluations. After arXiv 2606.27791. The rest of the budget, less than a layer, slides in the
+    next layer, units of lower index first.
     """
     return _by_layer(evaluator, settings, stays_full=False)
 
@@ -74,15 +73,15 @@ def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResu
 def layer_restoration(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Each layer is full alone: the layers whose answers gain most log-likelihood stay full.
 
-    L evaluations. After arXiv 2512.20569, with the log-likelihood of the original's answers in
-    place of a divergence on plain text, and without the training of each candidate. A last layer
-    that the budget pays in part keeps its units of lower index full.
+    L evaluations. After arXiv 2512.20569, with the answers' log-likelihood instead of a divergence
+    on plain text, and without training each candidate. In a last layer that is partly full, the
+    units of lower index are full.
     """
     return _by_layer(evaluator, settings, stays_full=True)
 
 
 def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) -> SearchResult:
-    """Each layer differs alone; the best ones, as the budget has room, end as they were alone."""
+    """Evaluate each layer's change alone; the best layers within the budget keep the change."""
     anchors, _ = measure_anchors(evaluator, settings)
     layers, units = evaluator.shape
     base = HeadMask(np.full((layers, units), not stays_full))
@@ -100,7 +99,7 @@ def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) 
 
 
 def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """One gradient at the original model profiles all units: those of least value become sliding.
+    """One gradient at the original model values all units; those of least value become sliding.
 
     A value is the first-order change of the answers' log-likelihood, as in MoA's profile of heads'
     spans (arXiv 2406.14909); here there is one window.
@@ -116,8 +115,8 @@ def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult
 def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Gates learned by gradient at an exact ratio, the largest of which stay full.
 
-    By `bosch.search.gates`, which names the sources. Spends kappa L / 10 evaluations, each gradient
-    at its cost. Raises UserError where these do not pay for one gradient and one mask.
+    See `bosch.search.gates`. Spends kappa L / 10 evaluations, each gradient at its cost. Raises
+    UserError if these do not suffice for a gradient and a mask.
     """
     anchors, _ = measure_anchors(evaluator, settings)
     shape = evaluator.shape
@@ -125,7 +124,7 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     full_units = units - evaluator.budget
     gates = Gates(units, full_units, np.random.default_rng(settings.seed))
     budget = float(plus_budget(settings, shape[0]))
-    if settings.head_granularity > 1:  # a gradient has put the heads into units
+    if settings.head_granularity > 1:  # a gradient has formed the units
         budget -= evaluator.cost_of_gradient(0, SHARES)
     check_passes(1 + evaluator.cost_of_gradient(0, SHARES), budget, "one gradient and one mask")
     left, step = budget - 1.0, 0  # the final mask is evaluated, too

@@ -1,4 +1,4 @@
-"""Parameters of a search, in the names of the recipe. Imports neither torch nor numpy."""
+"""Parameters of a search, named as in the recipe. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bosch.errors import UserError
 
 SolverName = Literal["nomad", "nomad_penalty", "one_plus_one", "annealing"]
 
-# Passes that bosch_plus may spend however small kappa is.
+# Fewest passes of bosch_plus for a small kappa.
 MIN_PLUS_BUDGET = 4
 
 
@@ -21,10 +21,10 @@ class SearchSettings:
     `SearchConfig`, the recipe's section `search`, documents and checks every field; here only the
     ratio, the budget and the granularity are checked again.
 
-    `strict` is the published procedure: of masks of equal score the first one stays, layers of
-    equal drop are ranked by index, and the last phase's mask is the result. By default the answers'
-    log-likelihood decides between equal scores, layers that all tie get the uniform ratio, and the
-    result is the best mask on budget that the search has measured.
+    `strict` is the published procedure: of masks with equal scores the first one stays, layers with
+    equal drops are ranked by index, and the last phase's mask is the result. By default the
+    answers' log-likelihood decides between equal scores, layers get the uniform ratio if all tie,
+    and the result is the best mask on budget that the search has measured.
 
     With `head_granularity` g the full heads of every layer are a multiple of g.
     """
@@ -73,7 +73,7 @@ class SearchSettings:
 
 
 def plus_budget(settings: SearchSettings, num_layers: int) -> int:
-    """Passes that bosch_plus may spend without the anchors: kappa L / 10, at least a few.
+    """Passes of bosch_plus without the anchors: kappa L / 10, or a minimum.
 
     Gradients count at their cost in evaluations.
     """
@@ -81,5 +81,5 @@ def plus_budget(settings: SearchSettings, num_layers: int) -> int:
 
 
 def front_budget(settings: SearchSettings, num_layers: int) -> int:
-    """Passes that a search of a front may spend: 1.5 times those of `bosch_plus` on one budget."""
+    """Passes of a search for a front: 1.5 times those of `bosch_plus` for one budget."""
     return math.ceil(1.5 * plus_budget(settings, num_layers))

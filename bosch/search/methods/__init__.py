@@ -1,7 +1,7 @@
-"""All methods: what each is called, reads, may spend and which function runs it.
+"""All methods: their names, settings, bounds of evaluations and functions.
 
-A method is registered by a file in this folder. Its function stands there too, with torch imported
-inside it, or in a file of its own. Neither torch nor numpy is imported here: recipes, plans and
+A method is registered by a file in this folder. Its function is in the same file, with torch
+imported inside it, or in another file. Neither torch nor numpy is imported here: recipes, plans and
 comparisons read the table, `bosch.search.runs` runs a method.
 """
 
@@ -17,12 +17,12 @@ from bosch.search.settings import SearchSettings
 
 Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "profile", "file"]
 
-# Evaluations of the model as it is and of all heads sliding.
+# Evaluations of both anchors.
 ANCHORS = 2
 
 
 def no_search(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    """The bound of a method that asks for no score: the anchors and the final mask."""
+    """The bound of a method that needs no score: the anchors and the final mask."""
     return ANCHORS + 1
 
 
@@ -30,14 +30,14 @@ def no_search(settings: SearchSettings, num_layers: int, num_units: int) -> int:
 class Method:
     """One way to find a head mask.
 
-    `label` is its name in tables, `about` says in a few words what it does. `runner` is
-    "module:function"; the function's signature depends on the kind (see `bosch.search.runs`).
-    `settings` are the fields of `SearchSettings` that it reads besides `swa_ratio` and
-    `head_granularity`: no other field changes its mask. `bound(settings, L, units per layer)` is
-    that of `most_evaluations`. `most_local` is the end of a ranking's scores that becomes sliding.
-    `seeds`: how many a comparison runs it with, where none are named. `gradients`: it reads
-    gradients of gates where the scorer has them. `several_windows`: recipes may give it several
-    windows. `finds_front`: it finds masks for a row of budgets, one of which is chosen later.
+    `label` is its name in tables, `about` a short description. `runner` is "module:function"; the
+    function's signature depends on the kind (see `bosch.search.runs`). `settings` are the fields of
+    `SearchSettings` that it reads besides `swa_ratio` and `head_granularity`; no other field
+    changes its mask. `bound(settings, L, units per layer)` computes `most_evaluations`.
+    `most_local` is the end of a ranking's scores that becomes sliding. `seeds`: default number of
+    seeds in a comparison. `gradients`: it uses gradients of gates. `several_windows`: it can choose
+    among several windows. `finds_front`: it finds masks for several budgets, one of which is chosen
+    later.
     """
 
     label: str
@@ -54,12 +54,12 @@ class Method:
 
     @property
     def searches(self) -> bool:
-        """Whether it spends a budget of evaluations."""
+        """Whether it has a budget of evaluations."""
         return "budget_per_layer" in self.settings
 
     @property
     def reads_attention(self) -> bool:
-        """Whether it reads a model's attention on whole examples in one process."""
+        """Whether it reads a model's attention, on whole examples in one process."""
         return self.kind in ("ranking", "profile")
 
     @property
@@ -70,7 +70,7 @@ class Method:
     def most_evaluations(self, settings: SearchSettings, num_layers: int, num_heads: int) -> int:
         """Upper bound of the evaluations of S(z), the two anchors and the final mask included.
 
-        L layers of `num_heads` KV heads, of which `head_granularity` are a unit of choice.
+        L layers of `num_heads` KV heads, in units of `head_granularity`.
         """
         return self.bound(settings, num_layers, num_heads // settings.head_granularity)
 
@@ -84,7 +84,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(name: str, method: Method) -> None:
-    """Add a method behind the others of its kind; raises ValueError where the name is taken."""
+    """Add a method after the others of its kind; raises ValueError if the name is taken."""
     if name in METHODS:
         raise ValueError(f"there is a method '{name}'")
     kinds = get_args(Kind)
@@ -96,7 +96,7 @@ def register(name: str, method: Method) -> None:
 for _module in pkgutil.iter_modules(__path__):  # each file registers its methods
     importlib.import_module(f"{__name__}.{_module.name}")
 
-# Those that find a mask by themselves.
+# Methods that find a mask themselves.
 FINDING = tuple(name for name, method in METHODS.items() if method.kind != "file")
 
 # A layer rule or a ranking: its mask is made without a search.

@@ -15,7 +15,7 @@ _ONE_SOLVER = _SOLVER - {"solver"}
 
 
 def _sub_problem(settings: SearchSettings, layers: int, units: int, quota: int) -> int:
-    """kappa evaluations per layer, or one per candidate on budget where these are fewer (B.2)."""
+    """kappa evaluations per layer, or one per candidate on budget if these are fewer (B.2)."""
     return min(settings.budget_per_layer * layers, math.comb(units, quota))
 
 
@@ -32,8 +32,8 @@ def _layer_importance(
 
 
 def _bosch(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    # The groups of Algorithm 3 are not known beforehand: kappa for each layer, as published. Where
-    # it has nothing to search, the final mask takes one of these.
+    # The groups of Algorithm 3 are not known beforehand: kappa for each layer, as published. If
+    # there is nothing to search, the final mask uses one of these.
     evaluations, _ = _layer_importance(settings, num_layers, num_units, 1)
     return ANCHORS + evaluations + settings.budget_per_layer * num_layers
 
@@ -56,7 +56,8 @@ def _b_layer(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     budget = swa_budget(num_layers * num_units, settings.swa_ratio)
     quota = -(-budget // num_units)
     surplus = quota * num_units - budget
-    # The layer that gives units back is chosen among the sliding ones, then its units in turn.
+    # The layer that becomes partly full again is chosen among the sliding ones, then its units in
+    # turn.
     repair = quota + sum(num_units - i for i in range(surplus)) if surplus else 0
     return ANCHORS + _sub_problem(settings, num_layers, num_layers, quota) + repair
 

@@ -1,4 +1,4 @@
-"""Methods that rank heads or layers by what the objective says of each of them alone."""
+"""Methods that rank heads or layers by the objective for each of them alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STRICT = frozenset({"strict"})
 
 
 def _one_gradient(settings: SearchSettings, num_layers: int, num_units: int) -> int:
-    # In forward passes: the gradient's own, its recomputation, and backward through attention 2.5.
+    # In forward passes: forward, recomputation, and 2.5 for backward through attention.
     gradient = 5
     return ANCHORS + gradient + 1
 

@@ -1,4 +1,4 @@
-"""Methods that ask for no score: layer rules, rankings and profiles of attention, a given mask."""
+"""Methods without scores: layer rules, rankings and profiles of attention, a given mask."""
 
 from __future__ import annotations
 

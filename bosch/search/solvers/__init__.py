@@ -1,4 +1,4 @@
-"""Optimisers of one sub-problem: which of its units become sliding, with how many evaluations."""
+"""Optimisers of one sub-problem: which of its units become sliding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plu
 
 
 def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
-    """Best candidate on budget: by enumeration where it fits the budget, else by `solver`.
+    """Best candidate on budget, by enumeration if the evaluations suffice, else by `solver`.
 
-    More variables than NOMAD's quadratic models are meant for go to the (1+1) search, as in
+    Problems with too many variables for NOMAD's quadratic models go to the (1+1) search, as in
     BOSCH B.2.
     """
     if math.comb(problem.size, problem.quota) <= problem.budget:
@@ -34,7 +34,7 @@ def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
 
 
 def brute_force(problem: Problem) -> None:
-    """Evaluate all C(size, quota) candidates; the first of equal ones stays the best."""
+    """Evaluate all C(size, quota) candidates; the first of equal candidates is the best."""
     for chosen in combinations(range(problem.size), problem.quota):
         bits = np.zeros(problem.size, dtype=np.bool_)
         bits[list(chosen)] = True

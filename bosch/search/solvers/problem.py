@@ -1,8 +1,8 @@
 """A sub-problem as a solver sees it: n bits, a quota of ones, a budget of evaluations.
 
-Bits are True for a unit that becomes sliding. The problem counts the evaluations, answers repeated
-candidates from memory, and answers a candidate off its quota with a lower bound of its loss where
-the bound alone shows that it cannot beat the best candidate so far.
+Bits are True for sliding units. The problem counts evaluations, returns known results for repeated
+candidates, and returns a lower bound of the loss for a candidate off its quota if the bound shows
+that it cannot beat the best candidate so far.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Bits = npt.NDArray[np.bool_]
 
 
 class BudgetSpent(Exception):
-    """A further evaluation was asked for and none is left."""
+    """No evaluation is left."""
 
 
 class Value(NamedTuple):
-    """The value to minimise: the loss of Eq. 5, then (where ties are broken) -log-likelihood."""
+    """The value to minimise: the loss of Eq. 5, then (if ties are broken) -log-likelihood."""
 
     loss: float
     tie: float = 0.0
@@ -46,8 +46,8 @@ class Candidate:
 class Problem:
     """Choose `quota` of `size` units with at most `budget` calls of `measure`.
 
-    With `race` a second argument of `measure` says whether a score and log-likelihood that can
-    still be reached would be no worse than the best ones; if not, bounds are good enough.
+    With `race`, `measure` gets `can_win(score, log_likelihood)`, which says whether upper bounds
+    still reach the best candidate; if not, it may return bounds.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """Evaluations that may still be made."""
+        """Number of evaluations left."""
         return self.budget - self.spent
 
     @property
@@ -83,7 +83,7 @@ class Problem:
         return self.spent > 1 and len(self._scores) <= 1
 
     def known(self, bits: Bits) -> bool:
-        """Whether a value of `bits` costs nothing."""
+        """Whether the value of `bits` is known."""
         return bits.tobytes() in self._values
 
     def value(self, bits: Bits) -> Value:
@@ -118,22 +118,22 @@ class Problem:
         return Value(loss, -log_likelihood if self.break_ties else 0.0)
 
     def scalar(self, value: Value) -> float:
-        """One number in the order of `value`, for solvers that take no pairs.
+        """One number in the order of `value`, for solvers that do not support pairs.
 
         The log-likelihood ll <= 0 enters as 1 / (1 - ll) in (0, 1], times half of the loss between
-        two neighbouring scores, so that it never reorders masks on budget of different score.
+        two neighbouring scores, so that it never changes the order of different scores on budget.
         """
         if not self.break_ties or value.tie < 0.0:
             return value.loss
         return value.loss - 0.5 * self.quantum / self.loss.score_range / (1.0 + value.tie)
 
     def result(self) -> Candidate:
-        """Best candidate on budget that was evaluated."""
+        """The best evaluated candidate on budget."""
         assert self.best is not None
         return self.best
 
     def report_off_budget(self) -> None:
-        """Log when the lowest loss found belongs to a candidate that cannot be returned."""
+        """Log if the lowest loss belongs to a candidate off budget, which cannot be the result."""
         if self.best is not None and self._lowest_off_budget < self.best.value.loss:
             logger.info(
                 "the optimiser's best mask is off its budget (loss %.4f): the best one on budget "
@@ -145,7 +145,7 @@ class Problem:
         if sliding != self.quota:
             self._lowest_off_budget = min(self._lowest_off_budget, value.loss)
             return
-        # The score behind a bound is not known, only that it is no better than the best one.
+        # A bound only shows that the score is no better than the best one.
         if not evaluation.is_bound or evaluation.score < max(self._scores):
             self._scores.add(evaluation.score)
         if self.best is None or value < self.best.value:
