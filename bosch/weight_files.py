@@ -1,4 +1,4 @@
-"""Whether a model directory's weights are there and whole, and no others; reads headers only."""
+"""Checks that a model directory has complete weights and no others; reads only headers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bosch.files import JSON_LIMITS, load_user_json, open_regular, parse_json
 _MAX_FILES = 10_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# What transformers would take weights from as well, or instead: an adapter beside them, and a
-# distributed checkpoint. No key covers these.
+# Other files from which transformers would read weights: an adapter, and a distributed checkpoint.
+# No key covers these.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors")
 
 
 def weight_faults(directory: Path) -> Iterator[str]:
-    """A message for each file of weights that is missing, damaged, cut short or one too many."""
+    """Messages for weight files that are missing, damaged, truncated or unexpected."""
     for pattern in _OTHER_WEIGHTS:
         for other in sorted(directory.glob(pattern))[:1]:
             yield (
@@ -39,12 +39,12 @@ def weight_faults(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the weights' files and of their index, each once, also of those that are missing.
+    """Names of the weight files and of their index, each once, also if they are missing.
 
     Raises UserError for an index that cannot be read, or that names a file outside the directory.
     """
     index = directory / INDEX
-    # Where both are there, transformers reads the one file.
+    # If both exist, transformers reads the single file.
     single = [WEIGHTS] if (directory / WEIGHTS).is_file() or not index.is_file() else []
     if not index.is_file():
         return single
@@ -63,7 +63,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def code_files(directory: Path) -> list[str]:
-    """Names of the directory's own code, in whatever folder below it, hidden ones aside."""
+    """Names of the directory's Python files, also in subfolders, without hidden ones."""
     paths = (path for path in directory.rglob("*.py") if not path.is_dir())
     files = (path.relative_to(directory) for path in paths)
     return [path.as_posix() for path in files if not any(p.startswith(".") for p in path.parts)]

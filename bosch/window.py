@@ -1,8 +1,8 @@
-"""The sliding window: one value, and what each backend, cache and formula makes of it.
+"""The sliding window, and its form in each backend, cache and formula.
 
 A sliding head with window W lets query t see keys j with t - W < j <= t: W keys, itself included
-(BOSCH §2.1). With S sinks it also sees the first S tokens of its document. A window is never
-converted anywhere else.
+(BOSCH §2.1). With S sinks it also sees the first S tokens of its document. Windows are converted
+only here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-# Longer blocks compute more pairs outside the window, shorter ones keep a kernel less busy.
+# Longer blocks compute more pairs outside the window, shorter ones use a kernel less well.
 _MAX_BLOCK = 128
 # Kernels and vLLM count keys in 32 bits.
 _MAX_KEYS = 2**31 - 1
-MAX_WINDOWS = 15  # of one mask, so that a digit names each
-# First tokens of a text that count as sinks where a sink bias is estimated; as many are commonly
-# kept.
+MAX_WINDOWS = 15  # of a mask, so that one hexadecimal digit names each
+# First tokens of a text that count as sinks for the estimate of a sink bias; a common number.
 SINK_TOKENS = 4
 
 
@@ -27,8 +26,8 @@ SINK_TOKENS = 4
 class Window:
     """Keys of a sliding head: the last `size`, the query's own included, and the first `sinks`.
 
-    Raises ValueError unless both are integers, `size` at least 1 and `sinks` at least 0,
-    and they are fewer than 2^31 in all.
+    Raises ValueError unless both are integers, `size` is at least 1, `sinks` at least 0, and their
+    sum below 2^31.
     """
 
     size: int
@@ -54,36 +53,35 @@ class Window:
 
     @property
     def vllm(self) -> int:
-        """vLLM's `per_layer_sliding_window`: it counts the query's own position too."""
+        """vLLM's `per_layer_sliding_window`, which counts the query's own position."""
         return self.size
 
     @property
     def past(self) -> int:
-        """Past keys the next query can still see, sinks aside: W - 1."""
+        """Past keys that the next query can see, without sinks: W - 1."""
         return self.size - 1
 
     def held(self, tokens: int) -> int:
-        """Tokens that a cache holds of a head after `tokens` tokens: W - 1 of them, and its sinks.
+        """Tokens in a cache of a head after `tokens` tokens: the last W - 1, and the sinks.
 
-        Every token until there are more than W - 1, then the sinks too, even where they are still
-        among those.
+        All tokens up to W - 1, then also the sinks, even while they are among those.
         """
         return tokens if tokens <= self.past else self.past + self.sinks
 
     @property
     def most_keys(self) -> int:
-        """Most keys a query sees; longer texts are where a sliding head differs from a full one."""
+        """Most keys that a query sees; in longer texts a sliding head differs from a full one."""
         return self.size + self.sinks
 
 
-# Windows that a sliding head may have. One alone is a menu of one.
+# Windows that a sliding head may have; a single window is a menu of one.
 Windows: TypeAlias = Window | Sequence[Window]
 
 
 def window_menu(windows: Windows) -> tuple[Window, ...]:
     """The windows of a menu, the widest first.
 
-    Raises ValueError where there is none, or two are of one size, or their sinks differ.
+    Raises ValueError if there is none, two have the same size, or their sinks differ.
     """
     menu = (windows,) if isinstance(windows, Window) else tuple(windows)
     sizes = sorted({window.size for window in menu}, reverse=True)
@@ -96,7 +94,7 @@ def window_menu(windows: Windows) -> tuple[Window, ...]:
 
 
 def rising_menu(sizes: Sequence[int], sinks: int) -> tuple[Window, ...]:
-    """The menu of windows listed from the smallest to the widest; raises ValueError otherwise."""
+    """The menu for ascending window sizes; raises ValueError if they are not ascending."""
     menu = [Window(size, sinks) for size in sizes]
     if not menu or any(a.size >= b.size for a, b in pairwise(menu)):
         raise ValueError(f"window_sizes must rise from each to the next, found {list(sizes)}")
@@ -104,9 +102,9 @@ def rising_menu(sizes: Sequence[int], sinks: int) -> tuple[Window, ...]:
 
 
 def kv_slots(rows: Iterable[Mapping[Window | None, int]], tokens: int) -> int:
-    """Heads x tokens in a cache after `tokens` tokens, for heads of each layer by window.
+    """KV slots, heads x cached tokens, after `tokens` tokens, for each layer's heads by window.
 
-    It is what a budget of KV slots counts; None are full heads.
+    None stands for full heads.
     """
     return sum(
         count * (tokens if window is None else window.held(tokens))
@@ -116,12 +114,12 @@ def kv_slots(rows: Iterable[Mapping[Window | None, int]], tokens: int) -> int:
 
 
 def named_share(least: int, original: int) -> str:
-    """A share that allows `least` bytes or slots: rounded down, it would name fewer."""
+    """A share, rounded up, that allows at least `least` bytes or slots."""
     return f"{math.ceil(least / original * 1e6) / 1e6:g}"
 
 
 def windows_text(windows: Windows) -> str:
-    """The sizes of a menu for people: `128`, or `128, 512 and 2,048 with 4 sinks`."""
+    """The sizes of a menu as text: `128`, or `128, 512 and 2,048 with 4 sinks`."""
     menu = window_menu(windows)[::-1]
     *others, widest = (f"{window.size:,}" for window in menu)
     sizes = f"{', '.join(others)} and {widest}" if others else widest

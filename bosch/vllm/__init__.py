@@ -1,5 +1,5 @@
-"""Serve hybrid models with vLLM, which then keeps a sliding head's window and no more.
+"""Serve hybrid models with vLLM, which then caches only the window of a sliding head.
 
-`pip install .[vllm]` makes this a plugin of vLLM by the entry point `vllm.general_plugins`.
-`plan` needs neither vLLM nor torch; everything else is loaded by vLLM itself.
+`pip install .[vllm]` makes this a plugin of vLLM through the entry point `vllm.general_plugins`.
+`plan` needs neither vLLM nor torch; vLLM loads everything else.
 """

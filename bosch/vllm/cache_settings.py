@@ -1,7 +1,7 @@
-"""Engine settings on which the cache of a hybrid depends: chosen where no option says them, logged.
+"""Defaults of the engine settings on which a hybrid's cache depends, and a log line about them.
 
-A sliding head's cache holds its window and the tokens of all concurrent steps, in whole blocks. By
-vLLM's own choices these tokens can be many times the window.
+A sliding head's cache holds its window and the tokens of all concurrent steps, in whole blocks.
+With vLLM's defaults these tokens can be many times the window.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from bosch.vllm.plan import (
 # vLLM configures the loggers below this name.
 _logger = logging.getLogger("vllm.bosch")
 
-# A setting is logged where it makes the cache hold at least this multiple of the tokens.
+# A setting is logged if with it the cache would hold at least this multiple of the tokens.
 _WORTH_A_LINE = 1.1
 
 _WRAPPED = "wrapped_by_bosch"
 
-# Of these the options that a user said, while vLLM makes its configuration from options.
+# Those of these options that the user set, while vLLM makes its configuration.
 _OPTIONS = ("max_num_batched_tokens", "max_num_seqs")
 _said: ContextVar[tuple[str, ...]] = ContextVar("said", default=_OPTIONS)
 
 
 def choose_cache_settings(vllm_config: Any) -> None:
-    """Set what no option says: tokens of a step, and on a CPU the block size.
+    """Set what the user has not set: tokens of a step, and on a CPU the block size.
 
-    Raises UserError where ranks would hold more than they do of the original model.
+    Raises UserError if a rank would hold more than for the original model.
     """
     model, scheduler, cache = (
         vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config,
@@ -50,7 +50,7 @@ def choose_cache_settings(vllm_config: Any) -> None:
     plan = plan_of(served_layouts(model.hf_config), ranks, grouping_of(vllm_config))
     if plan.sliding_windows and engine is CPU and not cache.user_specified_block_size:
         cache.block_size = engine.block_size
-        cache.user_specified_block_size = True  # else the platform sets its own later
+        cache.user_specified_block_size = True  # or the platform would set its own later
     if (
         plan.sliding_windows
         and "max_num_batched_tokens" not in _said.get()
@@ -59,9 +59,9 @@ def choose_cache_settings(vllm_config: Any) -> None:
     ):
         scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
         if "max_num_seqs" not in _said.get():
-            # As vLLM does with its own choices: each sequence needs a token of a step.
+            # As in vLLM: each sequence needs a token of a step.
             scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    # Whether steps overlap is decided later.
+    # vLLM decides later whether steps overlap.
     steps = max(vllm_config.max_concurrent_batches, engine.concurrent_steps)
     request = Request(
         model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
@@ -92,27 +92,27 @@ def _chosen_batch_tokens(vllm_config: Any, plan: ModulePlan) -> int:
 
 
 def _least_step(vllm_config: Any) -> int:
-    """Tokens of a step in which every sequence that may run has its own."""
+    """Fewest tokens of a step: one for every sequence that may run."""
     return int(vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens))
 
 
 def wrap_engine() -> None:
-    """Note which options are said, and log what the cache holds; harmless when called again."""
+    """Wrap vLLM's functions to record the user's options and log the cache; idempotent."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
     wrap(EngineArgs, "create_engine_config", noting_options)
-    # The engine's core holds a name of its own for the function, where it is loaded already.
+    # If the engine's core is loaded, it has its own reference to the function.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
         if module is not None:
             wrap(module, "update_kv_cache_capacity", with_cache_log)
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a function of vLLM's by `wrapper` of it, once."""
+    """Replace a function of vLLM by `wrapper(function)`, once."""
     function = getattr(owner, name, None)
     if function is None:
-        # Models of others must start all the same.
+        # Other models must start anyway.
         _logger.warning(
             "vLLM has no %s.%s any more: it serves hybrids by its own settings",
             owner.__name__,
@@ -125,7 +125,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def noting_options(create_engine_config: Any) -> Any:
-    """`EngineArgs.create_engine_config`, during which `_said` is what its arguments say."""
+    """`EngineArgs.create_engine_config` that sets `_said` from its arguments meanwhile."""
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _said.set(tuple(name for name in _OPTIONS if getattr(self, name) is not None))
@@ -138,7 +138,7 @@ def noting_options(create_engine_config: Any) -> Any:
 
 
 def with_cache_log(update_kv_cache_capacity: Any) -> Any:
-    """vLLM's function, which then logs what the cache holds."""
+    """vLLM's function, followed by the log line about the cache."""
 
     def logging_cache(vllm_config: Any, kv_cache_config: Any) -> None:
         update_kv_cache_capacity(vllm_config, kv_cache_config)
@@ -149,10 +149,10 @@ def with_cache_log(update_kv_cache_capacity: Any) -> Any:
 
 
 def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Log the tokens that the cache holds, the original's, and the options that would hold more."""
+    """Log the tokens in the cache, the original's, and options that would hold more."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
-        return  # the plan is of ranks with all layers and all tokens
+        return  # the plan covers only ranks with all layers and all tokens
     config, length = vllm_config.model_config.hf_config, vllm_config.model_config.max_model_len
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     ranks, steps = parallel.tensor_parallel_size, vllm_config.max_concurrent_batches

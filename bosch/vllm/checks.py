@@ -1,4 +1,4 @@
-"""Checks before vLLM loads a hybrid model; each fault is one message."""
+"""Checks before vLLM loads a hybrid model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _logger = logging.getLogger("vllm.bosch")
 
 
 def check_servable(vllm_config: Any) -> None:
-    """Raise UserError where vLLM cannot serve this hybrid model as it is asked to."""
+    """Raise UserError if vLLM cannot serve this hybrid model with these options."""
     check_engine()
     model = vllm_config.model_config
     layouts = served_layouts(model.hf_config)
@@ -53,7 +53,7 @@ def served_layouts(config: Any) -> list[HeadLayout]:
 
 
 def check_engine() -> None:
-    """Raise UserError for a vLLM the plugin was not tested with, or whose attention is another."""
+    """Raise UserError for a vLLM whose attention lacks arguments that the plugin needs."""
     import vllm
     from vllm.model_executor.layers.attention import Attention
 
@@ -68,7 +68,7 @@ def check_engine() -> None:
 
 
 def untested_version(version: str) -> str:
-    """A warning about a version of vLLM with which the plugin was not tested; else nothing."""
+    """A warning for versions of vLLM with which the plugin was not tested, else None."""
     tested = {name.rpartition(".")[0] for name in (OLDEST_TESTED, NEWEST_TESTED)}
     if ".".join(version.split(".")[:2]) in tested:
         return ""
@@ -79,7 +79,7 @@ def untested_version(version: str) -> str:
 
 
 def grouping_of(vllm_config: Any) -> Grouping:
-    """How this engine takes the modules of a hybrid."""
+    """How this engine groups the modules of a hybrid."""
     from vllm.model_executor.models import interfaces
 
     if not hasattr(interfaces, "SupportsKVCacheGrouping"):
@@ -95,7 +95,7 @@ def grouping_of(vllm_config: Any) -> Grouping:
 
 
 def plan_of(layouts: Sequence[HeadLayout], ranks: int, grouping: Grouping = "engine") -> ModulePlan:
-    """The attention modules of these layers; raises UserError for sinks and impossible shares."""
+    """Plan of the attention modules; raises UserError for sinks, or heads that cannot be shared."""
     sinks = max(layout.sinks for layout in layouts)
     if sinks:
         raise UserError(
@@ -108,14 +108,14 @@ def plan_of(layouts: Sequence[HeadLayout], ranks: int, grouping: Grouping = "eng
 
 
 def original_plan(config: Any, ranks: int) -> ModulePlan:
-    """The modules of the model that a hybrid was made from, as vLLM serves it."""
+    """Plan of the modules of the original model, as vLLM serves it."""
     kinds = decoder_layers(config)
     layers: list[EngineHeads] = [{kinds.windows.get(n): kinds.heads} for n in range(kinds.count)]
     return module_plan(layers, ranks)
 
 
 def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:
-    """Raise UserError where heads must move between ranks in weights that cannot be reordered."""
+    """Raise UserError if heads must move between ranks and the weights cannot be reordered."""
     orders = [rank_order(plan, layer) for layer in range(len(plan.sizes))]
     moved = any(order != sorted(order) for order in orders)
     reason = None
@@ -137,9 +137,9 @@ def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Raise UserError for a checkpoint whose weights are missing, cut off or still being written.
+    """Raise UserError for a checkpoint with missing, truncated or unfinished weights.
 
-    A name of the hub is left to vLLM.
+    Names on the hub are left to vLLM.
     """
     if not folder.is_dir():
         return

@@ -1,4 +1,4 @@
-"""Groups of the cache for a hybrid's modules: what vLLM asks its model for from 0.33 on."""
+"""Cache groups for a hybrid's modules, which vLLM requests from its model from 0.33 on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _MODULE_NAME = re.compile(r"\.module\d+$")
 
 
 def module_name(attention: str, index: int) -> str:
-    """The name of a module that is part of an attention."""
+    """Name of a module that is part of a layer's attention."""
     return f"{attention}.module{index}"
 
 
 def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
     """vLLM's groups for the caches of modules: those of `bosch.vllm.plan.packed_groups`.
 
-    vLLM's own where sliding heads are to hold all tokens, or where a draft model has caches too.
+    vLLM's groups if sliding heads should hold all tokens, or if there is a draft model.
     """
     from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs

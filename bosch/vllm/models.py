@@ -1,9 +1,9 @@
-"""Model classes of the hybrid architectures for vLLM: its own, with their attention split.
+"""Model classes of the hybrid architectures for vLLM: vLLM's classes with split attention.
 
-`HybridQwen3ForCausalLM` and its like are made when they are first asked for, from the class by
-which vLLM serves the family: its own, or its transformers backend. After that class has been built,
-each layer's attention is replaced by several modules of as many KV heads each, with a window or
-without; nothing of its computation is repeated here.
+`HybridQwen3ForCausalLM` and similar classes are made at first use, from vLLM's class for the family
+or its transformers backend. After that class has built the model, each layer's attention is
+replaced by several modules of equally many KV heads, with or without a window; the computation
+itself is vLLM's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SplitAttention(nn.Module):
 
 
 class WiderCachedAttention(Attention):  # type: ignore[misc]
-    """Attention in a window with a wider cache, as the same module needs it on another rank.
+    """Attention in a window with a wider cache, which the same module needs on another rank.
 
     vLLM requires equal caches on all ranks. `cache_window` is None for a full cache.
     """
@@ -80,7 +80,7 @@ class WiderCachedAttention(Attention):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _recorded_arguments() -> Iterator[dict[str, dict[str, Any]]]:
-    """Arguments by which attention modules are made meanwhile, by the modules' names."""
+    """Record the arguments of attention modules that are made inside the block, by module name."""
     original = Attention.__init__
     signature = inspect.signature(original)
     records: dict[str, dict[str, Any]] = {}
@@ -109,22 +109,22 @@ def _module_arguments(
     window: int | None,
     sliding_only: bool,
 ) -> dict[str, Any]:
-    """Arguments of one of the modules with `sizes` KV heads into which an attention is split.
+    """Arguments of one of the modules, with `sizes` KV heads, into which an attention is split.
 
-    With `sliding_only` a module without a window has no extra logits.
+    With `sliding_only` modules without a window have no extra logits.
     """
     q_per_kv = arguments["num_heads"] // arguments["num_kv_heads"]
     changed = {
         "num_heads": sizes[index] * q_per_kv,
         "num_kv_heads": sizes[index],
         "per_layer_sliding_window": window,
-        # No second number in the name: vLLM reads the layer's from it.
+        # No second number in the name, from which vLLM reads the layer's number.
         "prefix": module_name(arguments["prefix"], index),
     }
     logits = arguments.get("sinks")
     if logits is not None:
         first = sum(sizes[:index]) * q_per_kv
-        # A view of the parameter, which is loaded in place later.
+        # A view of the parameter, into which weights are loaded later.
         changed["sinks"] = logits.data[first : first + changed["num_heads"]]
     if sliding_only and window is None:
         arguments, changed = dict(arguments), {**changed}
@@ -136,7 +136,7 @@ def _module_arguments(
 def _add_sink_bias(
     model: nn.Module, family: Family, layer: int, heads: int, ranks: int, rank: int
 ) -> nn.Parameter:
-    """The sink bias of this rank's query heads in a layer, under its name in the checkpoint."""
+    """Add the sink bias of this rank's query heads in a layer, with the checkpoint's name."""
     ending = f"layers.{layer}.{family.attention}"
     owners = [module for name, module in model.named_modules() if f".{name}".endswith(f".{ending}")]
     if len(owners) != 1:
@@ -155,7 +155,7 @@ def _add_sink_bias(
 
 
 def _attention(arguments: dict[str, Any], window: int | None, cache: int | None) -> Attention:
-    """The module that attends in a window and keeps a cache for this or a wider one."""
+    """A module that attends in a window, with a cache for this or a wider window."""
     if window == cache:
         return Attention(**arguments)
     attention = WiderCachedAttention(**arguments)
@@ -167,7 +167,7 @@ class HybridMixin:
     """Splits the attention of the vLLM class it is mixed into."""
 
     _hybrid_family: Family
-    # Whether vLLM has a class of its own for the family, which reads published checkpoints.
+    # Whether vLLM has its own class for the family, which reads published checkpoints.
     _has_own_class: bool
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -217,7 +217,7 @@ class HybridMixin:
         self._check_all_split(split, registered)
 
     def _check_all_split(self, split: set[int], registered: dict[str, Any]) -> None:
-        """Every cache of the engine must be one of the new modules'."""
+        """Check that all caches of the engine belong to the new modules."""
         module: Any = self
         layers_before = {id(child) for child in module.modules() if isinstance(child, Attention)}
         others = [name for name, layer in registered.items() if id(layer) not in layers_before]
@@ -230,11 +230,11 @@ class HybridMixin:
 
     @classmethod
     def get_kv_cache_groups(cls, vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
-        """Groups of our own, which vLLM asks for from 0.33 on (`SupportsKVCacheGrouping`)."""
+        """Cache groups, which vLLM requests from 0.33 on (`SupportsKVCacheGrouping`)."""
         return groups_of_modules(vllm_config, kv_cache_spec)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Load a checkpoint, with each rank's widest heads first."""
+        """Load a checkpoint, reordered so that each rank's widest heads come first."""
         module: Any = self
         parent: Any = super()
         orders = [
@@ -250,7 +250,7 @@ class HybridMixin:
 def _check_windows(
     attentions: list[Attention], expected: tuple[int | None, ...], layer: int
 ) -> None:
-    """The engine may give a full module the window of the whole model; then all would be wrong."""
+    """Check that the engine has not given a full module the window of the whole model."""
     windows = tuple(attention.sliding_window for attention in attentions)
     if windows != expected:
         raise UserError(
@@ -260,9 +260,9 @@ def _check_windows(
 
 
 def _with_base_config(vllm_config: Any) -> Any:
-    """`vllm_config` whose model has the configuration of the family itself.
+    """`vllm_config` with the configuration of the family itself.
 
-    The layout stays in it as an attribute: vLLM tells compiled graphs apart by their configuration.
+    The layout stays in it as an attribute, since vLLM caches compiled graphs by configuration.
     """
     model = copy.copy(vllm_config.model_config)
     base = full_attention_config(model.hf_config)
@@ -276,15 +276,15 @@ def _with_base_config(vllm_config: Any) -> Any:
 
 
 def _own_class(family: Family) -> str | None:
-    """The name of the class that vLLM has for a family, if any."""
+    """The name of vLLM's own class for a family, if any."""
     known = {name.lower(): name for name in ModelRegistry.models}
     return known.get(family.base_model_class.lower())
 
 
 @functools.cache
 def hybrid_engine_class(family: Family) -> Any:
-    """vLLM's model class of a family's hybrid models."""
-    # vLLM looks at the class before its checks, which refuse these: one without images will do.
+    """Model class for vLLM of a family's hybrid models."""
+    # vLLM inspects the class before the checks that refuse these families.
     refused = family.takes_more_than_text or family.mixes_states
     architecture = None if refused else _own_class(family)
     backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS

@@ -1,10 +1,10 @@
-"""How a hybrid model's heads become vLLM's attention modules, and what its cache then holds.
+"""How a hybrid's heads become vLLM's attention modules, and the size of its cache.
 
-vLLM keeps one cache per attention module and wants one page size for all of them, so every module
-has the same number g of KV heads, and every tensor-parallel rank the same modules. The plugin
-builds the modules of this plan; the figures below repeat the arithmetic of vLLM's planner on them.
-The settings of the engine on which they depend are here too: the plugin sets them, plans and
-reports state figures for them. No torch, no vLLM.
+vLLM keeps one cache per attention module and requires one page size, so every module has the same
+number g of KV heads, and every tensor-parallel rank the same modules. The plugin builds the modules
+of this plan; the figures repeat the arithmetic of vLLM's planner. The engine settings on which they
+depend are also here: the plugin sets them, and plans and reports use them. Needs neither torch nor
+vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 
-# A kind's modules fill groups as large as the largest kind where that pads the others by less.
+# vLLM makes groups as large as the largest kind if this pads the others by less than this share.
 _PADDED_UP_TO = 1.5
 
 SERVED_RANKS, SERVED_TOKENS = (1, 2, 4, 8), (32 * 1024, 128 * 1024)
@@ -29,10 +29,11 @@ _MIN_BATCH_TOKENS = 256
 
 
 def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
-    """`--max-num-batched-tokens` for these windows: what the plugin sets where no option says it.
+    """`--max-num-batched-tokens` that the plugin sets for these windows by default.
 
-    A sliding head's cache holds the tokens of all concurrent steps beside its window. `most` is
-    vLLM's own choice, `sequences` what `--max-num-seqs` says: each needs one token of a step.
+    A sliding head's cache holds the tokens of all concurrent steps in addition to its window.
+    `most` is vLLM's default, `sequences` is `--max-num-seqs`, each of which needs one token of a
+    step.
     """
     return min(most, max(_MIN_BATCH_TOKENS, min(windows, default=most), sequences))
 
@@ -42,7 +43,7 @@ class Engine:
     """vLLM's defaults for a server on one kind of device.
 
     `block_size` is in tokens, `concurrent_steps` is vLLM's `max_concurrent_batches`, `batch_tokens`
-    is that of `EngineArgs.get_batch_defaults`, on a CPU for each rank.
+    comes from `EngineArgs.get_batch_defaults`, on a CPU per rank.
     """
 
     name: str
@@ -52,41 +53,41 @@ class Engine:
     per_rank: bool = False
 
     def tokens_in_flight(self, windows: Iterable[int], ranks: int = 1) -> int:
-        """Tokens of all concurrent steps, with the plugin's choice for these windows."""
+        """Tokens of all concurrent steps, with the plugin's defaults for these windows."""
         most = self.batch_tokens * (ranks if self.per_rank else 1)
         return self.concurrent_steps * batch_tokens(windows, most)
 
 
-# vLLM itself takes blocks of 128 tokens on a CPU. Its kernels take multiples of 32, and a window
-# ends within a block, so the plugin sets 32.
+# vLLM's blocks have 128 tokens on a CPU. Its kernels support multiples of 32, and a window ends
+# within a block, so the plugin sets 32.
 CPU = Engine("CPU", 32, 1, 2048, per_rank=True)
 SMALL_GPU = Engine("GPU", 16, 2, 2048)
 LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192)
 
 
 def engine_on(device: str, gibibytes: float) -> Engine:
-    """The engine on a device: `cpu`, or a GPU with so much memory."""
+    """The engine on a device: `cpu`, or a GPU with this much memory."""
     if device == "cpu":
         return CPU
     return LARGE_GPU if gibibytes >= 70 and "a100" not in device else SMALL_GPU
 
 
-# How modules are cut and grouped. `engine`: of equal size, in the groups that vLLM makes; `equal`:
-# of equal size, in groups of our own, which vLLM takes from 0.33 on; `unequal`: as few as fill the
-# blocks, in groups of our own, which needs a cache in whose layout the blocks are outermost.
+# How modules are cut and grouped. `engine`: equal sizes, in vLLM's groups; `equal`: equal sizes, in
+# the plugin's groups, which vLLM supports from 0.33 on; `unequal`: as few modules as fill the
+# blocks, in the plugin's groups, which needs a cache layout with blocks outermost.
 Grouping = Literal["engine", "equal", "unequal"]
 
-# In groups of our own: most of a kind, and how much more memory fewer groups, or fewer unequal
-# modules, may take. Each costs time in every step.
+# In the plugin's groups: most groups of a kind, and how much more memory fewer groups, or fewer
+# unequal modules, may take. Each costs time in every step.
 _MAX_GROUPS, _FEWER_GROUPS = 64, 1.05
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request of `tokens`, and the settings of the engine on which its blocks depend.
+    """A request of `tokens`, and the engine settings on which its blocks depend.
 
-    `tokens_in_flight` is vLLM's max_in_flight_tokens, the batch tokens of its concurrent steps: a
-    sliding head's cache holds them beside its window while a prompt is read.
+    `tokens_in_flight` is vLLM's max_in_flight_tokens, the batch tokens of its concurrent steps,
+    which a sliding head's cache holds in addition to its window while a prompt is read.
     """
 
     tokens: int
@@ -94,25 +95,26 @@ class Request:
     tokens_in_flight: int
 
     def blocks(self, window: int | None) -> int:
-        """Blocks that vLLM sets aside for it in each group of a window; None is full."""
+        """Blocks that vLLM reserves for the request in each group of a window (None: full)."""
         if window is None:
             return -(-self.tokens // self.block_size)
         cached_tokens = min(window - 1 + self.tokens_in_flight, self.tokens)
-        # One more: a window may begin within a block.
+        # One more, since a window may begin within a block.
         return -(-cached_tokens // self.block_size) + 1
 
 
-# For which unequal modules are cut: the engine's requests are not known where a model is built.
+# Request for which unequal modules are cut, since the engine's requests are not known then.
 _LONG_REQUEST = Request(32 * 1024, 16, 2048)
 
 
 def packed_groups(
     modules: Mapping[int | None, Sequence[int]], blocks: Mapping[int | None, int]
 ) -> tuple[int, dict[int | None, list[list[int]]]]:
-    """Groups of our own for the KV heads of each kind's modules, in which little is left unused.
+    """The plugin's groups for the modules of each kind, with little unused memory.
 
-    `blocks` are those of a request in each group of a kind. A block has room for the KV heads of
-    the largest group: returned first, then for each kind the indices of its modules by groups.
+    `blocks` is the number of blocks of a request in each group of a kind. Returns the KV heads that
+    fit into a block (those of the largest group), and for each kind the indices of its modules by
+    group.
     """
     bins = {
         kind: [_even_bins(heads, count) for count in range(1, min(len(heads), _MAX_GROUPS) + 1)]
@@ -139,9 +141,9 @@ def packed_groups(
 
 
 def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
-    """Indices of `heads` in `count` bins of nearly equal sums: the largest first, the least full.
+    """Indices of `heads` in `count` bins of nearly equal sums: the largest into the emptiest bin.
 
-    Equal ones are dealt in turn, so that each stage of a pipeline has its share of every bin.
+    Equal ones are dealt in turn, so that each pipeline stage has its share of every bin.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
@@ -152,12 +154,12 @@ def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
     return bins
 
 
-# KV heads of a layer by the window in which they attend, the widest first; None is full.
+# KV heads of a layer by window (None: full), the widest first.
 EngineHeads: TypeAlias = Mapping[int | None, int]
 
 
 def engine_heads(rows: Iterable[Mapping[Window | None, int]]) -> list[EngineHeads]:
-    """Heads by window as vLLM counts windows."""
+    """Heads by window, in vLLM's count of windows."""
     return [{None if w is None else w.vllm: count for w, count in row.items()} for row in rows]
 
 
@@ -165,11 +167,10 @@ def engine_heads(rows: Iterable[Mapping[Window | None, int]]) -> list[EngineHead
 class ModulePlan:
     """The attention modules of every layer on each tensor-parallel rank.
 
-    `caches` holds those of a layer's modules in their order, the widest first: None for a full one,
-    else the window in tokens, the query's own included; `sizes` holds the modules' KV heads. The
-    shards share a layer's `heads` of each window in units of `unit` KV heads. Where they cannot
-    share them equally, some modules have a cache that is wider than their window, so that all
-    shards have the same caches.
+    `caches` holds the windows of the caches of a layer's modules (None: full), the widest first,
+    the query's own token included; `sizes` holds the modules' KV heads. The shards divide a layer's
+    `heads` of each window in units of `unit` KV heads. If they cannot divide them equally, some
+    modules have a cache that is wider than their window, so that all shards have equal caches.
     """
 
     ranks: int
@@ -181,7 +182,7 @@ class ModulePlan:
     grouping: Grouping = "engine"
 
     def heads_on(self, layer: int, shard: int) -> dict[int | None, int]:
-        """KV heads of each window of a layer on a shard: the first shards have a unit more."""
+        """KV heads of each window of a layer on a shard; the first shards may have a unit more."""
         ends = []
         for end in accumulate(self.heads[layer].values()):
             units = end // self.unit
@@ -190,14 +191,14 @@ class ModulePlan:
         return dict(zip(self.heads[layer], counts, strict=True))
 
     def windows(self, layer: int, rank: int) -> tuple[int | None, ...]:
-        """The windows in which a layer's modules attend on a rank, in their order; None is full."""
+        """The windows (None: full) in which a layer's modules attend on a rank, in order."""
         counts = self.heads_on(layer, rank * self.shards // self.ranks)
         window_of_head = [window for window, count in counts.items() for _ in range(count)]
         return tuple(window_of_head[end - 1] for end in accumulate(self.sizes[layer]))
 
     @property
     def padded_kv_heads(self) -> int:
-        """KV heads of all shards that have a wider cache than they need."""
+        """KV heads, on all shards, with a wider cache than they need."""
         ranks = [shard * self.ranks // self.shards for shard in range(self.shards)]
         return sum(
             size
@@ -209,37 +210,37 @@ class ModulePlan:
 
     @property
     def sliding_windows(self) -> set[int]:
-        """The windows of all caches that have one."""
+        """The windows of all sliding caches."""
         return {window for window in self._modules() if window is not None}
 
     def groups(self, request: Request) -> dict[int | None, int]:
-        """How many groups of modules share a block table, by window; None is full.
+        """Number of module groups, which share a block table, by window (None: full).
 
-        The blocks of some may have room that no module uses.
+        Some of them may have unused room in their blocks.
         """
         return self._packing(request)[1]
 
     def blocks_per_request(self, request: Request) -> int:
-        """Blocks vLLM sets aside for a request."""
+        """Blocks that vLLM reserves for a request."""
         return sum(count * request.blocks(kind) for kind, count in self.groups(request).items())
 
     def block_bytes(self, request: Request, bytes_per_head: int) -> int:
-        """Bytes of one block of the cache on one rank, of an engine for such requests at most.
+        """Bytes of a block of the cache on one rank, in an engine for requests of this length.
 
-        `bytes_per_head` are those of one head's key and value of one token.
+        `bytes_per_head` are the bytes of one token's key and value in one head.
         """
         return self._packing(request)[0] * request.block_size * bytes_per_head
 
     def request_bytes(self, request: Request, bytes_per_head: int) -> int:
-        """Bytes of cache vLLM sets aside on one rank for a request."""
+        """Bytes of cache that vLLM reserves for a request on one rank."""
         return self.blocks_per_request(request) * self.block_bytes(request, bytes_per_head)
 
     def cache_tokens(self, blocks: int, request: Request) -> int:
-        """Tokens vLLM reports for a cache of `blocks`: of as many such requests as fit."""
+        """Tokens that vLLM reports for a cache of `blocks`: those of all requests that fit."""
         return int(blocks / self.blocks_per_request(request) * request.tokens)
 
     def _packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
-        """KV heads that a block of the cache has room for, and the number of groups by kind."""
+        """KV heads that fit into a block of the cache, and the number of groups by kind."""
         modules = self._modules()
         if self.grouping != "engine":
             room, bins = packed_groups(modules, {kind: request.blocks(kind) for kind in modules})
@@ -263,7 +264,7 @@ def module_plan(
 ) -> ModulePlan:
     """The plan for layers with these heads.
 
-    Raises UserError where vLLM cannot share a layer's heads among the tensor-parallel ranks.
+    Raises UserError if vLLM cannot divide a layer's heads among the tensor-parallel ranks.
     """
     num_key_value_heads = sum(layers[0].values())
     if ranks < 1 or max(ranks, num_key_value_heads) % min(ranks, num_key_value_heads):
@@ -277,14 +278,14 @@ def module_plan(
     unit = 1 if grouping == "unequal" else _unit(layers, heads, shards)
 
     def plan_of_modules(most: int) -> ModulePlan:
-        """With modules of at most `most` KV heads."""
+        """The plan with modules of at most `most` KV heads."""
         caches, sizes = [], []
         for layer in layers:
             ends = [divmod(end, unit * shards) for end in accumulate(layer.values())]
-            # How far the heads of a window reach on the shards with the least and the most of them.
+            # Last head of each window on the shards with the fewest and the most of them.
             least = [whole * unit for whole, _ in ends]
             cached = [(whole + bool(rest)) * unit for whole, rest in ends]
-            # What has another window on some shards has a module of its own.
+            # Heads with another window on some shards get their own module.
             parts = pairwise(sorted({0, *least, *cached}))
             modules = [
                 (next(w for w, last in zip(layer, cached, strict=True) if end <= last), size)
@@ -298,7 +299,7 @@ def module_plan(
 
     if grouping != "unequal":
         return plan_of_modules(unit)
-    # The largest modules that fill the blocks of a long request nearly as well as single heads.
+    # The largest modules that fill the blocks of a long request almost as well as single heads.
     plans = [plan_of_modules(most) for most in range(heads, 0, -1)]
     sizes = [plan.request_bytes(_LONG_REQUEST, 1) for plan in plans]
     return next(
@@ -307,9 +308,9 @@ def module_plan(
 
 
 def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
-    """KV heads of each module, where all have as many: for the fewest heads with a wider cache.
+    """KV heads of each module, if all are equal, with the fewest heads in a wider cache.
 
-    Of those the fewest modules. A shard has `heads` KV heads of a layer.
+    Among these, the fewest modules. A shard has `heads` KV heads of a layer.
     """
     largest = math.gcd(heads, *(count for layer in layers for count in layer.values()))
     units = [unit for unit in range(largest, 0, -1) if largest % unit == 0]
@@ -321,8 +322,9 @@ def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
 class ServedCache:
     """Bytes that vLLM holds on each of `ranks` ranks for a request of `tokens`.
 
-    `padded` are those of `hybrid` that sliding heads hold because the ranks cannot share the full
-    heads equally. `refusal` says why vLLM serves no hybrid on these ranks; then all are 0.
+    `padded` is the part of `hybrid` that sliding heads hold because the ranks cannot divide the
+    full heads equally. `refusal` is the reason if vLLM cannot serve the hybrid on these ranks; then
+    all bytes are 0.
     """
 
     engine: Engine
@@ -335,7 +337,7 @@ class ServedCache:
 
 
 def layers_refusal(kinds: DecoderLayers) -> str | None:
-    """Why the plugin does not serve a model with such layers."""
+    """Why the plugin does not serve a model with these layers; None if it does."""
     if kinds.states or len(kinds.full) + len(kinds.windows) < kinds.count:
         return "it has layers without attention or with states beside it"
     if kinds.windows and (kinds.own_heads, kinds.own_head_dim) != (kinds.heads, kinds.head_dim):
@@ -344,7 +346,7 @@ def layers_refusal(kinds: DecoderLayers) -> str | None:
 
 
 def served_tokens(longest: int | None) -> tuple[int, ...]:
-    """Lengths of requests that are compared: the model's longest, and what is shorter of some."""
+    """Lengths of requests to compare: the default ones below the model's longest, and that."""
     if longest is None:
         return SERVED_TOKENS
     return (*(tokens for tokens in SERVED_TOKENS if tokens < longest), longest)
@@ -359,9 +361,9 @@ def served_caches(
     lengths: Sequence[int] = SERVED_TOKENS,
     numbers_of_ranks: Sequence[int] = SERVED_RANKS,
 ) -> Iterator[ServedCache]:
-    """What vLLM holds for a request of each length on each number of ranks.
+    """The cache of a request in vLLM, for each length and number of ranks.
 
-    `own` are the windows of layers that slide in the original model too.
+    `own` are the windows of layers that also slide in the original model.
     """
     heads = sum(layers[0].values())
     full: EngineHeads = {None: heads}
@@ -392,10 +394,10 @@ def served_caches(
 
 
 def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:
-    """Why these ranks do not serve a hybrid: where padding costs more than its windows save.
+    """Why these ranks do not serve a hybrid: padding costs more than its windows save; else None.
 
-    `original`, `held` and `share` are the bytes of a request on a rank: without windows, with them,
-    and an equal share of what one rank holds.
+    `original`, `held` and `share` are bytes of a request on a rank: without windows, with windows,
+    and an equal share of what a single rank would hold.
     """
     if not hybrid.padded_kv_heads or not share <= original < held:
         return ""
@@ -407,10 +409,10 @@ def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) ->
 
 
 def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
-    """Full counts of one mask with `full_kv_heads`: whole layers, and what is left.
+    """Numbers of full heads by layer, for a mask with `full_kv_heads`: whole layers and the rest.
 
-    vLLM holds the same bytes for every mask of a budget that its ranks can share equally: the
-    numbers of full and sliding modules have the same ratio in all of them.
+    All masks of a budget that ranks can share equally take the same bytes in vLLM, since the ratio
+    of full to sliding modules is equal.
     """
     whole, rest = divmod(full_kv_heads, num_key_value_heads)
     return ([num_key_value_heads] * whole + [rest] + [0] * num_layers)[:num_layers]
@@ -419,11 +421,11 @@ def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> l
 def worst_shared_masks(
     full_kv_heads: int, num_layers: int, num_key_value_heads: int, ranks: int
 ) -> Iterator[list[int]]:
-    """Full counts of masks with `full_kv_heads`, one of which makes ranks hold the most.
+    """Numbers of full heads by layer, for masks with `full_kv_heads` that include the worst case.
 
-    One full head in a layer costs as much as one for every rank, and so does each that is one more
-    than a multiple of the ranks: the first mask has the most such layers. Bytes follow the number
-    of full modules, but do not always rise with it: each mask that follows has about one less.
+    A full head in a layer costs as much as one on every rank, and so does each head one above a
+    multiple of the ranks: the first mask has the most such layers. Bytes follow the number of full
+    modules but do not always rise with it, so each further mask has about one module less.
     """
     shards = min(ranks, num_key_value_heads)
     counts = [0] * num_layers
@@ -436,7 +438,7 @@ def worst_shared_masks(
             left -= added
     while True:
         yield list(counts)
-        # A head of the layer that has the fewest too many goes to the one that has the most.
+        # Move a head from the layer with the smallest surplus to the one with the largest.
         over = sorted((count % shards, layer) for layer, count in enumerate(counts))
         odd = [layer for rest, layer in over if rest]
         if len(odd) < 2:
@@ -446,9 +448,9 @@ def worst_shared_masks(
 
 
 def rank_order(plan: ModulePlan, layer: int) -> list[int]:
-    """Order of a layer's KV heads in which each rank's share has its widest heads first.
+    """Order of a layer's KV heads in which each rank's part has its widest heads first.
 
-    The weights hold all of the widest heads first, and vLLM gives each rank a contiguous share.
+    In the weights all of the widest heads come first, and vLLM gives each rank a contiguous part.
     """
     ends = pairwise(accumulate(plan.heads[layer].values(), initial=0))
     left = {w: iter(range(*end)) for w, end in zip(plan.heads[layer], ends, strict=True)}
