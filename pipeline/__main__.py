@@ -1,8 +1,8 @@
 """`python -m pipeline COMMAND …`; as a file, also the way to start a process of a run.
 
 `python pipeline/__main__.py --process MODULE …` calls `main()` of a module of this checkout.
-Nothing is imported from the current directory: a yaml.py or a tokenize.py there is somebody's file,
-not the library of that name. (With -m, the interpreter's own `runpy` still comes before this file.)
+Nothing is imported from the current directory, where a file may be called yaml.py or tokenize.py.
+(With -m, the interpreter's own `runpy` still comes before this file.)
 """
 
 import os
@@ -15,11 +15,11 @@ _ROOT = os.path.dirname(_FOLDER)
 def trusted_path(path: list[str]) -> list[str]:
     """`sys.path` with the checkout first, and without the current directory and this folder.
 
-    The interpreter puts one of them in front; an empty entry of PYTHONPATH means the first, too.
+    The interpreter puts one of them first; an empty entry of PYTHONPATH is the current directory.
     """
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # removed: nothing can be imported from there
+    except FileNotFoundError:  # it was removed
         here = ""
     # The folder of the standard library or of installed packages stays on the path.
     library = here == os.path.dirname(os.__file__) or here.endswith("-packages")
@@ -29,14 +29,14 @@ def trusted_path(path: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.path[:] = trusted_path(sys.path)
-    # The same for every process that this one or a library starts; the first from Python 3.11 on.
+    # Also for processes that this one or a library starts (PYTHONSAFEPATH: from Python 3.11 on).
     os.environ["PYTHONSAFEPATH"] = "1"
     if "PYTHONPATH" in os.environ:
         entries = os.environ["PYTHONPATH"].split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
     import importlib
 
-    # Looking for plugins reads the metadata of every installed package; `status` must be instant.
+    # Plugin discovery reads the metadata of all packages, which is too slow for `status`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     module = "pipeline.cli"
     if sys.argv[1:2] == ["--process"]:

@@ -1,9 +1,9 @@
 """Command line: `bosch COMMAND …`, or `python -m pipeline COMMAND …`.
 
-Commands are found where they stand, in `bosch/commands` and here in `commands`; the module of one
-is imported when it is chosen.
+Commands are the modules in `bosch/commands` and `pipeline/commands`; a module is imported when its
+command is used.
 
-Exit status: 0 done, 2 the user's fault, 1 a failure, 76 a process of a stage was killed or lost,
+Exit status: 0 done, 2 invalid input, 1 a failure, 76 a process of a stage was killed or lost,
 130 stopped by Ctrl-C. SIGTERM, SIGUSR1 and SIGHUP end with 75 when training has written a restart
 point, else with 143.
 """
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     """Run one command and return its exit status; no traceback reaches the user."""
     try:
         return _run(arguments, stages)
-    except (KeyboardInterrupt, Terminated) as second:  # while the first was being answered
+    except (KeyboardInterrupt, Terminated) as second:  # during the handling of the first
         return _stopped(second.__context__ or second)
 
 
@@ -100,7 +100,7 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
     except (KeyboardInterrupt, StoppedError, Terminated) as stop:
         return _stopped(stop)
     except BrokenPipeError:
-        # The reader of our output is gone; there is nobody to tell.
+        # The reader of the output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -117,26 +117,26 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
 
 
 def _done(status: int) -> int:
-    """The status, once all output is written; the interpreter reports no failure of that."""
+    """The status after flushing all output; the interpreter would not report a failure."""
     print(end="", flush=True)
     return int(status)
 
 
 def _terminated(signum: int, frame: object) -> None:
-    if signum == signal.SIGHUP:  # a terminal that closes sends it twice
+    if signum == signal.SIGHUP:  # a closing terminal sends it twice
         signal.signal(signum, signal.SIG_IGN)
     raise Terminated
 
 
 def _refused(error: OSError, root: Path) -> bool:
-    """Whether the output root, or something below it, may not be written by this user."""
+    """Whether the user may not write the output root or something below it."""
     where = Path(str(error.filename))
     inside = root == where or root in where.parents or where in root.parents
     return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and inside
 
 
 def _obstacle(error: OSError, root: Path) -> Path | None:
-    """What lies below the output root where something of another kind belongs; None elsewhere."""
+    """A path below the output root that has the wrong kind (file or folder), or None."""
     if error.errno not in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP):
         return None
     where = Path(str(error.filename2 or error.filename))
@@ -145,7 +145,7 @@ def _obstacle(error: OSError, root: Path) -> Path | None:
 
 
 def _stopped(stop: BaseException) -> int:
-    """Say so. A second signal, while the interpreter ends, would end it with another status."""
+    """Report a stop; ignores further signals, which would change the exit status."""
     ignore_stops()
     message, status = "terminated", 143
     if isinstance(stop, KeyboardInterrupt):
@@ -161,11 +161,11 @@ def _say(message: str, status: int) -> int:
 
 
 def _log_file(root: Path | None) -> Path:
-    """Where the traceback of an unexpected failure goes."""
+    """The file for the traceback of an unexpected failure."""
     name = f"bosch-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     if root is not None and os.access(root, os.W_OK):
         return root / "logs" / name
-    # A new folder of its own: nobody else can have put a link there.
+    # A new folder, in which nobody can have placed a link.
     return Path(tempfile.mkdtemp(prefix="bosch-")) / name
 
 

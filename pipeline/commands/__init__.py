@@ -12,9 +12,9 @@ from bosch.commands import Command
 class RecipeCommand(Command):
     """A command that works on a recipe: `run(loaded, options)` returns the exit status.
 
-    `fetch` allows looking up the recipe's model over the network. Without `input_files` its data
-    may be missing, without `model_files` weights and tokenizer. Without `model_family` checks that
-    import transformers are left out.
+    `fetch` allows downloads of the model's configuration. Without `input_files` data may be
+    missing, without `model_files` weights and tokenizer. Without `model_family`, checks that import
+    transformers are skipped.
     """
 
     fetch: bool = True

@@ -1,6 +1,6 @@
 """`bosch evaluate RECIPE`: scores of checkpoints, or of any model directories.
 
-Answers of earlier runs and calls are reused, whichever recipe they belong to.
+Answers of earlier runs and calls of any recipe are reused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from stages.train.stage import TrainConfig, checkpoint_name
 COMMAND = RecipeCommand("score checkpoints, of a running training too, or any model directory")
 
 _POLL_SECONDS = 30.0
-# Between two stages of a run no lock is held.
+# A run holds no lock between two stages.
 _IDLE_POLLS = 4
 
 
@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _name(text: str) -> str:
-    if "=" in text:  # taken for a name, an override would be left out
+    if "=" in text:  # an override, not a name
         raise argparse.ArgumentTypeError(
             f"'{text}' is an override, and no checkpoint's name: put it before --checkpoints"
         )
@@ -78,8 +78,8 @@ def _name(text: str) -> str:
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Evaluate, print the table and say where it is; 1 where a model or a task has no score."""
-    require_one_node("evaluate", loaded.world)  # another would wait for the lock of the first
+    """Evaluate and print the tables; returns 1 if a model or a task has no score."""
+    require_one_node("evaluate", loaded.world)  # other nodes would wait for the lock of the first
     evaluation = Evaluation(Runner(loaded, RunOptions()))
     if options.watch and options.model:
         raise UserError("--watch follows the recipe's training; leave --model out")
@@ -102,7 +102,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 
 def _score(evaluation: Evaluation, folders: Mapping[str, Path]) -> SelectedScores:
-    """Scores of these models and the original, which are printed and written as tables too."""
+    """Score these models and the original; prints and writes the tables."""
     scores, samples = evaluation.score(folders)
     tables = score_tables(scores)
     evaluation.publish(scores, samples, "\n".join(table.markdown() for table in tables))
@@ -113,7 +113,7 @@ def _score(evaluation: Evaluation, folders: Mapping[str, Path]) -> SelectedScore
 
 
 def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Model directories by name, and why the samples cannot be asked of the others."""
+    """Model directories by name, and reasons why others cannot be evaluated."""
     folders, faults = [], []
     for path in paths:
         try:
@@ -134,7 +134,7 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, 
 
 
 def _directory_faults(loaded: LoadedRecipe, folder: Path) -> Sequence[str]:
-    if not os.path.isfile(folder / "config.json"):  # also of a path that none can be
+    if not os.path.isfile(folder / "config.json"):  # False also for impossible paths
         return ["not a model directory, it has no config.json"]
     info, faults = read_model(str(folder), None, ROOT, fetch=False, files=False, hybrid=True)
     if info is None:
@@ -146,7 +146,7 @@ def _directory_faults(loaded: LoadedRecipe, folder: Path) -> Sequence[str]:
 def _checkpoints(
     evaluation: Evaluation, names: Sequence[str] | None
 ) -> tuple[dict[str, Path], list[str]]:
-    """Checkpoints by name, all there are without `names`, and which names are not there."""
+    """Checkpoints by name (all without `names`), and the names that do not exist."""
     available = evaluation.available()
     there = ", ".join(available) or "nothing"
     faults = [
@@ -163,9 +163,9 @@ def _checkpoints(
 
 
 def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScores:
-    """Evaluate what appears until training is finished and all of it is evaluated.
+    """Evaluate checkpoints as they appear, until training and all evaluations are finished.
 
-    Raises UserError for a name that no checkpoint will have, RunError where no run is training.
+    Raises UserError for a name that no checkpoint will have, RunError if no run is training.
     """
     train = evaluation.runner.loaded.recipe.get(TrainConfig)
     planned = [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]
@@ -179,7 +179,7 @@ def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScore
     scores: SelectedScores | None = None
     idle_polls = 0
     while True:
-        # Looked at before the checkpoints: what appears between is seen the next time.
+        # Before listing checkpoints, so that one that appears in between is found next time.
         finished, running = evaluation.is_finished(), evaluation.is_running()
         available = evaluation.available()
         available = {n: f for n, f in available.items() if not names or n in names}
@@ -201,16 +201,16 @@ def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScore
 
 
 def print_missing(scores: Scores) -> int:
-    """Print what has no score, with the reason; the exit status, 1 where there is any."""
+    """Print reasons for missing scores; returns the exit status, 1 if there are any."""
     for sentence in scores.notes():
         print(sentence)
     return 1 if scores.missing else 0
 
 
 def score_tables(scores: SelectedScores) -> list[Table]:
-    """For each suite a row for each task and length, with 95 % intervals; then losses by position.
+    """Tables of the suites by task and length, with 95 % intervals, and of losses by position.
 
-    Marks stand before what the samples do not show to differ from the original.
+    Marks precede scores without a significant difference from the original.
     """
     tables = []
     models = scores.checkpoints
@@ -239,7 +239,7 @@ def score_tables(scores: SelectedScores) -> list[Table]:
 
 
 def _loss_table(positions: Mapping[str, PositionLoss]) -> Table:
-    first, *_ = positions.values()  # all read the same documents
+    first, *_ = positions.values()  # equal for all models
     rows = [
         [
             f"tokens {start:,} to {end - 1:,}",
@@ -257,7 +257,7 @@ def _loss(bin_loss: BinLoss) -> str:
 
 
 def _cell(score: MeanScore | SuiteScores | None, value: float | None = None) -> str:
-    """A score, or the `value` of a suite's average; – for a model that has none."""
+    """A score, or the `value` of a suite's average; – without a score."""
     if score is None:
         return format_score(None)
     if isinstance(score, MeanScore):

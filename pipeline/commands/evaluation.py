@@ -1,4 +1,4 @@
-"""Scores of any models beside a recipe's original: no stage, but in the same store."""
+"""Scores of any models and a recipe's original, outside of stages but in the same store."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _FUNCTION = "stages.evaluate.selected:run"
 
 
 class Evaluation:
-    """Evaluations under the settings of a recipe, which `node` holds.
+    """Evaluations with the settings of a recipe, which are in `node`.
 
-    Raises UserError for a recipe without them.
+    Raises UserError for a recipe without `evaluate`.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -46,13 +46,13 @@ class Evaluation:
 
     @property
     def place(self) -> Path:
-        """Where scores and answers are found afterwards."""
+        """Folder of the scores and answers."""
         return self.store.root / self.runner.name / "evaluation"
 
     def available(self) -> dict[str, Path]:
-        """The hybrid and the complete checkpoints that there are, of a running training too.
+        """The hybrid and all complete checkpoints, also of a running training.
 
-        Raises RunError where a published output of theirs is damaged.
+        Raises RunError if their published output is damaged.
         """
         folders: dict[str, Path] = {}
         for node in self.runner.nodes:
@@ -73,7 +73,7 @@ class Evaluation:
         return folders
 
     def is_finished(self) -> bool:
-        """Whether no further model appears."""
+        """Whether no further model will appear."""
         names = (_HYBRID_STAGE, _TRAINING_STAGE)
         last = [node for node in self.runner.nodes if node.name in names][-1]
         return (
@@ -88,7 +88,7 @@ class Evaluation:
         return any(read_holder(self.store.lock(name, key)) is not None for name, key in keys)
 
     def score(self, folders: Mapping[str, Path]) -> tuple[SelectedScores, str]:
-        """Evaluate these models and the original; returns the samples too, JSON lines."""
+        """Evaluate these models and the original; returns scores and samples (JSON lines)."""
         self.runner.stamps(self.original)
         document: dict[str, Any] = {
             "original": self.original.key,
@@ -103,14 +103,14 @@ class Evaluation:
         lock = self.store.lock("evaluation", digest)
         with hold(lock, f"{self.runner.name}: this evaluation", self.runner.name, wait=True):
             scores = SelectedScores.finished(work)
-            if scores is None or scores.missing:  # what was missing may be there by now
+            if scores is None or scores.missing:  # what was missing may exist by now
                 write_json(work / MODELS, document)
                 self._launch(folders, document["models"], stamps, work)
                 scores = SelectedScores.read(work)
             return scores, (work / SAMPLES).read_text(encoding="utf-8")
 
     def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
-        """Write the files of one evaluation to `place`, which others may write to as well."""
+        """Write the files of one evaluation to `place`, to which others may also write."""
         make_folder(self.place)
         with hold_briefly(self.store.lock("evaluation", self.runner.name)):
             write_json(self.place / SelectedScores.FILE, scores.content)
@@ -124,7 +124,7 @@ class Evaluation:
         stamps: Mapping[str, Stamp],
         work: Path,
     ) -> None:
-        """Answer and score; again where training published its checkpoints meanwhile."""
+        """Answer and score; repeated if training has moved its checkpoints meanwhile."""
         while True:
             (work / SelectedScores.FILE).unlink(missing_ok=True)
             order = {
@@ -150,7 +150,7 @@ class Evaluation:
             stamps = self.runner.hasher.seen
 
     def _place_now(self, folder: Path) -> Path:
-        """Where a checkpoint is: publishing a stage's output moves it out of the work directory."""
+        """Current folder of a checkpoint, which publishing moves out of the work directory."""
         for node in self.runner.nodes:
             work = self.store.work(node.name, str(node.key))
             if work in folder.parents and not folder.exists():
@@ -158,7 +158,7 @@ class Evaluation:
         return folder
 
     def _identities(self, folders: Mapping[str, Path]) -> dict[str, str]:
-        """What the answers of each model are stored under: its content, whatever its name."""
+        """Identities of the models by content, under which answers are stored."""
         model, hasher = self.runner.loaded.recipe.model, self.runner.hasher
         try:
             identities = {
@@ -177,9 +177,9 @@ class Evaluation:
         stamps: Mapping[str, Stamp],
         work: Path,
     ) -> None:
-        """Raise RunError, and forget the answers, where a file was written while it was read.
+        """Raise RunError, and delete the answers, if a file was written while it was read.
 
-        Also where its content is as before.
+        Even if its content is unchanged.
         """
         written = changed_file(stamps)
         now = self._identities(folders)
@@ -188,7 +188,7 @@ class Evaluation:
             changed |= {name for name, folder in folders.items() if folder in Path(written).parents}
         if written is None and not changed:
             return
-        # What is no model's is the original's, or made the samples of all.
+        # Other files belong to the original or to all samples.
         forgotten = {identities[name] for name in changed or folders}
         if not changed:
             forgotten.add(str(self.runner.order(self.original, work)["model_identity"]))

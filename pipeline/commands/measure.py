@@ -1,4 +1,4 @@
-"""`bosch measure MODEL_DIR`: its options, and the call of the measurement."""
+"""`bosch measure MODEL_DIR`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and say where the results are."""
+    """Measure and print the folder of the results."""
     log.configure("info")
     settings = shared_options.read_options(MeasureSettings, arguments, "measure")
     output = arguments.output or default_output(arguments.model)
-    # By name, as stages are: torch is loaded after the options are checked.
+    # Imported here, since it loads torch.
     measurement = importlib.import_module("stages.measure.measurement")
     with text_aside(arguments.json):
         report = measurement.measure(arguments.model, arguments.original, settings, Path(output))
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_output(model: str) -> Path:
-    """A folder for each model: the directory of every hybrid is called model."""
+    """A folder for each model, with a hash, since every hybrid's directory is called model."""
     place = Path(os.path.realpath(model))
     digest = hashlib.sha256(str(place).encode()).hexdigest()[:8]
     return Path("runs", "measure", f"{place.name}-{digest}")

@@ -21,7 +21,7 @@ _Options = TypeVar("_Options", bound=Section)
 
 
 def add_options(parser: argparse.ArgumentParser, section: type[Section]) -> None:
-    """Add an option for each field: its description is the help, a bool is a flag."""
+    """Add an option for each field, with its description as help; a bool is a flag."""
     for name, field in section.model_fields.items():
         text = (field.description or "").replace("%", "%%")
         if field.annotation is bool:
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser, section: type[Section]) -> None
 
 
 def read_options(section: type[_Options], arguments: argparse.Namespace, command: str) -> _Options:
-    """The options that the command line names, with the defaults of the others.
+    """The options of the command line, with defaults for the others.
 
     Raises UserError that lists every faulty option.
     """
@@ -68,14 +68,14 @@ def _method(name: str) -> str:
 
 
 def _named(value: object) -> object:
-    """The methods in a comma-separated list; `all` stands for every method."""
+    """The methods in a comma-separated list; `all` means every method."""
     names = split(value)
     if not isinstance(names, list):
         return names
     return [method for name in names for method in (METHODS if name == "all" else (name,))]
 
 
-# Lists of numbers are sorted and without repetition; methods keep their order.
+# Lists of numbers are sorted without repetition; methods keep their order.
 Seeds = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
     BeforeValidator(split),

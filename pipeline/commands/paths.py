@@ -8,7 +8,7 @@ from pipeline.recipe.load import ROOT
 
 
 def typed_path(path: Path) -> str:
-    """A path as one would type it here."""
+    """A path as it can be typed in the current directory."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,6 +1,6 @@
-"""Needs and cost of a run, from the recipe and config.json alone: no weights.
+"""Requirements and cost of a run, from the recipe and config.json without weights.
 
-Every number is an estimate with its assumption beside it. T is a sequence's tokens, W the window.
+Every number is an estimate and names its assumption. T is a sequence's tokens, W the window.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ COMMAND = RecipeCommand(
 )
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
-# Of a node of named GPUs, where the machine that plans has fewer.
+# GPUs of a node, if the planning machine has fewer.
 _GPUS_PER_NODE = 8
 
 
 def find_hardware(text: str | None, world: World) -> tuple[str, int]:
-    """Name and count of what to plan for: `h100x8`, else the GPUs or the cores found here."""
+    """Name and count of the devices to plan for: `h100x8`, else this machine's GPUs or cores."""
     if text is None:
         return ("h100", world.size) if world.gpus else ("cpu", cpu_cores())
     match = re.fullmatch(rf"({'|'.join(DEVICES)})(?:x0*([1-9]\d{{,8}}))?", text.lower())
@@ -92,7 +92,7 @@ def _share(text: str) -> float:
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Print the plan, and what is missing before the run can start."""
+    """Print the plan, and what is missing before a run can start."""
     if options.json:
         print_json(plan_record(loaded, options.hardware, options.efficiency))
         return 0
@@ -110,7 +110,7 @@ def plan_devices(
     # A process drives one GPU, or all cores of a machine.
     processes = loaded.world.size if name == "cpu" else count
     memory = DEVICES[name].memory * 2**30
-    if name == "cpu":  # the table's figure is a core's share of another machine
+    if name == "cpu":  # the table has figures per core
         memory *= count / loaded.world.processes_per_node
     if hardware is None or (not loaded.world.gpus and (name, count) == ("cpu", cpu_cores())):
         memory = memory_here(loaded.world) or memory
@@ -122,7 +122,7 @@ def plan_devices(
 
 
 def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
-    """The cost of every stage of a recipe by name, as if nothing was cached."""
+    """The cost of every stage of a recipe by name, as if nothing were cached."""
     return {stage.name: call(stage.cost, loaded, devices) or Cost() for stage in loaded.present}
 
 
@@ -185,7 +185,7 @@ def plan_lines(
 
 
 def _other_hardware(costs: Mapping[str, Cost], count: int) -> Iterator[str]:
-    """All stages on other devices, as many of them."""
+    """Hours of all stages on the same number of other devices."""
     for name in ("a800", "h100", "h200", "cpu"):
         stages = {stage: c.hours(name, count) for stage, c in costs.items() if c.flops}
         hours = ", ".join(f"{stage} {format_hours(hours)}" for stage, hours in stages.items())
@@ -211,7 +211,7 @@ def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
     # Models with states have no pages.
     hybrid = CacheSize.of(layers, info.kinds, itemsize, state_bytes=0)
     original = CacheSize.of([{None: rows * heads}], info.kinds, itemsize, state_bytes=0)
-    block = original.paged(PAGE_SIZE)  # as `num_blocks` counts them: a page of every head
+    block = original.paged(PAGE_SIZE)  # as in `num_blocks`: a page of every head
     figures = (
         f"{format_length(tokens)}: {hybrid.paged(tokens) / block:,.1f} instead of "
         f"{original.paged(tokens) / block:,.1f} ({format_bytes(hybrid.paged(tokens))} instead of "
@@ -223,7 +223,7 @@ def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
 
 
 def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
-    """Bytes that vLLM holds per request: with the mask of a file, else with any mask on budget."""
+    """Bytes per request in vLLM, with the mask of a file or any mask on budget."""
     search = loaded.recipe[SearchConfig]
     if search.sinks:
         yield f"  {'vLLM':<12} serves no sliding heads with sinks (search.sinks = {search.sinks})"

@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Run what is to run and say where the results are; 1 where a task has no score."""
+    """Run the stages and print where the results are; returns 1 if a task has no score."""
     choice = RunOptions(
         options.until, options.start, tuple(options.force), options.wait, options.dry_run
     )
@@ -74,7 +74,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     if "report" in runner.chosen and page.exists():
         print(f"report: {typed_path(page)}")
         if loaded.world.node_rank == 0:
-            # By name, as stages are: a command that writes no page loads no templates.
+            # Imported here, since it loads templates.
             importlib.import_module("stages.report.index").write_index(loaded.output_root)
     if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:
         return 0

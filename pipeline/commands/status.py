@@ -20,7 +20,7 @@ COMMAND = RecipeCommand(
     model_family=False,
 )
 
-# At most so much of new input files is read; beyond it, they are said not to be hashed.
+# Most bytes of new input files to hash; larger ones are reported as not hashed.
 _BUDGET_BYTES = 64 * 1024**2
 
 

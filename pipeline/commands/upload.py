@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Put all files there in one commit; raises UserError for what is not there to upload."""
+    """Upload all files in one commit; raises UserError if a result is missing."""
     folder, name = _model(options.run, options.checkpoint)
     _check_name(options.repository)
     for stage in _STAGES:
@@ -69,7 +69,7 @@ def _check_name(repository: str) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Raise UserError where a stage's files are not those that it has published, and no other."""
+    """Raise UserError if a stage's files differ from those that it has published."""
     manifest, content = Manifest.read(folder), read_json(folder / Manifest.FILE)
     if content.get("sha256") == Manifest.digest(content):
         fault = hash_fault(folder, manifest.hashes)
@@ -97,7 +97,7 @@ def _model(run: Path, checkpoint: str | None) -> tuple[Path, str]:
 
 
 def repository_files(run: Path, model: Path, name: str) -> Iterator[tuple[str, Path | bytes]]:
-    """Every file of the repository by its path there; scores only where the run has some."""
+    """All files of the repository by path; scores only if the run has some."""
     card = ""
     for path in sorted(path for path in model.rglob("*") if path.is_file()):
         if path.name == "README.md":
@@ -116,7 +116,7 @@ def repository_files(run: Path, model: Path, name: str) -> Iterator[tuple[str, P
 
 
 def _score_section(scores: Scores, name: str) -> str:
-    """The model's scores beside the original's, as the card shows them."""
+    """Section of the card with the scores of the model and the original."""
     original = scores.checkpoints.get(ORIGINAL, {})
     rows = []
     for suite, values in scores.checkpoints[name].items():
@@ -127,7 +127,7 @@ def _score_section(scores: Scores, name: str) -> str:
 
 
 def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
-    """Entries of `.eval_results`: the scores of tasks whose data is a dataset of the hub."""
+    """Entries of `.eval_results`: scores of tasks whose data is a dataset on the hub."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     entries = [
@@ -146,7 +146,7 @@ def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
 
 
 def _put(repository: str, files: dict[str, Path | bytes], private: bool, name: str) -> str:
-    """Commit the files to the hub; returns the address. One sentence for what it refuses."""
+    """Commit the files to the hub; returns the address. Raises a one-line error on refusal."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
@@ -164,7 +164,7 @@ def _put(repository: str, files: dict[str, Path | bytes], private: bool, name: s
         api.create_commit(repository, operations, commit_message=f"Upload {name}")
     except OfflineModeIsEnabled:
         raise UserError("upload: HF_HUB_OFFLINE is set, which allows no upload; unset it") from None
-    # What the hub answers is an OSError, a file that does not arrive a RuntimeError.
+    # Errors of the hub are OSErrors, failed transfers RuntimeErrors.
     except (OSError, RuntimeError, HTTPError) as error:
         reason = " ".join(str(error).split())[:300]
         if isinstance(error, OSError | RuntimeError):

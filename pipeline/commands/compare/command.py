@@ -1,7 +1,7 @@
 """`bosch compare RECIPE`: every method at every ratio, as in BOSCH Tables 1 and 2.
 
-Each combination of method, ratio and seed is a recipe of its own, brought up to date like any
-other: what is in the store is reused, and a stopped comparison resumes.
+Each combination of method, ratio and seed is run like a recipe: results in the store are reused,
+and a stopped comparison resumes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run_comparison(
 ) -> Comparison:
     """Bring every combination up to date and write the tables below runs/<recipe>/compare.
 
-    A combination that fails is noted, and the others continue. Raises UserError listing every
+    A failed combination is recorded, and the others continue. Raises UserError that lists every
     option that does not fit the recipe.
     """
     combinations = _combinations(loaded, options)
@@ -100,7 +100,7 @@ def run_comparison(
     )
 
     def runner_of(combination: Combination) -> Runner:
-        """A new one for each use, which reads the hashes that the others have saved."""
+        """A new runner for each use, which reads the hashes that others have saved."""
         run_options = RunOptions(wait=options.wait)
         runner = Runner(_recipe_of(loaded, combination, options), run_options, launcher)
         runner.hasher.save()
@@ -143,7 +143,7 @@ def run_comparison(
 
 
 def _stopped_in_shared_work(runner: Runner) -> bool:
-    """Whether a run has stopped in a stage that all combinations have in common."""
+    """Whether a run has stopped in a stage that all combinations share."""
     states = [state for state in runner.states() if state.node.name in runner.chosen]
     first = next((state.node.name for state in states if state.state != "cached"), "search")
     return "search" not in (first, *upstream_of(first, runner.nodes))
@@ -151,7 +151,7 @@ def _stopped_in_shared_work(runner: Runner) -> bool:
 
 @dataclass
 class _Left:
-    """How far a comparison is, and how long the rest will take at the pace so far."""
+    """Progress of a comparison, and an estimate of the time left."""
 
     combinations: int
     to_run: int
@@ -188,7 +188,7 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
         for ratio in options.ratios
     ]
     for combination in combinations:
-        # The recipe of the comparison itself has no fault.
+        # The recipe itself was checked before.
         for fault in find_faults(_recipe_of(loaded, combination, options), input_files=False):
             message = fault.removeprefix("search.swa_ratio: ")
             faults.append(f"--ratios {combination.ratio:g} with {combination.method}: {message}")
@@ -203,7 +203,7 @@ def _own_seed(loaded: LoadedRecipe) -> int:
 
 
 def _seeds_of(method: str, named: Sequence[int], default: int) -> Sequence[int]:
-    """Seeds that a method is run with: one where it draws nothing at random."""
+    """Seeds with which a method is run; a single one if it is deterministic."""
     entry = methods.METHODS[method]
     if not entry.seeded:
         return [default]
@@ -229,7 +229,7 @@ def _recipe_of(
 ) -> LoadedRecipe:
     recipe = loaded.recipe
     evaluate = recipe.get(EvaluateConfig)
-    # A comparison has every method as a combination of its own.
+    # In a comparison every method is its own combination.
     reduced = {"rivals": [], "windows": [], "budgets": "chosen"}
     changes = {
         "name": f"{recipe.name}/compare/{combination.folder}",

@@ -1,4 +1,4 @@
-"""The combinations of a comparison, and what their stages published."""
+"""The combinations of a comparison, with their published results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Models = Literal["original", "untrained", "trained"]
 
 @dataclass(frozen=True)
 class Combination:
-    """One method at one ratio, and its search's seed; `own_seed`: it is the recipe's."""
+    """A method at a ratio with a seed of the search; `own_seed`: it is the recipe's seed."""
 
     method: str
     ratio: float
@@ -62,9 +62,9 @@ class Combination:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """A score with the ends of its 95 % interval: of one task at one length (0: it has none).
+    """A score of a task at a length (0: it has none), with the ends of its 95 % interval.
 
-    `task` is empty where it is a suite's average.
+    `task` is empty for a suite's average.
     """
 
     models: Models
@@ -84,7 +84,7 @@ class ScoreRow:
 class SampleScores:
     """Scores in [0, 1] of the samples of a suite, by task and length in `places`.
 
-    `weights` are those of a subtask's samples, with a mean of 1: documents may have several each.
+    `weights` are those of a subtask's samples, with a mean of 1, since documents may have several.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -94,7 +94,7 @@ class SampleScores:
 
     @classmethod
     def of(cls, subtasks: Mapping[tuple[str, int], Sequence[float]]) -> SampleScores:
-        """Of lists by task and length."""
+        """Make the scores from lists by task and length."""
         lists = list(subtasks.values())
         values = np.asarray([value for scores in lists for value in scores], np.float64)
         weights = np.concatenate([intervals.weights_of(scores) for scores in lists] or [values])
@@ -111,7 +111,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class AgainstHighest:
-    """A method against the highest one at a ratio: difference in points, its 95 % interval.
+    """A method against the highest at a ratio: difference in points with its 95 % interval.
 
     `p_holm` is corrected for all of its table.
     """
@@ -129,17 +129,17 @@ class AgainstHighest:
 
     @property
     def is_lower(self) -> bool:
-        """Whether it is shown to be below the highest, at 5 %."""
+        """Whether it is significantly below the highest, at 5 %."""
         return self.p_holm < intervals.LEVEL
 
 
 @dataclass(frozen=True)
 class Result:
-    """Results that the stages of a combination published; `missing`: what has no score, and why.
+    """Published results of a combination; `missing`: reasons for missing scores.
 
-    `cache` are the bytes of a request of the longest evaluated length over the original's, by
-    engine: in `generate`, and in vLLM on one large GPU, where the plugin serves the hybrid.
-    `samples` are the scores behind the averages, by models and suite.
+    `cache` has the bytes of a request of the longest evaluated length over the original's, by
+    engine: in `generate`, and in vLLM on one large GPU if the plugin serves the hybrid. `samples`
+    are the scores behind the averages, by models and suite.
     """
 
     keys: Mapping[str, str]
@@ -156,10 +156,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All combinations of a comparison and the results there are so far.
+    """All combinations of a comparison, with the results so far.
 
-    `failures` says why a combination has none. `paper` holds the published scores of untrained
-    hybrids by suite, ratio and method, where they compare.
+    `failures` has the reasons of combinations without results. `paper` has the published scores of
+    untrained hybrids by suite, ratio and method, if they are comparable.
     """
 
     recipe: str
@@ -183,7 +183,7 @@ class Comparison:
     def rows(
         self, models: Models, method: str | None = None, ratio: float | None = None
     ) -> list[tuple[Combination, ScoreRow]]:
-        """Scores of all seeds of one method at one ratio, or of all of them."""
+        """Scores of all seeds, of one method or ratio if it is given."""
         return [
             (combination, row)
             for combination, result in self.results.items()
@@ -204,7 +204,7 @@ class Comparison:
         return [row for _, row in self.rows(models, method, ratio) if row.place == (suite, "", 0)]
 
     def samples(self, models: Models, method: str, ratio: float, suite: str) -> list[SampleScores]:
-        """Scores by sample of all seeds; none where a suite's average is no mean over subtasks."""
+        """Scores by sample of all seeds; empty if a suite's average is not a mean over subtasks."""
         samples = []
         for result in self.results_of(method, ratio):
             suite_samples = result.samples.get((models, suite))
@@ -222,8 +222,8 @@ class Comparison:
     def tests(self, models: Models, suite: str) -> list[AgainstHighest]:
         """Every method against the highest of its ratio, on the same samples, over all seeds.
 
-        Those whose samples are not the highest's are left out. The samples have chosen the highest,
-        so each test is corrected as one among all pairs of methods at a ratio.
+        Methods with other samples than the highest are left out. Since the samples determined the
+        highest, each test is corrected as one among all pairs of methods at a ratio.
         """
         tests, pairs = [], 0
         for ratio in self.ratios:
@@ -253,7 +253,7 @@ class Comparison:
 
     @property
     def originals(self) -> dict[tuple[str, str, int], tuple[Combination, ScoreRow]]:
-        """The original model's scores by place: the same in every combination."""
+        """The original model's scores by place, which all combinations share."""
         scores: dict[tuple[str, str, int], tuple[Combination, ScoreRow]] = {}
         for combination, row in self.rows("original"):
             scores.setdefault(row.place, (combination, row))
@@ -265,7 +265,7 @@ class Comparison:
 
     @property
     def missing(self) -> list[str]:
-        """Combinations, and tasks and models of others, without a score, and why."""
+        """Reasons for missing scores of combinations, and of tasks and models within them."""
         return [
             *(f"{combination} has no scores: {why}" for combination, why in self.failures.items()),
             *(
@@ -280,19 +280,19 @@ class Comparison:
 def _difference(
     samples: tuple[SampleScores, ...], other: tuple[SampleScores, ...]
 ) -> intervals.CrossedTest:
-    """Of seeds on the same samples; once for all tables of a comparison."""
+    """Test of two methods over seeds on the same samples; cached for all tables."""
     first, second = (np.stack([sample.values for sample in side]) for side in (samples, other))
     return intervals.crossed_test(first, second, samples[0].counts, samples[0].weights)
 
 
 def group_of(method: str) -> str:
-    """The group of rows that a method belongs to: the last, if it is none of the paper's."""
+    """The group of a method's row; the last group for methods outside the paper."""
     if not any(method in scores for model in _published().values() for scores in model.values()):
         return _OTHERS
     return next(name for name, kinds in _GROUPS.items() if METHODS[method].kind in kinds)
 
 
-# What of an answer its suite's scores are made of: prompts and outputs, most of it, are not kept.
+# Fields of an answer from which scores are computed; prompts and outputs are dropped.
 _SCORED = ("checkpoint", "suite", "task", "length", "document", "score")
 
 
@@ -345,7 +345,7 @@ def read_result(runner: Runner) -> Result:
 
 
 def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]:
-    """Bytes of a request over the original's, by engine; none where the scores have no length."""
+    """Bytes of a request over the original's, by engine; empty if the scores have no length."""
     if not tokens:
         return {}
     cache = cache_size(MaterializeSummary.read(folder), search)

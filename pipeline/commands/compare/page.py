@@ -102,14 +102,14 @@ def _content(comparison: Comparison) -> dict[str, Any]:
 
 
 def _without_samples(result: Result) -> dict[str, Any]:
-    """A result without the scores of its samples, which stand in the stage's samples.jsonl."""
+    """A result without the scores of its samples, which are in the stage's samples.jsonl."""
     content = asdict(replace(result, samples={}))
     del content["samples"]
     return content
 
 
 def write_predictions(comparison: Comparison, combination: Combination) -> None:
-    """Write the page with a finished combination's predictions, in place of earlier ones."""
+    """Write the page with a finished combination's predictions; replaces an earlier one."""
     path = comparison.folder / _predictions_file(comparison, combination)
     for old in path.parent.glob("predictions-*.html"):
         old.unlink()
@@ -127,7 +127,7 @@ def write_predictions(comparison: Comparison, combination: Combination) -> None:
 
 
 def _predictions_file(comparison: Comparison, combination: Combination) -> str:
-    """Path from the comparison's folder; the key names the evaluation that it shows."""
+    """Path of a page of predictions from the comparison's folder; contains the evaluation's key."""
     key = comparison.results[combination].keys["evaluate"]
     return f"{combination.folder}/predictions-{key[:12]}.html"
 
@@ -166,7 +166,7 @@ def _unfinished(comparison: Comparison) -> Iterator[str]:
 
 
 def _pictures(comparison: Comparison) -> Iterator[Picture]:
-    """For each suite and ratio bars of the methods, the lowest score first."""
+    """Bars of the methods for each suite and ratio, the lowest score first."""
     for suite in comparison.suites:
         _, original = comparison.originals[suite, "", 0]
         for ratio in comparison.ratios:
@@ -190,7 +190,7 @@ def _pictures(comparison: Comparison) -> Iterator[Picture]:
 
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
-    """For each suite a table of untrained hybrids and, with training, one of last checkpoints."""
+    """A table of untrained hybrids for each suite and, with training, one of last checkpoints."""
     trained = [
         result.trained_tokens for result in comparison.results.values() if result.trained_tokens
     ]
@@ -209,7 +209,7 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
     _, original = comparison.originals[suite, "", 0]
     tests = comparison.tests(models, suite)
     header = ["Method"]
-    # The original does not depend on the ratio: every column repeats its score.
+    # The original does not depend on the ratio, so every column has the same score.
     rows = {"": ["Original"]} | {method: [METHODS[method].label] for method in comparison.methods}
     for ratio in comparison.ratios:
         has_tasks = any(row.task for _, row in comparison.rows(models, ratio=ratio))
@@ -252,11 +252,11 @@ def _table_name(ratio: float, models: Models) -> str:
 
 
 def _marks(tests: Sequence[AgainstHighest], scored: Sequence[str]) -> dict[str, int]:
-    """Marks of a column's cells by method, as `Cell` has them: 1 is bold, 2 is underlined.
+    """Marks of a column's cells by method, as in `Cell`: 1 is bold, 2 is underlined.
 
     1 for the highest if every other method is significantly lower; otherwise 2 for the highest and
-    for each that is not. A method that is `scored` on other samples than the highest is in no test,
-    and counts as not significantly lower.
+    each method that is not significantly lower. A method `scored` on other samples than the highest
+    is not tested and counts as not significantly lower.
     """
     if not tests:
         return {}
@@ -270,8 +270,8 @@ def _average(
 ) -> tuple[float, float, float, str] | None:
     """A suite's mean over seeds, two ends and their kind: "interval" or "seeds from".
 
-    An interval is over samples and seeds. Where seeds were scored on different samples the ends are
-    the lowest and highest average of a seed.
+    An interval is over samples and seeds. If seeds were scored on different samples, the ends are
+    the lowest and the highest average of a seed.
     """
     rows = comparison.averages(models, method, ratio, suite)
     if not rows:
@@ -307,7 +307,7 @@ def _with_interval(score: float, low: float, high: float) -> str:
 
 
 def significance_tables(comparison: Comparison) -> Iterator[Table]:
-    """For each suite the difference of every method to the highest of its ratio, and its test."""
+    """Difference of every method from the highest of its ratio, with its test, for each suite."""
     for suite in comparison.suites:
         for models in _KINDS:
             tests = comparison.tests(models, suite)
@@ -366,9 +366,9 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
-    """The mean over seeds; a dash where there is no score.
+    """The mean over seeds; a dash without a score.
 
-    With one seed the mean links to its predictions, with several the score of each seed does.
+    A single seed's mean links to its predictions; with several seeds each score does.
     """
     if not rows:
         return Cell(format_score(None), share=0.0)
@@ -418,7 +418,7 @@ def csv_table(comparison: Comparison) -> Table:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The tables by suite and what each combination cost, as Markdown; no table by task."""
+    """The tables by suite and the costs, as Markdown, without the tables by task."""
     about = _ABOUT + (_PAPER if comparison.paper else "")
     blocks = [
         f"# Methods compared: {comparison.recipe}\n",

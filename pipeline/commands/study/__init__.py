@@ -1,4 +1,4 @@
-"""Studies of the search: one module each, beside what they share."""
+"""Studies of the search, one module each, with their common modules."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SCORE = Axis("held-out score", domain=(-0.03, 1.03))
 def landscapes(
     by_ratio: Mapping[float, tuple[Mapping[HeadMask, Evaluation], Mapping[str, list[Standing]]]],
 ) -> list[Picture]:
-    """Log-likelihood of all masks in falling order, and the methods' masks on that curve."""
+    """Log-likelihood of all masks in falling order, with the methods' masks on that curve."""
     pictures = []
     for ratio, (landscape, standings) in by_ratio.items():
         nats = np.sort([_missing(e.log_likelihood) for e in landscape.values()]).tolist()
@@ -118,5 +118,5 @@ def jaccard_maps(
 
 
 def _missing(log_likelihood: float) -> float:
-    """Distance to 0, for a log axis: log-likelihoods span four powers of ten."""
+    """Distance of a log-likelihood from 0, for a log axis."""
     return max(_MIN_NATS, -log_likelihood)

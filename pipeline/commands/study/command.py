@@ -27,8 +27,8 @@ COMMAND = RecipeCommand(
 STUDIES = ("optimality", "cost", "stability", "turnover", "granularity", "headbench")
 _DOCS = ROOT / "docs" / "notes" / "study"
 
-_ONE_WINDOW = "bosch"  # a method that knows one window
-# Options that one study alone reads.
+_ONE_WINDOW = "bosch"  # a method with one window
+# Options that only one study reads.
 _OF_ONE = {"sizes": "stability", "granularities": "granularity", "with_training": "headbench"}
 
 
@@ -40,19 +40,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     """Write NAME.json, NAME.md and plots into the folder of results.
 
-    Finished work is kept there in results.jsonl for all studies: one that was stopped continues,
-    and one that needs the searches of another has them at once. Raises UserError for an option,
-    model, calibration set or size that cannot be studied.
+    results.jsonl there holds finished work of all studies, so a stopped study resumes and studies
+    share searches. Raises UserError for an option, model, calibration set or size that cannot be
+    studied.
     """
     options = shared_options.read_options(StudyOptions, arguments, "study")
-    # Studies compare masks of one window: the widest that the recipe names.
+    # Studies use one window, the widest in the recipe.
     search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
     recipe = loaded.recipe.model_copy(update={"search": search})
     require_one_node("study", loaded.world)
     _check_options(options, loaded, arguments.study)
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
     command = shlex.join([PROGRAM, *arguments.arguments])
-    # By name, as stages are: torch is loaded after the options are checked.
+    # Imported here, since it loads torch.
     page = importlib.import_module("pipeline.commands.study.page")
     studied_model = importlib.import_module("pipeline.commands.study.studied_model")
     study = importlib.import_module(f"pipeline.commands.study.{arguments.study}").study

@@ -52,7 +52,7 @@ def measured_by_budget(model: StudiedModel, methods: Sequence[str]) -> list[Meas
 
 
 def _reference(points: Sequence[Measured], ratio: float) -> Measured | None:
-    """The published procedure at its largest budget; None where the study leaves it out."""
+    """The published procedure at its largest budget; None if the study does not include it."""
     published = _of(points, _PUBLISHED, ratio)
     return max(published, key=lambda point: point.setting.budget or 0, default=None)
 
@@ -83,7 +83,7 @@ def _table(ratio: float, points: Sequence[Measured]) -> Table:
 
 
 def _cost_to_reach(points: Sequence[Measured], ratios: Sequence[float]) -> Table:
-    """Cost at which `bosch_plus` is as good as the published procedure at its largest budget."""
+    """Cost at which `bosch_plus` equals the published procedure at its largest budget."""
     header = (
         "ρ", "bosch: held-out score", "full passes", "bosch_plus reaches it with",
         "share of the passes", "share without reuse", "share of the time",

@@ -1,4 +1,4 @@
-"""HeadBench: every selector of heads at the same KV cache, each tested against the best."""
+"""HeadBench: all selectors of heads at an equal KV cache, each tested against the best."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from stages.pages.tables import Cell, Table
 from stages.report.charts import LOOK, POINTS, ranked
 from stages.train.stage import TrainConfig
 
-# Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four. Such windows without
-# training are what arXiv 2608.28444 asks linear attention to be compared with.
+# Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four. arXiv 2608.28444 proposes
+# untrained windows of this kind as baseline for linear attention.
 _SINKS = 4
-# Context at which the cache in vLLM is stated.
+# Context for the cache in vLLM.
 _SERVED = 32 * 1024
 _UNTRAINED, _TRAINED = "untrained", "trained"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One selector at one ratio: held-out exact match [S, E], shares of the original's cache.
+    """A selector at a ratio: held-out exact match [S, E], and shares of the original's cache.
 
-    `masks` are the seeds' masks, of uniform windows one, with the `windows` of sliding heads.
-    `cache` is that of `generate` at the longest held-out example, `served` that of vLLM on one GPU
-    at 32k tokens (None: not served), means over the seeds; `passes` is the median work of their
+    `masks` are the seeds' masks (a single one for uniform windows), with the `windows` of sliding
+    heads. `cache` is for `generate` at the longest held-out example, `served` for vLLM on one GPU
+    at 32k tokens (None: not served), both means over seeds; `passes` is the median work of the
     searches, in full forward passes.
     """
 
@@ -66,7 +66,7 @@ class Row:
 
 
 def study(model: StudiedModel) -> StudyResult:
-    """Search with every method, ratio and seed, and compare at the bytes that they all have."""
+    """Search with every method, ratio and seed, and compare at equal bytes of cache."""
     options = model.options
     kappa = max(options.budgets)
     points = measured(
@@ -103,11 +103,11 @@ def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Sett
 
 
 def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
-    """The windows of methods that choose among several: doubled, from a quarter of the recipe's."""
+    """Windows for methods that choose among several: doubling, from a quarter of the recipe's."""
     window = model.window
     menu: list[Window] = []
     sets = [model.held_out_set, *(model.calibration(seed) for seed in range(model.options.seeds))]
-    # The shortest of the sets' longest examples.
+    # The shortest among the longest examples of all sets.
     shortest = min(examples.max_length for examples in sets)
     size = max(1, window.size // 4)
     while size + window.sinks < shortest and len(menu) < MAX_WINDOWS:
@@ -137,7 +137,7 @@ def _row(model: StudiedModel, point: Measured) -> Row:
 
 
 def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
-    """Every head slides, with the widest window beside sinks that holds no more than the masks."""
+    """Every head sliding, with sinks and the widest window within the other masks' bytes."""
     layers, heads = model.shape
     slots = model.slots(ratio) // (layers * heads)
     sinks = min(most_sinks, max(0, slots - 1))
@@ -163,7 +163,7 @@ def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
 def cache_shares(
     model: StudiedModel, mask: HeadMask, windows: Windows
 ) -> tuple[float, float | None]:
-    """Shares of the original's bytes: in `generate`, and in vLLM where it serves the mask."""
+    """Shares of the original's bytes in `generate` and, if it serves the mask, in vLLM."""
     rows = mask.heads_per_layer(windows)
     layers = decoder_layers(model.model.config)
     size = CacheSize.of(rows, layers, model.model.dtype.itemsize, state_bytes(model.model))
@@ -178,7 +178,7 @@ def cache_shares(
 
 
 def _trained(model: StudiedModel, rows: Sequence[Row]) -> list[Row]:
-    """The rows with what their hybrids score after training; equal masks are trained once."""
+    """The rows with scores after training; equal masks are trained once."""
     with_training = []
     count = sum(len({*row.masks}) for row in rows)
     with progress(count, "trainings", "trainings") as bar:
@@ -217,7 +217,7 @@ def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[
 def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
     """Mean and interval of each selector, and its paired test against the best one (Holm).
 
-    The examples have chosen the best, so each test is corrected as one among all pairs.
+    Since the examples determined the best, each test is corrected as one among all pairs.
     """
     best = max(range(len(scores)), key=lambda number: scores[number].mean())
     others = [number for number in range(len(scores)) if number != best]

@@ -1,4 +1,4 @@
-"""Optimality gap: every mask on budget measured, and where each method's mask stands among them."""
+"""Optimality gap: measures every mask on budget, and the rank of each method's mask."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def study(model: StudiedModel) -> StudyResult:
 
 
 def _anchor_table(model: StudiedModel) -> Table:
-    """The model without a search: every head full, every head sliding."""
+    """Table of the anchors: every head full, every head sliding."""
     rows = []
     for name, mask in (
         ("all full", HeadMask.all_full(*model.shape)),
@@ -107,7 +107,7 @@ def _check_size(model: StudiedModel, ratio: float) -> None:
 
 
 def evaluation_log(model: StudiedModel, name: str, examples: Any) -> EvaluationLog:
-    """The log of evaluations on one set of examples, beside the results."""
+    """Evaluation log for one set of examples, in the folder of results."""
     file = model.folder / f"{name}-{digest_of(model.context(examples))}.jsonl"
     return EvaluationLog(file, model.objective(examples).context)
 
@@ -115,7 +115,7 @@ def evaluation_log(model: StudiedModel, name: str, examples: Any) -> EvaluationL
 def _enumerated(
     model: StudiedModel, ratio: float, examples: Any, log: EvaluationLog, what: str
 ) -> Landscape:
-    """Evaluations of all masks on budget; layers that the next mask shares stay cached."""
+    """Evaluations of all masks on budget; caches layers that the next mask shares."""
     objective = model.objective(examples)
     masks = list(masks_on_budget(*model.shape, ratio))
     missing = [mask for mask in masks if log.get(mask) is None]
@@ -127,7 +127,7 @@ def _enumerated(
 
 
 def _shared(mask: HeadMask, following: HeadMask) -> int:
-    """Layers below the first one in which two masks differ; 0 where they are the same."""
+    """Number of layers below the first in which two masks differ; 0 for equal masks."""
     different = (mask.is_full != following.is_full).any(axis=1)
     return int(different.argmax())
 

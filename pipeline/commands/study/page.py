@@ -15,9 +15,9 @@ from stages.pages.tables import Table
 
 @dataclass(frozen=True)
 class StudyResult:
-    """Title, what was done (a few sentences), numbers, tables, and the panels of each figure.
+    """Title, description, numbers and tables of a study, and the panels of each figure.
 
-    `records` become NAME.csv, a line each.
+    `records` become the lines of NAME.csv.
     """
 
     name: str
@@ -30,7 +30,7 @@ class StudyResult:
 
 
 def publish(result: StudyResult, folder: Path, command: str, docs: Path | None = None) -> Path:
-    """Write NAME.json, .html, .md, plots and a CSV into `folder`; the last three into `docs` too.
+    """Write NAME.json, .html, .md, plots and a CSV to `folder`, the last three also to `docs`.
 
     Returns the Markdown page.
     """
@@ -57,7 +57,7 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
         "stages/pages/results.html",
         title=result.title,
         subtitle="",
-        text=result.text.replace("`", ""),  # Markdown's
+        text=result.text.replace("`", ""),  # Markdown's code marks
         command=command,
         figures=list(result.figures.values()),
         tables=result.tables,

@@ -1,4 +1,4 @@
-"""A table of searches: each setting over all seeds, with what its masks are worth held out."""
+"""A table of searches: each setting over all seeds, with held-out results of its masks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Measured:
         }
 
     def cells(self, base: Measured | None = None, *, is_compared: bool = False) -> list[str]:
-        """Both measures for a table, each beside its difference where it `is_compared`."""
+        """Table cells of both measures, each followed by its difference if it `is_compared`."""
         cells = []
         for measure in _MEASURES:
             digits = _DIGITS[measure]

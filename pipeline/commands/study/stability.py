@@ -25,7 +25,7 @@ _STAGE_ONE = "b_single"
 def study(model: StudiedModel) -> StudyResult:
     """Rank correlations of Algorithm 1 over seeds; score against budget and calibration size."""
     options = model.options
-    model.calibration(0, max(options.sizes))  # a file with too few is refused before all searches
+    model.calibration(0, max(options.sizes))  # refuses too few examples early
     ranks = _rankings(model)
     searches = [method for method in options.methods if METHODS[method].searches]
     by_budget = measured_by_budget(model, searches)
@@ -97,7 +97,7 @@ def _stability(
     ratio: float, budget: int, same_set: bool, measure: str, runs: Sequence[SearchOutcome]
 ) -> dict[str, Any]:
     drops = [importances(run, measure) for run in runs]
-    # Differences of sums of floats: what is equal must count as equal.
+    # Rounded, so that equal differences of floats compare equal.
     result: Stability = ranking_stability([[round(d, 9) for d in run] for run in drops])
     return {
         "swa_ratio": ratio,

@@ -1,4 +1,4 @@
-"""The model under study: its calibration sets, its searches and its held-out scores, each once.
+"""The model under study: its calibration sets, searches and held-out scores, computed once.
 
 E held-out examples.
 """
@@ -59,7 +59,7 @@ from stages.train.stage import TrainConfig, checkpoint_folders
 
 logger = logging.getLogger(__name__)
 
-# It spends at most a tenth of the published procedure's evaluations at the same kappa.
+# At equal kappa it makes at most a tenth of the published procedure's evaluations.
 OURS = "bosch_plus"
 
 Results = npt.NDArray[np.float64]
@@ -67,9 +67,9 @@ Results = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a search, besides its seed; None: the recipe's.
+    """Settings of a search, besides its seed; None means the recipe's value.
 
-    With a `menu` sliding heads may have any of its windows, within the ratio's slots.
+    With a `menu`, sliding heads may have any of its windows, within the ratio's slots.
     """
 
     method: str
@@ -82,7 +82,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """One run of a method: its mask, the mask's worth, the costs, and Algorithm 1's layer rows."""
+    """One run of a method: its mask, score, costs, and the layer rows of Algorithm 1."""
 
     mask: HeadMask
     score: float
@@ -90,7 +90,7 @@ class SearchOutcome:
     costs: dict[str, float]
     layers: list[dict[str, float]]
     full_log_likelihood: float
-    examples: int = 0  # of the calibration set; 0 in results of earlier versions
+    examples: int = 0  # calibration examples; 0 in results of earlier versions
 
 
 def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, int | None]]:
@@ -110,14 +110,14 @@ def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, 
 
 
 def _changed_settings(settings: SearchSettings) -> Record:
-    """Settings that differ from the defaults: a result stays valid when options are added."""
+    """Settings that differ from the defaults, so that results stay valid when options are added."""
     defaults = asdict(SearchSettings(swa_ratio=settings.swa_ratio))
     changed = {name: value for name, value in asdict(settings).items() if value != defaults[name]}
     return {**changed, "swa_ratio": settings.swa_ratio, "seed": settings.seed}
 
 
 def _windows_key(menu: tuple[Window, ...]) -> Record:
-    """Window and sinks in a key; the sizes of a menu of several from the smallest."""
+    """Window and sinks for a key; for several windows the ascending sizes."""
     sizes = [window.size for window in menu[::-1]]
     return {"window_size": sizes[0] if len(sizes) == 1 else sizes, "sinks": menu[0].sinks}
 
@@ -127,7 +127,7 @@ def _device() -> str:
 
 
 def digest_of(key: Record) -> str:
-    """Short digest of a key, for names of files."""
+    """Short digest of a key, for file names."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -175,7 +175,7 @@ class StudiedModel:
 
     @property
     def window(self) -> Window:
-        """The window of sliding heads, where a setting has no menu."""
+        """The window of sliding heads in settings without a menu."""
         return self.recipe[SearchConfig].window
 
     @cached_property
@@ -183,7 +183,7 @@ class StudiedModel:
         return mask_shape(self.model.config)
 
     def examples(self, space: SeedSpace, seed: int, count: int) -> CalibrationSet:
-        """Teacher-forced questions of the recipe's tasks and length, or of the file of examples."""
+        """Teacher-forced questions of the recipe's tasks and length, or of the examples file."""
         key = space, seed, count
         if key not in self._sets and self._file is not None:
             self._sets[key] = self._drawn(self._file, space, seed, count)
@@ -200,7 +200,7 @@ class StudiedModel:
     ) -> CalibrationSet:
         """The file's last examples for evaluation, `count` others at random for calibration.
 
-        Raises UserError where the file holds too few of either.
+        Raises UserError if the file has too few of either.
         """
         rest = len(file) - self.options.held_out
         least = self.recipe[PrepareConfig].calibration.examples
@@ -245,9 +245,9 @@ class StudiedModel:
         return f"{sets}, {counted(len(self.held_out_set), 'held-out example')}{kind}"
 
     def objective(self, examples: CalibrationSet, window: Windows | None = None) -> Objective:
-        """Measures masks on `examples`; later passes reuse what earlier ones cached.
+        """An objective on `examples`, whose passes reuse cached activations.
 
-        Sliding heads have the `window`, or one of a menu, by default the recipe's.
+        Sliding heads have the `window`, or one of several; by default the recipe's.
         """
         key = examples.fingerprint, window
         if key not in self._objectives:
@@ -265,15 +265,15 @@ class StudiedModel:
         )
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
-        """The calibration set of study seed `seed`; a smaller one is the beginning of a larger."""
+        """The calibration set of study seed `seed`; smaller sets are prefixes of larger ones."""
         count = self.recipe[PrepareConfig].calibration.examples if examples is None else examples
         return self.examples("calibration", self.recipe.seed + seed, count)
 
     @cached_property
     def held_out_set(self) -> CalibrationSet:
-        """Questions whose needles no calibration set and no training document holds.
+        """Questions whose needles are in no calibration set and no training document.
 
-        With a file of examples: its last ones.
+        With a file of examples, its last ones.
         """
         return self.examples("evaluation", self.recipe.seed, self.options.held_out)
 
@@ -287,7 +287,7 @@ class StudiedModel:
     ) -> SearchOutcome:
         """Search with seed `seed`, on that seed's own calibration set by default.
 
-        With a `log` that is shared the costs are not this run's own.
+        With a shared `log` the costs are not those of an independent run.
         """
         method, ratio, menu = setting.method, setting.ratio, setting.menu
         set_seed = seed if calibration_seed is None else calibration_seed
@@ -295,7 +295,7 @@ class StudiedModel:
         settings = self.settings(ratio, seed, setting.budget)
         if setting.granularity is not None:
             settings = replace(settings, head_granularity=setting.granularity)
-        if not METHODS[method].searches:  # no budget to spend: one run serves every budget
+        if not METHODS[method].searches:  # without a budget, so one run serves all budgets
             settings = replace(settings, budget_per_layer=1)
             if not METHODS[method].seeded:
                 settings = replace(settings, seed=self.recipe.seed)
@@ -316,7 +316,7 @@ class StudiedModel:
         return SearchOutcome(**{**record, "mask": HeadMask.from_key(record["mask"])})
 
     def slots(self, ratio: float) -> int:
-        """KV slots of the ratio's masks of the recipe's window, at the longest held-out example."""
+        """KV slots of masks with this ratio and the recipe's window, at the longest example."""
         units, tokens = math.prod(self.shape), self.held_out_set.max_length
         sliding = swa_budget(units, ratio)
         return (units - sliding) * tokens + sliding * self.window.held(tokens)
@@ -345,10 +345,10 @@ class StudiedModel:
         return np.array([record[name] for name in names]).T
 
     def trained(self, mask: HeadMask, window: Windows | None = None) -> Results:
-        """As `held_out`, of the hybrid that the recipe's own stages make of the mask and train.
+        """As `held_out`, for the hybrid that the recipe's stages make with this mask and train.
 
-        What the store holds is not trained again; stages have the memory to themselves. Raises
-        UserError and RunError as the stages do.
+        Results in the store are reused; the model is released while stages run. Raises UserError
+        and RunError as the stages.
         """
         runner = Runner(self._with_mask(mask, window), RunOptions(), self.launcher)
         runner.hasher.save()
@@ -368,7 +368,7 @@ class StudiedModel:
         )
 
     def _with_mask(self, mask: HeadMask, windows: Windows | None) -> LoadedRecipe:
-        """The recipe with this mask in place of a search, up to its training."""
+        """The recipe with this mask instead of a search, up to training."""
         search, train = self.recipe[SearchConfig], self.recipe[TrainConfig]
         menu = search.menu if windows is None else window_menu(windows)
         file = HeadMaskFile.of(
@@ -394,7 +394,7 @@ class StudiedModel:
         return replace(self.loaded, recipe=recipe).up_to(TRAIN.name)
 
     def release(self) -> None:
-        """Give the model's memory back; it is loaded again where it is needed."""
+        """Free the model's memory; it is loaded again when it is needed."""
         self._objectives.clear()
         self.__dict__.pop("model", None)
         gc.collect()
@@ -410,17 +410,17 @@ class StudiedModel:
         log: EvaluationLog | None,
         under_way: Path,
     ) -> Record:
-        """Run a search; its evaluations are kept in `under_way`, should it be stopped.
+        """Run a search, with its evaluations in `under_way`, from which it can resume.
 
-        Unless its evaluations are shared, it reuses nothing of another search: its costs are its
-        own.
+        Unless evaluations are shared, it reuses nothing of other searches, so that its costs are
+        those of an independent run.
         """
         if log is not None:
             objective = self.objective(calibration, menu)
         else:
             objective = self._new_objective(calibration, menu)
             log = EvaluationLog(under_way, objective.context)
-        # Other processes on the machine slow a search down, but do not use its processor time.
+        # Processor time, since other processes may slow a search down.
         clock = time.process_time if self.model.device.type == "cpu" else time.perf_counter
         started = clock()
         slots = None
@@ -428,7 +428,7 @@ class StudiedModel:
             tokens, chosen = self.held_out_set.max_length, self.slots(settings.swa_ratio)
             slots = SlotBudgets(tokens, (chosen,), chosen)
         run = run_method(method, objective, settings, log=log, slot_budgets=slots)
-        # Passes of a search that was stopped were made before this start.
+        # Passes before a stop happened before this start.
         seconds = clock() - started + run.costs["earlier_seconds"]
         full = next(point for point in run.trace if point.subproblem == "all full")
         logger.info(
@@ -447,7 +447,7 @@ class StudiedModel:
         }
 
     def context(self, examples: CalibrationSet) -> Record:
-        """Everything besides mask and settings that results on `examples` depend on."""
+        """All that results on `examples` depend on besides mask and settings."""
         return {
             "version": SEARCH.version,
             "model": self.fingerprint,

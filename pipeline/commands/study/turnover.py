@@ -19,7 +19,7 @@ from pipeline.commands.study.studied_model import Setting, StudiedModel
 from stages.formats import counted
 from stages.pages.tables import Table
 
-_SWAPS = 3  # draws of A' for each pair of masks, as in C.1
+_SWAPS = 3  # draws of A' per pair of masks, as in C.1
 
 Masks = dict[str, dict[float, list[HeadMask]]]
 
@@ -77,7 +77,7 @@ def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str,
     turnovers = [
         turnover(a, b) for a, b in zip(masks[method][small], masks[method][large], strict=True)
     ]
-    most = turnovers[0].maximum  # the same for all masks on these budgets
+    most = turnovers[0].maximum  # equal for all masks on these budgets
     return {
         "method": method,
         "small": small,
@@ -104,7 +104,7 @@ def _swap(
         record[name] = held_out_mean(mine, name)._asdict()
         record[f"swapped_{name}"] = held_out_mean(theirs, name)._asdict()
         lost = crossed_difference(mine, theirs, is_score=is_score, has_paired_seeds=True)
-        if is_same:  # nothing turned over: a mask loses nothing against itself
+        if is_same:  # without turnover the difference is 0
             lost = Estimate(0.0, 0.0, 0.0)
         record[f"{name}_lost"] = lost._asdict()
     return record
