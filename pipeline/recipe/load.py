@@ -1,6 +1,6 @@
-"""Reads a recipe: one YAML file, typed, checked as a whole.
+"""Reads a recipe from a YAML file and checks it.
 
-First come all faults of single fields; where there is none, all faults between fields. The command
+It reports all faults of single fields or, if there are none, all faults between fields. The command
 line overrides fields: `search.swa_ratio=0.5`, `prepare.sources.0.weight=2`.
 """
 
@@ -29,7 +29,7 @@ from stages.stage import LoadedRecipe, Recipe, Stage, recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNEL_FILESYSTEMS = ("/proc", "/sys")
-# A plain text, neither quoted nor a list or mapping, of which YAML would read a part as a comment.
+# A plain text with a part that YAML would read as a comment.
 _COMMENTED = re.compile(r"(?!['\"\[{])(.*\s)?#", re.DOTALL)
 
 
@@ -46,21 +46,21 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Read, override and check a recipe, and make its paths absolute.
 
-    Relative ones start at the recipe's folder, those of overrides at the current directory, as a
-    shell's do, and defaults at the checkout.
+    Relative paths start at the recipe's folder, those in overrides at the current directory, and
+    defaults at the checkout.
 
-    `fetch` allows looking a hub model up over the network; without `input_files` the data need not
-    be there yet, without `model_files` a model's directory needs nothing but its config.json.
-    Without `model_family` nothing is checked that transformers must be asked for.
+    `fetch` allows downloading the configuration of a hub model. Without `input_files` data may be
+    missing; without `model_files` a model's directory needs only its config.json. Without
+    `model_family`, checks that need transformers are skipped.
 
-    Raises UserError, which lists every field at fault with its dotted path, or every fault between
+    Raises UserError that lists every invalid field with its dotted path, or every fault between
     fields.
     """
     file, kind = Path(path), recipe_type(stages)
     content = apply_overrides(read_mapping(file), overrides)
     places = frozenset(tuple(dotted_path(override)) for override in overrides)
     _drop_replaced(kind, content, places)
-    # A section without a value counts as left out.
+    # A section without a value counts as absent.
     values = {key: value for key, value in content.items() if value is not None}
     try:
         recipe = kind.model_validate({"name": file.stem, **values})
@@ -88,7 +88,7 @@ def load_recipe(
 def _drop_replaced(
     kind: type[Section], content: dict[str, Any], places: Collection[tuple[str, ...]]
 ) -> None:
-    """Leave out of `content` what an override says in another way (`Section.ALTERNATIVES`)."""
+    """Remove from `content` the alternatives of overridden fields (`Section.ALTERNATIVES`)."""
     for place in places:
         owner: type[Section] | None = kind
         here: Any = content
@@ -106,9 +106,9 @@ def _drop_replaced(
 
 
 def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[str]:
-    """Everything wrong between the fields of a recipe, one message each.
+    """All faults between the fields of a recipe, as messages.
 
-    Without `input_files` nothing is said of data that is not there.
+    Without `input_files` missing data is not a fault.
     """
     faults = [fault for stage in loaded.present for fault in stage.checks(loaded)]
     faults += _output_root(loaded)
@@ -136,7 +136,7 @@ def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
-    """What a run reads and is not there, or is not what it should be."""
+    """Messages for inputs of a run that are missing or invalid."""
     for stage in loaded.present:
         if stage.field is not None:
             yield from input_faults(stage.key, getattr(loaded.recipe, stage.key))
@@ -144,7 +144,7 @@ def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def _completed(recipe: Recipe, stages: Sequence[Stage[Any]]) -> Recipe:
-    """The recipe with the defaults that fields fill in for each other."""
+    """The recipe with defaults that depend on other fields."""
     present = [s for s in stages if s.field is not None and getattr(recipe, s.key) is not None]
     changes = {s.key: s.completed(getattr(recipe, s.key), recipe) for s in present}
     return recipe.model_copy(update=changes)
@@ -161,8 +161,8 @@ def listing(file: str, faults: Sequence[str]) -> str:
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of a recipe's mapping with `key.path=value` set; values are YAML without comments.
 
-    A number in the path is an index into a list that exists; missing mappings are made.
-    Raises UserError for a path that leads through something else.
+    A number in the path is an index into an existing list; missing mappings are created.
+    Raises UserError for a path through anything else.
     """
     result = copy.deepcopy(content)
     for override in overrides:
@@ -178,7 +178,7 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def dotted_path(override: str) -> list[str]:
-    """The keys that lead to what an override replaces."""
+    """The keys of the value that an override replaces."""
     return override.partition("=")[0].strip().split(".")
 
 

@@ -1,6 +1,6 @@
-"""A base model without torch: its shape, its files, whether they are complete.
+"""A base model's shape and the completeness of its files, without torch.
 
-Of the weights only the headers of the safetensors files are read.
+Only the headers of safetensors files are read.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def read_model(
     family: bool = True,
     hybrid: bool = False,
 ) -> tuple[ModelInfo | None, list[str]]:
-    """Find and check a base model: what is known of it, and everything wrong with it.
+    """Find and check a base model: returns its facts, if known, and all faults.
 
-    Without `fetch`, a hub model that is not on this machine has the shape that recipes/shapes holds
-    for its name. Nothing is known of any other one, nor of a directory whose config.json cannot be
-    read. Without `files`, a directory needs neither weights nor tokenizer. Without `family`,
-    transformers is not asked whether the model can be made hybrid. With `hybrid` the model may be
-    a hybrid, which counts as its base.
+    Without `fetch`, a hub model that is not on this machine has the shape in recipes/shapes for its
+    name. Nothing is known of other hub models, or if config.json cannot be read. Without `files`, a
+    directory needs neither weights nor tokenizer. Without `family`, the check whether transformers
+    can make the model hybrid is skipped. With `hybrid` the model may be a hybrid, which counts as
+    its base.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -76,7 +76,7 @@ def _read_directory(
 
 
 def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
-    """Faults of a config.json that is not that of a searchable decoder."""
+    """Faults of a config.json that does not describe a supported decoder."""
     faults = [
         *_faults_of(lambda: info.layers),
         *_faults_of(lambda: info.hidden_size),
@@ -114,7 +114,7 @@ def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo |
 
 
 def _published_shape(name: str) -> ModelInfo | None:
-    """The shape in recipes/shapes whose config.json says that it is `name`'s."""
+    """The config.json in recipes/shapes for the hub name `name`."""
     for path in sorted(SHAPES.glob("*/config.json")):
         if _read_json(path).get("_name_or_path") == name:
             return ModelInfo(_read_config(path.parent))
@@ -122,7 +122,7 @@ def _published_shape(name: str) -> ModelInfo | None:
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """Where the hub's cache on this machine holds a repository, or some of its files."""
+    """Folder of a repository, or of some of its files, in this machine's hub cache."""
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     reference = folder / "refs" / (revision or "main")
     commit = reference.read_text().strip() if reference.is_file() else str(revision or "main")
@@ -137,7 +137,7 @@ def _cached_config(name: str, revision: str | None) -> Path | None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds a tokenizer's own files, its configuration aside."""
+    """Whether a directory has tokenizer files besides the configuration."""
     return any(name for name in tokenizer_files(directory) if "config" not in name)
 
 

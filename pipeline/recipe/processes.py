@@ -1,4 +1,4 @@
-"""How many processes distributed stages run on: torchrun's own variables, else the recipe's."""
+"""Number of processes of distributed stages, from torchrun's variables or the recipe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Literal
 from bosch.errors import UserError
 from stages.stage import World
 
-# What launchers, schedulers and accelerate leave in the environment about other processes than
-# those that a stage is started on. Libraries would read them: a RANK alone lets a single process
-# wait for others, ACCELERATE_MIXED_PRECISION=fp16 changes the precision of training.
+# Variables of launchers, schedulers and accelerate about other processes than a stage's. Libraries
+# would read them: a RANK makes a single process wait for others, ACCELERATE_MIXED_PRECISION=fp16
+# changes the precision of training.
 _OF_OTHERS = re.compile(
     r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|LOCAL_SIZE|CROSS_(RANK|SIZE)"
     r"|NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|XLA_(USE|DOWNCAST)_BF16"
@@ -24,26 +24,26 @@ _OF_OTHERS = re.compile(
 
 
 def without_others(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for the processes of a stage: none of it says how many processes there are."""
+    """`env` for the processes of a stage, without variables about other processes."""
     return {name: value for name, value in env.items() if not _OF_OTHERS.fullmatch(name)}
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """NVIDIA GPUs this process may use, found without importing torch."""
+    """Number of NVIDIA GPUs that this process may use, without importing torch."""
     visible = env.get("CUDA_VISIBLE_DEVICES")
     present = sum(1 for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal())
     if visible is None:
         return present
-    # CUDA reads the list as far as the first entry that is no device.
+    # CUDA reads the list up to the first invalid entry.
     devices = (item.strip() not in ("", "-1", "NoDevFiles") for item in visible.split(","))
     return min(present, sum(takewhile(bool, devices)))
 
 
 def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.environ) -> World:
-    """The processes to start; NPROC_PER_NODE and the like win over the recipe's number.
+    """The processes to start; NPROC_PER_NODE and similar variables override the recipe.
 
-    Where there is one node, MASTER_ADDR and MASTER_PORT are about something else and not read.
-    Raises UserError for a variable that is no number or a node rank out of range.
+    With one node MASTER_ADDR and MASTER_PORT are ignored. Raises UserError for a variable that is
+    not a number or a node rank out of range.
     """
     gpus = count_gpus(env)
     nodes = _integer(env, "NNODES", 1, least=1)
@@ -63,7 +63,7 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
 
 
 def require_one_node(what: str, world: World) -> None:
-    """Raise UserError where several nodes are to do what they cannot do together."""
+    """Raise UserError if there are several nodes for something that needs one."""
     if world.nodes > 1:
         raise UserError(f"{what} works on one node only; NNODES asks for several")
 

@@ -1,4 +1,4 @@
-"""The stages of the pipeline: every package below stages/ with a module `stage`, in order."""
+"""The stages of the pipeline: every package in stages/ with a module `stage`, in order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stages.stage import Stage
 
 
 def in_order(table: Iterable[Stage[Any]]) -> tuple[Stage[Any], ...]:
-    """Stages so that each comes after what it needs.
+    """Order stages so that each follows those it needs.
 
-    One that needs all comes after all others but those of its like, and those that need these.
-    Raises ValueError for one that needs what no stage is.
+    Stages that need all others (`needs` is None) come last, followed by those that depend on them.
+    Raises ValueError for a stage that needs an unknown one.
     """
     by_name = {stage.name: stage for stage in sorted(table, key=lambda stage: stage.name)}
     for stage in by_name.values():

@@ -1,7 +1,6 @@
-"""YAML of recipes: the safe loader with limits, and plain words as in YAML 1.2.
+"""YAML of recipes: PyYAML's safe loader with limits, and plain words as in YAML 1.2.
 
-Repeated keys are refused instead of dropped. Plain words are read as YAML 1.2 does: `no` is a word,
-1:30 is not 90, 010 is not 8.
+Repeated keys are refused. As in YAML 1.2 `no` is a word, 1:30 is not 90, and 010 is not 8.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAX_DIGITS = 64
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """The safe loader; a mapping that names a key twice is an error with its line."""
+    """The safe loader; a repeated key is an error with its line."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys: set[Hashable] = set()
@@ -44,7 +43,7 @@ class _Loader(_Base):  # type: ignore[misc]
 
 
 def _set_resolvers() -> None:
-    """Which plain words are null, a flag or a number; every other one is text."""
+    """Set which plain words are null, booleans or numbers; all others are text."""
     _Loader.yaml_implicit_resolvers = {}
     digits, exponent = r"\d[\d_]*", r"[eE][-+]?\d+"
     for tag, pattern, first in (
@@ -64,7 +63,7 @@ _set_resolvers()
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text, an alias as a copy; raises UserError with `where` and the line."""
+    """The value of a YAML text, with aliases copied; raises UserError with `where` and the line."""
     if len(text) > _MAX_BYTES:
         raise UserError(f"{where}: is longer than {_MAX_BYTES:,} characters; that is no recipe")
     try:
@@ -73,7 +72,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
-        # One is the end of the other's sentence: "expected a single document", "but found another".
+        # PyYAML splits some sentences: "expected a single document", "but found another".
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise UserError(f"{where}{line}: not valid YAML: {reason}") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -82,7 +81,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which what an alias stands for is a value of its own: overrides set one place."""
+    """A copy without shared values from aliases, so that an override changes one place."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value
@@ -91,10 +90,10 @@ def _unshared(value: Any) -> Any:
 def _check_limits(text: str) -> None:
     """Raise a YAML error for text that nests, repeats or counts beyond the limits above.
 
-    The parser's events are enough: nothing is built yet, and an alias counts as the value it stands
-    for, in number and in depth.
+    Uses only the parser's events, before values are built; an alias counts as its value, in number
+    and in depth.
     """
-    sizes: dict[str, tuple[int, int]] = {}  # values, and how deep they nest
+    sizes: dict[str, tuple[int, int]] = {}  # number of values, and depth
     open_nodes: list[tuple[str | None, int]] = []  # anchor, values before it
     deepest = [0]  # of the values in each open node
     values = 0
@@ -146,7 +145,7 @@ def _scalar_problem(event: yaml.ScalarEvent) -> str | None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; raises UserError when there is none."""
+    """The mapping in a YAML file; raises UserError if it has none."""
     try:
         with open_regular(path) as file:
             text = file.read(4 * _MAX_BYTES + 1).decode("utf-8")

@@ -1,9 +1,9 @@
-"""torchrun for `pipeline.run.worker`, without its tracebacks: the runner says what went wrong.
+"""torchrun for `pipeline.run.worker`, without torchrun's tracebacks.
 
-Ends with the exit status of the first process that failed by itself, not because another one had
-gone, and writes its rank into ENDED beside the order.
+Ends with the exit status of the first process that failed for its own reason, not because another
+process had ended, and writes its rank to ENDED in the order's folder.
 
-Its arguments are torchrun's options, and the command of the worker.
+Its arguments are torchrun's options and the worker's command.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipeline.run.worker import PARENT, die_with_runner
 
 
 def main() -> int:
-    """Start the processes of this node and wait for them; 0 when all of them are done."""
+    """Start the processes of this node and wait for them; returns 0 if all succeed."""
     die_with_runner()
     os.environ[PARENT] = str(os.getpid())
-    # torchrun would give its processes 30 seconds to end: training has a restart point to write.
-    # SIGINT is its own once it has been imported, which takes a while.
+    # torchrun gives its processes 30 seconds to end, too little for a restart point.
+    # torchrun handles SIGINT once it has been imported, which takes a while.
     for number in (*heeded(signal.SIGINT), *STOP_SIGNALS):
         signal.signal(number, forward_signal)
     from torch.distributed import DistError
@@ -67,9 +67,9 @@ def main() -> int:
 
 
 def forward_signal(signum: int, frame: object) -> None:
-    """Pass a signal on to the processes of this node; end where there are none yet.
+    """Pass a signal on to the processes of this node; exit if there are none yet.
 
-    It imports nothing: a second signal may come before the first has been passed on.
+    It imports nothing, since a second signal may arrive meanwhile.
     """
     children = psutil.Process().children()
     if not children:
@@ -80,13 +80,13 @@ def forward_signal(signum: int, frame: object) -> None:
 
 
 def first_reason(statuses: Mapping[int, int]) -> tuple[int, int]:
-    """Which of several processes ended first for a reason of its own, and with which status.
+    """Rank and status of the first process that ended for its own reason.
 
-    `statuses` by process, in the order in which torchrun noticed their ends; 128 + n where signal n
-    (-n here) killed one.
+    `statuses` are by process, in the order in which torchrun noticed them. A process killed by
+    signal n (status -n) gives 128 + n.
     """
     for rank, status in statuses.items():
-        if status == REQUEUE_STATUS:  # all have saved; the last to leave are ended by torchrun
+        if status == REQUEUE_STATUS:  # all have saved; torchrun ends the last ones
             return rank, status
     causes = ((rank, s) for rank, s in statuses.items() if s != LOST_RANK_STATUS)
     rank, status = next(causes, next(iter(statuses.items())))

@@ -1,4 +1,4 @@
-"""How failures are described to the user: kinds, messages and exit statuses."""
+"""Kinds, messages and exit statuses of failures."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ FILE_TOO_LARGE = (
     "runtime.output_root or --output, or raise the limit with ulimit -f, and run the same command "
     "again"
 )
-# Of a process that only lost another one of its stage, and of a command that lost a process to no
-# fault of its own: the same command resumes.
+# Status of a process that only lost another process of its stage, and of a command with a lost
+# process: the same command resumes.
 LOST_RANK_STATUS = 76
-ENDED = "ended.json"  # in which the launcher of several processes says which of them ended first
-# sysexits.h's EX_TEMPFAIL, try again later: of a run that saved its work when it was asked to stop.
+ENDED = "ended.json"  # file with the process that ended first
+# EX_TEMPFAIL of sysexits.h: the run was asked to stop and has saved its work.
 REQUEUE_STATUS = 75
 
 
 class Terminated(BaseException):
-    """A stop signal arrived at the command; as Ctrl-C, no fault of what it interrupts."""
+    """A stop signal arrived at the command; like Ctrl-C, no fault of the interrupted code."""
 
 
 def ignore_stops() -> None:
-    """Let the process end by itself from here on; SIGKILL still ends it."""
+    """Ignore stop signals from here on, except SIGKILL."""
     for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
-    """Kind and message of a stage's failure, as a process leaves them for the runner.
+    """Kind and message of a stage's failure, which a process leaves for the runner.
 
-    Kinds: user, damaged, disk, run, unexpected, and lost where another process ended or hangs.
+    Kinds: user, damaged, disk, run, unexpected, and lost if another process ended or hangs.
     """
     for error_type, kind in (
         (UserError, "user"),
@@ -83,9 +83,9 @@ def unexpected(error: BaseException, log_file: Path) -> str:
 
 
 def no_space(error: BaseException, folder: Path | None) -> str | None:
-    """Message where a disk or quota is full, or a file may not grow; None for other errors.
+    """Message if a disk or quota is full, or a file may not grow; None for other errors.
 
-    `folder`: where the run writes, unless the error names another place.
+    `folder` is where the run writes, unless the error names a file.
     """
     if not is_disk_full(error):
         numbers = [cause.errno for cause in causes(error) if isinstance(cause, OSError)]
@@ -99,10 +99,10 @@ def no_space(error: BaseException, folder: Path | None) -> str | None:
 
 
 def _full_folder(error: BaseException) -> Path | None:
-    """The folder of the file for which no space was left, where the error names one."""
+    """The folder of the file for which no space was left, if the error names it."""
     for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE_LEFT:
-            name = cause.filename2 or cause.filename  # a copy's second one is what was written
+            name = cause.filename2 or cause.filename  # the second name is the target of a copy
             if isinstance(name, str | bytes):
                 above = Path(os.path.abspath(os.fsdecode(name))).parents
                 return next(path for path in above if TEMPORARY not in str(path) and path.is_dir())
@@ -110,11 +110,10 @@ def _full_folder(error: BaseException) -> Path | None:
 
 
 def output_is_full() -> bool:
-    """Whether it is the standard output, not a folder of the run, that has no space left.
+    """Whether the standard output has no space left, rather than a folder of the run.
 
-    Writes nothing of its own, since programs may read it: what could not be written is still in the
-    buffer, and a device that is full refuses nothing at all, too. Where that fails, the output
-    leads nowhere from then on: the interpreter would try once more when it ends.
+    It only flushes the buffer, since programs may read the output. If that fails, the output is
+    redirected to nowhere, because the interpreter would try again at its end.
     """
     try:
         sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Heartbeats of the first node of a run on several, on the disk that all of them share.
+"""Heartbeats of the first node of a run on several nodes, in a file on the shared disk.
 
-The other nodes wait for what the first one makes alone, which may take hours. So that they do not
-wait forever, the first node increments a counter in a file, and writes there how its run ended.
+The other nodes wait for stages that the first one runs alone, perhaps for hours. So that they do
+not wait forever, the first node increments a counter in a file and writes there how its run ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bosch.errors import LostRankError, RunError
 from bosch.files import read_json, write_json
 
 BEAT_SECONDS = 10.0
-# Nodes do not start at the same moment, and a network file system shows changes late.
+# Nodes do not start simultaneously, and network file systems show changes late.
 SILENT_SECONDS = 180.0
 
 
@@ -42,7 +42,7 @@ class FirstNodeHeartbeat:
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator[None]:
-        """Write how the run in this block ended, and end the heartbeats."""
+        """Write how the run inside the block ended, and stop the heartbeats."""
         ended, lost = "", False
         try:
             yield
@@ -57,18 +57,18 @@ class FirstNodeHeartbeat:
 
 
 class FirstNodeWatcher:
-    """Another node's side; created when its own run begins."""
+    """Another node's side; created when that node's run begins."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._seen = read_json(file)  # perhaps of an earlier run
+        self._seen = read_json(file)  # may be from an earlier run
         self._since = time.monotonic()
         self.alive = False
 
     def fault(self) -> RunError | None:
-        """Why there is nothing left to wait for; None while the first node's run may go on."""
+        """Why waiting is pointless; None while the first node's run may continue."""
         record = read_json(self._file)
-        # Where a network file system cannot be read for a moment, the record is None.
+        # None if a network file system cannot be read at the moment.
         if record is not None and record != self._seen:
             self._seen, self._since, self.alive = record, time.monotonic(), True
         ended = record.get("ended") if isinstance(record, dict) else None

@@ -24,7 +24,7 @@ from stages.stage import LoadedRecipe, Stage
 class Node:
     """A stage of one recipe. `key` is the hash of `document`.
 
-    Both are None while an input file, its own or of a stage it needs, would take long to hash.
+    Both are None if an input file of the stage or of one it needs would take long to hash.
     """
 
     stage: Stage[Any]
@@ -51,9 +51,9 @@ def document_key(document: Mapping[str, Any]) -> str:
 
 
 def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
-    """The stages a recipe has, in order, with their keys.
+    """The stages of a recipe, in order, with their keys.
 
-    Raises UserError where an input file cannot be read.
+    Raises UserError if an input file cannot be read.
     """
     nodes: dict[str, Node] = {}
     for stage in loaded.present:
@@ -70,13 +70,13 @@ def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
 
 
 def current_document(loaded: LoadedRecipe, node: Node, hasher: FileHasher) -> Mapping[str, Any]:
-    """The node's document for the files as they are now, its upstream outputs unchanged."""
+    """The node's document for the current files, with unchanged upstream outputs."""
     assert node.document is not None
     return _document(loaded, node.stage, node.section, node.document["upstream"], hasher)
 
 
 def upstream_of(name: str, nodes: Sequence[Node]) -> list[str]:
-    """Every stage that a stage depends on, directly or not, in order."""
+    """All stages that a stage depends on, directly or not, in order."""
     by_name = {node.name: node for node in nodes}
     upstream: set[str] = set()
     pending = list(by_name[name].needs)
@@ -129,7 +129,7 @@ def _document(
 
 
 def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> dict[str, Any]:
-    """Files of the base model that a stage reads; empty for a stage that reads none."""
+    """The part of a key for the base model's files that a stage reads; empty if it reads none."""
     if stage.model == "none":
         return {}
     if stage.model == "tokenizer":
@@ -139,7 +139,7 @@ def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> 
 
 
 def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
-    """The base model's files by hash, or its hub name and commit, and how they are loaded."""
+    """The base model's files by hash, or its hub name and commit, and the loading options."""
     model, info = loaded.recipe.model, loaded.info
     loading = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
     if info is None or info.directory is None:
@@ -153,12 +153,12 @@ def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
 
 
 def tokenizer_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
-    """The base model's tokenizer: data does not have to be prepared again for other weights."""
+    """Identity of the base model's tokenizer, on which data depends instead of the weights."""
     info = loaded.info
     if info is None or info.directory is None:
         return _hub_identity(loaded)
     names = set(tokenizer_files(info.directory))
-    if loaded.recipe.model.trust_remote_code:  # a tokenizer's code may import any of it
+    if loaded.recipe.model.trust_remote_code:  # a tokenizer's code may import any file
         names |= set(code_files(info.directory))
     family = {**class_of_config(info.directory), "model_type": info.config.get("model_type")}
     return {**_hashes(info.directory, names, hasher), **family}

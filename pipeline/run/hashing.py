@@ -1,4 +1,4 @@
-"""Content hashes of files, kept by path, size, times and inode: an unchanged file costs a stat."""
+"""Content hashes of files, cached by path, size, times and inode."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pipeline.run.locks import hold_briefly
 
 logger = logging.getLogger(__name__)
 
-# A file written this shortly before it was read could change again within one tick of its clock.
+# A file that was just written could change again within one tick of its clock.
 SETTLED_NS = 50_000_000
 _LARGE = 1024**3
 
 
 class NotHashed(Exception):
-    """The hash of a file is not known, and computing it would take longer than was allowed."""
+    """The hash of a file is not known, and computing it would exceed the budget."""
 
 
 class FileHasher:
-    """SHA-256 of files, remembered between runs in one JSON file of the store.
+    """SHA-256 of files, cached between runs in a JSON file of the store.
 
-    With `budget_bytes` at most these are read; beyond them `sha256` raises NotHashed.
+    At most `budget_bytes` are read, if given; beyond them `sha256` raises NotHashed.
     """
 
     def __init__(self, cache: Path, budget_bytes: int | None = None) -> None:
@@ -57,31 +57,31 @@ class FileHasher:
         return digest
 
     def forget_seen(self) -> None:
-        """Start the record of `seen` again."""
+        """Clear the record of `seen`."""
         self._seen = {}
 
     @property
     def seen(self) -> dict[str, Stamp]:
-        """Stamps of the files whose hashes were asked for, from before each was read."""
+        """Stamps of the files that were hashed, from before each was read."""
         return dict(self._seen)
 
     def record(self, path: Path, digest: str) -> None:
-        """Remember the hash of a file that was just computed under another name."""
+        """Store the hash of a file that was computed under another name."""
         self._remember(str(path), [*_stamp(os.stat(path)), digest])
 
     def _remember(self, path: str, entry: list[Any]) -> None:
         self._known[path] = self._new[path] = entry
 
     def save(self) -> None:
-        """Add what was learned to the cache file, where that may be written.
+        """Add new hashes to the cache file, if it can be written.
 
-        Entries of files that are gone are dropped.
+        Entries of deleted files are dropped.
         """
         if not self._new:
             return
         try:
             self._merge()
-        except IsADirectoryError:  # what is in its way is named
+        except IsADirectoryError:  # report it, with its path
             raise
         except OSError as error:
             logger.info("hashes of input files cannot be kept, so they are made again: %s", error)

@@ -1,4 +1,4 @@
-"""Starts the process or processes of a stage, and ends them when the run ends."""
+"""Starts the processes of a stage, and ends them when the run ends."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]
 
 # Starts a module of the checkout without the current directory in its path.
 PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
-# Names the work directory in the environment of a stage's processes and of all their children.
+# Environment variable with the work directory, inherited by all children of a stage.
 _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
-# Of failures with a reason of their own; where several ranks failed, the first is reported.
+# Kinds of failures with their own reason; if several ranks failed, the first is reported.
 _KINDS: dict[str, type[UserError | RunError]] = {
     "user": UserError,
     "damaged": DamagedWorkError,
@@ -54,15 +54,15 @@ _KINDS: dict[str, type[UserError | RunError]] = {
     "unexpected": RunError,
 }
 _RESUMES = "the same command resumes from here"
-# Signals that a process gets from what it does itself.
+# Signals caused by a process's own actions.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Run a stage in processes of its own, so that its memory returns when it ends.
+    """Run a stage in its own processes, so that its memory is freed when it ends.
 
-    One process is started directly, several through torchrun. Raises UserError or RunError with
-    the message that the stage left, LostRankError where a process was lost to no fault of its own.
+    A single process is started directly, several with torchrun. Raises UserError or RunError with
+    the stage's message, and LostRankError if a process was lost.
     """
     with _control_folder(Path(order["work_dir"]), world.node_rank) as control:
         write_json(control / "order.json", order)
@@ -76,7 +76,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
             try:
                 status = child.wait()
             except Terminated:
-                # The stage saves what it has, for as long as that takes; a second signal ends it.
+                # The stage may take its time to save its work; a second signal ends it.
                 child.send_signal(signal.SIGUSR1)
                 if child.wait() != REQUEUE_STATUS:
                     raise
@@ -94,9 +94,9 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
-    """A folder for the order and what comes back, beside the work directory.
+    """A folder beside the work directory for the order and the results.
 
-    What a killed run left in it is removed by the next.
+    The next run removes what a killed run left there.
     """
     folder = work_dir.with_name(f"{work_dir.name}.control-{node_rank}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +108,7 @@ def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
 
 
 def torchrun_options(world: World) -> list[str]:
-    """torchrun's options; a single node finds a free port by itself."""
+    """torchrun's options; on a single node with a free port."""
     options = [f"--nproc-per-node={world.processes_per_node}", "--max-restarts=0"]
     if world.nodes == 1:
         return [*options, "--standalone", "--nnodes=1"]
@@ -123,9 +123,9 @@ def torchrun_options(world: World) -> list[str]:
 
 def stage_environment(world: World, work_dir: str) -> dict[str, str]:
     env = {**without_others(os.environ), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    # Two nodes of a run can be one host: each ends only processes of its own.
+    # Two nodes of a run can be on one host; each ends only its own processes.
     env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
-    # The processes that libraries start, from Python 3.11 on.
+    # For processes that libraries start (Python 3.11 or later).
     env["PYTHONSAFEPATH"] = "1"
     # An empty entry would mean the current directory.
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -135,7 +135,7 @@ def stage_environment(world: World, work_dir: str) -> dict[str, str]:
         env.setdefault("OMP_NUM_THREADS", str(threads))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not world.gpus:
-        # Otherwise deepspeed, where it is installed, warns in every process that it found none.
+        # Otherwise deepspeed warns in every process that it found none.
         env.setdefault("DS_ACCELERATOR", "cpu")
     if not sys.stderr.isatty():
         env.setdefault("TQDM_DISABLE", "1")
@@ -144,7 +144,7 @@ def stage_environment(world: World, work_dir: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command; however the block ends, no process of it is left running."""
+    """Run a command during the block; none of its processes outlives the block."""
     child = subprocess.Popen(command, env=dict(env))
     try:
         yield child
@@ -160,12 +160,11 @@ def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subproc
 
 
 def end_leftovers(mark: str) -> int:
-    """Kill processes that still work for a stage that is over; returns how many.
+    """Kill leftover processes of a stage that has ended; returns their number.
 
-    A killed stage leaves the helpers it forked behind (tokenising, data loading). They are
-    recognised by the variable they inherited (`mark` is the work directory). A container may call
-    another folder by the same path: its processes, of another PID namespace, are left alone. Needs
-    /proc; elsewhere does nothing.
+    A killed stage leaves its forked helpers (tokenising, data loading), which are recognised by an
+    inherited variable (`mark` is the work directory). Processes in other PID namespaces are
+    ignored, since a container may use the same path for another folder. Does nothing without /proc.
     """
     variable = f"{_MARK}={mark}".encode()
     ended = 0
@@ -183,7 +182,7 @@ def end_leftovers(mark: str) -> int:
 def failure_of(
     control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
-    """The reason a stage failed: a rank's own words, else what its exit status tells."""
+    """Why a stage failed: a rank's own message, or else the meaning of its exit status."""
     failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))[::-1]]
     said = {
         failure["kind"]: str(failure["message"])
@@ -194,12 +193,12 @@ def failure_of(
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()
     for kind, error in _KINDS.items():
-        # Libraries have errors of their own for a partner that was killed.
+        # Libraries raise their own errors when a partner was killed.
         if kind in said and not (signalled and kind == "unexpected"):
             return error(f"{name}: {said[kind].removeprefix(f'{name}: ')}")
     if status == DISK_FULL_STATUS or almost_full(work_dir):
         return DiskFullError(f"{name}: {disk_full_message(work_dir)}")
-    # The status may be that of a frozen process, which torchrun has killed.
+    # The status may be that of a frozen process that torchrun has killed.
     for kind in ("frozen", *(["lost"] if status == LOST_RANK_STATUS else [])):
         if kind in said:
             return LostRankError(f"{name}: {said[kind]}; {_RESUMES}")

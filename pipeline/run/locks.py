@@ -1,9 +1,9 @@
-"""One lock per stage output, held by flock while its process lives.
+"""A lock for each stage output, held with flock while its process lives.
 
 The kernel releases the flock when its holder dies. On some file systems a flock is not visible to
-other machines, so a free one proves the holder dead only if it ran on this machine: a lock left by
-a process elsewhere is not taken over. For this and for messages the file names its holder; boot and
-machine ids distinguish machines of the same host name.
+other machines, so a free flock shows that the holder is dead only if it ran on this machine; a lock
+of a process elsewhere is not taken over. Therefore, and for messages, the file names its holder,
+with boot and machine ids to distinguish machines of the same host name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from bosch.files import read_json
 from bosch.this_process import boot_id, machine_id, pid_namespace
 
 WAIT_SECONDS = 0.5
-# `read_holder` takes a lock for an instant to look at it, so acquiring is tried again.
+# `read_holder` takes a lock for a moment to look at it, so acquiring is retried.
 _ATTEMPTS, _ATTEMPT_SECONDS = 5, 0.02
-# The PID namespace of a machine itself, of none of its containers (Linux: PROC_PID_INIT_INO).
+# PID namespace of a machine outside of containers (Linux: PROC_PID_INIT_INO).
 MACHINE_NAMESPACE = "pid:[4026531836]"
 
 
 class Holder(BaseModel):
-    """The process that holds a lock, or left it behind."""
+    """The process that holds a lock, or has left it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -49,25 +49,25 @@ class Holder(BaseModel):
 
     @property
     def beside_us(self) -> bool:
-        """Whether a free flock proves it dead.
+        """Whether a free flock shows that the holder is dead.
 
-        It does for this PID namespace of this kernel, and for this machine before its last boot.
+        True for this PID namespace of this kernel, and for this machine before its last boot.
         """
         here = this_process("")
         same_machine = (self.host, self.machine) == (here.host, here.machine)
         if self.boot != here.boot:
             namespaces = {self.pid_namespace, here.pid_namespace}
             return same_machine and namespaces == {MACHINE_NAMESPACE}
-        # Without Linux there are no ids of boots.
+        # Boot ids exist only on Linux.
         return self.pid_namespace == here.pid_namespace and (same_machine or bool(here.boot))
 
 
 @contextlib.contextmanager
 def hold(path: Path, what: str, recipe: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` during a block; it is gone afterwards.
+    """Hold the lock file `path` during the block; removes it afterwards.
 
-    Raises RunError naming the holder when another process has it, or has left it and cannot be
-    shown to be dead; with `wait`, waits.
+    Raises RunError, which names the holder, if another process has it, or has left it and may be
+    alive; with `wait` it waits instead.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = False
@@ -88,7 +88,7 @@ def hold(path: Path, what: str, recipe: str, *, wait: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def hold_briefly(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` during a block that is over in an instant; waits for others."""
+    """Hold the lock file `path` during a short block; waits for others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while (lock := _open_locked(path)) is None:
         time.sleep(_ATTEMPT_SECONDS)
@@ -99,7 +99,7 @@ def hold_briefly(path: Path) -> Iterator[None]:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The holder, alive or not provably dead; None of a free lock."""
+    """The holder, alive or possibly alive; None for a free lock."""
     lock = _open(path, os.O_RDONLY)
     if lock is None:
         return None
@@ -114,7 +114,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def _try_acquire(path: Path) -> int | str:
-    """The descriptor of the lock, now held; else who holds it and what to do, for the message."""
+    """The descriptor of the lock if it was acquired; else a message with the holder and advice."""
     for _ in range(_ATTEMPTS):
         lock = _open_locked(path)
         if lock is not None:
@@ -135,13 +135,13 @@ def _try_acquire(path: Path) -> int | str:
 
 
 def _open_locked(path: Path) -> int | None:
-    """The descriptor of the file with its flock; None where another process has it."""
+    """The descriptor of the file with its flock; None if another process has it."""
     while True:
         lock = _open(path, os.O_RDWR | os.O_CREAT)
         assert lock is not None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An earlier holder has removed the file that was opened, perhaps for another one.
+            # An earlier holder has removed, and another perhaps replaced, the opened file.
             if _is_at(path, lock):
                 return lock
             os.close(lock)
@@ -157,9 +157,9 @@ def _open_locked(path: Path) -> int | None:
 
 
 def _open(path: Path, flags: int) -> int | None:
-    """The descriptor of a lock file; None where there is none.
+    """The descriptor of a lock file; None if it does not exist.
 
-    Raises RunError for what is no file: a link would lead to somebody else's.
+    Raises RunError for anything but a file, such as a link to another file.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -171,7 +171,7 @@ def _open(path: Path, flags: int) -> int | None:
             raise
     else:
         status = os.fstat(lock)
-        # A second name would be somebody else's file, which a holder's entry would overwrite.
+        # A hard link could be another file, which a holder's entry would overwrite.
         if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
             return lock
         os.close(lock)
@@ -181,7 +181,7 @@ def _open(path: Path, flags: int) -> int | None:
 
 
 def _is_at(path: Path, lock: int) -> bool:
-    """Whether the open file is still the one of that name."""
+    """Whether the open file still has this path."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(lock))
     except FileNotFoundError:
@@ -189,14 +189,14 @@ def _is_at(path: Path, lock: int) -> bool:
 
 
 def _release(path: Path, lock: int) -> None:
-    """Remove the file, unless somebody has already and it is another's now; give the flock back."""
+    """Remove the file, unless it is another process's file now; release the flock."""
     if _is_at(path, lock):
         path.unlink()
     os.close(lock)
 
 
 def _parse(path: Path) -> Holder | None:
-    """The holder that a lock file names; None if torn: it died before it began to work."""
+    """The holder in a lock file; None if it is torn, since the holder died before it began."""
     try:
         holder = Holder.model_validate(read_json(path))
         time.localtime(holder.since)
@@ -206,7 +206,7 @@ def _parse(path: Path) -> Holder | None:
 
 
 def this_process(recipe: str) -> Holder:
-    """The entry of this process in a lock of `recipe`'s run."""
+    """This process as holder, for a run of `recipe`."""
     return Holder(
         pid=os.getpid(),
         host=socket.gethostname(),

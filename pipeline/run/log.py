@@ -12,7 +12,7 @@ from bosch.errors import printable
 
 _FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _CLOCK = "%H:%M:%S"
-# Set for the processes of a run where the terminal shows their steps, too.
+# Set for the processes of a run if the terminal shows their steps, too.
 _STEPS = "BOSCH_SHOW_STEPS"
 
 
@@ -24,16 +24,16 @@ class _Formatter(logging.Formatter):
 
 
 def show_any_character() -> None:
-    """Write what the terminal's encoding lacks, such as an arrow, as an escape; do not fail."""
+    """Write characters that the terminal's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def silence_imports() -> None:
-    """Drop what torchao and torch warn of while they are imported: kernels that nothing here uses.
+    """Drop warnings of torchao and torch at import, about kernels that are not used here.
 
-    By a filter too: torch sets the levels of its loggers anew when it is imported.
+    Also with a filter, since torch resets the levels of its loggers when it is imported.
     """
     for noisy in ("torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -45,13 +45,13 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def show_steps(shown: bool) -> None:
-    """Whether the terminal shows every step of a stage, here and in the processes started here."""
+    """Set whether the terminal shows every step of a stage, also for child processes."""
     if shown:
         os.environ[_STEPS] = "1"
 
 
 def _is_for_terminal(record: logging.LogRecord) -> bool:
-    """Warnings and the progress of long work; steps are in the log file of their stage."""
+    """Whether a record is a warning or progress; steps are only in the stage's log file."""
     return (
         record.levelno >= logging.WARNING
         or record.name == "bosch.progress"
@@ -65,7 +65,7 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     `file` gets everything at `level` and above, appended. The first rank's terminal gets warnings
     and progress, and all of it after `show_steps`.
     """
-    # A log line that finds the disk full must not print a traceback over the run's own message.
+    # A log line on a full disk must not print a traceback over the run's message.
     logging.raiseExceptions = False
     prefix = f"[rank {rank}] " if rank else ""
     terminal = logging.StreamHandler(sys.stderr)

@@ -90,7 +90,7 @@ class Runner:
         self.name = loaded.recipe.name
         self.store = Store(loaded.output_root)
         self.hasher: FileHasher = self.store.hasher()
-        # Made before files are hashed: hashing may take longer on one node than on another.
+        # Before files are hashed, which may take longer on one node than on another.
         heartbeat_file = self.store.root / self.name / "first_node.json"
         several = loaded.world.nodes > 1 and not options.dry
         leads = loaded.world.node_rank == 0
@@ -120,19 +120,19 @@ class Runner:
         return chosen
 
     def states(self) -> list[StageState]:
-        """The states of all stages, forced ones among them."""
+        """The states of all stages, taking forced ones into account."""
         forced = frozenset(self.options.force)
         return inspect(self.nodes, self.store, self.hasher, self.name, forced, self.force_id)
 
     @property
     def force_id(self) -> str | None:
-        """Identifies a forced run over all its attempts; None before it begins, or unforced."""
+        """Identifier of a forced run over all its attempts; None if there is none yet."""
         return self.store.force_id(self.name, self.options.force) if self.options.force else None
 
     def run(self) -> int:
-        """Run what is to run; returns the number of stages that ran.
+        """Run the stages that are not up to date; returns their number.
 
-        Raises UserError or RunError; what was published or begun before stays.
+        Raises UserError or RunError; earlier published or unfinished work stays.
         """
         with contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.until_end():
             return self._run()
@@ -153,10 +153,10 @@ class Runner:
         )
         for name in todo:
             call(self._node(name).stage.refusal, self.loaded)
-        # The resolved recipe of this run, beside its links.
+        # The resolved recipe of this run, in the folder of its links.
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)
-        self.hasher.save()  # `status` knows them while the first stage runs
+        self.hasher.save()  # so that `status` has them while the first stage runs
         self.store.tidy(self.name)
         if self.options.force:
             self.store.note_force(self.name, self.options.force)
@@ -164,7 +164,7 @@ class Runner:
         for name in self.chosen:
             state = states[name]
             if state.state == "cached" and ran:
-                state = self._inspect(state.node)  # an input may have been made again by now
+                state = self._inspect(state.node)  # an input may have been replaced by now
             if state.state == "cached":
                 self._link(state.node)
             else:
@@ -197,7 +197,7 @@ class Runner:
 
     def _link(self, node: Node) -> None:
         if self.store.last_run(self.name).get(node.name) != node.key:
-            self._unlink_from(node)  # later stages' links lead to what was made of another output
+            self._unlink_from(node)  # later stages' links belong to another output
         self.store.link(self.name, node.name, str(node.key), self.all_names)
 
     def _run_stage(self, state: StageState) -> None:
@@ -222,9 +222,9 @@ class Runner:
             self._link(node)
 
     def _recover(self, node: Node) -> bool:
-        """Whether the output exists by now: made by another run, or complete but not published.
+        """Whether the output exists now: from another run, or complete but not published.
 
-        Moves a damaged output aside, and publishes complete work that a crash left.
+        Moves a damaged output away, and publishes complete work that a crash left.
         """
         key = str(node.key)
         damage = self.store.damage(node.name, key, self.hasher)
@@ -256,7 +256,7 @@ class Runner:
             summary = self._launch(self.order(node, work, stamps), self._world(node))
         except (UserError, RunError) as error:
             reason = str(error).removeprefix(f"{node.name}: ")
-            with contextlib.suppress(OSError):  # the reason is reported on a full disk too
+            with contextlib.suppress(OSError):  # report the reason also on a full disk
                 self.store.fail(node.name, key, reason)
             raise
         facts = {
@@ -293,7 +293,7 @@ class Runner:
         self.store.publish(node.name, node.document, facts, self.hasher)
 
     def _launch(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        """Run a stage; again where it set aside damaged work that it should have resumed from."""
+        """Run a stage, and once more if it has set aside damaged unfinished work."""
         while True:
             try:
                 return self.launcher(order, world)
@@ -303,9 +303,9 @@ class Runner:
                 logger.warning("%s; starting again without it", error)
 
     def stamps(self, node: Node) -> dict[str, Stamp]:
-        """Stamps of all files that a stage is about to read, whose content its key names.
+        """Stamps of all files that a stage will read, with the content in its key.
 
-        Raises RunError where one of them changed, or an output among them is damaged.
+        Raises RunError if one of them has changed, or an output among them is damaged.
         """
         self.hasher.forget_seen()
         self._require_unchanged(node, "since this run began; run the same command again")
@@ -319,7 +319,7 @@ class Runner:
         return self.hasher.seen
 
     def _require_unchanged(self, node: Node, when: str) -> None:
-        """Raise RunError if the files that a stage reads are no longer those its key names."""
+        """Raise RunError if the files that a stage reads no longer have the content in its key."""
         assert node.document is not None
         try:
             now = current_document(self.loaded, node, self.hasher)
@@ -330,7 +330,7 @@ class Runner:
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
-        """Remove the links of a stage and of those that depend on it: their results are older."""
+        """Remove the links of a stage and of those that depend on it, which are outdated."""
         for name in self.all_names[self.all_names.index(node.name) :]:
             if name == node.name or node.name in upstream_of(name, self.nodes):
                 self.store.unlink(self.name, name)
@@ -344,7 +344,7 @@ class Runner:
     def order(
         self, node: Node, work: Path, stamps: Mapping[str, Stamp] | None = None
     ) -> dict[str, Any]:
-        """The order for `pipeline.run.worker`, as JSON; `stamps` of the files it may read."""
+        """The order for `pipeline.run.worker`, as JSON, with `stamps` of the files to read."""
         recipe, info = self.loaded.recipe, self.loaded.info
         model = recipe.model
         if info is not None and info.commit is not None:
@@ -373,7 +373,7 @@ class Runner:
         }
 
     def _shared(self, node: Node) -> str | None:
-        """The folder of reusable results of earlier runs; None where `--force` makes them again."""
+        """The folder of reusable results of earlier runs; None under `--force`."""
         made_again = {node.name, *upstream_of(node.name, self.nodes)} & set(self.options.force)
         if made_again or node.document is None:
             return None
@@ -382,12 +382,12 @@ class Runner:
         return str(self.store.shared(node.name, node.document))
 
     def _follow(self, node: Node) -> None:
-        """On a node other than the first: join distributed stages, wait for other outputs."""
+        """Run on another node than the first: join distributed stages, wait for other outputs."""
         assert self._first_node is not None
         key = str(node.key)
         joined = False
         folder = self.store.published(node.name, key)
-        # The first node sets a damaged output aside and makes another, or mends this one.
+        # The first node replaces or repairs a damaged output.
         is_damaged = self.store.damage(node.name, key, self.hasher) is not None
         damaged = folder.lstat().st_ino if is_damaged else None
 
@@ -395,12 +395,12 @@ class Runner:
             if damaged is not None and folder.exists() and folder.lstat().st_ino == damaged:
                 return self.store.damage(node.name, key, self.hasher) is None
             manifest = self.store.manifest(node.name, key)
-            # An output made from inputs that were replaced since does not count.
+            # An output from inputs that have been replaced does not count.
             return manifest is not None and replaced_input(manifest, self._contents(node)) is None
 
         while not is_there():
             fault = self._first_node.fault()
-            # It may have published this output before it ended.
+            # The first node may have published this output before it ended.
             if fault is not None and not is_there():
                 raise type(fault)(f"{node.name}: {fault}")
             begun = self.store.lock(node.name, key).exists() and self._first_node.alive
@@ -425,7 +425,7 @@ def _typed(section: BaseModel) -> dict[str, Any]:
 
 @functools.cache
 def checkout_commit() -> str | None:
-    """Commit of the checkout, with a `+` where tracked files were changed; None outside git."""
+    """Commit of the checkout, with a `+` if tracked files were changed; None outside git."""
     git = shutil.which("git")
     if git is None:
         return None

@@ -19,7 +19,7 @@ _SHOWN_CHANGES = 3
 
 @dataclass(frozen=True)
 class StageState:
-    """`reason` says why a stage is not cached; `afresh` that nothing made before may be used."""
+    """`reason`: why a stage is not cached; `afresh`: unfinished work must not be used."""
 
     node: Node
     state: Literal["cached", "to run", "running", "failed"]
@@ -38,9 +38,9 @@ def inspect(
     forced: frozenset[str] = frozenset(),
     force_id: str | None = None,
 ) -> list[StageState]:
-    """The state of every stage; those in `forced` and what needs them are to run.
+    """The state of every stage; those in `forced`, and stages that need them, must run.
 
-    Unless an earlier attempt of the same forced run, which `force_id` names, has made them.
+    Outputs of an earlier attempt of the same forced run (`force_id`) count as cached.
     """
     last = store.last_run(recipe)
     rebuilt: set[str] = set()
@@ -68,10 +68,9 @@ def inspect(
 
 
 def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
-    """What the outputs that a stage needs hold, by name, as far as they are there.
+    """Content hashes of the existing outputs that a stage needs, by name.
 
-    Where results are not the same bit for bit, as on a GPU, an output that is made again holds
-    something else under the same key.
+    If results differ between runs, as on a GPU, a new output under the same key has other content.
     """
     hashes = {}
     for upstream in nodes:
@@ -92,7 +91,7 @@ def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
 
 
 def replaced_input(manifest: Mapping[str, Any], now: Mapping[str, str]) -> str | None:
-    """An input of an output that was made again since, with other content; None: there is none."""
+    """An input of an output that has been replaced by other content since; or None."""
     then = manifest.get("inputs", {})
     return next((name for name in now if then.get(name, now[name]) != now[name]), None)
 
@@ -100,10 +99,9 @@ def replaced_input(manifest: Mapping[str, Any], now: Mapping[str, str]) -> str |
 def inspect_output(
     node: Node, store: Store, hasher: FileHasher, last: str | None, inputs: Mapping[str, str]
 ) -> StageState:
-    """The state of one stage's output, without regard to runs that are making it.
+    """The state of one stage's output, ignoring runs in progress.
 
-    `last` is the key of its output in the recipe's last run, `inputs` the `contents` of what it
-    needs.
+    `last` is the key of its output in the recipe's last run, `inputs` is from `contents`.
     """
     if node.key is None or node.document is None:
         return StageState(node, "to run", "input files are new or changed, and not yet hashed")
@@ -177,7 +175,7 @@ _MISSING = object()
 
 
 def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Places where two JSON values differ: dotted path, old and new value."""
+    """Differences between two JSON values: dotted path, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
             yield from _leaves(old.get(key, _MISSING), new.get(key, _MISSING), f"{path}.{key}")
@@ -197,7 +195,7 @@ def _value_change(path: str, before: Any, after: Any) -> str:
 
 
 def _file_change(path: str, before: Any, after: Any) -> str:
-    """A hash says nothing to a reader; a version, a name or a precision does."""
+    """Text of a changed file; shows values such as versions and names, but not hashes."""
     hashes = [isinstance(digest, str) and len(digest) == 64 for digest in (before, after)]
     if any(hashes) and _MISSING not in (before, after):
         return f"{path} has other content"

@@ -1,4 +1,4 @@
-"""Outputs of stages by key: made in a work directory, published by one rename, checked before use.
+"""Outputs of stages by key: made in a work directory, published by rename, checked before use.
 
 <root>/store/<stage>/<key>/    published output; exists only with its manifest.json
 <root>/work/<stage>/<key>/     work under way, kept over crashes; <key>.state.json beside it
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = Manifest.FILE
 _FORMAT = 2
-# Writing a temporary file beside others takes an instant: what is this old was left by a kill.
+# Temporary files exist only for a moment; older ones were left by a killed process.
 _OLD_SECONDS = 3600.0
 
 
@@ -67,12 +67,12 @@ class Store:
         return self.root / "work" / stage / key
 
     def shared(self, stage: str, document: Mapping[str, Any]) -> Path:
-        """A folder for all runs of a stage on the same model, whatever else their keys hold."""
+        """A folder for all runs of a stage on the same model."""
         same = document_key({"stage": stage, "model": document.get("model")})
         return self.root / "shared" / stage / same
 
     def pool(self, name: str) -> Path:
-        """A folder for all runs of several stages, on whatever model."""
+        """A folder for all runs of several stages, on any model."""
         return self.root / "shared" / name
 
     def lock(self, stage: str, key: str) -> Path:
@@ -82,11 +82,11 @@ class Store:
         return FileHasher(self.root / "store" / "hashes.json", budget_bytes)
 
     def manifest(self, stage: str, key: str) -> dict[str, Any] | None:
-        """The manifest of a published output; None where there is no whole one."""
+        """The manifest of a published output; None if it is missing or damaged."""
         return _whole_manifest(self.published(stage, key), key)
 
     def damage(self, stage: str, key: str, hasher: FileHasher) -> str | None:
-        """Fault of an output's folder; None if it is whole or absent."""
+        """Fault of an output's folder; None if it is intact or absent."""
         folder = self.published(stage, key)
         return damage_of(folder, key, hasher) if os.path.lexists(folder) else None
 
@@ -99,12 +99,12 @@ class Store:
         force: str | None = None,
         gpus: int = 0,
     ) -> Path:
-        """The work directory of an output, with what an earlier attempt left.
+        """The work directory of an output, with the work of an earlier attempt.
 
-        That is thrown away where its inputs held something else than `inputs`, and where `force`
-        names a forced run that did not begin it. The attempt runs on `gpus` GPUs.
+        Earlier work is deleted if its inputs differ from `inputs`, or if `force` is a forced run
+        that did not begin it. The attempt runs on `gpus` GPUs.
 
-        Raises RunError for what could not be published in the end, such as a link in it.
+        Raises RunError if it contains something that cannot be published, such as a link.
         """
         work, inputs = self.work(stage, key), dict(inputs or {})
         state = self.state(stage, key)
@@ -112,7 +112,7 @@ class Store:
         if not same or not is_folder(work) or work.is_symlink():
             self.discard(stage, key)
         make_folder(work)
-        last_written = newest_below(work)  # perhaps what is removed now
+        last_written = newest_below(work)  # before files are removed
         remove(work / MANIFEST)
         for path in list(work.rglob(f"{TEMPORARY}*")):  # of killed processes
             remove(path)
@@ -133,12 +133,12 @@ class Store:
         return work
 
     def discard(self, stage: str, key: str) -> None:
-        """Throw away the work on an output."""
+        """Delete the work on an output."""
         remove(self.work(stage, key))
         remove(self.state_file(stage, key))
 
     def tidy(self, recipe: str) -> None:
-        """Remove what killed processes left in folders that several runs write into."""
+        """Remove leftovers of killed processes in folders that several runs write to."""
         folders = [self.root / recipe, self.root / "locks", self.root / "store"]
         for pattern in ("store/*", "work/*", "shared/*", "shared/*/*", f"{recipe}/*"):
             folders += [path for path in self.root.glob(pattern) if not path.is_symlink()]
@@ -146,7 +146,7 @@ class Store:
             remove_old_temporaries(folder, _OLD_SECONDS)
 
     def fail(self, stage: str, key: str, message: str) -> None:
-        """Note why an attempt failed; the work is kept."""
+        """Record why an attempt failed; keeps the work."""
         state = self.state(stage, key)
         attempts = state.get("attempts", [])
         if attempts:
@@ -155,9 +155,9 @@ class Store:
         write_json(self.state_file(stage, key), state)
 
     def state(self, stage: str, key: str) -> dict[str, Any]:
-        """Attempts at an output that is not published yet, and the failure of the last one.
+        """Attempts at an unpublished output, and the failure of the last attempt.
 
-        Empty where the file is missing or damaged: no result depends on it.
+        Empty if the file is missing or damaged, since no result depends on it.
         """
         state = read_json(self.state_file(stage, key))
         attempts = state.get("attempts", []) if isinstance(state, dict) else None
@@ -165,7 +165,7 @@ class Store:
         return state if whole and isinstance(state.get("failure", ""), str) else {}
 
     def state_file(self, stage: str, key: str) -> Path:
-        """Attempts and failure of an output that is not published yet."""
+        """File with the attempts and the failure of an unpublished output."""
         return self.work(stage, key).with_name(f"{key}.state.json")
 
     def publish(
@@ -180,7 +180,7 @@ class Store:
         work = self.work(stage, key)
         attempts = self.state(stage, key).get("attempts") or [{"started": time.time()}]
         attempts[-1]["ended"] = time.time()
-        # The clock may have been set back in between, or a killed attempt have written nothing.
+        # The clock may have been set back, and a killed attempt may have written nothing.
         seconds = [max(attempt["ended"] - attempt["started"], 0) for attempt in attempts]
         gpus = [attempt.get("gpus", facts.get("gpus", 0)) for attempt in attempts]
         remove_empty_folders(work)
@@ -210,7 +210,7 @@ class Store:
         return self._move_in(stage, key, hashes, hasher)
 
     def finish_interrupted(self, stage: str, key: str, hasher: FileHasher) -> bool:
-        """Publish a work directory that is complete but was not renamed before a crash."""
+        """Publish a complete work directory that a crash has left unrenamed."""
         work = self.work(stage, key)
         manifest = _whole_manifest(work, key)
         if manifest is None or damage_of(work, key, hasher) is not None:
@@ -231,7 +231,7 @@ class Store:
         return target
 
     def set_aside(self, stage: str, key: str) -> Path:
-        """Move a damaged output out of the store, in the place of an earlier one of this key."""
+        """Move a damaged output out of the store; replaces an earlier one of this key."""
         aside = self.root / "damaged" / stage / key
         remove(aside)
         aside.parent.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ class Store:
     def set_added_aside(self, stage: str, key: str) -> list[str]:
         """Move what was added to an output out of it; returns the names.
 
-        What was published need not be made again, and nothing that a person put there is lost.
+        So the output stays valid, and files that a user put there are not lost.
         """
         folder, manifest = self.published(stage, key), self.manifest(stage, key)
         if manifest is None:
@@ -255,13 +255,13 @@ class Store:
         return names
 
     def force_id(self, recipe: str, stages: Sequence[str]) -> str | None:
-        """The name of the forced run of these stages that did not get through; None: of none."""
+        """Name of the unfinished forced run of these stages; None if there is none."""
         content = read_json(self._force_file(recipe))
         same = isinstance(content, dict) and content.get("stages") == list(stages)
         return str(content["id"]) if same and isinstance(content.get("id"), str) else None
 
     def note_force(self, recipe: str, stages: Sequence[str]) -> None:
-        """Name a forced run of these stages, unless it goes on with that of `force_id`."""
+        """Name a new forced run of these stages, unless it continues that of `force_id`."""
         if self.force_id(recipe, stages) is None:
             content = {"stages": list(stages), "id": os.urandom(8).hex()}
             write_json(self._force_file(recipe), content)
@@ -279,7 +279,7 @@ class Store:
         return stages if isinstance(stages, dict) else {}
 
     def link(self, recipe: str, stage: str, key: str, stages: Iterable[str]) -> None:
-        """Lead <root>/<recipe>/<stage> to an output; stages outside `stages` lose their links."""
+        """Link <root>/<recipe>/<stage> to an output; removes links of stages outside `stages`."""
         link, target = self.root / recipe / stage, self.published(stage, key)
         if not link.is_symlink() or os.path.realpath(link) != os.path.realpath(target):
             make_symlink(link, target)
@@ -291,7 +291,7 @@ class Store:
             write_json(link.with_name("last_run.json"), {"stages": keys})
 
     def unlink(self, recipe: str, stage: str) -> None:
-        """Take away a link that no longer leads to a result of the recipe as it now is."""
+        """Remove the link of a stage, whose output no longer belongs to the recipe."""
         link = self.root / recipe / stage
         if link.is_symlink():
             link.unlink()
@@ -300,7 +300,7 @@ class Store:
 def _share_files(folder: Path) -> None:
     """Give each file its folder's permissions to read and write.
 
-    safetensors makes its files for their owner alone, and then no server's user can read a model.
+    safetensors makes files that only their owner can read, which a server's user may not be.
     """
     for name in files_below(folder):
         path = folder / name
@@ -309,11 +309,10 @@ def _share_files(folder: Path) -> None:
 
 
 def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
-    """Fault of a folder that should hold the output of `key`; None if it is whole.
+    """Fault of a folder that should hold the output of `key`; None if it is intact.
 
-    The files are those of the manifest, all of them and no other: what reads the folder might
-    prefer an added one. Files whose size and times are as last seen cost a stat; others are read
-    and hashed.
+    Its files must be exactly those of the manifest, since readers might prefer an added file. Files
+    with the size and times last seen are not read; others are hashed.
     """
     manifest = _whole_manifest(folder, key)
     if manifest is None:

@@ -1,7 +1,7 @@
 """The process a stage runs in, alone or under torchrun: its argument is the file ORDER.
 
-ORDER is a JSON file that the runner wrote: what to run, its config, inputs and work directory, and
-where to leave the summary or the reason of a failure.
+ORDER is the runner's JSON file with the stage's function, config, inputs and work directory, and
+the paths for the summary or the reason of a failure.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ PARENT = "BOSCH_PARENT_PID"
 
 
 def die_with_runner() -> None:
-    """Have the kernel kill this process when the one that the runner started it from is gone."""
+    """Have the kernel kill this process when its parent ends."""
     die_with_parent(int(os.environ[PARENT]) if PARENT in os.environ else None)
 
 
 def execute(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the stage that an order names and return its summary."""
+    """Run the stage of an order and return its summary."""
     config: StageConfig[Any] = StageConfig(
         section=_section(order["section"]),
         model=_section(order["model"]),
@@ -71,7 +71,7 @@ def _section(order: Mapping[str, Any]) -> Any:
 
 
 def main() -> NoReturn:
-    """Run the order and end the process, with 0 only when it is done."""
+    """Run the order and end the process, with status 0 only after success."""
     try:
         status = _run_order()
     except _Signalled as stop:
@@ -81,14 +81,14 @@ def main() -> NoReturn:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Without the interpreter's own shutdown: threads of data loaders and process groups that a
-    # failed stage left can hang there, and gloo's threads can abort a process that has done its
-    # work ("terminate called without an active exception").
+    # Skip the interpreter's shutdown: threads of data loaders and process groups of a failed
+    # stage can hang there, and gloo's threads can abort a finished process ("terminate called
+    # without an active exception").
     os._exit(status)
 
 
 def _run_order() -> int:
-    """0 when done, 2 for the user's fault, 1 for a failure, else a named status."""
+    """Exit status: 0 done, 2 invalid input, 1 a failure, else a status of `failures`."""
     die_with_runner()
     log.show_any_character()
     for number in STOP_SIGNALS:
@@ -105,7 +105,7 @@ def _run_order() -> int:
             with heartbeats(minutes, partial(_end_without_partner, control, rank)):
                 summary = execute(order)
         finally:
-            # torchrun stops all ranks when one has failed, also one that is telling how it ended.
+            # torchrun stops all ranks when one has failed, also while one writes its reason.
             ignore_stops()
         if rank == 0:
             write_json(control / "summary.json", summary)
@@ -123,9 +123,9 @@ def _run_order() -> int:
 
 
 def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -> None:
-    """Tell the runner why the stage failed, or the terminal where its file cannot be written.
+    """Write the failure for the runner, or to the terminal if its file cannot be written.
 
-    Unless the status that the process ends with tells the runner as much.
+    With `status_tells`, the exit status says it already.
     """
     if failure["kind"] in ("lost", "frozen"):
         logger.error("%s", failure["message"])
@@ -137,13 +137,13 @@ def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -
 
 
 def _end_without_partner(control: Path, rank: int, message: str) -> None:
-    """End the process from a thread: its main one waits for the process that is frozen."""
+    """End the process from a thread, since its main thread waits for a frozen process."""
     _leave(control / f"failure.{rank}.frozen.json", {"kind": "frozen", "message": message})
     os._exit(LOST_RANK_STATUS)
 
 
 class _Signalled(KeyboardInterrupt):
-    """A signal that ends the process as Ctrl-C does."""
+    """A signal that ends the process like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -151,17 +151,17 @@ class _Signalled(KeyboardInterrupt):
 
 
 def interrupt(signum: int, frame: object) -> None:
-    """End as Ctrl-C does, so that helpers a stage has forked are ended with it."""
+    """End as on Ctrl-C, so that forked helpers of a stage are ended, too."""
     raise _Signalled(signum)
 
 
 def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat a signal that came in a destructor or a callback, whose exceptions go nowhere.
+    """Repeat a signal that arrived in a destructor or a callback, whose exceptions are lost.
 
-    The import system has such callbacks.
+    The import system uses such callbacks.
     """
     if isinstance(lost.exc_value, _Signalled):
-        # From here it would go nowhere again.
+        # An exception here would be lost again.
         threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number)).start()
     else:
         sys.__unraisablehook__(lost)
