@@ -1,4 +1,4 @@
-"""Text: files of it, large ones in pieces; the prose of haystacks; and its tokens."""
+"""Text files (large ones in pieces), the prose of haystacks, and their tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bosch.files import load_json, open_regular
 from data_prep.source_files import files_below
 
 PIECE_BYTES = 2**17
-# Characters that are encoded at once; each takes more than 100 bytes while it is.
+# Characters that are encoded at once; each takes more than 100 bytes meanwhile.
 WINDOW = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
@@ -34,15 +34,14 @@ def decode_utf8(data: bytes, where: str, offset: int) -> str:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A document that is a whole file, too large to be held as one string."""
+    """A document that is a whole file, too large for one string."""
 
     path: Path
 
     def pieces(self) -> Iterator[str]:
         """The file's text, without a byte order mark, in pieces of bounded size.
 
-        Raises UserError when the file cannot be read or is not UTF-8; names the file and the byte
-        offset.
+        Raises UserError, with the file and the byte offset, if it cannot be read or is not UTF-8.
         """
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         done, is_end = 0, False
@@ -70,11 +69,11 @@ Document = str | TextFile
 
 
 def haystack_words(essay_dir: str | Path | None) -> list[str]:
-    """The corpus as words, white space collapsed; files in the order of their names.
+    """The corpus as words, without white space; files sorted by name.
 
-    A `.json` file holds an object with a `text` field, as RULER's own essay file does.
+    A `.json` file holds an object with a field `text`, like RULER's essay file.
 
-    Raises UserError when the folder is missing, holds no text, or a file of it is damaged.
+    Raises UserError if the folder is missing or has no text, or a file is damaged.
     """
     if essay_dir is None:
         words = " ".join(pydoc_topics().values()).split()
@@ -86,7 +85,7 @@ def haystack_words(essay_dir: str | Path | None) -> list[str]:
 
 
 def essay_identity(essay_dir: str | Path | None, words: Sequence[str]) -> dict[str, str | int]:
-    """Which corpus was used, for statistics and reports: name, number of words, SHA-256."""
+    """The corpus for statistics and reports: name, number of words, SHA-256."""
     version = ".".join(map(str, sys.version_info[:3]))
     name = f"pydoc topics of Python {version}" if essay_dir is None else str(essay_dir)
     digest = hashlib.sha256(" ".join(words).encode()).hexdigest()
@@ -108,9 +107,9 @@ def pydoc_topics() -> dict[str, str]:
 def haystack_files(
     folder: Path, name: str = "essay_dir", suffixes: tuple[str, ...] = _PROSE_SUFFIXES
 ) -> list[Path]:
-    """The folder's texts in the order of their names, without hidden ones.
+    """The folder's text files, sorted by name, without hidden ones.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     if not folder.is_dir():
         raise UserError(f"{name} {folder}: no such folder; name a folder of .txt or .md files")
@@ -131,7 +130,7 @@ def _read_prose(path: Path) -> str:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text to continue: opening special tokens, if any, but no closing one."""
+    """Token ids of a text to continue: with opening special tokens, without closing ones."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     if ids and tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -144,7 +143,7 @@ def encode_answer(tokenizer: Any, text: str) -> list[int]:
 
 
 class TokenCounter:
-    """Counts tokens of prompts without special tokens, as RULER does; counts its calls too."""
+    """Counts tokens of prompts without special tokens, like RULER, and its own calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -163,9 +162,9 @@ class TokenCounter:
         return len(self.ids(text)) - self._special
 
     def fits(self, text: str, limit: int, noise: int = 0) -> bool:
-        """Whether the text has at most `limit` tokens; tokenised only where it is close.
+        """Whether the text has at most `limit` tokens; tokenises only if the number is close.
 
-        `noise`: by how many tokens texts of one length may differ, beside what any text does.
+        `noise`: additional difference in tokens between texts of equal length.
         """
         known, ids = self._last
         if known:

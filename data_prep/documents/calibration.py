@@ -25,10 +25,10 @@ def write_calibration(
     tokenizer: Any,
     essay_words: Sequence[str],
 ) -> dict[str, Any]:
-    """Write calibration.jsonl (token ids) and needles.jsonl (what is hidden in each example).
+    """Write calibration.jsonl (token ids) and needles.jsonl (the needles of each example).
 
-    Tasks take turns. A record of calibration.jsonl holds task, index, seed, input_ids and
-    answer_length: the last `answer_length` ids are the answer. Returns statistics.
+    Tasks alternate. A record of calibration.jsonl holds task, index, seed, input_ids and
+    answer_length; the last `answer_length` ids are the answer. Returns statistics.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = []
@@ -68,8 +68,8 @@ def forced_records(
 ) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
     """Teacher-forced examples: the sample, and its token ids and answer length.
 
-    Tasks take turns. Prompt and answer have at most `length` tokens; with `max_new_tokens` the
-    prompt and this many tokens do.
+    Tasks alternate. Prompt and answer have at most `length` tokens; with `max_new_tokens`, prompt
+    plus `max_new_tokens` have.
     """
     for number in range(examples):
         task = tasks[number % len(tasks)]

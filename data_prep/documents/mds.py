@@ -21,13 +21,13 @@ from bosch.files import open_regular, parse_json
 from data_prep.documents.mds_index import Shard
 from data_prep.documents.records import RECORD_LIMITS
 
-# A file of a few kilobytes may claim to be gigabytes when it is decompressed.
+# A file of a few kilobytes may decompress to gigabytes.
 _MAX_DECOMPRESSED = 2**30
-# What decoders raise on bytes that no encoder has written.
+# Errors of decoders for damaged bytes.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
 _COLUMNS = ("input_ids", "indices")
-# Types of arrays, by the code that is the first byte of one without a fixed type.
+# Array dtypes by their code, the first byte of an array without a fixed dtype.
 _TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
@@ -35,10 +35,10 @@ _TYPES = {
 
 
 def read_samples(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
-    """The shard's samples as column name to value, of the columns with tokens and spans.
+    """The shard's samples as dictionaries of the columns with tokens and spans.
 
-    Raises UserError when the shard is missing, cut short, damaged, or not what its index states
-    (size, hashes, number of samples); names the file and the sample.
+    Raises UserError, with the file and the sample, if the shard is missing, truncated, damaged, or
+    differs from its index (size, hashes, number of samples).
     """
     path, is_compressed = shard.file(folder)
     data = _shard_bytes(path, shard, is_compressed)
@@ -61,7 +61,7 @@ def read_samples(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
 
 
 def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
-    """The plain bytes of the shard, verified by what the index states of the file that is there."""
+    """The decompressed bytes of the shard, verified against the index."""
     form = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
     try:
         with open_regular(path) as file:
@@ -120,7 +120,7 @@ def _decoder(encoding: str, where: str) -> _Decoder:
 
 
 def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
-    """An array; its type and shape stand before the data where the encoding lacks them."""
+    """An array; its dtype and shape precede the data if the encoding does not fix them."""
     at = 0
     if fixed:
         dtype = fixed[0]
@@ -144,10 +144,10 @@ def read_documents(
     A packed record (with `indices`, pairs of start and end) gives one text per document.
 
     Args:
-        tokenizer: The one the shards were written with.
-        special_tokens: Whether the texts have those that the shards hold.
+        tokenizer: The tokenizer with which the shards were written.
+        special_tokens: Whether the texts include the shards' special tokens.
 
-    Raises UserError when the shard is damaged, or holds tokens that this tokenizer does not have.
+    Raises UserError if the shard is damaged, or has tokens that this tokenizer does not know.
     """
     path = shard.file(folder)[0]
     if "input_ids" not in shard.column_names:

@@ -1,4 +1,4 @@
-"""The index of a folder of MosaicML's MDS shards: which files, their sizes, hashes and columns."""
+"""The index of a folder of MosaicML's MDS shards: files, sizes, hashes and columns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bosch.files import load_json
 
 INDEX = "index.json"
 
-# What an index may state, each with its constructor's name in hashlib or xxhash.
+# Hashes that an index may have, with their constructors in hashlib or xxhash.
 _XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 _HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
 
-# Of one shard's entry: some values for each of its columns.
+# Limit for a shard's entry, which has some values for each column.
 _MAX_CHARACTERS = 2**18
 
 # Offsets in a shard are 32-bit.
@@ -30,7 +30,7 @@ class _Model(BaseModel):
 
 
 class ShardFile(_Model):
-    """One form of a shard, plain or compressed."""
+    """A file of a shard, plain or compressed."""
 
     basename: str
     size: _Size = Field(alias="bytes")
@@ -50,7 +50,7 @@ class ShardFile(_Model):
 
 
 class Shard(_Model):
-    """One shard, and how its columns are written; `column_sizes` has None for a variable size."""
+    """A shard and the encodings of its columns; `column_sizes` is None for variable sizes."""
 
     version: Literal[2]
     format: Literal["mds"]
@@ -63,9 +63,9 @@ class Shard(_Model):
     column_sizes: list[_Size | None]
 
     def file(self, folder: Path) -> tuple[Path, bool]:
-        """The shard's file in the index's folder, and whether it is the compressed one.
+        """The shard's file in the index's folder, and whether it is compressed.
 
-        Raises UserError when neither form of the shard is there.
+        Raises UserError if the shard has no file.
         """
         for entry in filter(None, (self.raw_data, self.zip_data)):
             path = folder / entry.basename
@@ -77,8 +77,8 @@ class Shard(_Model):
 def read_index(path: Path) -> list[Shard]:
     """The shards of an index, in order.
 
-    Raises UserError when the file is missing, damaged or of an unknown version, or names a file
-    outside its folder; says where.
+    Raises UserError, with the place, if the file is missing, damaged or of an unknown version, or
+    names a file outside its folder.
     """
     try:
         content = load_json(path)
@@ -93,7 +93,7 @@ def read_index(path: Path) -> list[Shard]:
 
 
 def _shard(path: Path, number: int, entry: Any) -> Shard:
-    # Wrong values are reported one by one, each in a kilobyte: a shard may not have many.
+    # pydantic reports every wrong value with about a kilobyte, so limit their number.
     if len(json.dumps(entry)) > _MAX_CHARACTERS:
         raise _no_index(path, f"shards.{number}: more than {_MAX_CHARACTERS:,} characters")
     try:

@@ -24,13 +24,12 @@ from data_prep.documents.filters import Filters
 from data_prep.source_files import is_local
 from data_prep.text import decode_utf8
 
-# A record is held whole while it is read; one of this size takes up to half a gigabyte, and so do
-# its values.
+# Limits of a record: one of this size takes up to half a gigabyte in memory, and so do its values.
 MAX_RECORD_BYTES = 64 * 2**20
 RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, most_depth=1000)
-# A shorter line cannot hold as many values as the limit.
+# A shorter line cannot exceed the limit of values.
 _COUNTED_BYTES = 2**20
-# What a compressed file of any size may become, and each byte of it: text becomes 3 to 20.
+# Most decompressed bytes of any file, and per compressed byte: 3 to 20 for text.
 MAX_DECOMPRESSED = 2**26
 MAX_RATIO = 256
 _MAX_EMPTY_LINES = 1_000_000
@@ -39,27 +38,27 @@ _BATCH_BYTES = 2**24
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file's name says gzip or zstd."""
+    """Whether the file name ends with gzip's or zstd's suffix."""
     return path.suffix in (".gz", ".zst")
 
 
 def read_jsonl(
     path: Path, start: int, stop: int, field: str, filters: Filters
 ) -> Iterator[str | None]:
-    """Texts of the records whose lines begin in bytes `start` to `stop`; of all if compressed.
+    """Texts of the records that begin in bytes `start` to `stop`; all of a compressed file.
 
-    None stands for a record that a pattern of `filters` leaves out.
+    None stands for a record that `filters` leave out.
 
-    Raises UserError when a record is truncated, not JSON, not UTF-8, or has no text in `field`.
+    Raises UserError if a record is truncated, not JSON, not UTF-8, or has no text in `field`.
     """
     for at, line in _jsonl_lines(path, start, stop):
         yield _record_text(line, at, path, field, filters)
 
 
 def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL or Parquet file; of Parquet those columns only.
+    """The records of a JSONL or Parquet file; for Parquet only the columns `fields`.
 
-    Raises UserError when the file or a record is damaged or too large, or is no JSON object.
+    Raises UserError if the file or a record is damaged, too large, or not a JSON object.
     """
     if path.suffix == ".parquet":
         yield from _whole_file(path, fields)
@@ -72,7 +71,7 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty and begin in bytes `start` to `stop`, each with its place."""
+    """Non-empty lines that begin in bytes `start` to `stop`, with their offsets."""
     try:
         size = path.stat().st_size
         most_bytes = MAX_DECOMPRESSED + MAX_RATIO * size if is_compressed(path) else math.inf
@@ -87,7 +86,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                 if len(line) > MAX_RECORD_BYTES:
                     raise _record_fault(path, at, _TOO_LARGE)
                 if line.strip():
-                    if at >= start:  # else it is the end of the last line of the part before
+                    if at >= start:  # else it is the end of the previous part's last line
                         yield at, line
                     empty_lines = 0
                 else:
@@ -103,7 +102,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
 
 
 def _open_binary(path: Path) -> io.BufferedIOBase | BinaryIO:
-    """The file's bytes, decompressed; a truncated compressed file raises OSError at its end."""
+    """Open a file, decompressed; a truncated file raises OSError at its end."""
     if is_compressed(path):
         open_regular(path).close()  # no pipe, which would never end
         return io.BufferedReader(pa.input_stream(str(path), compression="detect"))
@@ -119,7 +118,7 @@ def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters)
 
 
 def _record(line: bytes, at: int, path: Path) -> tuple[Any, bool]:
-    """A line's record, and whether all its text is known to be made of whole characters."""
+    """A line's record, and whether its text is known to have no lone surrogates."""
     try:
         if len(line) > _COUNTED_BYTES:
             check_json_text(line, RECORD_LIMITS)
@@ -136,9 +135,9 @@ def _record(line: bytes, at: int, path: Path) -> tuple[Any, bool]:
 
 
 def text_problem(record: Any, field: str, *, checked: bool = False) -> str | None:
-    """Fault of a record that should hold text in `field`, if any.
+    """The fault of a record without valid text in `field`, or None.
 
-    With `checked` its text is known to be made of whole characters.
+    With `checked` its text is known to have no lone surrogates.
     """
     if not isinstance(record, dict):
         return f"expected a JSON object, not {_type_name(record)}"
@@ -156,18 +155,18 @@ def _record_fault(path: Path, at: int, problem: str) -> UserError:
 
 
 def _parse(line: bytes, path: Path, at: int) -> tuple[Any, bool]:
-    """The record, and whether all its text is known to be made of whole characters."""
+    """The record, and whether its text is known to have no lone surrogates."""
     try:
         return from_json(line), True
     except ValueError:
-        # Python's reader, half as fast, takes some records more and says what is wrong with one.
+        # Python's parser is slower, but accepts some more records and explains errors.
         text = decode_utf8(line, str(path), at)
     try:
         return json.loads(text), False
     except json.JSONDecodeError:
         raise
     except ValueError:
-        # Python reads no whole number of more than 4,300 digits; as a float it is infinite.
+        # Python refuses integers of more than 4,300 digits; as floats they are infinite.
         return json.loads(text, parse_int=float), False
 
 
@@ -180,7 +179,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text of a stranger's file for a message: without control characters, and not too long."""
+    """Text of an untrusted file for a message: shortened, without control characters."""
     text = "".join(c if c.isprintable() else "?" for c in text[:201])
     return text if len(text) <= 200 else f"{text[:200]} …"
 
@@ -204,7 +203,7 @@ def _line_number(path: Path, at: int) -> int:
 def parquet_row_groups(path: Path, field: str) -> int:
     """Number of row groups of a Parquet file that has the column `field`.
 
-    Raises UserError when the file is damaged or has no such column, or none of single values.
+    Raises UserError if the file is damaged or has no such column of single values.
     """
     file = _open_parquet(path)
     names = file.schema_arrow.names
@@ -221,7 +220,7 @@ def parquet_row_groups(path: Path, field: str) -> int:
 def _open_parquet(path: Path, texts: Sequence[str] = ()) -> Any:
     try:
         open_regular(path).close()  # no pipe, which would never end
-        # A text that is repeated stays one: a file of kilobytes may repeat a large one forever.
+        # Repeated texts are shared, since a small file may repeat a large text very often.
         return pq.ParquetFile(path, read_dictionary=list(texts))
     except _PARQUET_FAULTS as error:
         reason = _reason(error)
@@ -236,9 +235,9 @@ def _reason(error: BaseException) -> str:
 
 
 def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterator[str | None]:
-    """Text of one row group's rows; None for a row that a pattern of `filters` leaves out.
+    """Texts of a row group's rows; None for a row that `filters` leave out.
 
-    Raises UserError when the row group is damaged, or a row's `field` is not text.
+    Raises UserError if the row group is damaged, or a row's `field` is not text.
     """
     where = f"{path}, row group {group}"
     rows = _parquet_rows(path, where, [group], [field], list(filters.matches))
@@ -251,7 +250,7 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
 
 
 def _whole_file(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file, of whose columns `fields` have to be there."""
+    """The rows of a Parquet file, which must have the columns `fields`."""
     schema = _open_parquet(path).schema_arrow
     for name in fields:
         if name not in schema.names:
@@ -269,9 +268,9 @@ def _parquet_rows(
     fields: Sequence[str],
     others: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The rows of some row groups, or of all: the columns `fields`, and `others` if they are there.
+    """The rows of some or all row groups: the columns `fields`, and existing ones of `others`.
 
-    `others` may hold values of any type.
+    `others` may have values of any type.
     """
     row, names = 0, list(dict.fromkeys([*fields, *others]))
     try:
@@ -290,14 +289,14 @@ def _parquet_rows(
 
 
 def _values(column: Any, where: str, first: int) -> list[Any]:
-    """A column's values from row `first` on; one that is repeated is made once.
+    """A column's values from row `first` on; repeated values are shared.
 
-    Raises UserError for a huge one.
+    Raises UserError for a huge value.
     """
     if not isinstance(column, pa.DictionaryArray):
         return list(column.to_pylist())
     words, places = column.dictionary, column.indices.to_pylist()
-    values: dict[int, Any] = {}  # `words` has those of all rows before, too
+    values: dict[int, Any] = {}  # `words` also has those of earlier rows
     for row, at in enumerate(places, first):
         if at is not None and at not in values:
             word = words[at]
@@ -320,15 +319,15 @@ def _rows_per_batch(file: Any, group: int, field: str) -> int:
 def open_dataset(
     where: str, path: str, subset: str | None, split: str, revision: str | None
 ) -> Any:
-    """The split as an IterableDataset; nothing but its metadata is read.
+    """The split as an IterableDataset; reads only its metadata.
 
-    Raises UserError when there is no such dataset, subset or split (`where` stands before the
-    message), and RunError when the hub cannot be reached.
+    Raises UserError, which begins with `where`, if there is no such dataset, subset or split, and
+    RunError if the hub cannot be reached.
     """
     from datasets import load_dataset
     from fsspec.compression import compr, register_compression
 
-    # By fsspec datasets opens files; by itself it reads .zst only where one more package is there.
+    # Files are opened with fsspec, since datasets needs another package for .zst.
     if "zstd" not in compr:
         register_compression(
             "zstd", lambda file, mode="rb", **_: pa.input_stream(file, compression="zstd"), "zst"
@@ -345,9 +344,9 @@ def open_dataset(
 def read_dataset(
     where: str, dataset: Any, number: int, field: str, filters: Filters
 ) -> Iterator[str | None]:
-    """Texts of one shard's records; None for a record that a pattern leaves out.
+    """Texts of a shard's records; None for a record that `filters` leave out.
 
-    Raises UserError when a record is damaged or has no text in `field`; names shard and record.
+    Raises UserError, with shard and record, if a record is damaged or has no text in `field`.
     """
     row = 0
     try:
@@ -364,9 +363,9 @@ def read_dataset(
 
 
 def _dataset_fault(where: str, error: Exception) -> UserError | RunError:
-    """A network's failure may pass by itself; anything else is the dataset's fault.
+    """The error to raise: RunError for a failure of the network, otherwise UserError.
 
-    Raises OSError where the disk of the hub's cache is full.
+    Raises OSError if the disk of the hub's cache is full.
     """
     check_hub_cache(error)
     reason = printable(" ".join(str(error).split()) or type(error).__name__)

@@ -1,8 +1,8 @@
-"""Synthetic documents that can only be predicted by looking far back.
+"""Synthetic documents that can only be predicted by retrieval from far back.
 
-They teach (or preserve) retrieval in a small model: key-value lists queried in another
-order, needles with questions, repeated spans, two-hop look-ups. A document is a list of
-segments, so that a trainer can weight what has to be retrieved; joined, it is plain text.
+They teach or preserve retrieval in a small model: key-value lists queried in another order, needles
+with questions, repeated spans, two-hop look-ups. A document is a list of segments, so that a
+trainer can weight the retrieved ones; joined, it is plain text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_prep.tasks.words import ADJECTIVES, NOUNS, word_key
 
 
 class Segment(NamedTuple):
-    """A piece of text; `is_answer` if it repeats something that stood earlier in the document."""
+    """A piece of text; `is_answer` if it repeats something earlier in the document."""
 
     text: str
     is_answer: bool = False
@@ -59,7 +59,7 @@ def key_value_list(rng: Random, characters: int) -> Document:
     pairs: dict[str, str] = {}
     length = 1  # the line break between pairs and questions
     limit = characters * rng.uniform(0.2, 0.6)
-    # There may be fewer keys of this kind than the list has room for.
+    # There may be fewer different keys than fit into the list.
     for _ in range(characters):
         key, value = make_key(rng), make_value(rng)
         if key not in pairs:
@@ -79,14 +79,14 @@ def key_value_list(rng: Random, characters: int) -> Document:
 
 
 def two_hops(rng: Random, characters: int) -> Document:
-    """Keys that point to other keys, which hold values; queries for the value behind a pointer."""
+    """Keys that point to other keys with values, and queries for the value behind a pointer."""
     lines, answers, used = [], [], set[str]()
     length = 0
     limit = characters * rng.uniform(0.3, 0.6)
-    for _ in range(characters):  # there may be fewer keys than the document has room for
+    for _ in range(characters):  # there may be fewer different keys than fit
         start, middle, value = word_key(rng), word_key(rng), _letters(rng, _DIGITS, 4)
         if start == middle or {start, middle} & used:
-            continue  # a key with two lines has two answers
+            continue  # a key with two lines would have two answers
         used |= {start, middle}
         lines += [f"{start} points to {middle}.\n", f"{middle} holds {value}.\n"]
         answers.append((start, middle, value))
@@ -104,12 +104,12 @@ def two_hops(rng: Random, characters: int) -> Document:
 
 
 def repeated_spans(rng: Random, characters: int, prose: Sequence[str]) -> Document:
-    """Prose in which spans of earlier words come again."""
+    """Prose in which spans of earlier words are repeated."""
     words: list[str] = []
     document: Document = []
     length = 0
     while length < characters:
-        # A span that comes again is half as long as what is new, and a word has six letters.
+        # A repeated span is half as long as a new one, and a word has six letters.
         room = max(10, (characters - length) // 10)
         fresh = _prose_words(rng, prose, min(rng.randint(20, 80), room))
         document.append(Segment(" ".join(fresh) + "\n"))
@@ -129,7 +129,7 @@ def _prose_words(rng: Random, prose: Sequence[str], count: int) -> list[str]:
 def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Document:
     """Needles in prose, in noise or among other needles, and a few questions about them.
 
-    The form is that of the RULER tasks, so that a small base model can answer them.
+    It has the form of RULER's tasks, so that a small base model can answer them.
     """
     what: Literal["numbers", "uuids"] = "uuids" if rng.random() < 0.1 else "numbers"
     questions = max(1, min(rng.randint(1, 12), characters // 500))
@@ -141,7 +141,7 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     needles: dict[str, str] = {}
 
     def add_needle() -> str:
-        # Calibration and evaluation ask for other pairs: nothing here can give them away.
+        # Calibration and evaluation use other pairs, so nothing leaks.
         key, value = draw_pair(rng, spec, "training", needles)
         needles[key] = value
         return needle_sentence(key, value, what)
@@ -169,7 +169,7 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     return document
 
 
-# Shares of the documents in a source of training data: mostly what the needle tasks ask for.
+# Shares of the documents in training data: mostly those like the needle tasks.
 _SOURCE_WEIGHTS = (0.1, 0.8, 0.05, 0.05)
 
 
@@ -193,7 +193,7 @@ def retrieval_document(
 def retrieval_documents(
     seed: int, prose: Sequence[str], characters: tuple[int, int]
 ) -> Iterator[str]:
-    """An endless stream of documents as text, of lengths drawn between `characters`' two ends."""
+    """An endless stream of documents as text, with random lengths in the range `characters`."""
     rng = Random(f"retrieval-{seed}")
     while True:
         document = retrieval_document(rng, rng.randint(*characters), prose, _SOURCE_WEIGHTS)

@@ -1,10 +1,10 @@
-"""Parallel tokenising of a source's parts into shards on disk, which survive a restart.
+"""Parallel tokenisation of a source's parts into shards on disk, which survive a restart.
 
-A shard is a folder: `ids.int32`, the token ids of its documents one after the other, and
-`documents.npy`, for each document [tokens, UTF-8 bytes of its text]. The closing end-of-text token
-counts; both are 0 for a document that the source's filters leave out. `whole.json` holds the
-SHA-256 of both. The folder is renamed into place once it is complete, unless a file of its part has
-changed since the source was listed; its content does not depend on which other shards exist.
+A shard is a folder with `ids.int32`, the concatenated token ids of its documents, and
+`documents.npy`, for each document [tokens, UTF-8 bytes of its text]. Tokens include the closing
+end-of-text token; both are 0 for a document that the filters leave out. `whole.json` has the
+SHA-256 of both. The folder is renamed into place when it is complete, unless a file of its part has
+changed since the source was listed. A shard's content does not depend on other shards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _IDS = "ids.int32"
 _DOCUMENTS = "documents.npy"
 _RECORD = "whole.json"
-# A system call for every document costs as much as reading it.
+# A system call per document would cost as much as reading it.
 _BUFFER_BYTES = 2**20
 
 
@@ -58,7 +58,7 @@ class Block:
 
     ids: np.ndarray  # [tokens] int32
     offsets: np.ndarray  # [documents + 1] int64
-    left_out: int = 0  # documents that the source's filters refuse
+    left_out: int = 0  # documents that the source's filters leave out
 
     @property
     def documents(self) -> int:
@@ -94,9 +94,9 @@ class TokenisedSource:
         return self.text_bytes / self.tokens
 
     def length_histogram(self) -> list[dict[str, int]]:
-        """Documents and tokens by document length: more than `up_to` / 2, at most `up_to` tokens.
+        """Documents and tokens by document length, in bins of `up_to` / 2 + 1 to `up_to` tokens.
 
-        `up_to` is a power of two; lengths that do not occur are left out.
+        `up_to` is a power of two; empty bins are left out.
         """
         lengths = np.concatenate([np.diff(block.offsets) for block in self.blocks])
         bins = np.ceil(np.log2(lengths)).astype(int)
@@ -122,14 +122,14 @@ def tokenise_source(
     bar: Progress,
     stamps: Mapping[str, Stamp] = MappingProxyType({}),
 ) -> TokenisedSource:
-    """Tokenise parts in random order until there are more than `tokens` tokens or no more parts.
+    """Tokenise parts in random order, until there are more than `tokens` tokens or no parts left.
 
-    Shards are written to `folder`; whole ones that are there are used. The result does not depend
-    on `workers`. `stamps` are the expected ones of the source's files, by path; without any, none
+    Shards are written to `folder`; complete ones there are reused. The result does not depend on
+    `workers`. `stamps` are the expected stamps of the source's files by path; if it is empty, none
     is checked.
 
-    Raises UserError when a file of the source is damaged, or the source holds no text at all; and
-    RunError when a worker process died, or a file was written while it was read.
+    Raises UserError if a file of the source is damaged or the source has no text, and RunError if a
+    worker process died or a file was written while it was read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
@@ -191,18 +191,18 @@ def in_order(
 
 
 def _begin_worker(parent: int) -> None:
-    """One thread per process, the processes are the parallelism; none outlives the stage's."""
+    """Set up a worker: a single thread, and no longer life than the parent process."""
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Mapping[str, Stamp]:
-    """The stamps of the files that a part is read from."""
+    """The stamps of a part's files."""
     if source.path is None or not stamps:
         return {}
-    if part.paths and part.shard is None:  # [] matches no file: an unknown one counts as changed
+    if part.paths and part.shard is None:  # no files: counts as changed
         return {str(path): stamps.get(str(path), []) for path in part.paths}
-    # A dataset, and an index whose shards are hashed: whatever lies below the source.
+    # A dataset, or an index with hashed shards: all files below the source.
     below = Path(source.path).expanduser()
     return {path: stamp for path, stamp in stamps.items() if below in Path(path).parents}
 
@@ -210,7 +210,7 @@ def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Map
 def _tokenise_part(
     job: tuple[Part, Path, Mapping[str, Stamp]], *, source: Source, encoder: Encoder
 ) -> Path:
-    """Write the part's shard unless a whole one exists; returns its path."""
+    """Write the part's shard, unless a complete one exists; returns its path."""
     part, path, stamps = job
     if _is_whole(path):
         return path
@@ -219,7 +219,7 @@ def _tokenise_part(
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
             documents = read_part(part, source)
             written = _write_documents(documents, encoder, source.filters, sink)
-            # A compressed file may hold millions of them.
+            # A compressed file may have millions of documents.
             sizes = np.fromiter(written, np.dtype((np.int64, 2)))
         np.save(temporary / _DOCUMENTS, sizes)
         hashes = file_hashes(temporary, [_IDS, _DOCUMENTS])
@@ -239,9 +239,9 @@ _LEFT_OUT = (0, 0)
 def _write_documents(
     documents: Iterable[Document | None], encoder: Encoder, filters: Filters, sink: BinaryIO
 ) -> Iterator[tuple[int, int]]:
-    """Write every document's token ids; gives the number of its tokens and bytes of its text.
+    """Write every document's token ids; yields its tokens and the bytes of its text.
 
-    Empty documents are passed over.
+    Empty documents are skipped.
     """
     text_bytes = 0
 
@@ -284,9 +284,9 @@ def _utf8_bytes(text: str) -> int:
 def _groups(
     documents: Iterable[Document | None], filters: Filters
 ) -> Iterator[list[str] | Iterator[str] | None]:
-    """Documents in the order they come: short ones in groups, a long one as its pieces of text.
+    """Documents in order: short ones in groups, a long one as its pieces of text.
 
-    None stands for a document that is left out, before the group that it came in.
+    None stands for a document that is left out, before the group it belonged to.
     """
     group: list[str] = []
     size = 0
@@ -313,7 +313,7 @@ def _groups(
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the shard is there as it was written; a damaged one is made again."""
+    """Whether the shard is complete and intact."""
     if not exists(path):
         return False
     record = read_record(path / _RECORD)
@@ -326,10 +326,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def read_shard(path: Path) -> tuple[Block, int]:
-    """The shard's documents, memory-mapped, and the bytes of their text."""
+    """The shard's documents, memory-mapped, and the UTF-8 bytes of their text."""
     tokens, text_bytes = np.load(path / _DOCUMENTS).T
     is_used = tokens > 0
     offsets = np.concatenate([[0], np.cumsum(tokens[is_used])])
-    # A plain array over the map: a slice of a memmap is a memmap, and costs ten times as much.
+    # A plain array over the map, since slicing a memmap costs ten times as much.
     ids = np.asarray(np.memmap(path / _IDS, np.int32, "r") if offsets[-1] else (), np.int32)
     return Block(ids, offsets, int((~is_used).sum())), int(text_bytes.sum())

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, and encoding documents with it in worker processes."""
+"""Loads a tokenizer, and encodes documents in worker processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from bosch.model.untrusted import (
 from data_prep.text import WINDOW
 
 OVERLAP = 2**12
-# Unicode's own forms make 18 characters of one at most, and a few steps put one beside each.
+# Unicode's normal forms make at most 18 characters of one, and a few steps add one to each.
 _MAX_GROWTH = 256
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Where a tokenizer is loaded from; small enough to send to a worker."""
+    """Source of a tokenizer, small enough to send to a worker."""
 
     path: str
     revision: str | None = None
@@ -53,7 +53,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
-        is_fast = tokenizer.is_fast  # which some classes lack, that hold two tokenizers
+        is_fast = tokenizer.is_fast  # missing in classes with two tokenizers
         tokenizer("a")
     except Exception as error:
         check_hub_cache(error)
@@ -61,7 +61,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
         raise UserError(f"{spec.path}: {_what_failed(spec)} ({reason})") from None
-    if is_fast:  # also one that was converted from another form
+    if is_fast:  # also if it was converted from another form
         backend = tokenizer.backend_tokenizer
         parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
         check_growth(spec.path, {k: json.loads(v.__getstate__()) for k, v in parts.items() if v})
@@ -81,7 +81,7 @@ def _what_failed(spec: TokenizerSpec) -> str:
 
 
 def _check_files(spec: TokenizerSpec) -> None:
-    """Raise UserError for files that would take all memory, or time, while they are loaded."""
+    """Raise UserError for files that would take too much memory or time to load."""
     if os.path.isdir(spec.path):
         folder = Path(spec.path)
         check_faults(model_file_faults(folder))
@@ -90,12 +90,12 @@ def _check_files(spec: TokenizerSpec) -> None:
         file = _hub_files(spec)
     if file is not None and file.is_file():
         content = load_user_json(file, "get the model again")
-        # Before it is loaded: that runs the normalizer over the added tokens.
+        # Before loading, which runs the normalizer over the added tokens.
         check_growth(str(file), content if isinstance(content, dict) else {})
 
 
 def _hub_files(spec: TokenizerSpec) -> Path | None:
-    """tokenizer.json of a name on the hub, once all files that are read were checked."""
+    """tokenizer.json of a hub name, after checking all files that are read."""
     from transformers.utils.hub import cached_file
 
     files = {}
@@ -104,7 +104,7 @@ def _hub_files(spec: TokenizerSpec) -> Path | None:
             file = cached_file(
                 spec.path, name, revision=spec.revision, _raise_exceptions_for_missing_entries=False
             )
-        except Exception:  # transformers says what is wrong with the name or the network
+        except Exception:  # transformers reports faults of the name or the network
             return None
         if file is not None:
             files[name] = Path(file)
@@ -113,7 +113,7 @@ def _hub_files(spec: TokenizerSpec) -> Path | None:
 
 
 def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:
-    """Raise UserError where a normalizer or decoder may make a text many times longer."""
+    """Raise UserError if a normalizer or decoder may make a text many times longer."""
     for part in ("normalizer", "decoder"):
         try:
             growth = _growth(tokenizer.get(part))
@@ -128,9 +128,9 @@ def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:
 
 
 def _growth(part: Any) -> float:
-    """How many characters one may become at most in a part of a tokenizer.
+    """Most characters that a part of a tokenizer may make of one.
 
-    Those of Unicode's own forms are not counted: they are bounded however often they are applied.
+    Unicode's normal forms are not counted, since they are bounded even if applied repeatedly.
     """
     if not isinstance(part, dict):
         return 1.0
@@ -139,7 +139,7 @@ def _growth(part: Any) -> float:
         steps = part.get("normalizers") or part.get("decoders") or ()
         return math.prod(map(_growth, steps))
     if kind == "Replace":
-        # An expression may match between any two characters.
+        # A regular expression may match between any two characters.
         text = part["pattern"].get("String")
         added = len(part["content"])
         return max(1.0, added / len(text)) if text else 1.0 + added
@@ -150,7 +150,7 @@ def _growth(part: Any) -> float:
     if kind == "Precompiled":
         table = base64.b64decode(part["precompiled_charsmap"] or "")
         replacements = table[4 + int.from_bytes(table[:4], "little") :]
-        # The first four bytes: the size of what leads to these, each of which ends with a zero.
+        # The first four bytes are the size of the trie; then come zero-terminated strings.
         longest = max(replacements.split(b"\0"), key=len)
         return max(1.0, len(longest.decode("utf-8", "replace")))
     return 1.0
@@ -158,11 +158,11 @@ def _growth(part: Any) -> float:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Everything a worker needs to tokenise documents; quick to load in a new process.
+    """All that a worker needs to tokenise documents; quick to load in a new process.
 
-    `backend` is the tokenizer in the JSON form of the tokenizers library; None for a tokenizer
-    that does not use that library, which transformers then loads from `spec`. The text of a special
-    token inside a document is ordinary text, but with `special_tokens`, as chat templates write it.
+    `backend` is the tokenizer in the tokenizers library's JSON form; None for a tokenizer that does
+    not use that library, which transformers loads from `spec`. The text of a special token in a
+    document is ordinary text, unless `special_tokens` is set.
     """
 
     spec: TokenizerSpec
@@ -172,7 +172,7 @@ class Encoder:
 
     @classmethod
     def load(cls, spec: TokenizerSpec) -> Encoder:
-        """The encoder of a model's tokenizer; raises UserError as `load_tokenizer` does."""
+        """Load the encoder of a model's tokenizer; raises UserError as `load_tokenizer`."""
         tokenizer = load_tokenizer(spec)
         backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else None
         return cls(spec, backend, tokenizer.eos_token_id)
@@ -191,12 +191,12 @@ class Encoder:
         return [_int32(ids) for ids in encoded]
 
     def in_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
-        """Token ids of one document of any size, as if it were encoded whole, in bounded memory.
+        """Token ids of a document of any size, as if it were encoded at once, in bounded memory.
 
-        Windows of the text overlap; where two agree on every token in the middle of what they
-        share, the first goes over into the second. Where they never agree (a run of the same few
-        characters longer than a window), the text is cut (docs/notes/deviations.md). A tokenizer
-        that does not use the tokenizers library encodes the document whole.
+        Windows of the text overlap and are joined where they agree on every token in the middle of
+        the overlap. If they do not agree anywhere (in a long repetition of a few characters), the
+        text is cut (docs/notes/deviations.md). A tokenizer that does not use the tokenizers library
+        encodes the whole document at once.
         """
         if self.backend is None:
             yield from self(["".join(pieces)])
@@ -206,7 +206,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Window:
-    """The tokens of a window of the text, and where they begin and end, from the text's start."""
+    """The tokens of a window of the text, with their places in the whole text."""
 
     ids: np.ndarray  # [tokens] int32
     spans: np.ndarray  # [tokens, 2] int64, in characters
@@ -218,14 +218,14 @@ class _Window:
         return cls(_int32(encoding.ids), spans)
 
     def between(self, begin: int, end: int) -> tuple[int, int]:
-        """First and last token (exclusive) of those that begin at characters `begin` to `end`."""
+        """Range of the tokens that begin at characters `begin` to `end`."""
         first, last = np.searchsorted(self.spans[:, 0], [begin, end])
         return int(first), int(last)
 
 
 def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]:
     text = _Buffer(pieces)
-    begin, first = 0, 0  # of the window; its first token that is not emitted yet
+    begin, first = 0, 0  # begin of the window; its first token to emit
     window = _Window.encode(backend, text.read(begin, begin + WINDOW), begin)
     while text.goes_on(begin + WINDOW):
         end = begin + WINDOW
@@ -253,10 +253,10 @@ def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]
 def _agreement(
     left: _Window, right: _Window, begin: int, characters: int
 ) -> tuple[int, int] | None:
-    """Where two windows that share `characters` from `begin` have the same next token.
+    """Where to join two windows that share `characters` from `begin`: next token of each.
 
-    None unless they agree on every token of the middle half: near its ends a window's tokens depend
-    on what it does not show.
+    None unless they agree on every token in the middle half, since near its ends a window's tokens
+    depend on text outside.
     """
     middle = begin + characters // 4, begin + characters - characters // 4
     a, a_end = left.between(*middle)
@@ -270,19 +270,19 @@ def _agreement(
 
 
 class _Buffer:
-    """Characters of a text that comes in pieces, by their place in the whole text."""
+    """Characters of a text that arrives in pieces, by their place in the whole text."""
 
     def __init__(self, pieces: Iterable[str]) -> None:
         self._pieces = iter(pieces)
         self._text, self._begin = "", 0
 
     def read(self, begin: int, end: int) -> str:
-        """Characters `begin` to `end`, fewer where the text ends."""
+        """Characters `begin` to `end`, or fewer at the end of the text."""
         self._fill(end)
         return self._text[begin - self._begin : end - self._begin]
 
     def goes_on(self, at: int) -> bool:
-        """Whether there are characters from `at` on."""
+        """Whether the text has a character at `at`."""
         self._fill(at + 1)
         return self._begin + len(self._text) > at
 
@@ -301,7 +301,7 @@ class _Buffer:
 
 
 def _int32(ids: list[int]) -> np.ndarray:
-    # array reads a list of unsigned numbers four times as fast as numpy does.
+    # array converts a list of unsigned numbers four times as fast as numpy.
     return np.frombuffer(array("I", ids), np.int32)
 
 
@@ -313,6 +313,6 @@ def _backend(serialised: str, special_tokens: bool) -> Any:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = not special_tokens
-    # It opens and closes a text, which a document does itself; to do so it copies every token.
+    # The post-processor adds special tokens, which documents do not need, and copies every token.
     backend.post_processor = None
     return backend

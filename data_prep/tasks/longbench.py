@@ -14,14 +14,14 @@ from data_prep.text import encode_prompt
 
 
 class LongBenchTask(NamedTuple):
-    """A task: the harness's name of its metric, most tokens of an answer, and its category."""
+    """A task: lm-eval's name of its metric, most tokens of an answer, and its category."""
 
     metric: str
     max_new_tokens: int
     category: str
 
 
-# lm-eval's names are longbench_<task>; those of LongBench-E, which has other documents, end in _e.
+# lm-eval's names are longbench_<task>; tasks of LongBench-E, with other documents, end in _e.
 PREFIX, _E_SUFFIX = "longbench_", "_e"
 _SINGLE, _MULTI = "single-document QA", "multi-document QA"
 _SUMMARY, _FEW_SHOT, _SYNTHETIC, _CODE = "summarisation", "few-shot", "synthetic", "code"
@@ -49,9 +49,9 @@ TASKS = {
     "repobench-p": LongBenchTask("code_sim_score", 64, _CODE),
 }
 FIRST_LINE_ONLY = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-# Prompts that the model continues: the benchmark applies no chat template to them.
+# Prompts that the model continues, to which the benchmark applies no chat template.
 NO_CHAT = FIRST_LINE_ONLY | {"lcc", "repobench-p"}
-# Ends of prompts that differ: the harness's (lm-eval 0.4.13), then the benchmark's.
+# Ends of prompts that differ: lm-eval's (0.4.13), then the benchmark's.
 _PROMPT_ENDS = {
     "triviaqa": ("\n{{question}}", "\n\n{{question}}"),
     "samsum": ("\n{{question}}", "\n\n{{question}}"),
@@ -68,7 +68,7 @@ def is_v1(name: str) -> bool:
 
 
 def task_of(name: str) -> str | None:
-    """The key in `TASKS` of lm-eval's task, also of LongBench-E; None outside LongBench."""
+    """The key in `TASKS` for lm-eval's task, also for LongBench-E; None outside LongBench."""
     v1_name = name.removesuffix(_E_SUFFIX)
     return v1_name.removeprefix(PREFIX) if is_v1(v1_name) else None
 
@@ -85,9 +85,9 @@ def groups() -> dict[str, list[str]]:
 
 
 def category_means() -> dict[str, list[list[str]]]:
-    """lm-eval's names of the tasks in each category, of means over categories.
+    """For each mean over categories, lm-eval's names of the tasks in each category.
 
-    First the score of the benchmark, then BOSCH's (B.6), whose seventh category is GSM8K.
+    First the benchmark's score, then BOSCH's (B.6) with GSM8K as seventh category.
     """
     return {
         "LongBench, mean of the categories": [*_categories().values()],
@@ -105,14 +105,14 @@ def _categories() -> dict[str, list[str]]:
 
 
 def _categories_of_paper() -> dict[str, list[str]]:
-    """The benchmark counts samsum among the few-shot tasks, the paper among the summaries."""
+    """Categories of the paper, which counts samsum among the summaries, not as few-shot."""
     categories, samsum = _categories(), f"{PREFIX}samsum"
     few_shot = [name for name in categories[_FEW_SHOT] if name != samsum]
     return categories | {_FEW_SHOT: few_shot, _SUMMARY: [*categories[_SUMMARY], samsum]}
 
 
 def check_record(record: Mapping[str, Any]) -> None:
-    """Raise ValueError where a record lacks what prompt and score are made of."""
+    """Raise ValueError if a record lacks a field for prompt or score."""
     for name in ("context", "answers", "all_classes"):
         if name not in record:
             raise ValueError(f"lacks the field {name}")
@@ -126,14 +126,14 @@ def check_record(record: Mapping[str, Any]) -> None:
 
 
 def prompt(task: str, template: str, record: Mapping[str, Any]) -> str:
-    """The benchmark's prompt for a record; `template` is the harness's `doc_to_text`.
+    """The benchmark's prompt for a record; `template` is lm-eval's `doc_to_text`.
 
     The question is in the field `input` or `question`, depending on the copy of the data.
     """
     harness_end, benchmark_end = _PROMPT_ENDS.get(task, ("", ""))
-    if not template.endswith(benchmark_end):  # a later lm-eval may have the benchmark's
+    if not template.endswith(benchmark_end):  # a later lm-eval may have the right end
         template = template.removesuffix(harness_end) + benchmark_end
-    # The context may hold braces of its own: split before anything is put in.
+    # Split before inserting texts, since the context may have braces.
     fields = {"{{context}}": str(record["context"]), "{{question}}": str(_question(record))}
     texts = re.split(r"(\{\{context\}\}|\{\{question\}\})", template)
     return "".join(fields.get(text, text) for text in texts)
@@ -144,7 +144,7 @@ def _question(record: Mapping[str, Any]) -> Any:
 
 
 def truncated_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
-    """Token ids of a prompt; of a longer one, of its first and last `max_length // 2` tokens.
+    """Token ids of a prompt; a longer one keeps its first and last `max_length // 2` tokens.
 
     As in the benchmark, these are decoded without special tokens and tokenised again, which may
     change their number a little.
@@ -167,14 +167,14 @@ def score(
 
     `all_classes` are the labels of a classification task.
     """
-    # The harness's metrics are the benchmark's, but not the choice of lines that they read.
+    # lm-eval's metrics equal the benchmark's, but not their choice of lines.
     from lm_eval.tasks.longbench import metrics
 
     if task in FIRST_LINE_ONLY:
         output = output.lstrip("\n").split("\n")[0]
     name = TASKS[task].metric
     if name == "code_sim_score":
-        # The benchmark takes a line of blanks as code; the harness skips it.
+        # The benchmark counts a blank line as code; lm-eval skips it.
         lines = output.lstrip("\n").split("\n")
         output = next((line for line in lines if not any(m in line for m in ("`", "#", "//"))), "")
         scores = [_similarity(output, answer) for answer in answers]
@@ -187,6 +187,6 @@ def score(
 def _similarity(output: str, answer: str) -> float:
     """The `fuzz.ratio` of the benchmark's fuzzywuzzy, in hundredths.
 
-    Where python-Levenshtein is installed, that package's own has another matcher.
+    With python-Levenshtein installed, fuzzywuzzy would use another matcher.
     """
     return round(100 * SequenceMatcher(None, output, answer).ratio()) / 100

@@ -1,8 +1,8 @@
 """RULER's thirteen tasks, draw by draw as NVIDIA/RULER makes them at commit c3f5e3b.
 
-With its words (the package wonderwords), its sentences (NLTK's punkt) and its essays, a task of at
-least 4,096 tokens has the very samples that RULER has for the seed. `data_prep.tasks.samples` makes
-them once and keeps them; what differs is listed in docs/notes/deviations.md.
+With RULER's words (the package wonderwords), sentence splitter (NLTK's punkt) and essays, a task of
+at least 4,096 tokens has the same samples as RULER for the seed. `data_prep.tasks.samples` makes
+and stores them; docs/notes/deviations.md lists the differences.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from data_prep.text import TokenCounter, essay_identity
 
 _CHAIN_HOPS = 4
 _COMMON_WORDS = 10
-# From here on RULER's own steps are used; below, its smallest haystacks do not fit.
+# From this length on RULER's steps are used; below it, its smallest haystacks do not fit.
 SHORTEST_LENGTH = 4096
-# RULER draws again, forever, where one step of haystack does not fit.
+# If the smallest haystack does not fit, RULER draws again, forever.
 _REDRAWS = 200
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Material of samples, besides the seed: prose, words, and a folder with RULER's data."""
+    """Material of samples: prose, words, and a folder with RULER's data."""
 
     essay: Sequence[str]
     data_dir: Path | None = None
@@ -61,7 +61,7 @@ class Corpus:
 
 
 class Sample(NamedTuple):
-    """A draft that fits, its token ids, and the sizes of the drafts that led to it."""
+    """A draft that fits, its token ids, and the sizes of the drafts before it."""
 
     draft: Draft
     ids: list[int]
@@ -69,14 +69,14 @@ class Sample(NamedTuple):
 
 
 class RulerTask(ABC):
-    """The samples of one task at one length, in order; sample i follows from the draws before it.
+    """The samples of a task at a length, in order; sample i depends on the draws before it.
 
-    `draw` makes the next draft of a size in haystack units and moves the random state on.
+    `draw` makes the next draft of a size, in haystack units, and advances the random state.
     """
 
-    step: int  # by which RULER shrinks a haystack that does not fit
+    step: int  # RULER's decrement for a haystack that does not fit
     smallest = 1
-    spread = 0  # tokens by which drafts of equal characters may differ
+    spread = 0  # difference in tokens between drafts of equal characters
 
     def __init__(
         self, corpus: Corpus, seed: int, length: int, new_tokens: int, counter: TokenCounter
@@ -90,21 +90,21 @@ class RulerTask(ABC):
 
     @abstractmethod
     def draw(self, index: int, size: int) -> Draft:
-        """The next draft of sample `index`, by which the size is fitted."""
+        """The next draft of sample `index`, with which the size is fitted."""
 
     def draft(self, index: int, size: int) -> Draft:
-        """The next prompt of sample `index`: for vt with a worked example before that of `draw`."""
+        """The next prompt of sample `index`; for vt with a worked example before the draft."""
         return self.draw(index, size)
 
     def fit(self) -> list[int]:
-        """Set `size`, the largest haystack that fits by RULER's bisection; returns sizes drawn."""
+        """Set `size` to the largest that fits, by RULER's bisection; returns all tried sizes."""
         return self._bisect(self.length - self.new_tokens)
 
     def _bisect(self, limit: int) -> list[int]:
-        """RULER's bisection below three times the size that one step's tokens suggest."""
+        """RULER's bisection, up to three times the size that the tokens of one step suggest."""
         first = max(self.step, self.smallest)
         per_unit = self.counter.tokens(self.draw(0, first).text) / first
-        # Below RULER's lengths a step is so small that the prompt's other text hides its tokens.
+        # Below RULER's lengths a step is small compared with the other text of the prompt.
         short = self.length if self.is_short else 0
         most = max(int(self.length / per_unit * 3), 2 * first, short)
         return [first, *self._halve(first, most, limit)]
@@ -112,7 +112,7 @@ class RulerTask(ABC):
     def _halve(self, low: int, high: int, limit: int) -> list[int]:
         """Set `size` to the largest in [low, high] whose draft has at most `limit` tokens.
 
-        `low` where none has. Returns the sizes drawn.
+        `low` if there is none. Returns the drawn sizes.
         """
         sizes, self.size = [], low
         while low <= high:
@@ -125,7 +125,7 @@ class RulerTask(ABC):
         return sizes
 
     def replay(self, fit: Sequence[int], samples: Sequence[Sequence[int]]) -> None:
-        """Draw again what `fit` and `sample` drew, without a tokenizer; the caller sets `size`."""
+        """Repeat the draws of `fit` and `sample` without a tokenizer; the caller sets `size`."""
         for size in fit:
             self.draw(0, size)
         for index, sizes in enumerate(samples):
@@ -133,9 +133,9 @@ class RulerTask(ABC):
                 self.draft(index, size)
 
     def sample(self, index: int) -> Sample:
-        """The next sample, `index` of them made before; its haystack shrinks until it fits.
+        """The next sample, number `index`; its haystack shrinks until it fits.
 
-        Raises UserError when not even the shortest haystack fits.
+        Raises UserError if not even the shortest haystack fits.
         """
         size, sizes = self.size, []
         while True:
@@ -199,7 +199,7 @@ class NeedleTask(RulerTask):
         return needle_draft(spec, context, [keys[at] for at in chosen], answers, pairs)
 
     def _draw_key(self, used: Sequence[str]) -> str:
-        """A key; with the built-in words, which are few, none of those used."""
+        """A key; with the few built-in words one that is not used yet."""
         if self.spec.key != "words":
             return draw_value(self.random, self.spec.key)
         while True:
@@ -208,7 +208,7 @@ class NeedleTask(RulerTask):
                 return key
 
     def _draw_value(self, key: str) -> str:
-        """A value; with the built-in words one that calibration and training do not use."""
+        """A value; with the built-in words not one of calibration or training."""
         while True:
             value = draw_value(self.random, self.spec.value)
             if self.corpus.words.is_upstream or pair_owner(key, value) == "evaluation":
@@ -274,7 +274,7 @@ class VariableTracking(RulerTask):
         return draft._replace(text=self._other_example() + draft.text) if self._example else draft
 
     def _other_example(self) -> str:
-        """The worked example with other names and another value."""
+        """The worked example, with other names and another value."""
         example = self._example
         for name in self._example_names:
             example = example.replace(name, self._name(len(name)))
@@ -297,11 +297,11 @@ class VariableTracking(RulerTask):
 
 
 class CommonWords(RulerTask):
-    """A numbered list of words, ten of them far more often than the rest, after one such list."""
+    """A numbered list of words in which ten are far more frequent, after a worked example."""
 
     step = 10
     smallest = _COMMON_WORDS
-    spread = 500  # ten words are repeated thirty times each
+    spread = 500  # since ten words occur thirty times each
     _PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 
     def __init__(self, *args: Any) -> None:
@@ -312,7 +312,7 @@ class CommonWords(RulerTask):
         self._available = max(len(self._words), len(self._more_words))
 
     def fit(self) -> list[int]:
-        """As `RulerTask.fit`; raises UserError where there are too few words for the length."""
+        """As `RulerTask.fit`; raises UserError if there are too few words for the length."""
         first = min(4096, self._available)
         per_word = self.counter.tokens(self.draw(0, first).text) / first
         low, high = self.step, max(int(self.length // per_word) * 2, 2 * self.step)
@@ -367,7 +367,7 @@ def _numbered(words: Sequence[str]) -> str:
 
 
 class FrequentWords(RulerTask):
-    """Made-up words whose counts fall with the square of their rank; the first is noise."""
+    """Made-up words whose counts fall with the square of their rank; the first one is noise."""
 
     _ZETA_2 = math.pi**2 / 6
     _LETTERS = 6
@@ -382,7 +382,7 @@ class FrequentWords(RulerTask):
         self._vocabulary: list[str] = []
 
     def fit(self) -> list[int]:
-        """Set `size`, the most words that stay below the length in RULER's steps."""
+        """Set `size` to the most words below the length, in RULER's steps."""
         size = self._limit // self._LETTERS
         text = self.draw(0, size).text
         while self.counter.fits(text, self._limit - 1):
@@ -415,9 +415,9 @@ class FrequentWords(RulerTask):
         return Sample(draft, self.counter.ids(draft.text), [size])
 
     def _has_three(self, size: int) -> bool:
-        """Whether the answers, of ranks 2 to 4, are in the text, and all more often than the rest.
+        """Whether the answers, ranks 2 to 4, are in the text and more frequent than the rest.
 
-        Always from 53 words on: RULER's own lengths have more.
+        Always true from 53 words on, and RULER's lengths have more.
         """
         third, next_one = (int(size / rank**2 / self._ZETA_2) for rank in (4, 5))
         return third > next_one
@@ -449,7 +449,7 @@ class QuestionAnswering(RulerTask):
 
     def __init__(self, task: str, *args: Any) -> None:
         super().__init__(*args)
-        assert self.corpus.data_dir is not None  # else the task is left out
+        assert self.corpus.data_dir is not None  # otherwise the task is not run
         path = self.corpus.data_dir / DATA_FILES[task]
         self._questions, self._documents = read_questions(task, path)
         self._path = path
@@ -489,7 +489,7 @@ def ruler_task(
 ) -> RulerTask:
     """The samples of a task at one length.
 
-    Raises UserError when a file it needs is damaged, or vt's worked example does not fit.
+    Raises UserError if a required file is damaged, or vt's worked example does not fit.
     """
     arguments = (corpus, seed, length, new_tokens, counter)
     if task in RULER_NEEDLES:

@@ -1,7 +1,7 @@
-"""RULER's samples on disk: made once for a tokenizer, length and seed, and extended on demand.
+"""RULER's samples on disk, made once for a tokenizer, length and seed, and extended on demand.
 
-A folder holds ids.bin (the prompts' token ids, int32, one after the other) and samples.jsonl: first
-how the haystack's size was found, then a line for each sample, with the hash of its ids.
+A folder holds ids.bin (the prompts' concatenated token ids, int32) and samples.jsonl: a line about
+the fit of the haystack's size, then a line for each sample with the hash of its ids.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from data_prep.text import TokenCounter
 
 logger = logging.getLogger(__name__)
 
-# To be raised when samples change: those of all tasks, and by how much more those of one, with the
-# built-in words, or below RULER's lengths.
+# Raise when samples change: the version of all tasks, and increments for single tasks, for the
+# built-in words, and below RULER's lengths.
 _GENERATOR = 2
 _MORE = {"cwe": 1}
 _MORE_OF_OWN_WORDS = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1}
 _MORE_OF_SHORT = {"fwe": 1}
-# How much of a prompt's end is kept beside its answer.
+# Characters of a prompt's end that are stored with its answer.
 TAIL_CHARACTERS = 300
-# Fields of the lines of samples.jsonl: of the first, and of a sample's.
+# Fields of samples.jsonl: of the first line, and of a sample's.
 _HEAD = {"fit", "size"}
 _FIELDS = {
     "index", "tokens", "ids_sha256", "sizes", "answers", "tail", "prefix", "needles",
@@ -48,10 +48,10 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class StoredSample:
-    """A prompt to continue, its correct answers, and what is hidden in it.
+    """A prompt to continue, its correct answers, and its needles.
 
-    The prompt ends with `prefix`, the beginning of the answer; `prompt_sha256` is of the text
-    without it. `tail` is the text's end.
+    The prompt ends with `prefix`, the beginning of the answer; `prompt_sha256` is the hash of the
+    text without it. `tail` is the end of the text.
     """
 
     task: str
@@ -66,7 +66,7 @@ class StoredSample:
 
 @dataclass(frozen=True)
 class SampleFolder:
-    """The samples of one task at one length below a folder that runs share."""
+    """The samples of a task at a length, in a folder that runs share."""
 
     root: Path
     task: str
@@ -99,9 +99,9 @@ class SampleFolder:
         return self.root / f"{self.task}-{self.length}-{digest[:16]}"
 
     def make(self, count: int, done: Callable[[], None] = lambda: None) -> None:
-        """Have at least `count` samples on disk; `done` is called for each that is new.
+        """Make at least `count` samples on disk; calls `done` for each new one.
 
-        Raises UserError when the task does not fit, or a file it needs is missing or damaged.
+        Raises UserError if the task does not fit, or a required file is missing or damaged.
         """
         folder = self.path
         make_folder(folder)
@@ -134,7 +134,7 @@ class SampleFolder:
                 raise UserError(f"{self.task} at {self.length:,} tokens: {fault}") from None
 
     def read(self, indices: range) -> Iterator[StoredSample]:
-        """The samples of these indices, which must be there."""
+        """The samples of these indices, which must exist."""
         folder = self.path
         records = Journal(folder / "samples.jsonl").read_new(_line)[1:]
         starts = np.cumsum([0, *(record.get("tokens", 0) for record in records)])
@@ -174,9 +174,9 @@ class SampleFolder:
 
 
 def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:
-    """How the size was found (None: not yet) and the samples before the first that is damaged.
+    """The fit of the size (or None) and the samples before the first damaged one.
 
-    That one and later ones are taken out of the journal.
+    Removes the damaged sample and later ones from the journal.
     """
     entries = journal.read_new(_line)
     head = entries[0] if entries and "fit" in entries[0] else None
@@ -196,7 +196,7 @@ def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]
 
 
 def _line(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as it is; raises KeyError where a field is missing, TypeError for no count."""
+    """Check an entry; raises KeyError for a missing field, TypeError for a wrong count."""
     missing = _HEAD - entry.keys() if "fit" in entry else _FIELDS - entry.keys()
     if missing:
         raise KeyError(*missing)
@@ -225,7 +225,7 @@ def _record(index: int, sample: Sample) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 of what decides which tokens a text has."""
+    """SHA-256 of all that decides how a text is tokenised."""
     if tokenizer.is_fast:
         content = tokenizer.backend_tokenizer.to_str()
     else:

@@ -1,4 +1,4 @@
-"""Tables of the needle tasks and RULER's thirteen. Imports the standard library alone."""
+"""Tables of the needle tasks and RULER's thirteen. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NeedleTask = Literal[
     "niah_multikey_2",
     "niah_multikey_3",
 ]
-# The tasks that a calibration set may have.
+# Tasks of a calibration set.
 NEEDLES: dict[str, TaskSpec] = {
     "niah_single_1": TaskSpec("noise", "words", "numbers", 1),
     "niah_single_2": TaskSpec("essay", "words", "numbers", 1),
@@ -46,7 +46,7 @@ RULER_NEEDLES = {
     "niah_multivalue": TaskSpec("essay", "words", "numbers", 1, values=4),
     "niah_multiquery": TaskSpec("essay", "words", "numbers", 4, queries=4),
 }
-# Tokens that a model may generate, counted inside the length (RULER's tokens_to_generate).
+# Generated tokens, counted inside the length (RULER's tokens_to_generate).
 NEW_TOKENS = {
     **dict.fromkeys(RULER_NEEDLES, 128),
     "vt": 30,
@@ -55,7 +55,7 @@ NEW_TOKENS = {
     "qa_1": 32,
     "qa_2": 32,
 }
-# Any one of the answers is enough; elsewhere the score is the share of the answers.
+# Tasks in which one answer is enough; in others the score is the share of the answers.
 ANY_ANSWER = frozenset({"qa_1", "qa_2"})
-# What RULER downloads, under the names it gives the files.
+# Files that RULER downloads.
 DATA_FILES = {"qa_1": "squad.json", "qa_2": "hotpotqa.json", "cwe": "english_words.json"}

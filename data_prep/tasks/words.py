@@ -1,8 +1,8 @@
 """Plain English words, needle keys (`adjective-noun`) made from them, and sentences of a text.
 
-Both lists are sorted; their order is part of what a seed means, so changing a list changes every
-needle sample. RULER's own words are those of the package wonderwords, and it splits
-sentences by NLTK's punkt; they are used where they are installed.
+Both lists are sorted; samples depend on their order, so changing a list changes every needle
+sample. RULER's words come from the package wonderwords, and its sentence splitter is NLTK's punkt;
+both are used if they are installed.
 """
 
 from __future__ import annotations
@@ -75,15 +75,14 @@ def word_key(rng: Random) -> str:
 
 
 class PairedWords:
-    """All different `adjective-noun` in the order of the alphabet, none of them made before it is
-    asked for: wonderwords has six million.
-    """
+    """All `adjective-noun` in alphabetical order, made lazily: wonderwords has six million."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
         self._nouns = sorted(set(nouns))
         self._blocks: list[tuple[str, ...]] = []
         for head in sorted({f"{adjective}-" for adjective in adjectives}):
-            # Pairs of two adjectives mix only where one begins the other (high-, high-pitched-).
+            # Pairs of two adjectives interleave only if one is a prefix of the other (high-,
+            # high-pitched-).
             if self._blocks and head.startswith(self._blocks[-1][0]):
                 self._blocks[-1] += (head,)
             else:
@@ -111,9 +110,9 @@ class PairedWords:
 
 @dataclass(frozen=True)
 class WordLists:
-    """Words of RULER's tasks: keys of needles, and single words in the order of the alphabet.
+    """Words of RULER's tasks: keys of needles, and single words in alphabetical order.
 
-    `is_upstream`: they are those RULER draws from.
+    `is_upstream`: they are RULER's own.
     """
 
     keys: PairedWords
@@ -122,7 +121,7 @@ class WordLists:
 
 
 def words_identity() -> str:
-    """Which words RULER's tasks draw from on this machine."""
+    """Name of the word list for RULER's tasks on this machine."""
     try:
         return f"wonderwords {importlib.metadata.version('wonderwords')}"
     except importlib.metadata.PackageNotFoundError:
@@ -131,7 +130,7 @@ def words_identity() -> str:
 
 @lru_cache
 def ruler_words() -> WordLists:
-    """The words of wonderwords where it is installed, else the lists above."""
+    """The words of wonderwords if it is installed, else the lists above."""
     try:
         from wonderwords.random_word import _get_words_from_text_file as read
     except ImportError:
@@ -142,8 +141,8 @@ def ruler_words() -> WordLists:
     return WordLists(PairedWords(adjectives, nouns), single, is_upstream=True)
 
 
-# White space behind a full stop (a closing quote or bracket may follow it), before a new sentence;
-# the stop of an initial ends nothing.
+# White space after a full stop (and a closing quote or bracket), before a new sentence; not after
+# the stop of an initial.
 _SENTENCE_END = re.compile(
     r"""(?:(?<=[.!?])|(?<=[.!?]["')\]]))(?<!\b[A-Za-z]\.)\s+(?=["'(\[]?[A-Z0-9])"""
 )
@@ -156,7 +155,7 @@ def split_by_rule(text: str) -> list[str]:
 
 
 def split_as_ruler(text: str) -> list[str]:
-    """The sentences of a text by punkt, or by rule where `sentences_identity` says so."""
+    """The sentences of a text by punkt, or by rule if `sentences_identity` says so."""
     if _punkt_folder() is None:
         return split_by_rule(text)
     from nltk.tokenize import sent_tokenize
@@ -172,16 +171,16 @@ def sentences_identity() -> str:
 
 
 def nltk_folders() -> list[Path]:
-    """The folders that nltk searches, as `nltk.data.path` has them."""
+    """The folders that nltk searches, as in `nltk.data.path`."""
     named = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
     prefixes = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
     system = ["/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib"]
-    home = os.path.expanduser("~")  # in a container a user may have none: it stays as it is
+    home = os.path.expanduser("~")  # in a container a user may have no home: then it stays ~
     return [*map(Path, named)] + [Path(root, "nltk_data") for root in (home, *prefixes, *system)]
 
 
 def _punkt_folder() -> Path | None:
-    """Where punkt's data lies; None without nltk too."""
+    """Folder of punkt's data; None without it or without nltk."""
     try:
         importlib.metadata.version("nltk")
     except importlib.metadata.PackageNotFoundError:

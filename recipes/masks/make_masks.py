@@ -1,12 +1,12 @@
-"""Search head masks and keep them with their provenance, recipes/masks/MODEL/METHOD-RATIO.json.
+"""Search head masks and store them with their provenance: recipes/masks/MODEL/METHOD-RATIO.json.
 
     python -m recipes.masks.make_masks recipes/quickstart.yaml --methods razor --ratios 0.5,0.75
     python -m recipes.masks.make_masks recipes/study/composition_8x8.yaml \
         --study runs/composition_8x8/study
 
-The first runs the search stage of the recipe once for each mask. The second takes the masks that
-studies of the recipe's model have searched already: of each method and ratio that of the first
-seed with the largest budget. It leaves out masks of several windows.
+The first runs the search stage of the recipe for each mask. The second takes masks from studies of
+the recipe's model: for each method and ratio that of the first seed and the largest budget, without
+masks of several windows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> None:
-    """Write the masks that the options name."""
+    """Write the requested masks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--methods", default="bosch", help="separated by commas")
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def with_provenance(file: HeadMaskFile, provenance: dict[str, Any]) -> str:
-    """The mask file's text, with where it comes from beside its own fields."""
+    """The mask file's text, with its provenance as further fields."""
     content = replace(file, model=model_label(file.model)).content | {"provenance": provenance}
-    numbers = r"\[\s*([\d,\s]*?)\s*\]"  # a list of them, which gets one line
+    numbers = r"\[\s*([\d,\s]*?)\s*\]"  # a list of numbers, which gets one line
     text = json.dumps(content, indent=1)
     return re.sub(numbers, lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
 
@@ -73,7 +73,7 @@ def with_provenance(file: HeadMaskFile, provenance: dict[str, Any]) -> str:
 def _searched(
     recipe: Path, method: str, ratio: str, granularity: int
 ) -> tuple[str, HeadMaskFile, dict[str, Any]]:
-    """Run the search of one mask, unless it is in the store."""
+    """Run the search of a mask, unless it is in the store."""
     name = _name(method, float(ratio), granularity)
     search = load_recipe(ROOT / recipe, []).recipe.search.by_method(method)
     command = [
@@ -114,11 +114,11 @@ def masks_of_study(
             continue
         if key["model"] != fingerprint:  # a study with another model.path
             continue
-        if isinstance(key["window_size"], list):  # the names are of masks with one window
+        if isinstance(key["window_size"], list):  # file names are for masks with one window
             continue
         settings = key["settings"]
         name = _name(key["method"], settings["swa_ratio"], settings.get("head_granularity", 1))
-        # A key leaves defaults out. Of equal budgets, the mask of most calibration examples.
+        # Keys omit defaults. Among equal budgets, the mask with the most calibration examples.
         budget = settings.get("budget_per_layer", SearchSettings.budget_per_layer)
         rank = budget, entry["result"].get("examples", 0)
         if name not in best or rank > best[name]["rank"]:

@@ -1,10 +1,10 @@
 """Sources of training documents, split into parts that workers read independently.
 
 A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
-a shard. Its documents depend on the part alone, so any number of workers gives the same documents.
+a shard. Its documents depend only on the part, so the number of workers does not matter.
 
-A kind of source is a file in this folder, whose `KIND` says how it is found, checked and read.
-Nothing heavy is imported here, for recipes' keys and checks: numpy and pyarrow when parts are read.
+A kind of source is a file in this folder whose `KIND` finds, checks and reads the documents. Free
+of heavy imports, for recipes' keys and checks; numpy and pyarrow are imported when parts are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PART_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Source:
-    """One source of documents; the fields are those of the recipe's `prepare.sources`."""
+    """A source of documents, with the fields of the recipe's `prepare.sources`."""
 
     name: str
     kind: str
@@ -43,18 +43,18 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        """Its files; raises UserError where there is none."""
+        """Its files; raises UserError if there are none."""
         assert self.path is not None
         return KINDS[self.kind].files(f"source {self.name}", self.path)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source: some files, or of one file or dataset what the other fields say.
+    """A piece of a source: some files, or a part of one file or dataset.
 
     `start` is a byte (JSONL), a row group (Parquet) or a shard's number (Hugging Face); `stop` is
-    the byte behind the part (JSONL); `shard` is one of an MDS folder. `retrieval` has no files, but
-    a `seed` and the `most_characters` of a document.
+    the byte after the part (JSONL); `shard` is a shard of an MDS folder. `retrieval` has no files,
+    but a `seed` and the `most_characters` of a document.
     """
 
     paths: tuple[Path, ...] = ()
@@ -68,10 +68,10 @@ class Part:
 class Kind:
     """A kind of source.
 
-    `about` describes it in the recipe's reference. `needs_path`: its documents are in files, of a
+    `about` describes it in the recipe's reference. `needs_path`: its documents are in files, in a
     folder those that end with one of `suffixes`. `has_fields`: they are records with further
     fields. `needs_tokenizer`: they are tokens of another model. `is_dataset`: it has subsets and
-    splits. `is_endless`: it makes documents without end, in the order of its parts.
+    splits. `is_endless`: it generates documents without end, in the order of its parts.
     """
 
     about = ""
@@ -83,19 +83,19 @@ class Kind:
     is_endless = False
 
     def is_remote(self, path: str) -> bool:
-        """Whether the path is no file here but a name on the hub."""
+        """Whether the path is a name on the hub."""
         return False
 
     def files(self, where: str, path: str) -> list[Path]:
-        """Its files, in order; raises UserError, with `where` before it, where there is none."""
+        """Its files, in order; raises UserError, which begins with `where`, if there are none."""
         return files_of(where, path, self.suffixes)
 
     def identity(self, where: str, path: str) -> list[Path]:
-        """Files whose content says what the documents are."""
+        """Files whose content identifies the documents."""
         return self.files(where, path)
 
     def check(self, where: str, path: str) -> None:
-        """Raise UserError when there is no file, only empty files, or a damaged one."""
+        """Raise UserError if there is no file, only empty files, or a damaged one."""
         files = self.files(where, path)
         if not any(file.stat().st_size for file in files):
             raise UserError(f"{where}: the corpus at {path} is empty")
@@ -103,19 +103,19 @@ class Kind:
             self.check_file(where, file)
 
     def check_file(self, where: str, file: Path) -> None:
-        """Raise UserError for a damaged file, as far as that shows without reading all of it."""
+        """Raise UserError for a damaged file, without reading all of it."""
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
-        """The source's parts; where it is endless, in an order by `seed`."""
+        """The source's parts; an endless source has an order by `seed`."""
         raise NotImplementedError
 
     def read(self, part: Part, source: Source) -> Iterable[Document | None]:
-        """The documents of a part, as `read_part` gives them."""
+        """The documents of a part, as in `read_part`."""
         raise NotImplementedError
 
 
 def records() -> Any:
-    """The readers of records, which load pyarrow."""
+    """The module of record readers, which loads pyarrow."""
     return importlib.import_module("data_prep.documents.records")
 
 
@@ -134,10 +134,10 @@ def grouped(files: Sequence[Path], part_bytes: int) -> list[Part]:
 
 
 def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part]:
-    """The source's parts in an order drawn from `seed`; endless for `retrieval`.
+    """The source's parts in a random order by `seed`; endless for `retrieval`.
 
-    Raises UserError when there is no file, or a file's header is damaged; RunError where the hub
-    cannot be reached.
+    Raises UserError if there is no file or a header is damaged; RunError if the hub cannot be
+    reached.
     """
     kind = KINDS[source.kind]
     if kind.is_endless:
@@ -150,10 +150,10 @@ def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part
 
 
 def read_part(part: Part, source: Source) -> Iterator[Document | None]:
-    """The part's documents, empty ones included; None for one that a pattern leaves out.
+    """The part's documents, empty ones included; None for a document that a pattern leaves out.
 
-    Raises UserError when a file is damaged; names the file and the byte, line, row or sample.
-    Raises RunError where the hub cannot be reached.
+    Raises UserError, with the file and the byte, line, row or sample, if a file is damaged, and
+    RunError if the hub cannot be reached.
     """
     yield from KINDS[source.kind].read(part, source)
 

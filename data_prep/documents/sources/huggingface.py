@@ -1,4 +1,4 @@
-"""A dataset of the Hugging Face hub, or a folder with one, streamed; a part is a shard."""
+"""A dataset on the Hugging Face hub or in a folder, streamed; a part is a shard."""
 
 from __future__ import annotations
 

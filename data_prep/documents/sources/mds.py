@@ -1,4 +1,4 @@
-"""MDS shards, as streaming data sets have them: tokens of another model."""
+"""MDS shards of MosaicML's streaming datasets, with tokens of another model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Mds(Kind):
     needs_tokenizer = True
 
     def files(self, where: str, path: str) -> list[Path]:
-        """The indices: where a folder holds one merged from those below it, that one alone."""
+        """The index files; only the merged index if a folder has one."""
         place = Path(path).expanduser()
         roots = [place] if place.is_dir() else map(Path, glob.glob(str(place), recursive=True))
         indices = {file for root in roots for file in files_below(root) if file.name == INDEX}
@@ -29,7 +29,7 @@ class _Mds(Kind):
         return sorted(index for index in indices if not folders.intersection(index.parent.parents))
 
     def identity(self, where: str, path: str) -> list[Path]:
-        """The indices, whose hashes reading verifies, and the shards that have none there."""
+        """The index files (their hashes are verified while reading) and shards without hashes."""
         indices = self.files(where, path)
         shards = ((index.parent, shard) for index in indices for shard in read_index(index))
         return indices + [
@@ -42,7 +42,7 @@ class _Mds(Kind):
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for index in source.files:
             for shard in read_index(index):
-                shard.file(index.parent)  # raises where there is no such file
+                shard.file(index.parent)  # raises if the file is missing
                 yield Part((index.parent,), shard=shard)
 
     def read(self, part: Part, source: Source) -> Any:

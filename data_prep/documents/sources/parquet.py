@@ -10,7 +10,7 @@ from bosch.errors import UserError
 from bosch.files import open_regular
 from data_prep.documents.sources import Kind, Part, Source, records
 
-# A file is the mark, row groups, the footer, the footer's length in four bytes, and the mark again.
+# A file has a magic number, row groups, footer, footer length (4 bytes), magic number.
 _MAGIC = b"PAR1"
 _MIN_BYTES = 12
 

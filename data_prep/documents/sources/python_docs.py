@@ -15,7 +15,7 @@ from data_prep.text import pydoc_topics
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 2**20
-# Tests are left out of many installations; files in odd encodings live there too.
+# Many installations lack the tests, and some of these files have odd encodings.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -24,7 +24,7 @@ class _PythonDocs(Kind):
     needs_path = False
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
-        """The modules in the order of their names; the topics are one part."""
+        """The modules, sorted by name; all topics are one part."""
         library = Path(sysconfig.get_paths()["stdlib"])
         files = sorted(
             path

@@ -1,4 +1,4 @@
-"""Synthetic documents whose parts must be found again; without end."""
+"""Endless synthetic documents for retrieval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from data_prep.documents.sources import Kind, Part, Source
 from data_prep.text import haystack_words
 
-_DOCUMENTS = 256  # of a part
+_DOCUMENTS = 256  # documents of a part
 
 
 class _Retrieval(Kind):

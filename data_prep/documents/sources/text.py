@@ -16,7 +16,7 @@ class _Text(Kind):
         return grouped(source.files, sources.PART_BYTES)
 
     def read(self, part: Part, source: Source) -> Iterable[Document | None]:
-        # WINDOW counts characters; a file has no more of them than bytes.
+        # WINDOW counts characters, of which a file has at most as many as bytes.
         for path in part.paths:
             yield TextFile(path) if path.stat().st_size > WINDOW else read_utf8(path)
 
