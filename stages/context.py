@@ -1,4 +1,4 @@
-"""The configuration a stage runs with: its section of the recipe and what all stages share."""
+"""A stage's configuration at run time: its section of the recipe and the shared settings."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class ModelConfig(Section):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What `load_model` takes besides the path."""
+        """Keyword arguments for `load_model`."""
         return {name: getattr(self, name) for name in ("revision", "dtype", "trust_remote_code")}
 
 
 class Runtime(Section):
-    """Settings that change no results and are in no key."""
+    """Settings that change no results; no stage's key contains them."""
 
     output_root: Annotated[PathText, Input()] = Field(
         "runs", description="Folder of the store and of runs/<recipe name>."
@@ -174,11 +174,11 @@ OwnSection = TypeVar("OwnSection", bound=Section, covariant=True)
 class StageConfig(Generic[OwnSection]):
     """Resolved configuration of one stage.
 
-    `section` is the stage's own section of the recipe; `upstream` holds the sections of the stages
-    it depends on, by their key in the recipe. `runtime` and `shared` do not enter the stage's key.
-    `shared` is a folder that other runs may use too, to pay for nothing twice. `model_identity` is
-    the hash of what the stage reads of the base model. `stamps` are those of the input files when
-    the stage began. `other_stages` are all that a recipe may have besides.
+    `section` is the stage's section of the recipe; `upstream` holds the sections of the stages it
+    depends on, by recipe key. `runtime` and `shared` are not part of the stage's key. `shared` is a
+    folder where runs reuse each other's results. `model_identity` is the hash of the base model's
+    files that the stage reads. `stamps` are the input files' stamps at the start of the stage.
+    `other_stages` are all other stages that a recipe may have.
     """
 
     section: OwnSection
@@ -192,9 +192,10 @@ class StageConfig(Generic[OwnSection]):
     other_stages: tuple[str, ...] = ()
 
     def check_inputs(self) -> None:
-        """Raise RunError if an input was written since the stage began, also if it was put back.
+        """Raise RunError if an input was written since the stage began, even if it was restored.
 
-        A stage calls it after reading and before anything is kept that depends on what was read.
+        A stage calls it after reading its inputs and before publishing anything that depends on
+        them.
         """
         path = changed_file(self.stamps)
         if path is not None:
@@ -204,10 +205,10 @@ class StageConfig(Generic[OwnSection]):
             )
 
     def upstream_section(self, kind: type[AnySection]) -> AnySection:
-        """The section of type `kind` among those upstream; StopIteration where there is none."""
+        """The upstream section of type `kind`; raises StopIteration if there is none."""
         return next(section for section in self.upstream.values() if isinstance(section, kind))
 
     def with_section(self, section: AnySection) -> StageConfig[AnySection]:
-        """The same for another stage's function, with that stage's section."""
+        """A copy with another stage's section, for calling that stage's function."""
         replaced: Any = replace(self, section=section)  # type: ignore[arg-type]
         return replaced

@@ -12,16 +12,16 @@ from bosch.hardware import DEVICES, host_memory
 from stages.stage import World
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Share of a device's peak that is reached in practice, recomputation counted as work.
+# Share of a device's peak that is reached in practice; recomputation counts as work.
 EFFICIENCY = 0.4
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a plan: `count` devices called `name`, GPUs with a process each, or CPU cores.
+    """The devices of a plan: `count` GPUs called `name` with one process each, or CPU cores.
 
-    `local_processes` load their model into one machine's memory. `efficiency` is the share of the
-    peak that the user names. `memory` is what a process may hold, in bytes.
+    `local_processes` is the number of processes on one machine. `efficiency` is the share of the
+    peak that the user gives. `memory` is the bytes that a process may hold.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Devices:
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a stage, the most bytes it has on disk, and what else is worth saying.
+    """FLOPs of a stage, its peak bytes on disk, and remarks.
 
-    The work comes in phases, one after another, of `jobs[i]` jobs each. All jobs are of equal size,
-    and each is done by one process. `efficiency` is the share of the devices' peak, `reads` are
-    the bytes that decoding takes from their memory. Of the bytes on disk those that are `removed`
-    are gone when the stage ends.
+    The work consists of successive phases; phase i has `jobs[i]` jobs of equal size, each done by
+    one process. `efficiency` is the reached share of the devices' peak, `reads` are the bytes that
+    decoding reads from their memory. `removed` of the bytes on disk are deleted when the stage
+    ends.
     """
 
     flops: float = 0.0
@@ -55,7 +55,7 @@ class Cost:
     reads: float = 0.0
 
     def speedup(self, processes: int) -> float:
-        """Speed of `processes` over that of one."""
+        """Speedup of `processes` processes over one."""
         return sum(self.jobs) / sum(math.ceil(jobs / processes) for jobs in self.jobs)
 
     def hours(self, name: str, count: int) -> float:
@@ -69,7 +69,7 @@ class Cost:
 def memory_here(world: World) -> float | None:
     """Bytes that one process may hold: of the smallest GPU, or its share of the host's memory.
 
-    None where the system does not say, as of a part of a GPU (MIG).
+    None if unknown, for example for a part of a GPU (MIG).
     """
     if not world.gpus:
         try:
@@ -77,7 +77,7 @@ def memory_here(world: World) -> float | None:
         except RunError:
             return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # else it lists all of the machine
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # else nvidia-smi lists all GPUs
         command.append(f"--id={visible}")
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

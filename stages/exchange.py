@@ -1,4 +1,4 @@
-"""Sequences split over processes: what a pass sends, and why a model's cannot be. No torch."""
+"""Sequences split over processes: bytes sent in a pass, and unfit models. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bosch.model.families import split_fault
 from bosch.window import Window
 from stages.stage import LoadedRecipe
 
-if TYPE_CHECKING:  # it loads torch, and the checks of recipes do not
+if TYPE_CHECKING:  # it loads torch, which checks of recipes avoid
     from bosch.objective.decoder_shape import DecoderShape
 
 
 def pass_values(shape: DecoderShape, layers: Sequence[LayerHeads], split: ContextSplit) -> int:
-    """Numbers, of keys and values, that all processes send for a sequence in a forward pass.
+    """Numbers of keys and values that all processes send for a sequence in a forward pass.
 
     `layers` are the KV heads of each layer with full attention in the original, by window. Layers
     that slide in the original are counted too, sinks of documents after the first are not.
@@ -33,7 +33,7 @@ def split_layers(
 ) -> Iterator[tuple[LayerHeads, int]]:
     """Heads by window of every layer whose keys are sent, and the head dimension.
 
-    After `layers`, those with full attention in the original, the ones that slide there.
+    First `layers`, which have full attention in the original, then the layers that slide there.
     """
     for row in layers:
         yield row, shape.kinds.head_dim
@@ -42,7 +42,7 @@ def split_layers(
 
 
 def split_faults(loaded: LoadedRecipe, field: str) -> Iterator[str]:
-    """Why `{field}: context` is impossible; faults of the model only where it is known."""
+    """Why `{field}: context` is impossible; faults of the model only if it is known."""
     if loaded.world.size == 1:
         yield f"{field}: context needs several processes, there is one (runtime.processes)"
     fault = split_fault(loaded.info.loaded) if loaded.info is not None else None

@@ -23,8 +23,8 @@ _COUNT = re.compile(
 _FLAGS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _LONGEST_NUMBER = 32
 _LONGEST_TEXT = 200
-# Of letters in Persian and of emoji; like the wide space of Chinese and Japanese (in category Zs)
-# Python calls them not printable.
+# Characters in Persian words and in emoji. Python calls them not printable, like the wide space of
+# Chinese and Japanese (category Zs).
 _JOINERS = "\u200c\u200d"
 # More than any model, corpus or machine has; sums and products of such counts are exact.
 MOST = 10**15
@@ -32,7 +32,7 @@ _MAX_PROCESSES = 1024
 
 
 def parse_count(value: object) -> object:
-    """An integer from 32768, "32k", "2M" or "2.5B"; what is no string is left to pydantic."""
+    """An integer from 32768, "32k", "2M" or "2.5B"; pydantic checks values that are not strings."""
     if not isinstance(value, str):
         return value
     match = _COUNT.match(value)
@@ -46,17 +46,17 @@ def parse_count(value: object) -> object:
 
 
 def parse_bytes(value: object) -> object:
-    """Bytes of 40GB, 512MiB or 1000000; what is no string is left to pydantic."""
+    """Bytes of 40GB, 512MiB or 1000000; pydantic checks values that are not strings."""
     return bytes_of(value) if isinstance(value, str) else value
 
 
 def bytes_of(text: str) -> int:
-    """Bytes of a size as `parse_bytes` and `file_size` take it; raises ValueError for another."""
+    """Bytes of a size written as for `parse_bytes` or `file_size`; raises ValueError."""
     match = _BYTES.match(text)
     if match is None:
         raise ValueError(f"expected a size like 40GB or 512MiB, found '{text}'")
     power = " kmgt".index((match[2] or " ").lower())
-    number = min(float(match[1]), 2.0**60)  # an infinite one is no integer
+    number = min(float(match[1]), 2.0**60)  # int() refuses infinity
     return int(number * (1024 if match[3] else 1000) ** power)
 
 
@@ -88,7 +88,7 @@ def path_text(value: str) -> str:
 
 
 def short_text(value: str) -> str:
-    """A name or a title: something, on one line."""
+    """A name or a title: one line, not empty."""
     is_line = all(c.isprintable() or c in _JOINERS or category(c) == "Zs" for c in value)
     if not value.strip() or len(value) > _LONGEST_TEXT or not is_line:
         raise ValueError(f"expected one line of 1 to {_LONGEST_TEXT} characters")
@@ -96,7 +96,7 @@ def short_text(value: str) -> str:
 
 
 def different(values: list[_Item]) -> list[_Item]:
-    """The values, none of which may stand there twice."""
+    """The values, without repetition."""
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"names {value} twice")
@@ -121,14 +121,14 @@ def regular_expression(value: str) -> str:
 
 
 def rising(values: list[_Value]) -> list[_Value]:
-    """The values, which must rise and not repeat."""
+    """The values, strictly ascending."""
     if values != sorted(set(values)):
         raise ValueError("the values must rise and not repeat")
     return values
 
 
 def split(value: object) -> object:
-    """The items of a text that separates them by commas, as a command line gives lists."""
+    """The items of a comma-separated text: a list on the command line."""
     return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
 
@@ -141,14 +141,14 @@ ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MAX_PROCESSES)] | Literal["auto
 BatchSize = Annotated[int, Field(gt=0, le=2**20)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
 Number = Annotated[float, BeforeValidator(parse_number)]
-# Up to a year: torch takes a timeout of some centuries, whose nanoseconds overflow, for none.
+# Up to a year: torch ignores a timeout of centuries, since its nanoseconds overflow.
 Minutes = Annotated[Number, Field(gt=0, le=365 * 24 * 60)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 PathText = Annotated[str, AfterValidator(path_text)]
 Line = Annotated[str, AfterValidator(short_text)]
 Ratio = Annotated[Number, Field(ge=0, le=1)]
 
-# Lists, which a recipe or a command's option may have.
+# Lists, in a recipe or as a command's option.
 Counts = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(split), AfterValidator(ordered)
 ]
@@ -160,9 +160,9 @@ Ratios = Annotated[
 class Section(BaseModel):
     """A section of a recipe: unknown keys are refused, values do not change after loading.
 
-    A value is of its field's type as it stands: true is no number, 1 is no flag. `ALTERNATIVES` are
-    fields that say the same in several ways: of each group at most one is given, and an override of
-    one takes the place of the others in the file.
+    Values are not converted: true is not a number, 1 is not a flag. `ALTERNATIVES` are groups of
+    fields that exclude each other: at most one is given, and an override of one replaces the others
+    in the file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
@@ -181,5 +181,5 @@ class Section(BaseModel):
         return self.model_dump(mode="json")
 
     def environment(self) -> dict[str, Any]:
-        """What results depend on beside values and files: packages whose content is used."""
+        """Packages whose content the results depend on."""
         return {}

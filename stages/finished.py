@@ -1,4 +1,4 @@
-"""Finished pieces of a command's work, so that a stopped command continues."""
+"""Finished parts of a command's work, so that a stopped command continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 class FinishedWork:
-    """Results by key in one journal; a key is all that the result depends on, as a JSON object."""
+    """Results by key in one journal; a key is a JSON object of all that the result depends on."""
 
     def __init__(self, path: Path) -> None:
         self._journal = Journal(path)
@@ -23,7 +23,7 @@ class FinishedWork:
         return len(self._results)
 
     def once(self, key: Mapping[str, Any], compute: Callable[[], Record]) -> Record:
-        """The remembered result of `key`, else that of `compute`, on disk before it is returned."""
+        """The stored result of `key`, or that of `compute`, stored before it is returned."""
         name = canonical_json(key)
         if name not in self._results:
             result = compute()
@@ -32,13 +32,13 @@ class FinishedWork:
         return self._results[name]
 
     def forget(self) -> None:
-        """Remove the file: the whole is complete, the next one starts from nothing."""
+        """Remove the file: the command is complete, and its next run starts afresh."""
         self._journal.path.unlink(missing_ok=True)
         self._results.clear()
 
 
 def _result(entry: Record) -> tuple[str, Record]:
-    """The name of an entry's key, and its result."""
+    """The key and the result of an entry."""
     key, result = entry["key"], entry["result"]
     if not isinstance(key, dict) or not isinstance(result, dict):
         raise ValueError("key and result must be JSON objects")

@@ -1,4 +1,4 @@
-"""Numbers as people read them: scores, bytes, token counts, durations."""
+"""Numbers as text: scores, bytes, token counts, durations."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
-# With three significant digits, what is this much of a unit is written as one.
+# At this share of a unit and above, three significant digits round up to one unit.
 _ROUNDED_UP = 0.9995
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_score(value: float | None) -> str:
-    """A score in points of 100 with one decimal; an en dash where there is none."""
+    """A score in points of 100 with one decimal; an en dash for None."""
     return "–" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
 def signed(value: float, digits: int) -> str:
-    """A difference with its sign, a real minus included; none for 0, an en dash for NaN."""
+    """A difference with + or − (U+2212); no sign for 0, an en dash for NaN."""
     if math.isnan(value):
         return "–"
     text = f"{value:+.{digits}f}"
@@ -31,13 +31,13 @@ def interval(low: float, high: float, digits: int) -> str:
 
 
 def format_share(value: float) -> str:
-    """A share as a percentage, without a decimal where it is whole."""
+    """A share as a percentage, without a decimal if it is whole."""
     percent = round(100 * value, 9)  # 100 * 0.29 is 28.999999999999996
     return f"{percent:.{1 if percent % 1 else 0}f} %"
 
 
 def format_path(text: str) -> str:
-    """A path below the checkout relative to it, as recipes write it; any other text as it is."""
+    """A path below the checkout relative to it, as in recipes; any other text unchanged."""
     return str(Path(text).relative_to(_CHECKOUT)) if text.startswith(f"{_CHECKOUT}/") else text
 
 
@@ -47,7 +47,7 @@ def format_money(value: float, currency: str) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Bytes in the largest binary unit that leaves at least one of it: `1.5 KiB`."""
+    """Bytes in the largest binary unit with a number of at least 1: `1.5 KiB`."""
     power = 0
     while abs(value) >= 1023.5 and power < len(_BINARY_UNITS) - 1:  # 1023.5 is written as 1024
         value, power = value / 1024, power + 1
@@ -55,7 +55,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_flops(value: float) -> str:
-    """Floating-point operations in the largest unit that leaves at least one: `1.5 EFLOP`."""
+    """Floating-point operations in the largest unit with a number of at least 1: `1.5 EFLOP`."""
     for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= _ROUNDED_UP * 10**power:
             return f"{_significant(value / 10**power)} {prefix}FLOP"
@@ -76,7 +76,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def format_length(value: int) -> str:
-    """A context length in units of 1,024 where it is a whole number of them: `32k`, `600`."""
+    """A context length in units of 1,024 if it is a multiple of 1,024: `32k`, `600`."""
     return f"{value // 1024}k" if value and value % 1024 == 0 else f"{value:,}"
 
 

@@ -2,8 +2,8 @@
 
     path: Annotated[PathText | None, Input(identity=…, check=…)]
 
-The annotation alone decides how the path is resolved, what stands for it in the stage's key, and
-which paths are refused.
+The annotation decides how the path is resolved, its value in the stage's key, and which paths are
+refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from data_prep.source_files import files_below
 from stages.fields import Section
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# A longer list of files is folded into one hash.
+# A longer list of files is replaced by one hash.
 _MAX_LISTED = 32
 _Section = TypeVar("_Section", bound=Section)
 
@@ -40,8 +40,8 @@ class Hasher(Protocol):
 class Input:
     """Marks a field as a path.
 
-    `identity(section, path, hasher)` is the JSON value that stands for the path in the stage's key:
-    a hash of the content, or of the default where the path is None; None leaves the field out.
+    `identity(section, path, hasher)` is the path's JSON value in the stage's key: a hash of the
+    content, or of the default if the path is None; None leaves the field out.
     `check(where, section, path)` raises UserError for an invalid path; `where` is the dotted path.
     `is_name(section, text, root)`: whether the text is a name on the hub, which is not resolved.
     `is_pattern`: whether the path may be a glob.
@@ -55,9 +55,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Origins:
-    """The folders that relative paths start from, by where a path was written.
+    """The folders that relative paths start from, by the place where the path is written.
 
-    `overridden` are the dotted paths, split, that the command line replaced.
+    `overridden` are the (split) dotted paths of fields that the command line replaced.
     """
 
     file: Path
@@ -66,7 +66,7 @@ class Origins:
     overridden: frozenset[tuple[str, ...]] = frozenset()
 
     def of(self, place: tuple[str, ...], is_default: bool = False) -> Path:
-        """Where a path of the field at `place` starts."""
+        """The folder that a relative path of the field at `place` starts from."""
         if is_default:
             return self.defaults
         replaced = (place[:length] in self.overridden for length in range(1, len(place) + 1))
@@ -88,7 +88,7 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
         elif mark is not None and isinstance(value, str):
             root = origins.of(here, is_default=name not in section.model_fields_set)
             path = os.path.normpath(root / Path(value).expanduser())
-            if mark.is_pattern and not os.path.exists(path):  # brackets in the root are no glob
+            if mark.is_pattern and not os.path.exists(path):  # brackets in the root are not a glob
                 path = os.path.normpath(glob.escape(str(root)) / Path(value).expanduser())
             is_name = mark.is_name is not None and mark.is_name(section, value, root)
             changes[name] = value if is_name and not os.path.exists(path) else path
@@ -96,7 +96,7 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
 
 
 def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A section's values without its paths, and what stands for those in a key, by dotted path.
+    """A section's values without its paths, and the paths' values in a key, by dotted path.
 
     Raises OSError for a file that cannot be read, UserError for one that does not exist.
     """
@@ -120,7 +120,7 @@ def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], 
 
 
 def input_faults(key: str, section: Section) -> Iterator[str]:
-    """Faults of the paths of the section under a recipe's `key`, a message each."""
+    """A message for each fault of the paths of the section under a recipe's `key`."""
     for place, owner in _sections(section):
         for name, path in owner:
             mark = _mark(owner, name)
@@ -154,7 +154,7 @@ def _sections(
 
 
 def is_hub_name(text: str, root: Path) -> bool:
-    """Whether a path that leads nowhere can be meant as a name on the hub."""
+    """Whether a path that does not exist may be a name on the hub."""
     if _HUB_NAME.fullmatch(text) is None:
         return False
     return not (root / text.partition("/")[0]).is_dir()
@@ -171,7 +171,7 @@ def hashed_files(pattern: str, files: Iterable[Path], hasher: Hasher) -> dict[st
 
 
 def common_folder(pattern: str) -> Path:
-    """The folder that the names of a pattern's files are relative to."""
+    """The folder to which the names of a pattern's files are relative."""
     path = Path(pattern).expanduser()
     if path.is_dir():
         return path
@@ -182,7 +182,7 @@ def common_folder(pattern: str) -> Path:
 
 
 def python_identity() -> dict[str, Any]:
-    """The Python whose standard library is the default text."""
+    """Identity of the Python whose standard library is the default text."""
     return {"python": f"{platform.python_implementation()} {platform.python_version()}"}
 
 
@@ -194,7 +194,7 @@ def _check_folder(where: str, section: Section, folder: str) -> None:
 
 
 def prose(default: Callable[[], dict[str, Any]] = python_identity) -> Input:
-    """A folder of text files; `default` names what is read where none is given."""
+    """A field for a folder of text files; `default` describes what is read without one."""
 
     def identity(section: Section, folder: str | None, hasher: Hasher) -> dict[str, Any]:
         if folder is None:

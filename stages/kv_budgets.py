@@ -1,4 +1,4 @@
-"""Budgets of a hybrid that was made from a front, as recipes name them."""
+"""Budgets of a hybrid that was made from a front, and their names in recipes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KvBudgets: TypeAlias = Annotated[list[KvBudget], Field(min_length=1), AfterValid
 def front_faults(
     loaded: LoadedRecipe, field: str, names: Literal["all"] | Sequence[int | float]
 ) -> Iterator[str]:
-    """Why the search finds no budgets that a field could name, or none that has one of `names`."""
+    """Why the search finds no budgets, or none with one of `names`."""
     search = loaded.recipe[SearchConfig]
     if not METHODS[search.method].finds_front:
         yield (
@@ -64,27 +64,24 @@ def front_faults(
 def named_budgets(config: Any, names: Literal["all"] | Sequence[int | float]) -> tuple[int, ...]:
     """KV slots, ascending, of the budgets of a hybrid's configuration that a recipe names.
 
-    All are those that have sliding heads: without, the model is the original. Raises UserError
-    where it has none of that name, or a single head layout.
+    `all` are those with sliding heads: without, the model is the original. Raises UserError for an
+    unknown name, or if the configuration has a single head layout.
     """
     if names == "all":
         every = kv_budgets(config)
-        budget_slots(config, next(iter(every), 1))  # raises where there are none
+        budget_slots(config, next(iter(every), 1))  # raises if there are none
         return tuple(slots for slots in every if slots < original_slots(config))
     return tuple(sorted({slots for name in names if (slots := budget_slots(config, name))}))
 
 
 def budget_share(config: Any, slots: int) -> str:
-    """The name that `share_names` gives a budget of a hybrid's configuration."""
+    """The name of a budget of a hybrid's configuration by `share_names`."""
     every = list(kv_budgets(config))
     return share_names(every, original_slots(config))[every.index(slots)]
 
 
 def share_names(slots: Sequence[int], original: int) -> list[str]:
-    """Different numbers of KV slots as shares of the original's, with digits that tell them apart.
-
-    Like `12.5 %`.
-    """
+    """KV slots as shares of the original's (`12.5 %`), with enough digits to differ."""
     names: list[str] = []
     for digits in range(1, 17):
         names = [

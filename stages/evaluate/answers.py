@@ -1,4 +1,4 @@
-"""Answers on disk: a journal for each model, task, length and writer, so that runs resume."""
+"""Answers on disk: a journal for each model, task, length and rank, so that runs resume."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from bosch.heads import HeadMaskFile
 
-# In the key of what runs share: to be raised when a model gives other answers to the same samples,
-# and when the same answers get other scores.
+# Part of the key of shared answers. Raise it when a model's answers to the same samples change, or
+# the scores of the same answers.
 GENERATION, SCORING = 6, 2
-# Names and identities of the models of one evaluation, beside its work.
+# File in the work directory with names and identities of the evaluated models.
 MODELS = "models.json"
-# Endings of the files beside the weights that models and tokenizers are read from.
+# Suffixes of the other files that models and tokenizers are read from.
 _READ = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
@@ -37,10 +37,10 @@ _PLAIN = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model to evaluate, as a hybrid under `mask` where there is one.
+    """A model to evaluate, as a hybrid under `mask` if one is given.
 
-    `kv_budget` are the KV slots of one of the budgets that it serves, None those by default.
-    `identity` names it in what runs share; None: it is this run's alone.
+    `kv_budget` is one of the budgets it serves, in KV slots; None: its default. `identity` names
+    the model among shared answers; None: its answers are not shared.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Subtask:
-    """One task at one length (0: it has none) of samples that `digest` tells from others."""
+    """One task at one length (0: no length); `digest` identifies its samples."""
 
     task: str
     length: int
@@ -61,12 +61,12 @@ class Subtask:
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """Tasks that have a score together; its score is that of the first of the `rules`.
+    """Tasks with a common score, that of the first of the `rules`.
 
-    `tasks` are all there are, with and without answers. A rule of lm-eval names a metric, its
-    filters (None: all that the tasks have), and whether the mean is over all documents
-    (`weight_by_size`) or over the tasks. Without rules it is the unweighted mean of the tasks'
-    scores, with `parts` of the means of these tasks. `is_asked`: the recipe names the group itself.
+    `tasks` are all tasks, with and without answers. A rule of lm-eval has a metric, its filters
+    (None: all that the tasks have), and whether the mean is over all documents (`weight_by_size`)
+    or over the tasks. Without rules the score is the unweighted mean of the tasks' scores; each of
+    `parts` is first averaged to one score. `is_asked`: the recipe names the group itself.
     """
 
     tasks: tuple[str, ...]
@@ -76,14 +76,14 @@ class TaskGroup:
 
 
 class ModelError(RunError):
-    """A model cannot be evaluated; others can."""
+    """This model cannot be evaluated; the evaluation of other models continues."""
 
 
 @dataclass(frozen=True)
 class AnswerFolder:
-    """The answers below a folder, written by one rank, read of all.
+    """The answers below a folder: writes those of one rank, reads those of all ranks.
 
-    Answers of models with an identity lie below `shared`, where there is one, and outlive the run.
+    Answers of models with an identity are below `shared`, if given, and outlive the run.
     """
 
     own: Path
@@ -91,11 +91,11 @@ class AnswerFolder:
     rank: int
 
     def journal(self, model: Evaluated, subtask: Subtask) -> Journal:
-        """Where this rank appends."""
+        """The file to which this rank appends."""
         return Journal(self._folder(model) / f"{_stem(subtask)}.rank{self.rank}.jsonl")
 
     def read(self, model: Evaluated, subtask: Subtask) -> Answers:
-        """Answers by sample index; a question whose line is torn or damaged has none."""
+        """Answers by sample index; truncated and damaged lines are left out."""
         answers: Answers = {}
         folder, stem = self._folder(model), f"{_stem(subtask)}.rank"
         for name in names_in(folder):
@@ -107,12 +107,12 @@ class AnswerFolder:
     def _folder(self, model: Evaluated) -> Path:
         if self.shared is not None and model.identity is not None:
             return answers_of(self.shared) / model.identity
-        # A name may be any text, a path too.
+        # A name may be any text, even a path.
         return self.own / digest_of({"name": model.name, "identity": model.identity})
 
 
 def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The index of a sample and its answer; raises KeyError or TypeError where a line has none."""
+    """A sample's index and answer; raises KeyError or TypeError if the line lacks them."""
     operator.index(line["index"])
     for value in [line["score"]] if "score" in line else line["loss"]:
         math.isfinite(value)
@@ -120,28 +120,28 @@ def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def answers_of(shared: Path) -> Path:
-    """Where the answers of models with an identity lie below a folder that runs share."""
+    """The folder of the answers of models with an identity, below a shared folder."""
     return shared / "answers" / VERSIONS
 
 
 def forget_answers(shared: Path, identities: Iterable[str]) -> None:
-    """Delete the answers of these models, at every budget that they serve."""
+    """Delete the answers of these models at all budgets."""
     for identity in identities:
         remove(answers_of(shared) / identity)
         for place in answers_of(shared).glob(f"{identity}-*"):
-            if place.name.removeprefix(f"{identity}-").isdecimal():  # others are of a mask
+            if place.name.removeprefix(f"{identity}-").isdecimal():  # others have a mask
                 remove(place)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """A short name of all that a subtask's answers depend on beside the model."""
+    """A short hash of everything but the model that a subtask's answers depend on."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
 
 
 def content_identity(folder: Path, model: ModelConfig, sha256: Callable[[Path], str]) -> str:
-    """What names the model in `folder` in what runs share: the hash of its files, and how it runs.
+    """Identity of the model in `folder` among shared answers: a hash of its files and its settings.
 
-    `sha256` gives the content hash of a file.
+    `sha256` returns the content hash of a file.
     """
     files = {path.relative_to(folder).as_posix(): sha256(path) for path in model_files(folder)}
     how = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
@@ -149,7 +149,7 @@ def content_identity(folder: Path, model: ModelConfig, sha256: Callable[[Path], 
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Weights, and the files beside them that a model or its tokenizer may be read from."""
+    """The weights and all other files that a model or its tokenizer may be read from."""
     weights = {folder / name for name in weight_files(folder)}
     beside = {path for path in folder.iterdir() if path.suffix in _READ}
     code = {folder / name for name in code_files(folder)}
@@ -157,9 +157,9 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | None:
-    """`content_identity` of a model below a stage's published output, by the stage's manifest.
+    """`content_identity` of a model in a stage's published output, from the hashes in its manifest.
 
-    None where the stage ran alone and there is no manifest.
+    None if the stage ran alone, so that there is no manifest.
 
     Raises RunError when the manifest lacks a file of the model.
     """
@@ -177,7 +177,7 @@ def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | N
 
 
 def _stem(subtask: Subtask) -> str:
-    """A name for files, whatever the task is called: files of a user may say that."""
+    """A valid file name for any task name: users' files may name tasks."""
     task = subtask.task
     if not _PLAIN.fullmatch(task):
         task = digest_of({"task": task})

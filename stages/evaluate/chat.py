@@ -1,4 +1,4 @@
-"""Prompts in the chat template of a tokenizer, as instruct models are asked."""
+"""Prompts in the chat template of a tokenizer, for instruct models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Turns = list[dict[str, str]]
 
 # Stands for the prompt while the template is split around it.
 _PLACE = "@@prompt@@"
-# Of the prompts that a template makes: answers to those of another one are not taken.
+# Version of the templates' prompts: answers to those of another version are not reused.
 _VERSION = 3
-# The date in prompts, whatever day it is: the one that Llama's templates fall back to. A template
-# can be given no function, so this goes before it.
+# A fixed date in prompts, the default of Llama's templates. A template cannot be passed a function,
+# so this text is put before it.
 _NOW = "strftime_now"
 _TODAY = (
     f"{{%- macro {_NOW}(format) -%}}{{{{ format"
@@ -33,9 +33,9 @@ _TODAY = (
 
 
 class ChatTemplate:
-    """A tokenizer's chat template around a prompt, which is one turn of the user.
+    """A tokenizer's chat template around a prompt, which is one user turn.
 
-    Raises UserError when the tokenizer has none, or it leaves the prompt out.
+    Raises UserError when the tokenizer has no template, or the template leaves the prompt out.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -58,7 +58,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(content.encode()).hexdigest()
 
     def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, its last turn to be answered or, without that, continued."""
+        """A conversation as text, to be answered or, without `add_generation_prompt`, continued."""
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(turns),
@@ -67,7 +67,7 @@ class ChatTemplate:
                 continue_final_message=not add_generation_prompt,
                 chat_template=self._template,
             )
-        except Exception as error:  # a template refuses turns with errors of its own
+        except Exception as error:  # templates raise errors of any type
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             raise UserError(
                 f"evaluate.chat_template: the template of {self._tokenizer.name_or_path} takes no "
@@ -78,14 +78,14 @@ class ChatTemplate:
     def ids(self, prompt: Sequence[int], answer_prefix: str = "") -> list[int]:
         """Token ids of a prompt as the user's turn.
 
-        `answer_prefix`, with which the prompt ends, begins the answer instead.
+        The prompt ends with `answer_prefix`, which is moved to the beginning of the answer.
         """
         special = set(self._tokenizer.all_special_ids)
         prompt_ids = list(prompt)
-        while prompt_ids and prompt_ids[0] in special:  # the template brings its own
+        while prompt_ids and prompt_ids[0] in special:  # the template adds them
             prompt_ids = prompt_ids[1:]
         begun: list[int] = []
-        # Some tokenizers put a space before any text; within the prompt there is one alone.
+        # Some tokenizers put a space before any text; the prompt must have no second one.
         for text in (answer_prefix, answer_prefix.removeprefix(" ")):
             ids = encode_answer(self._tokenizer, text)
             if ids and prompt_ids[-len(ids) :] == ids:
@@ -97,9 +97,9 @@ class ChatTemplate:
 def prompt_of(
     tokenizer: Any, turns: Turns, chat: ChatTemplate | None, plain: Callable[[Turns], str]
 ) -> tuple[str, list[int]]:
-    """Text and token ids of a conversation, in the chat template or, without one, by `plain`.
+    """Text and token ids of a conversation, in the chat template or, without one, made by `plain`.
 
-    Only the plain text gets the tokenizer's opening tokens: a template brings its own.
+    Only plain text gets the tokenizer's opening tokens: a template adds them itself.
     """
     if chat is None:
         text = plain(turns)
@@ -109,7 +109,7 @@ def prompt_of(
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the tokenizer in a model's folder has a chat template."""
+    """Whether the tokenizer in `folder` has a chat template."""
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     config = read_json(folder / "tokenizer_config.json")

@@ -26,13 +26,13 @@ from stages.train.stage import TrainConfig
 
 Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask
 
-# An answer on disk: names, the 300 characters of its question that are kept, answers and output,
-# in samples.jsonl and among the answers that runs share.
+# Bytes of an answer on disk: names, the last 300 characters of its question, answers and output;
+# in samples.jsonl and among the shared answers.
 _ANSWER_BYTES = 2 * 500.0
 
 
 def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The original model's answers, once for all recipes on it."""
+    """The original model's answers, computed once for all recipes on it."""
     shape = shape_of(loaded)
     full: Layout = [{None: shape.key_value_heads}] * shape.full_layers
     text = ", once for all recipes on this model"
@@ -70,14 +70,14 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     if budgets:
         more = counted(len(budgets), "more budget")
         text += f", for the hybrid{' and checkpoints' * (checkpoints > 0)} at up to {more}"
-    # A hybrid that is made from the original takes its weights over one by one.
+    # A hybrid made from the original takes over its weights one at a time.
     return _cost(loaded, devices, layouts, shape.parameters + shape.largest_weight, text)
 
 
 def _more_budgets(loaded: LoadedRecipe, chosen_layout: Layout) -> list[Layout]:
-    """Layouts that are scored beside the chosen one, at most; of all, that is the largest within.
+    """Upper bounds of the layouts that are scored besides the chosen one.
 
-    The original's is none of all.
+    Of `all`, which leaves out the original's, the largest within the chosen layout is the chosen.
     """
     budgets = loaded.recipe[EvaluateConfig].budgets
     if budgets == "chosen":
@@ -100,9 +100,9 @@ def _cost(
     weights: int,
     of_whom: str,
 ) -> Cost:
-    """All suites of a model with each of `layouts`, as far as their samples are known.
+    """All suites (with known samples) of a model with each of `layouts`.
 
-    A process holds `weights` bytes, and the cache of the layout with the largest.
+    A process holds `weights` bytes and the largest layout's cache.
     """
     recipe, shape = loaded.recipe, shape_of(loaded)
     work, facts = _work(recipe[EvaluateConfig], loaded.positions)
@@ -115,8 +115,8 @@ def _cost(
         for part in work:
             shares = window_shares(layout)
             flops += shape.forward_flops(part.tokens, part.length, shares, part.logits)
-            # A token of an answer takes all weights for the rows of a batch, and its own row's
-            # cache; of processes that share prompts the first one generates.
+            # A generated token reads all weights once for the batch, and the cache of its row. If
+            # processes share prompts, the first process generates.
             each = number * shape.active_parameters / min(rows, part.most_rows)
             reads += sharing * (part.logits or 0) * (each + cache.dynamic(part.length))
     memory = f"per process: {format_bytes(number * weights)} of weights"
@@ -156,16 +156,16 @@ def _cost(
 
 
 def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], list[str]]:
-    """The samples of the suites, and what they are; of lm-eval's tasks those of the presets.
+    """The suites' samples, with remarks; for lm-eval only the tasks of presets.
 
-    Others are named, since their samples are unknown. Of a prompt that is longer than the model's
-    `positions` lm-eval keeps the end.
+    Other tasks are listed by name, since their samples are unknown. lm-eval keeps the end of a
+    prompt that exceeds the model's `positions`.
     """
     work, facts = list[Work](), list[str]()
     unknown = {*getattr(evaluate.suites.get("harness"), "tasks", ())}
     for benchmark in benchmarks([*PRESETS]):
         section: Any = evaluate.suites.get(benchmark.suite)
-        # Of the whole suite its own section says what it costs.
+        # The suite's section computes the cost of the whole suite.
         if not benchmark.tasks or section is None or not {*benchmark.tasks} <= {*section.tasks}:
             continue
         unknown -= {*benchmark.tasks}
@@ -179,7 +179,7 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
         repeats = int(section.settings.get(benchmark.tasks[0], {}).get("repeats", 1))
         length = benchmark.prompt + benchmark.answer
         samples, read = documents * repeats, min(length, positions or length)
-        # Of answers that are only weighed, not generated, lm-eval takes all logits.
+        # For answers that are only scored, not generated, lm-eval computes all logits.
         generated = samples * benchmark.answer if benchmark.answer else None
         work.append(Work(samples, samples * read, read, read, logits=generated))
         answers = f", {repeats} answers each" if repeats > 1 else ""

@@ -27,10 +27,10 @@ from stages.evaluate.shared_reading import SharedReading
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt to continue and the answers to look for in what is generated.
+    """A prompt to continue and the answers to look for in the output.
 
-    `tail` is the end of its text; with `any_answer` one of the answers is enough. `new_tokens` are
-    those of its own answer, where others of its batch may take more.
+    `tail` is the end of its text; with `any_answer` one of the answers is enough. `new_tokens`
+    limits this question's output, if it is below the batch's limit.
     """
 
     index: int
@@ -57,7 +57,7 @@ class _AllAnswersGiven(StoppingCriteria):
 
 
 class Numbers(LogitsProcessor):  # type: ignore[misc]
-    """Remembers whether a step had logits that are no numbers, of which greedy would take one."""
+    """Remembers whether a step had NaN logits, which greedy decoding would choose."""
 
     def __init__(self) -> None:
         self._faulty: torch.Tensor | None = None
@@ -73,7 +73,7 @@ class Numbers(LogitsProcessor):  # type: ignore[misc]
 
 
 def check_numbers(logits: torch.Tensor) -> None:
-    """Raise ModelError for logits that are no numbers (NaN)."""
+    """Raise ModelError for NaN logits."""
     if bool(logits.isnan().any()):
         raise _no_numbers()
 
@@ -83,7 +83,7 @@ def _no_numbers() -> ModelError:
 
 
 def decode(tokenizer: Any, ids: torch.Tensor) -> str:
-    """Generated ids as text, special tokens left out."""
+    """Generated ids as text without special tokens."""
     return tokenizer.decode(
         ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -102,16 +102,16 @@ def generate(
 ) -> Iterator[list[tuple[Question, str]]]:
     """Batches of questions with the text generated for each; the longest prompts come first.
 
-    A sequence ends at the model's end token, at `max_new_tokens`, or when it holds every answer it
-    looks for. With `stop_at_newline` it ends at a line's end too; with `not_empty` it has one token
-    before any end. Where processes read prompts together (`shared`) all of them get the texts.
+    A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
+    it looks for. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
+    least one token. If processes read prompts together (`shared`), all of them get the texts.
 
-    Raises ModelError where a prompt and its own answer take more than the model's positions.
+    Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
     positions = most_positions(model.config)
 
     def room(question: Question) -> int:
-        """Tokens that its prompt leaves to an answer; the last one is not read."""
+        """Tokens that the prompt leaves for an answer, whose last token is never an input."""
         return (positions or sys.maxsize) + 1 - len(question.prompt_ids)
 
     # Prompts of a batch differ little in length, so little is padded.
@@ -123,7 +123,7 @@ def generate(
                 f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {most:,} are "
                 f"more than its {positions:,} positions"
             )
-    # What an answer may have is the question's alone: the others of a batch must not cut it.
+    # An answer's limit depends on its question only, not on the other questions of the batch.
     cut = [question for question in order if room(question) < max_new_tokens]
     whole = order[len(cut) :]
     batches = [[question] for question in cut]
@@ -165,7 +165,7 @@ def _generate_batch(
     def answer(cache: Cache | None = None) -> list[str]:
         numbers = Numbers()
         saved, model.generation_config = model.generation_config, GenerationConfig()
-        try:  # where `settings` says nothing, transformers takes what the model's own file says
+        try:  # unset fields come from the model's generation_config.json
             output = model.generate(
                 ids,
                 attention_mask=mask,
@@ -188,13 +188,13 @@ def _generate_batch(
 
 
 def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:
-    """An answer [tokens] without what fills its row up to the longest of its batch."""
+    """An answer [tokens] without the padding of its row."""
     content = (ids != pad).nonzero()
     return ids[: int(content[-1]) + 1 if len(content) else 0]
 
 
 def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> list[int] | None:
-    """Ids of the tokens that end a sequence, as the model's generation settings have them."""
+    """Ids of the tokens that end a sequence, from the model's generation settings."""
     ends = model.generation_config.eos_token_id
     tokens = list(ends) if isinstance(ends, Sequence) else [] if ends is None else [ends]
     if not all(isinstance(token, int) for token in tokens):

@@ -1,7 +1,7 @@
 """Presets of evaluation: named lists of benchmarks, with their sources, sizes and settings.
 
-Tasks of the suite `harness` are lm-eval's (0.4.13). Sizes are those of the published data:
-documents, and tokens of a prompt and of an answer, about.
+Tasks of the suite `harness` are lm-eval's (0.4.13). Sizes are approximate, from the published data:
+documents, tokens of a prompt, tokens of an answer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from stages.evaluate.suites import SUITES
 PresetName = Literal["short", "long", "reasoning"]
 
 
-# Most tokens of a reasoning model's answer: Qwen3's own settings have 32,768, its base models as
-# many positions, of which the prompt needs some.
+# Maximum tokens of a reasoning model's answer. Qwen3's settings have 32,768, but its base models
+# have only 32,768 positions, and the prompt takes some of them.
 _LONG = {"max_gen_toks": 30_720}
-# Reasoning models are sampled (Qwen3's own settings).
+# Reasoning models sample their answers (Qwen3's settings).
 _SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, **_LONG}
 
 PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
@@ -54,7 +54,7 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
           for name, suite in SUITES.items() if issubclass(suite, PromptEvaluation)),
     ),
     "reasoning": (
-        # Minerva's: the score of hendrycks_math500 takes no \\boxed answer.
+        # Minerva's version: hendrycks_math500 does not accept an answer in \\boxed.
         Benchmark("MATH500", "HuggingFaceH4/MATH-500", ("minerva_math500",), documents=500,
                   prompt=120, answer=4_000, settings={"generation_kwargs": _LONG},
                   packages=("math_verify", "sympy", "antlr4")),

@@ -1,4 +1,4 @@
-"""A suite of prompts made of a user's files, on one rank."""
+"""A suite of prompts made from a user's files, on one rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def joined(turns: Turns) -> str:
 class PromptSample:
     """A conversation to be answered; `plain` is its text for a model without a chat template.
 
-    `turns` are made when they are asked for. `score` is that of an output, in [0, 1]. Samples of
-    one `document` count as one.
+    `turns` are made on demand. `score` maps an output to [0, 1]. Samples of one `document` count as
+    one sample.
     """
 
     task: str
@@ -45,8 +45,8 @@ class PromptSample:
 class PromptSuite(Suite):
     """Samples and answers.
 
-    Every model is asked the same questions, so they are made once: 4 bytes a token, 1 GB for 7,540
-    prompts of 32k tokens on one rank.
+    All models get the same prompts, so they are tokenised once and kept: 4 bytes a token, 1 GB for
+    7,540 prompts of 32k tokens on one rank.
     """
 
     section: PromptEvaluation
@@ -64,11 +64,11 @@ class PromptSuite(Suite):
         return self._samples[subtask][index].document
 
     def prepare(self) -> None:
-        """Read the data; prompts are made when they are asked.
+        """Read the data; prompts are made later, on demand.
 
-        A length of which there is no sample becomes `missing`.
+        A length without samples becomes `missing`.
 
-        Raises UserError when it cannot be read, or has no sample of any length.
+        Raises UserError when the data cannot be read, or has no samples at all.
         """
         folder = Path(self.section.data_dir)
         files = {name: file_digest(folder / name) for name in self.section.files(folder)}
@@ -89,7 +89,7 @@ class PromptSuite(Suite):
             raise UserError("; ".join(self.missing.values()))
 
     def _digest(self, task: str, length: int, files: Mapping[str, str]) -> str:
-        """Of what a task's samples at a length depend on, whatever else is asked."""
+        """Hash of everything that a task's samples at a length depend on."""
         alone: dict[str, Any] = {"tasks": [task], "lengths": [length]}
         known = type(self.section).model_fields
         section = self.section.model_copy(update={key: alone[key] for key in alone if key in known})

@@ -1,7 +1,7 @@
-"""Suites whose prompts are made of files that a user names; no torch.
+"""Suites whose prompts are made from files that a user gives; no torch.
 
-In the package of each, `samples.py` has the function `samples` of (section, tokenizer, seed, chat
-template), which returns what is asked and how it is scored.
+Each suite's package has `samples.py` with `samples(section, tokenizer, seed, chat template)`, which
+returns the samples with their scores.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def _check(where: str, section: PromptEvaluation, folder: str) -> None:
         raise UserError(f"{where}: {fault}")
 
 
-# The mark by which the folder is resolved, hashed and checked.
+# Marks the field `data_dir` as a path: it is resolved, hashed and checked.
 DataFolder = Annotated[PathText, Input(_identity, _check)]
 
 
 class PromptEvaluation(SuiteSection):
-    """Fields of all of them: data, lengths, samples.
+    """Fields of all these suites: data, lengths, samples.
 
-    `public_data` says where its data is found, `read` are the endings of its files. `published` is
-    how many samples the public data has of each of `kinds` at a length, `new_tokens` how long an
-    answer is, about. `version` is to be raised when prompts or scores of the suite change.
+    `public_data` says where to find the data, `read` are the suffixes of its files. `published` is
+    the number of public samples of each of `kinds` at a length, `new_tokens` the approximate length
+    of an answer. Raise `version` when prompts or scores of the suite change.
     """
 
     runner = "stages.evaluate.prompt_suite:PromptSuite"
@@ -67,7 +67,7 @@ class PromptEvaluation(SuiteSection):
     )
 
     def missing_files(self, folder: Path) -> Iterator[str]:
-        """What the folder lacks, a message each."""
+        """A message for each file that the folder lacks."""
         yield from ()
 
     def files(self, folder: Path) -> list[str]:
@@ -81,17 +81,17 @@ class PromptEvaluation(SuiteSection):
 
     @property
     def most_tokens(self) -> tuple[str, int]:
-        """Tokens of the longest prompt and its answer, as far as known, and the fields that say."""
+        """Tokens of the longest prompt and its answer, if known, and the fields that set them."""
         return "lengths", max(self.lengths)
 
     @property
     def most_samples(self) -> int:
-        """Samples at a length, of the public data."""
+        """Samples of the public data at a length."""
         return self.kinds * min(self.samples or self.published, self.published)
 
     @property
     def generated(self) -> int:
-        """Tokens of all answers at a length, about."""
+        """Approximate tokens of all answers at a length."""
         return self.most_samples * self.new_tokens
 
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
@@ -100,7 +100,7 @@ class PromptEvaluation(SuiteSection):
 
     def work(self) -> tuple[list[Work], list[str]]:
         samples, (_, longest) = self.most_samples, self.most_tokens
-        beside = longest - max(self.lengths)  # of an answer that a length does not hold
+        beside = longest - max(self.lengths)  # tokens of an answer that the length does not include
         work = [
             Work(samples, samples * (length + beside), length, longest, logits=self.generated)
             for length in self.lengths
@@ -108,5 +108,5 @@ class PromptEvaluation(SuiteSection):
         return work, [f"{self.title}: up to {counted(samples, 'sample')} at each length"]
 
     def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
-        """The samples of all lengths, which hold what a chat template adds, too."""
+        """The samples of all lengths; a length includes the tokens of a chat template."""
         return call(f"{type(self).__module__}.samples:samples", self, tokenizer, seed, chat)

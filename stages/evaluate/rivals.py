@@ -1,4 +1,4 @@
-"""Untrained hybrids beside the search's: of rules and rankings, and at other windows."""
+"""Untrained hybrids for comparison: masks of rules and rankings, and other windows."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def rivals(
 ) -> list[Evaluated]:
     """The untrained hybrids of `evaluate.rivals`, in its order; called on every rank.
 
-    The first rank makes the masks, with the calibration set in `prepared`, and writes each to
-    rivals/<method>.json below `work_dir`; where all are there already, it reads them.
+    The first rank computes the masks with the calibration set in `prepared`, and writes each to
+    rivals/<method>.json below `work_dir`; if all files exist, it reads them instead.
     """
     if not config.section.rivals:
         return []
@@ -64,7 +64,7 @@ def rivals(
 def other_windows(
     config: StageConfig[EvaluateConfig], masks: Mapping[str | None, HeadMaskFile]
 ) -> list[Evaluated]:
-    """The masks (by method, None: the search's) at `evaluate.windows` but their own (BOSCH C.3)."""
+    """The masks (by method, None: the search's) at the other `evaluate.windows` (BOSCH C.3)."""
     models = []
     for method, mask in masks.items():
         for size in config.section.windows:
@@ -84,8 +84,8 @@ def rival_masks(
 ) -> list[HeadMaskFile]:
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
 
-    Where that mask has several windows, they have the one that most of its sliding heads have, and
-    the fewest sliding heads that hold no more KV cache. They have its sink bias, where it has one.
+    If that mask has several windows, they use the one that most of its sliding heads have, and the
+    fewest sliding heads with no larger KV cache. They use the mask's sink bias, if it has one.
     """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(prepared / CALIBRATION)
@@ -116,9 +116,9 @@ def rival_masks(
 
 
 def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[Window, float]:
-    """The most common window of a mask, and the least ratio at which it alone holds no more cache.
+    """The most common window of a mask, and the smallest ratio with no larger cache at this window.
 
-    1.0 where no ratio does.
+    1.0 if there is no such ratio.
     """
     rows = searched.mask.heads_per_layer(searched.windows)
     counts = {window: sum(row[window] for row in rows) for window in searched.windows}
@@ -129,7 +129,7 @@ def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[
 
 
 def _identity(model: str | None, file: HeadMaskFile) -> str | None:
-    """Identity of the model under a mask; None where the model has none."""
+    """Identity of the model under a mask; None if the model has none."""
     if model is None:
         return None
     mask: dict[str, Any] = {

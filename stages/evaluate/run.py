@@ -1,4 +1,4 @@
-"""Scores of untrained hybrids and every checkpoint, beside those of the original model."""
+"""Scores of untrained hybrids and every checkpoint, with those of the original model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(
 ) -> dict[str, Any]:
     """Write scores.json and samples.jsonl below `work_dir`; called on every rank.
 
-    scores.json repeats the original model's scores, which inputs["original"] holds.
+    scores.json repeats the original model's scores from inputs["original"].
 
     Raises UserError when a model or the essay folder is missing or damaged; and RunError when a
     sample shares a needle with the calibration set.
@@ -68,9 +68,9 @@ def run(
 
 
 def at_other_budgets(model: Evaluated, section: EvaluateConfig) -> list[Evaluated]:
-    """A model in a directory at each of `evaluate.budgets` but the one that it has by default.
+    """The model of a directory at each of `evaluate.budgets` except its default.
 
-    Raises UserError where the directory has no such budget.
+    Raises UserError if the directory lacks a budget.
     """
     if section.budgets == "chosen":
         return []

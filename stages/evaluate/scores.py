@@ -14,7 +14,7 @@ from bosch.search.methods import METHODS
 from stages.published import Record, WorkSummary
 from stages.train.stage import checkpoint_tokens
 
-# In `Scores.missing`: models of which no suite has a score.
+# Key of `Scores.missing` for models without any score.
 FAILED_MODELS = "models"
 SAMPLES = "samples.jsonl"
 ORIGINAL = "original"
@@ -25,7 +25,7 @@ _WINDOW = re.compile(r"(?:(\w+)-)?window-(\d+)")
 
 
 def window_name(size: int, method: str | None = None) -> str:
-    """Name of an untrained hybrid at another window: of the search's mask, or of a rival's."""
+    """Name of an untrained hybrid at another window: the search's mask, or a rival's."""
     return f"window-{size}" if method is None else f"{method}-window-{size}"
 
 
@@ -50,7 +50,7 @@ def named_rival(name: str) -> tuple[str, int] | None:
 def budget_name(name: str, share: str) -> str:
     """Name of the untrained hybrid or a checkpoint at another budget than the chosen one.
 
-    `share` is that of the original's KV slots: `tokens-1000 @ 12.5 %`.
+    `share` is a share of the original's KV slots: `tokens-1000 @ 12.5 %`.
     """
     return f"{name} @ {share}"
 
@@ -77,7 +77,7 @@ def _evaluated_name(name: str) -> str:
 
 
 Relation = Literal["different", "similar", "undecided"]
-# Points within which two models are called similar.
+# Models within this many points are called similar.
 MARGIN = 5.0
 MARKS: dict[Relation, str] = {"different": "", "similar": "≈ ", "undecided": "? "}
 ABOUT_MARKS = (
@@ -87,12 +87,11 @@ ABOUT_MARKS = (
 
 
 class Against(Record):
-    """A model against the original on the same samples, in points; ends of 95 % intervals.
+    """A model compared with the original on the same samples, in points, with 95 % intervals.
 
-    `ratio` is the share of the original's score that is left, in percent; None where the samples do
-    not bound it. `p_value` is that of the two answering equally well. `visible_loss` is the
-    smallest loss that the `samples` show at 5 % in four cases of five; None where they are too few
-    for any.
+    `ratio` is the kept share of the original's score in percent; None if its interval is unbounded.
+    `p_value` tests that both answer equally well. `visible_loss` is the smallest loss that this
+    number of `samples` detects (5 % level, 80 % power); None if they are too few.
     """
 
     samples: int
@@ -108,7 +107,7 @@ class Against(Record):
 
     @property
     def relation(self) -> Relation:
-        """Whether the samples show, at 5 %, that the two differ, or that they are similar."""
+        """Whether the samples show (5 % level) that the two differ, or that they are similar."""
         if not self.difference_low <= 0 <= self.difference_high:
             return "different"
         close = self.difference_low >= -MARGIN and self.difference_high <= MARGIN
@@ -116,12 +115,12 @@ class Against(Record):
 
 
 def mark(against: Against | None) -> str:
-    """Mark before a score that does not differ significantly from the original's."""
+    """The mark put before a score that does not differ significantly from the original's."""
     return "" if against is None else MARKS[against.relation]
 
 
 def power(against: Against | None) -> str:
-    """What the samples of a comparison would show, as the end of a sentence."""
+    """The loss that a comparison's samples would detect, as the end of a sentence."""
     if against is None:
         return ""
     if against.visible_loss is None:
@@ -139,7 +138,7 @@ class MeanScore(Record):
 
 
 class TaskScore(MeanScore):
-    """Score of one task at one length; of `cut` samples the model read the end alone."""
+    """Score of one task at one length; `cut` samples were truncated at the beginning."""
 
     standard_error: float
     samples: int
@@ -147,16 +146,16 @@ class TaskScore(MeanScore):
 
 
 class MetricScore(MeanScore):
-    """A group's score under one metric, and the tasks that it is over."""
+    """A group's score under one metric, and its tasks."""
 
     tasks: list[str]
 
 
 class GroupScore(MetricScore):
-    """A group's score over those of its `of` tasks that have one.
+    """A group's score over those of its tasks (`of` is their number) that have a score.
 
-    `metrics` are its scores by metric and filter, the first of which is its own; empty where it is
-    the unweighted mean of the tasks' scores.
+    `metrics` are its scores by metric and filter, of which the first is the group's score; empty if
+    the score is the unweighted mean of the tasks' scores.
     """
 
     of: int
@@ -182,7 +181,7 @@ class SuiteScores(Record):
 
     @property
     def tasks(self) -> dict[str, dict[int, TaskScore]]:
-        """Task by length (0: the task has none)."""
+        """Scores by task and length (0: no length)."""
         return self.__pydantic_extra__
 
     @property
@@ -193,7 +192,7 @@ class SuiteScores(Record):
 class BinLoss(Record):
     """Mean over documents in one bin of positions, with its 95 % interval, nats per token.
 
-    Four documents are too few for an interval.
+    Up to four documents have no interval.
     """
 
     mean: float
@@ -202,9 +201,9 @@ class BinLoss(Record):
 
 
 class PositionLoss(Record):
-    """Loss by position: bin i is that of tokens `edges[i]` to `edges[i + 1]` (exclusive).
+    """Loss by position: bin i covers tokens `edges[i]` to `edges[i + 1]` (exclusive).
 
-    `difference` is that to the original on the same documents.
+    `difference` is the difference to the original on the same documents.
     """
 
     edges: list[int]
@@ -214,12 +213,12 @@ class PositionLoss(Record):
 
 
 class Scores(WorkSummary):
-    """scores.json: suites by evaluated model, and the prose of the haystacks.
+    """scores.json: suites by evaluated model, and the source of the haystacks' text.
 
-    `missing` names tasks that have no score, with the reason, by suite, and under FAILED_MODELS
-    models that have none. `digests` tell the samples of a suite's tasks by length from others.
-    `prompts`: whether they are in the tokenizer's chat template. `cached_answers` were given by
-    earlier runs, whose time is not in the stage's.
+    `missing` has the reason for each task without a score, by suite, and under FAILED_MODELS for
+    each model without any. `digests` identify the samples by suite, task and length. `prompts`:
+    whether prompts use the tokenizer's chat template. `cached_answers` were computed by earlier
+    runs, whose time the stage's time leaves out.
     """
 
     FILE = "scores.json"
@@ -237,7 +236,7 @@ class Scores(WorkSummary):
         return self.missing.get(FAILED_MODELS, {})
 
     def notes(self, *suites: str) -> list[str]:
-        """What has no score, and why, and which prompts were cut; `suites`: of these alone."""
+        """Remarks on missing scores and truncated prompts; only of `suites`, if given."""
         missing = [
             f"{suite}: {task} has no score: {reason}"
             for suite, tasks in self.missing.items()
@@ -271,7 +270,7 @@ class Scores(WorkSummary):
 
 
 class SelectedScores(Scores):
-    """scores.json of the command evaluate, in which models have names of any form."""
+    """scores.json of the command evaluate, where models may have any name."""
 
     checkpoints: dict[str, dict[str, SuiteScores]]  # type: ignore[assignment]
 

@@ -13,12 +13,12 @@ from stages.stage import LoadedRecipe
 
 @dataclass(frozen=True)
 class Work:
-    """So many samples, answers counted, of a context of `length` tokens on average.
+    """Samples, with their answers, of `length` tokens on average.
 
-    `tokens` are those of all samples; `longest` is the longest of them, with its answer, and
-    `most_rows` how many are read at once, at most. Logits are computed at `logits` of the tokens,
-    where answers are generated at these; None: at all. `kept` are the bytes of the samples
-    themselves on disk, for all models and recipes.
+    `tokens` is the sum over all samples; `longest` is the longest sample with its answer,
+    `most_rows` the largest batch. Logits are computed at `logits` tokens, where answers are
+    generated; None: at all tokens. `kept` are the bytes on disk of the samples themselves, shared
+    by all models and recipes.
     """
 
     samples: int
@@ -32,11 +32,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Tasks of a suite of `evaluate`, and what they take; without tasks it is the whole suite.
+    """Tasks of a suite of `evaluate` with their sizes; without tasks, the whole suite.
 
-    Of lm-eval's groups `parts` is how many tasks the documents belong to. `settings` change each of
-    the tasks, as lm-eval writes them in a task's file. `packages` are modules that their scores
-    need. `left_out`: parts that are no tasks here, and why.
+    `parts` is the number of tasks in a group of lm-eval. `settings` change each task's
+    configuration in lm-eval's format. `packages` are modules that the scores need. `left_out`:
+    parts of the benchmark that are not run, and why.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Benchmark:
 
 
 def with_settings(task: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's configuration with `settings`; those that are mappings change it key by key."""
+    """A task's configuration updated by `settings`; mappings are merged key by key."""
     return {
         **task,
         **{
@@ -66,9 +66,9 @@ def with_settings(task: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
 class SuiteSection(Section):
     """A suite's section of a recipe.
 
-    `title` names it for people, `runner` is its `Suite` as `module:class`. Suites are asked and
-    shown by `rank`, then by name. One that is `by_default` is asked with its defaults where a
-    recipe does not name it. One that `reads_alone` cannot split a prompt over processes.
+    `title` is its display name, `runner` its `Suite` as `module:class`. Suites are run and shown by
+    `rank`, then by name. A suite that is `by_default` runs with its defaults if the recipe does not
+    name it. A suite that `reads_alone` cannot split a prompt over processes.
     """
 
     title: ClassVar[str]
@@ -78,27 +78,27 @@ class SuiteSection(Section):
     reads_alone: ClassVar[bool] = False
 
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """What is wrong between its fields, a message each that begins with `where`."""
+        """Conflicts between its fields: messages that begin with `where`."""
         yield from ()
 
     def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """What of it leaves no room for the tokens of a chat template, as `faults`."""
+        """Fields that leave no room for the tokens of a chat template, as in `faults`."""
         yield from ()
 
     def slow_faults(self, where: str) -> Iterator[str]:
-        """What `validate` alone looks for, as `faults`."""
+        """Faults that only `validate` looks for, as in `faults`."""
         yield from ()
 
     def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """What a run needs beside the inputs that it names and that is not there, as `faults`."""
+        """Missing packages and files other than the named inputs, as in `faults`."""
         yield from ()
 
     def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Why some tasks would have no score; None: those that the recipe names itself."""
+        """Why tasks would have no score; `tasks` None: the tasks that the recipe names itself."""
         yield from ()
 
     def with_benchmarks(self, added: Sequence[Benchmark]) -> Self:
-        """With the tasks of presets, which are optional; who names a task himself needs it."""
+        """The section with the tasks of presets, which are optional, unlike tasks that it names."""
         section: Any = self
         missing = [
             task for benchmark in added for task in benchmark.tasks if task not in section.tasks
@@ -119,18 +119,18 @@ class SuiteSection(Section):
 
     @classmethod
     def hub_tasks(cls, tasks: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Those of some tasks whose data is a dataset of the hub: its name and its config's."""
+        """Name and config of the hub dataset of each of the tasks that has one."""
         return {}
 
     @property
     def is_papers(self) -> bool:
-        """Whether its average measures what the NIAH averages of BOSCH's Table 1 do."""
+        """Whether its average is comparable with the NIAH averages of BOSCH's Table 1."""
         return False
 
     def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
-        """What its scores depend on in the model's card."""
+        """The part of the model's card that its scores depend on."""
         return {}
 
     def work(self) -> tuple[list[Work], list[str]]:
-        """Its samples, as far as they are known, and what `plan` says of them."""
+        """Its known samples, and remarks for `plan`."""
         return [], []

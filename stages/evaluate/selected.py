@@ -1,4 +1,4 @@
-"""Scores of any models beside the original's, for the command evaluate; no stage of a recipe."""
+"""Scores of any models and the original for the command evaluate; not a stage of a recipe."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run(
 ) -> dict[str, Any]:
     """Write scores.json and samples.jsonl of the models in `inputs` and of the original.
 
-    models.json in `work_dir` names each model's identity. Returns the content of scores.json.
+    models.json in `work_dir` holds each model's identity. Returns the content of scores.json.
 
-    Raises UserError when a model has another tokenizer than the recipe's model: the same samples
-    would mean something else to it; and RunError as `evaluate_models` does.
+    Raises UserError when a model's tokenizer differs from that of the recipe's model, so that the
+    samples' ids would be other text; RunError as `evaluate_models` does.
     """
     model = config.model
     tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
@@ -56,7 +56,7 @@ def _check_tokenizer(name: str, spec: TokenizerSpec, recipes: TokenizerSpec) -> 
 
 
 def _tokens(tokenizer: Any) -> Any:
-    """The tokenizer's configuration, without the padding and truncation it was last used with."""
+    """The tokenizer's configuration without the padding and truncation of its last use."""
     if not tokenizer.is_fast:
         return tokenizer_digest(tokenizer)
     content = json.loads(tokenizer.backend_tokenizer.to_str())

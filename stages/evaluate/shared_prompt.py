@@ -1,9 +1,9 @@
-"""The tokens that prompts begin with, computed once for all batches.
+"""The common prefix of prompts, computed once for all batches.
 
-Prompts of a batch are padded on the left, so a shared beginning of C tokens ends C slots after the
-padding of its row. The rows' cache is cut at slot C: a row that is padded by p slots takes C - p
-tokens from the shared computation and computes the other p with its own tokens. Padding costs as
-much anyway, and nothing lies between a beginning and its rest, so windows stay exact.
+Prompts of a batch are padded on the left, so a common prefix of C tokens ends C slots after the
+padding of its row. All rows' caches are cut at slot C: a row with p padding slots takes C - p
+tokens from the shared computation and computes the other p itself. This costs no more than the
+padding, and leaves no gap between the prefix and the rest, so windows stay exact.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from bosch.model.cache import CACHE_NAME, HybridCache, keeps_every_token, padded
 
 logger = logging.getLogger(__name__)
 
-# Fewer tokens are not worth a pass of their own.
+# A shorter prefix is not worth a separate forward pass.
 MIN_SHARED = 64
 
 
 class SharedPrompt:
-    """Keys and values of the beginning that one model's prompts have in common."""
+    """Keys and values of the common prefix of a model's prompts."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class SharedPrompt:
     def cache(self, ids: Tensor, mask: Tensor) -> Cache | None:
         """The cache from which `generate` continues prompts [B, T] that are padded on the left.
 
-        None where they share too little, or where the model's cache has other states than keys and
+        None if the common prefix is too short, or the model's cache has states other than keys and
         values of every token.
         """
         if not self._works:
@@ -60,12 +60,12 @@ class SharedPrompt:
 
     @torch.inference_mode()
     def rest_logits(self, ids: Tensor, last: int) -> Tensor | None:
-        """Logits of sequences [B, T], padded on the right by zeros, without those they share.
+        """Logits of sequences [B, T], zero-padded on the right, without those of the common prefix.
 
-        Of every sequence at least the `last` ones are there. None where they share too little.
+        At least the `last` logits of every sequence are included. None if the prefix is too short.
         """
         beginning = _shared_beginning(ids, ids.new_zeros(len(ids)))
-        # A zero may be padding of one row and the token of another.
+        # Id 0 may be padding in one row and a token in another.
         length = int((beginning != 0).long().cumprod(0).sum())
         ids_of_cache = ids[:, : max(length - last, 0) + 1]
         cache = self.cache(ids_of_cache, torch.ones_like(ids_of_cache))
@@ -92,7 +92,7 @@ class SharedPrompt:
 
 
 def _shared_beginning(ids: Tensor, padding: Tensor) -> Tensor:
-    """The longest beginning [C] of the rows' tokens."""
+    """The longest common prefix [C] of the rows' tokens."""
     first = ids[0, int(padding[0]) :]
     length = len(first)
     for row, start in zip(ids, padding.tolist(), strict=True):
@@ -101,7 +101,7 @@ def _shared_beginning(ids: Tensor, padding: Tensor) -> Tensor:
 
 
 def _common(left: Tensor, right: Tensor) -> int:
-    """How many tokens two sequences have in common at their beginning."""
+    """Length of the common prefix of two sequences."""
     length = min(len(left), len(right))
     differs = left[:length].to(right.device) != right[:length]
     return int(differs.int().argmax()) if bool(differs.any()) else length

@@ -1,7 +1,7 @@
-"""Prompts that all processes read together, where one cannot hold them; the first one generates.
+"""Prompts too long for one process, prefilled by all processes together; the first one generates.
 
-While a prompt is read each process holds a part of its tokens. What later tokens see of it is then
-the first one's cache, as it would be of one process; the others wait for the answer.
+During prefill each process holds a part of the prompt's tokens. The first process then has the same
+cache as after a prefill by itself, and generates; the others wait for the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK = 1024
 
 
 class SharedReading:
-    """All processes of the run, of which each calls the same methods with the same arguments."""
+    """All processes of the run; each calls the same methods with the same arguments."""
 
     def __init__(self) -> None:
         self._split = ContextParallel(dist.group.WORLD)
@@ -38,9 +38,9 @@ class SharedReading:
         return self._split.communicator.rank == 0
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Do some work without messages in every process: the results of all.
+        """Call `work`, which must not communicate, in every process; returns all results.
 
-        Raises in all of them what it raised in the first one in which it did.
+        If it fails, all processes raise the error of the first one that failed.
         """
         outcome: tuple[T | None, Exception | None]
         try:
@@ -60,9 +60,9 @@ class SharedReading:
         return result
 
     def load(self, load: Callable[[], Any], runtime: Runtime) -> Any:
-        """A model that every process loads; an original is one whose heads are all full.
+        """Load a model in every process; an original gets a head layout with all heads full.
 
-        Raises ModelError where it changes logits in a way that `token_losses` does not know.
+        Raises ModelError if the model changes logits in a way that `token_losses` does not support.
         """
         loaded: list[Any] = []
         self.everywhere(lambda: loaded.append(load()))
@@ -73,14 +73,14 @@ class SharedReading:
         return model
 
     def cache(self, model: Any, ids: Tensor, mask: Tensor) -> HybridCache | None:
-        """Read prompts [B, T] but their last tokens: the first one's cache, as `read` has it."""
-        if ids.shape[1] == 1:  # nothing comes before the last
+        """Prefill prompts [B, T] except their last tokens; returns the first process's cache."""
+        if ids.shape[1] == 1:  # nothing before the last token
             return None
         return self._split.read(model, ids[:, :-1], mask[:, :-1])
 
     @torch.inference_mode()
     def token_losses(self, model: Any, tokens: Tensor) -> Tensor:
-        """Cross-entropy of every token of [1, T] but the first, nats [T - 1]."""
+        """Cross-entropy of every token of [1, T] except the first, nats [T - 1]."""
         split, inputs, targets = self._split, tokens[:, :-1], tokens[:, 1:]
         with split.installed(model):
             output = model.get_decoder()(**split.inputs(inputs), use_cache=False)

@@ -24,7 +24,7 @@ from stages.stage import LoadedRecipe, Recipe, Stage
 
 
 class _Prompts(Section):
-    """How all suites ask."""
+    """Fields for the prompts of all suites."""
 
     presets: Annotated[list[PresetName], AfterValidator(different)] = Field(
         default=[],
@@ -150,7 +150,7 @@ def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
 
 
 def _missing(loaded: LoadedRecipe) -> Iterator[str]:
-    """Files and packages that the suites need beside the folders that a recipe names."""
+    """Missing files and packages of the suites other than the recipe's folders."""
     evaluate = loaded.recipe[EvaluateConfig]
     for name, section in evaluate.suites.items():
         yield from section.missing(loaded, f"evaluate.{name}")
@@ -163,13 +163,13 @@ def _missing(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def slow_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """What `validate` alone looks for in the suites."""
+    """Faults of the suites that only `validate` looks for."""
     for name, section in loaded.recipe[EvaluateConfig].suites.items():
         yield from section.slow_faults(f"evaluate.{name}")
 
 
 def gaps(loaded: LoadedRecipe) -> Iterator[str]:
-    """What of presets and suites has no score here, as far as it is known before a run."""
+    """Tasks of presets and suites that will have no score, if known before the run."""
     evaluate = loaded.recipe[EvaluateConfig]
     for preset in evaluate.presets:
         for benchmark in PRESETS[preset]:
@@ -191,7 +191,7 @@ def gaps(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The part of the model card that is in the key of an evaluation."""
+    """The part of the model card that the key of an evaluation contains."""
     sections = loaded.recipe[EvaluateConfig].suites.values()
     return {name: value for section in sections for name, value in section.card(loaded).items()}
 

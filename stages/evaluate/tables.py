@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 SubtaskScores = Mapping[tuple[str, int], Sequence[float]]
 # The same under each of the tasks' metrics, which have names like "acc,none".
 MetricScores = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
-# Scores that count as one, and the original's on the same samples.
+# Scores that are averaged to one, and the original's scores on the same samples.
 _Part = tuple[Sequence[float], Sequence[float] | None]
 
 
 def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
-    """The mean score of each document, from documents with a score each; None: one alone."""
+    """The mean score of each document, from the document of each score; None: its only score."""
     documents: dict[Any, list[float]] = {}
     for document, score in scores:
         key = len(documents) if document is None else document
@@ -52,11 +52,11 @@ class SuiteAnswers(NamedTuple):
     scores: SubtaskScores
     metrics: MetricScores
     losses: Sequence[Sequence[float]]  # by bins of positions, documents in order
-    cut: Mapping[tuple[str, int], int]  # samples of which the model read the end alone
+    cut: Mapping[tuple[str, int], int]  # samples truncated at the beginning
 
     @classmethod
     def of(cls, records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SuiteAnswers:
-        """Those among lines of samples.jsonl."""
+        """The answers among lines of samples.jsonl."""
         scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
         metrics: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
         losses: list[Sequence[float]] = []
@@ -86,7 +86,7 @@ class SuiteAnswers(NamedTuple):
 
 
 def not_shares(subtasks: SubtaskScores) -> dict[str, str]:
-    """Why some tasks have no score that intervals and averages could be made of, by name."""
+    """Why tasks have no scores in [0, 1], which intervals and averages need, by name."""
     return {
         task: "its score is no share of 1 per document"
         for (task, _), scores in subtasks.items()
@@ -104,9 +104,9 @@ def suite_table(
     """A model's table in a suite: task by length, averages, 95 % intervals, all in percent.
 
     `average` is the unweighted mean over the subtasks, which count as independent; a group that the
-    recipe names counts as one of them where its score is a mean over documents. With the `original`
-    model's scores on the same samples every score is compared with its own. A group has scores by
-    its rules, over those of its tasks that have them.
+    recipe names counts as one subtask if its score is a mean over documents. With the `original`
+    model's scores on the same samples every score is compared with the original's. A group has
+    scores by its rules, over those of its tasks that have them.
     """
     base = original or {}
     parts = {key: (scores, base.get(key)) for key, scores in subtasks.items()}
@@ -148,7 +148,7 @@ def _group_row(
     metrics: MetricScores,
     original: MetricScores,
 ) -> tuple[dict[str, Any], _Part | None]:
-    """A group's row, empty where it has no score; and its score's documents, where they count."""
+    """A group's row, empty without a score; and its documents if its score is a mean over them."""
     if not group.rules:
         keys = [key for key in parts if key[0] in group.tasks]
         if not keys:
@@ -181,7 +181,7 @@ def _group_row(
 
 
 def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of a rule's metric under its filters; without some, under all that the tasks have."""
+    """Names of a rule's metric under its filters, by default under all filters of the tasks."""
     if rule.filter_list is not None:
         return [f"{rule.metric},{name}" for name in rule.filter_list]
     start = f"{rule.metric},"
@@ -189,9 +189,9 @@ def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> 
 
 
 def _pooled(parts: Sequence[_Part], *, evenly: bool = False) -> _Part:
-    """All documents of some tasks as those of one, over which the mean is that by size.
+    """All documents of some tasks as one task, whose mean weighs tasks by size.
 
-    `evenly`: it is that of the tasks' means.
+    `evenly`: the mean of the tasks' means instead.
     """
     originals = [base for _, base in parts if base is not None]
     whole = len(originals) == len(parts)
@@ -210,18 +210,18 @@ def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
 
 
 def _over(parts: Sequence[_Part]) -> dict[str, Any]:
-    """The unweighted mean of some parts, and its comparison with the original's."""
+    """The unweighted mean of parts, and its comparison with the original's."""
     scores = [values for values, _ in parts]
     mean = mean_score(list(map(mean_of, scores)), list(map(effective_count, scores)))
     originals = [base for _, base in parts if base is not None]
     if [len(base) for base in originals] != [len(values) for values in scores]:
-        return _points(mean)  # the original has not answered the same samples
+        return _points(mean)  # the original lacks answers to the same samples
     pairs = list(zip(scores, originals, strict=True))
     return {**_points(mean), "against_original": against(pairs)}
 
 
 def against(parts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, Any]:
-    """An `Against` of parts that weigh the same: a model's scores and the original's."""
+    """The comparison of a model's scores with the original's; all parts weigh the same."""
     scores, originals = [model for model, _ in parts], [base for _, base in parts]
     result = compare(scores, originals)
     table: dict[str, Any] = {
@@ -247,7 +247,7 @@ def _points(interval: Interval) -> dict[str, float]:
 
 
 def _standard_error(scores: Sequence[float]) -> float:
-    """Of their mean, in percent; 0 for a single score."""
+    """Standard error of the mean in percent; 0 for a single score."""
     if len(scores) < 2:
         return 0.0
     mean, weights = mean_of(scores), weights_of(scores).tolist()

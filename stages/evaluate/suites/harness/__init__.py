@@ -22,11 +22,11 @@ NO_HARNESS = (
     "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
 )
 
-# What holds the prompts and scores the answers.
+# The package with the prompts and the scores.
 PACKAGES = ("lm-eval", "jieba", "math-verify", "rouge", "rouge-score")
-# lm-eval's word for the most tokens of an answer.
+# lm-eval's name of the limit of an answer's tokens.
 ANSWER_TOKENS = "max_gen_toks"
-# What no setting changes in LongBench's tasks.
+# Fields of LongBench's tasks that settings may not change.
 _OF_LONGBENCH = frozenset({"generation_kwargs", "repeats"})
 
 
@@ -42,7 +42,7 @@ def _task_files(
 def _check_task_files(where: str, harness: HarnessEvaluation, folder: str) -> None:
     if not Path(folder).is_dir():
         raise UserError(f"{where}: there is no folder {folder}")
-    list(files_below(Path(folder)))  # raises for what is no regular file
+    list(files_below(Path(folder)))  # raises for anything but regular files
 
 
 class HarnessEvaluation(SuiteSection):
@@ -107,7 +107,7 @@ class HarnessEvaluation(SuiteSection):
 
     @property
     def required(self) -> list[str]:
-        """Those of `task_names` that are not optional."""
+        """The `task_names` that are not optional."""
         optional = {task for name in self.optional for task in self.expanded(name)}
         return [name for name in self.task_names if name not in optional]
 
@@ -145,7 +145,7 @@ class HarnessEvaluation(SuiteSection):
     def _long_answers(
         self, loaded: LoadedRecipe, tasks: Sequence[str], where: str
     ) -> Iterator[str]:
-        """Tasks whose settings leave no position for a prompt; of others a run finds it."""
+        """Tasks whose settings leave no position for a prompt; others are checked at run time."""
         for name in tasks:
             options = self.settings.get(name, {}).get("generation_kwargs")
             most = options.get(ANSWER_TOKENS) if isinstance(options, Mapping) else None
@@ -157,7 +157,7 @@ class HarnessEvaluation(SuiteSection):
         yield from call("stages.evaluate.suites.harness.tasks:name_faults", self, where)
 
     def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Answers too long for the model, and tasks without local files, where none are fetched."""
+        """Answers too long for the model; tasks without local files, without downloads."""
         if tasks is not None:
             yield from self._long_answers(loaded, tasks, "evaluate.harness")
         names = self.required

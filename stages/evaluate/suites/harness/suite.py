@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on one rank: LongBench v1, GSM8K and whatever else it has.
 
-The model is the one that is loaded for all suites. LongBench takes the harness's prompts
-and the benchmark's own truncation in the middle, which the harness lacks.
+The model is loaded once for all suites. LongBench uses the harness's prompts, and the benchmark's
+truncation in the middle, which the harness lacks.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
-# Documents that the harness answers at once; each chunk is on disk before the next begins.
+# Documents per call of the harness; each chunk is on disk before the next begins.
 CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
-# In the digest of a task that does not read `max_length`: its default, as ever.
+# Digests of tasks that do not read `max_length` contain its default, as in older versions.
 _OTHERS_LENGTH = 31500
 # Benchmarks whose questions may share their context.
 _OF_CONTEXTS = ("infinitebench_", "longbench_")
-# Of a function's repr, which differs in every process.
+# The address in a function's repr, which differs in every process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# The first of these that a task has is its score.
+# A task's score is the first of these metrics that it has.
 _METRICS = ("math_verify", "acc_norm", "acc", "exact_match", "f1", "score")
 
 
@@ -73,13 +73,13 @@ class HarnessSuite(Suite):
         return count if self.section.samples is None else min(count, self.section.samples)
 
     def document(self, subtask: Subtask, index: int) -> str | None:
-        """The context's digest: InfiniteBench asks several questions about a book."""
+        """The context's digest: InfiniteBench has several questions about one book."""
         if not subtask.task.startswith(_OF_CONTEXTS):
             return None
         return digest_of({"context": self._tasks[subtask].eval_docs[index]["context"]})
 
     def prepare(self) -> None:
-        """Load the tasks' documents; a task whose data is not there becomes `missing`.
+        """Load the tasks' documents; a task without its data becomes `missing`.
 
         Raises UserError when lm-eval is not installed or knows no such task.
         """
@@ -91,7 +91,7 @@ class HarnessSuite(Suite):
         for name in names:
             try:
                 loaded = load_tasks(manager, name, self.section)
-            except Exception as error:  # whatever a group's own files raise
+            except Exception as error:  # errors of a group's files, of any type
                 is_fault = isinstance(error, UserError)
                 if is_fault and name in required:
                     raise
@@ -104,7 +104,7 @@ class HarnessSuite(Suite):
                 if fault := self._length_fault(task):
                     self.missing[task_name] = fault
                     continue
-                # lm-eval makes a task's documents again whenever it is asked for them.
+                # lm-eval makes a task's documents again at each access.
                 made = "test_docs" if task.has_test_docs() else "validation_docs"
                 setattr(task, made, partial(_same, task.eval_docs))
                 subtask = Subtask(task_name, 0, self._digest(manager, task_name, task))
@@ -148,7 +148,7 @@ class HarnessSuite(Suite):
 
     def _digest(self, manager: Any, name: str, task: Any) -> str:
         documents = [dict(document) for document in task.eval_docs]
-        # What a group changes in a task is there alone; its own files are lm-eval's version's.
+        # Only here: a group's changes of a task. Files of lm-eval are identified by its version.
         settings = {
             key: value
             for key, value in task.dump_config().items()
@@ -174,7 +174,7 @@ class HarnessSuite(Suite):
         )
 
     def requests(self, subtask: Subtask) -> dict[int, list[Any]]:
-        """What the harness asks about each document when one process runs them all, in order.
+        """The harness's requests for each document, as if one process ran all, in order.
 
         A document's worked examples depend on those drawn before, so all are drawn together, and
         the harness's `evaluate` must not draw them again.
@@ -197,9 +197,9 @@ class HarnessSuite(Suite):
         return self._requests[subtask]
 
     def _chat_text(self, turns: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation in the chat template, as lm-eval has it.
+        """A conversation in the chat template, for lm-eval.
 
-        A template that takes no system turn, like Gemma 2's, gets none: a task's description.
+        The system turn, a task's description, is left out for templates without one (Gemma 2).
         """
         assert self.chat is not None
         try:
@@ -217,7 +217,7 @@ class HarnessSuite(Suite):
         """Records of the answers to the documents at `indices`, a batch at a time."""
         name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
         new_tokens, is_samsum = longbench.TASKS[name].max_new_tokens, name == "samsum"
-        questions = self._questions.setdefault(subtask, {})  # every model is asked the same
+        questions = self._questions.setdefault(subtask, {})  # the same for every model
         for index in indices:
             if index in questions:
                 continue
@@ -240,7 +240,7 @@ class HarnessSuite(Suite):
             yield records
 
     def _longbench_ids(self, name: str, text: str, new_tokens: int) -> list[int]:
-        """A prompt's ids, of fewer tokens of its ends where these grew beyond the positions."""
+        """A prompt's ids; it is truncated further if decoding and encoding made it too long."""
         limit = self.section.max_length
         positions = self.places.positions if self.places is not None else None
         while True:
@@ -268,14 +268,14 @@ class HarnessSuite(Suite):
                 for number, index in enumerate(chunk)
                 for request in requests[index]
             ]
-            # Its own reads all documents to find these, once for each filter.
+            # lm-eval's property reads all documents to find these, once for each filter.
             task.doc_iterator = partial(_asked, [documents[index] for index in chunk])
             result = evaluate(
                 lm,
                 {"tasks": {subtask.task: task}},
                 samples={subtask.task: chunk},
                 bootstrap_iters=0,
-                # Those that execute what a model writes were refused.
+                # Tasks that execute the model's output were refused.
                 confirm_run_unsafe_code=True,
             )
             by_document: dict[int, list[Mapping[str, Any]]] = {}
@@ -294,21 +294,21 @@ def _same(documents: Any) -> Any:
 
 
 def _asked(documents: Sequence[Any], **_: Any) -> Iterator[tuple[int, Any]]:
-    """In the place of a task's `doc_iterator`: documents that are asked together, by number."""
+    """Replaces a task's `doc_iterator`: the documents of this call, by number."""
     return enumerate(documents)
 
 
 def _numbered(request: Any, number: int) -> Any:
-    """The request as that of document `number` of those that are asked together, unanswered."""
+    """The request, unanswered, as that of document `number` of this call."""
     place = (request.task_name, number, request.repeats)
     return replace(request, metadata=place, resps=[], filtered_resps={})
 
 
 def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
-    """The harness's interface to a loaded model; what prompts begin with is computed once.
+    """The harness's interface to a loaded model; the common prefix of prompts is computed once.
 
-    So are worked examples before questions with options: lm-eval takes the last logits of a row,
-    and passes over what is missing at the front.
+    So are worked examples before multiple-choice questions: lm-eval reads the last logits of a row,
+    so the logits of the prefix may be missing.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -316,11 +316,11 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
 
     class Model(HFLM):  # type: ignore[misc]
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-            # Of an option's tokens each has the logits before it.
+            # Each token of an option is scored by the logits before it.
             self._asked = max((len(option) for _, _, option in requests), default=0)
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
-        def _model_call(self, inps: Any) -> Any:  # as of a causal model
+        def _model_call(self, inps: Any) -> Any:  # the signature for causal models
             logits = shared.rest_logits(inps, self._asked)
             if logits is None:
                 logits = super()._model_call(inps)
@@ -338,26 +338,26 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
             return output
 
     lm = Model(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
-    # The ranks have their own documents here; the harness must not split them again.
+    # The documents are split over the ranks already; the harness must not split them again.
     lm._rank, lm._world_size = 0, 1
     return lm
 
 
 def is_cut(lm: Any, request: Any) -> bool:
-    """Whether lm-eval drops the beginning of a prompt: with its answer it is too long."""
+    """Whether prompt and answer are too long, so that lm-eval drops the prompt's beginning."""
     context, rest = request.args
     if request.request_type == "generate_until":
         answer = _answer_tokens(rest)
-    else:  # the last token of a choice is not read
+    else:  # the last token of a choice is not an input
         answer = len(lm.tok_encode(rest, add_special_tokens=False)) - 1
-    # A text has no more tokens than bytes, but for those that open it.
+    # A text has no more tokens than bytes, except for its opening tokens.
     if len(context.encode()) + answer < lm.max_length - 8:
         return False
     return len(lm.tok_encode(context)) + answer > lm.max_length
 
 
 def _answer_tokens(options: Mapping[str, Any]) -> int:
-    """The most tokens of an answer, by lm-eval's options of generation."""
+    """The limit of an answer's tokens in lm-eval's generation options."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     return int(normalize_gen_kwargs(dict(options))[ANSWER_TOKENS])
@@ -366,7 +366,7 @@ def _answer_tokens(options: Mapping[str, Any]) -> int:
 def record_of(
     index: int, logged: Sequence[Mapping[str, Any]], metrics: Collection[str]
 ) -> dict[str, Any]:
-    """A document's answer; `scores` holds each of `metrics` under every filter of the harness."""
+    """A document's answer; `scores` has each of `metrics` under every filter of the harness."""
     scores = {
         f"{metric},{entry['filter']}": float(entry[metric])
         for entry in logged

@@ -33,21 +33,21 @@ _SPLITS = ("train", "validation", "test", "dev")
 _SPLIT_FIELDS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _WHERE = "evaluate.harness.tasks"
 _LIST_THEM = "`lm-eval ls tasks` lists them all"
-# Of a split of a task, which is held whole: the largest of LongBench has 25 MB.
+# Maximum bytes of a split, which is read as a whole: the largest of LongBench has 25 MB.
 _DATA_LIMITS = JsonLimits(2**30, 6_000_000)
-# lm-eval marks all of LongProc as unsafe; the scores of these execute nothing that a model writes.
+# lm-eval marks all of LongProc as unsafe; scoring these tasks executes no output of a model.
 _EXECUTES_NOTHING = re.compile(
     r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_[\d.]+k"
 )
 # With this seed lm-eval draws the order of a document's options, as in GPQA.
 _DOCUMENT_SEED = 0
-# Scores whose mean tells a mean from every other way to aggregate them (sum, median, maximum).
+# Scores by which a mean differs from every other aggregation (sum, median, maximum).
 _PROBE, _PROBE_MEAN = [0.0, 1.0, 1.0, 0.5], 0.625
 
 
 @dataclass
 class LoadedTasks:
-    """Meaning of a name: tasks, why others have no data, and groups that have a score."""
+    """The tasks of a name, reasons of tasks without data, and groups that have a score."""
 
     tasks: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class LoadedTasks:
 
 @dataclass(frozen=True)
 class _Absent:
-    """Stands in lm-eval's groups for a task without data."""
+    """Placeholder in lm-eval's groups for a task without data."""
 
     task_name: str
 
@@ -98,9 +98,9 @@ def without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[
 
 
 def _unknown(names: Sequence[str]) -> dict[str, str | None]:
-    """Tasks that no file of lm-eval names; reads all of its files where a name is in an odd place.
+    """Tasks unknown to lm-eval; reads all of its files only if a name is not in the usual place.
 
-    Each with the nearest name of a file or folder there. A name that stands there as something else
+    Each with the most similar name of a file or folder. A name that occurs there as something else
     passes; the harness itself refuses it before training.
     """
     spec = importlib.util.find_spec("lm_eval")
@@ -110,7 +110,7 @@ def _unknown(names: Sequence[str]) -> dict[str, str | None]:
     unknown = set(names)
     for folder in (*sorted({below / name.split("_")[0] for name in unknown}), below):
         for file in folder.rglob("*") if unknown else ():
-            # Files that others include, and that hold their tags, have no suffix.
+            # Files that other files include, with their tags, have no suffix.
             if file.suffix in ("", ".yaml") and file.is_file():
                 text = file.read_text(encoding="utf-8", errors="replace")
                 words = ((n, rf"(?<![\w.+-]){re.escape(n)}(?![\w.+-])") for n in unknown)
@@ -121,7 +121,7 @@ def _unknown(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def task_manager(names: Sequence[str]) -> Any:
-    """The harness's index of the folders that these tasks are in by their names, else the whole.
+    """The harness's index of the folders named like these tasks, or the whole index.
 
     Raises UserError when lm-eval is not installed.
     """
@@ -151,7 +151,7 @@ def whole_index() -> Any:
 def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
     """The tasks that a task, group or tag of lm-eval stands for, by name; builds none of them.
 
-    A task that stands inside its group and nowhere else is called <group>::<task>.
+    A task that is defined only inside its group is called <group>::<task>.
 
     Raises UserError when lm-eval knows no such name.
     """
@@ -190,7 +190,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
 
 
 def hub_tasks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Those of some tasks whose data is a dataset of the hub: its name and its config's."""
+    """Name and config of the hub dataset of each of the tasks that has one."""
     manager = task_manager(names)
     found = {}
     for name in names:
@@ -202,7 +202,7 @@ def hub_tasks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
-    """Raise UserError for tasks that run a model's code, or have no share of 1 or no file."""
+    """Raise UserError for tasks that run a model's code, or lack a score in [0, 1] or a file."""
     for name in names:
         configs = leaf_configs(manager, name)
         faults = {
@@ -227,14 +227,14 @@ def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
 
 
 def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTasks:
-    """The tasks that `name` stands for, each on its own local data where there is some.
+    """The tasks that `name` stands for, each on its local data if there is any.
 
-    They are lm-eval's, with the settings that its groups give them.
+    They are lm-eval's tasks with the settings of its groups.
 
     Raises UserError when lm-eval knows no such name, or its tasks cannot be scored here.
     """
     refuse_unscorable(manager, [name])
-    # Silence warnings that are irrelevant to a recipe.
+    # Silence warnings that do not matter here.
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     loaded = LoadedTasks()
@@ -242,11 +242,11 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     original = factory._build_task
 
     def build(entry: Any, overrides: Mapping[str, Any] | None) -> Any:
-        """A task with its data; without them its place, with the reason in `missing`."""
+        """A task with its data; without data a placeholder, with the reason in `missing`."""
         try:
             task_settings = {**settings, **section.settings.get(entry.name, {})}
             changes = _changes(manager.task_index, entry, overrides or {}, task_settings, section)
-            random.seed(_DOCUMENT_SEED)  # worked examples are made with the task
+            random.seed(_DOCUMENT_SEED)  # worked examples are drawn when the task is created
             task = original(entry, changes)
             _seed_documents(task)
             if task.config.repeats > 1:
@@ -254,13 +254,13 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
             _check_task(task)
         except UserError:
             raise
-        except Exception as error:  # whatever a task's own data and code raise
+        except Exception as error:  # errors of a task's data and code, of any type
             loaded.missing[entry.name] = reason = no_data(error)
             logger.warning("%s has no score: %s", entry.name, reason)
             return _Absent(entry.name)
         return task
 
-    # lm-eval has no setting for one task of a group: what is set for a group all its tasks inherit.
+    # lm-eval has no settings for a single task of a group: all its tasks inherit the group's.
     factory._build_task = build
     try:
         whole = manager.load([name])
@@ -285,7 +285,7 @@ def _changes(
     settings: Mapping[str, Any],
     section: HarnessEvaluation,
 ) -> dict[str, Any]:
-    """Settings of a task beside its file: from its groups, the recipe and its data."""
+    """Settings of a task from outside its file: its groups, the recipe and its data."""
     changed = with_settings({**entry.cfg, **overrides}, settings)
     changes = {key: changed[key] for key in (*overrides, *settings)}
     files = local_files(index, entry.name, section.data_dir, changes)
@@ -301,7 +301,7 @@ def _changes(
 
 
 def _seed_documents(task: Any) -> None:
-    """Let a task make the same documents in every process, and each time that lm-eval asks."""
+    """Let a task make the same documents in every process and at each access."""
     for config in (task.config, task.config.fewshot_config):
         if callable(config.process_docs):
             config.process_docs = _seeded(config.process_docs)
@@ -317,9 +317,9 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def score_all_answers(task: Any) -> None:
-    """Have a document's score be the mean over all its answers, of which lm-eval takes the first.
+    """Score a document by the mean over all its answers; lm-eval takes the first answer only.
 
-    What a task does with several answers by itself, as a majority vote, stays.
+    Tasks that combine several answers themselves (majority vote) are left as they are.
     """
     from lm_eval.filters.selection import MajorityVoteFilter, TakeFirstFilter, TakeKFilter
 
@@ -344,7 +344,7 @@ def no_data(error: Exception) -> str:
 
 
 def _check_task(task: Any) -> None:
-    """Raise where a task has no documents or worked examples, or no score that is a mean."""
+    """Raise if a task has no documents or worked examples, or no score that is a mean."""
     if not len(task.eval_docs):
         raise ValueError("it has no documents")
     shots = task.config.num_fewshot or 0
@@ -368,7 +368,7 @@ def mean_metrics(task: Any) -> set[str]:
     def is_mean(aggregation: Any) -> bool:
         try:
             return abs(float(aggregation(list(_PROBE))) - _PROBE_MEAN) < 1e-9
-        except Exception:  # it sums up something else than numbers
+        except Exception:  # it aggregates values other than numbers
             return False
 
     return {metric for metric, how in task.aggregation().items() if is_mean(how)}
@@ -386,8 +386,8 @@ def local_files(
     """Files of a task below the data folder, by split; `changes` may name other splits.
 
     LongBench: <folder>/longbench/<task>.jsonl, as its data.zip has them; else
-    <folder>/<task>/<split>.jsonl. A task on the same data whose name `name` begins with lends its
-    files: gsm8k's serve gsm8k_cot too.
+    <folder>/<task>/<split>.jsonl. Files of a task on the same data whose name is a prefix of `name`
+    are used too: those of gsm8k for gsm8k_cot.
     """
     if data_dir is None:
         return {}
@@ -423,7 +423,7 @@ def _splits(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _datasets(
     files: Mapping[str, Path], splits: Sequence[str], check: Callable[[Any], None] | None
 ) -> dict[str, Any]:
-    """A dataset for each split; one without a file is empty, for a task may do without it."""
+    """A dataset for each split; empty without a file, since a task may not need the split."""
     from datasets import Dataset
 
     there = {
@@ -436,7 +436,7 @@ def _datasets(
 
 
 def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of LongBench, whose two public copies call a field `input` and `question`."""
+    """A record of LongBench with both names of a field: `input` or `question` in public copies."""
     if "input" in record and "context" in record:
         return {"question": record["input"], **record}
     return record
@@ -447,11 +447,11 @@ def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list
 
     `check` raises ValueError for an object that the task cannot take.
 
-    Raises ValueError that names the file and, of an object, its line.
+    Raises ValueError with the file and, for an invalid object, its line.
     """
     try:
         content = read_within(path, _DATA_LIMITS.most_bytes)
-        # Up to the first line that is no JSON, all lines count together.
+        # First all lines at once, up to the first that is not JSON.
         check_json_text(content, _DATA_LIMITS)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
@@ -476,7 +476,7 @@ def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         records[number] = record
-    # A dataset would have nulls instead, which a prompt shows as the text None.
+    # A dataset would fill in nulls, which a prompt shows as the text None.
     for name in dict.fromkeys(chain.from_iterable(records.values())):
         lacking = [number for number, record in records.items() if name not in record]
         if lacking:

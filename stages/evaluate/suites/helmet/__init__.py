@@ -15,11 +15,11 @@ HelmetTaskName = Literal["kilt_nq", "kilt_triviaqa", "kilt_hotpotqa", "kilt_popq
 
 
 class HelmetTask(NamedTuple):
-    """Files of a task of HELMET (arXiv:2410.02694): `{k}` is the count of passages or pairs.
+    """Files of a task of HELMET (arXiv:2410.02694): `{k}` is the number of passages or pairs.
 
-    `counts` are k by the tokens that a prompt takes, about. An answer has at most `new_tokens`.
-    `most_popular`: entities of a logarithm (base 10) of page views below that alone. A question
-    that is drawn is asked with the right passage at `depths` places.
+    `counts` are k by the approximate tokens of a prompt. An answer has at most `new_tokens`.
+    `most_popular`: only entities with log10 of page views below this. Each drawn question is used
+    with the right passage at each of `depths` places.
     """
 
     file: str

@@ -1,7 +1,7 @@
 """HELMET's RAG and key-value tasks (arXiv:2410.02694), from its published files.
 
-Prompts, draws and scores are those of its code (princeton-nlp/HELMET): a question behind passages
-of Wikipedia with two worked examples, and a key of a JSON object.
+Prompts, draws and scores are those of its code (princeton-nlp/HELMET): a question after passages of
+Wikipedia with two worked examples, and a key of a JSON object.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class HelmetSample(NamedTuple):
-    """A prompt in parts: only `context` is shortened where it is too long."""
+    """A prompt in parts; only `context` is truncated if it is too long."""
 
     template: str
     context: str
@@ -47,7 +47,7 @@ class HelmetSample(NamedTuple):
     question: str
     ending: str
     answers: tuple[str, ...]
-    document: str | None = None  # the question, which its rows (depths) share
+    document: str | None = None  # the question, the same in its rows (depths)
 
     def prompt(self, context: str | None = None) -> str:
         """The text before the answer's beginning `ending`."""
@@ -56,7 +56,7 @@ class HelmetSample(NamedTuple):
 
 
 def keep(task: HelmetTask, row: Row) -> bool:
-    """Whether a task asks a row of its file: PopQA leaves out the most popular entities."""
+    """Whether a task uses a row of its file: PopQA leaves out the most popular entities."""
     return task.most_popular is None or math.log10(row["s_pop"]) < task.most_popular
 
 
@@ -72,7 +72,7 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
     Raises KeyError, TypeError, ValueError or IndexError for a row that is not in HELMET's layout.
     """
     key = key_of(row)
-    # PopQA has one split alone.
+    # PopQA has one split only.
     others = [
         example for example in examples if task.most_popular is None or key_of(example) != key
     ]
@@ -93,7 +93,7 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
 
 def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
     """The prompt of a key; raises as `rag_sample` does."""
-    if not row["answer"]:  # which every output would contain
+    if not row["answer"]:  # every output contains an empty answer
         raise ValueError("the answer is empty")
     shown = row["demos"][:SHOTS]
     demos = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in shown)
@@ -106,15 +106,15 @@ def key_value_sample(task: HelmetTask, row: Row) -> HelmetSample:
 def fitted(
     sample: HelmetSample, most_tokens: int, tokenizer: Any, chat: ChatTemplate | None = None
 ) -> str:
-    """The prompt, its context cut at the end where it has more than `most_tokens`.
+    """The prompt; its context is truncated at the end if it has more than `most_tokens`.
 
-    These are all that a model reads: with the chat template or, without one, the ending.
+    All tokens count: also those of the chat template or, without one, of the ending.
 
-    Raises UserError where they are more without any context.
+    Raises UserError if there are too many even without the context.
     """
     text, plain = sample.prompt(), partial(_with_ending, sample.ending)
-    offsets: Any = None  # of the context's tokens that are left
-    # Once as in HELMET's code; again where the cut parts a token such as ".\n\n", which ended it.
+    offsets: Any = None  # of the remaining tokens of the context
+    # Once as in HELMET's code; again if the cut splits a token such as ".\n\n" at the end.
     while (excess := len(prompt_of(tokenizer, _user_turn(text), chat, plain)[1]) - most_tokens) > 0:
         if offsets is None:
             offsets = tokenizer(
@@ -133,8 +133,8 @@ def fitted(
 def score(output: str, answers: Sequence[str]) -> float:
     """1 where the output contains an answer, both without case, articles and punctuation.
 
-    The whole output counts: HELMET's configurations set `stop_new_line`, which its code does not
-    read. As there, an answer that is nothing but articles and punctuation is in every output.
+    The whole output counts: HELMET's configurations set `stop_new_line`, but its code ignores it.
+    As in its code, an answer of articles and punctuation only is in every output.
     """
     text = _plain(output)
     return float(any(_plain(answer) in text for answer in answers))
@@ -147,7 +147,7 @@ def _passages(row: Row) -> str:
 
 def _answers(row: Row) -> tuple[str, ...]:
     answers = row["answers"]
-    # Every output would contain an empty answer, and a null would be the text None.
+    # Every output contains an empty answer, and a null would become the text None.
     if not isinstance(answers, list) or not answers or not all(answers):
         raise ValueError("answers are no list of one or more texts")
     return tuple(map(str, answers))
@@ -161,7 +161,7 @@ def _plain(text: str) -> str:
 def samples(
     section: Helmet, tokenizer: Any, seed: int, chat: ChatTemplate | None
 ) -> list[PromptSample]:
-    """The samples of each task at each length, which bounds prompt, template and answer together.
+    """The samples of each task at each length, the limit of prompt, template and answer together.
 
     Raises UserError when a file is not in the public layout.
     """
@@ -192,7 +192,7 @@ def _questions(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iter
     examples = _rows(task, Path(section.data_dir, str(task.examples)), dict)
     try:
         keys = sorted(set(_rows(task, file, key_of)))
-    except TypeError as error:  # they have no order
+    except TypeError as error:  # the values cannot be ordered
         raise UserError(f"{file}: not in HELMET's layout ({error} as id or question)") from None
     count = len(keys) if section.samples is None else min(section.samples, len(keys))
     chosen = set(random.Random(seed).sample(keys, count))
@@ -211,7 +211,7 @@ def _key_values(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Ite
 
 
 def _rows(task: HelmetTask, file: Path, make: Callable[[Any], Any]) -> list[Any]:
-    """`make` of each row that the task keeps; raises UserError for one in another layout."""
+    """`make` of each row that the task keeps; raises UserError for a row in another layout."""
     rows = []
     for number, row in enumerate(read_rows(file, ())):
         try:

@@ -30,7 +30,7 @@ _MAX_NEEDLES = 1000  # the published data has at most 8
 
 
 class MrcrSample(NamedTuple):
-    """A conversation whose last turn asks, its answer, and how that begins."""
+    """A conversation that ends with the question, its answer, and the answer's prefix."""
 
     needles: int
     turns: list[dict[str, str]]
@@ -39,7 +39,7 @@ class MrcrSample(NamedTuple):
 
 
 def sample_of(row: Mapping[str, Any]) -> MrcrSample:
-    """The sample of a row; raises KeyError, TypeError or ValueError where the row is none."""
+    """The sample of a row; raises KeyError, TypeError or ValueError for an invalid row."""
     prompt, answer, prefix, needles = (row[name] for name in FIELDS)
     if not isinstance(prompt, str):
         raise ValueError("prompt is no text that holds JSON")
@@ -50,22 +50,22 @@ def sample_of(row: Mapping[str, Any]) -> MrcrSample:
     if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
         raise ValueError("a conversation, its answer and the string before it must not be empty")
     texts = [text for turn in turns for text in turn.values()]
-    "".join([answer, prefix, *texts]).encode()  # texts alone, and no half a surrogate
+    "".join([answer, prefix, *texts]).encode()  # raises unless all are valid texts
     if type(needles) is not int or not 0 < needles < _MAX_NEEDLES:
         raise ValueError(f"n_needles is {needles!r:.60}")
     return MrcrSample(needles, turns, answer, prefix)
 
 
 def plain_text(turns: list[dict[str, str]]) -> str:
-    """The conversation for a model without a chat template, ending where its answer begins."""
+    """The conversation up to the answer, for a model without a chat template."""
     spoken = [f"{turn['role'].capitalize()}: {turn['content']}" for turn in turns]
     return "\n\n".join([*spoken, "Assistant:"])
 
 
 def score(output: str, answer: str, prefix: str) -> float:
-    """Ratio of difflib's SequenceMatcher of output and answer behind the random string.
+    """Ratio of difflib's SequenceMatcher for output and answer after the random string.
 
-    0 where the output, without blanks around it, does not begin with the string.
+    0 if the stripped output does not begin with the string.
     """
     output = output.strip()
     if not output.startswith(prefix):
@@ -73,16 +73,16 @@ def score(output: str, answer: str, prefix: str) -> float:
     return SequenceMatcher(None, output.removeprefix(prefix), answer.removeprefix(prefix)).ratio()
 
 
-# More than any tokenizer's tokens have on average.
+# More than the average of any tokenizer.
 _CHARACTERS_PER_TOKEN = 16
 
 
 def samples(
     section: Mrcr, tokenizer: Any, seed: int, chat: ChatTemplate | None
 ) -> list[PromptSample]:
-    """The samples of each length: conversation and answer take at most this length in tokens.
+    """The samples of each length, the limit of the tokens of conversation and answer.
 
-    Upstream counts those of another tokenizer, so its bins hold other samples.
+    Upstream counts tokens of another tokenizer, so its bins hold other samples.
 
     Raises UserError when a file is not in the public layout.
     """
@@ -117,7 +117,7 @@ def samples(
 
 
 def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSample]:
-    """The samples of the files with no more characters than that, in order, equal rows once.
+    """The samples with at most `most_characters`, in order, without repeated rows.
 
     Raises UserError when a file or a row of it is not in the public layout.
     """
@@ -141,5 +141,5 @@ def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSa
             seen.add(content)
             yield sample
     for path, rows in repeated.items():
-        # Counted again, they would make the score look more certain than it is.
+        # Repeated rows would make the score look more certain than it is.
         logger.warning("%s: left out %d that equal an earlier row of MRCR's data", path, rows)

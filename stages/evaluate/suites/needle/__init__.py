@@ -18,12 +18,12 @@ from stages.formats import counted
 from stages.inputs import Hasher, Input, prose
 from stages.stage import LoadedRecipe
 
-# Of a sample on disk, beside 4 bytes for each of its ids: its answers and the end of its question.
+# Bytes of a sample on disk besides 4 per token id: its answers and the end of its question.
 _RECORD_BYTES = 1000
 
 
 def _ruler_files(needle: NeedleEvaluation, folder: str | None, hasher: Hasher) -> dict[str, Any]:
-    """The files of the recipe's tasks that are there, by content."""
+    """Content hashes of the existing files of the recipe's tasks."""
     names = [name for task, name in DATA_FILES.items() if task in needle.tasks]
     files = [Path(folder, name) for name in names] if folder is not None else []
     return {path.name: hasher.sha256(path) for path in files if path.is_file()}
@@ -83,7 +83,7 @@ class NeedleEvaluation(SuiteSection):
     )
 
     def environment(self) -> dict[str, Any]:
-        """Words that samples are made of, and what splits sentences."""
+        """Packages with the words of samples, and for splitting sentences."""
         return {"words": words_identity(), "sentences": sentences_identity()}
 
     @property
@@ -106,7 +106,7 @@ class NeedleEvaluation(SuiteSection):
                 )
 
     def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """Its lengths are those of the sample alone; a chat template has two tokens at least."""
+        """Lengths leave out the chat template, which adds at least two tokens."""
         for length, (reach, of_whom) in self._reaches(loaded).items():
             if reach - 2 < length <= reach:
                 yield (
@@ -116,7 +116,7 @@ class NeedleEvaluation(SuiteSection):
                 )
 
     def _stretched(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """Lengths beyond the model's positions without a factor for YaRN that reaches so far."""
+        """Lengths beyond the model's positions without a sufficient YaRN factor."""
         for length in set(self.yarn) - set(self.lengths):
             yield f"{where}.yarn: {length:,} is not among {where}.lengths"
         fault = yarn_fault(loaded.info.config) if loaded.info is not None and self.yarn else None
@@ -132,7 +132,7 @@ class NeedleEvaluation(SuiteSection):
                 )
 
     def _reaches(self, loaded: LoadedRecipe) -> dict[int, tuple[float, str]]:
-        """The model's positions at each of the lengths, as far as known, and in words."""
+        """The model's positions at each of the lengths, if known, and a text for messages."""
         limit = loaded.positions
         trained = self._trained_length(loaded) or limit
         reaches: dict[int, tuple[float, str]] = {}
@@ -146,7 +146,7 @@ class NeedleEvaluation(SuiteSection):
         return reaches
 
     def _trained_length(self, loaded: LoadedRecipe) -> int | None:
-        """The length that YaRN stretches, where recipe, config.json or model card say it."""
+        """The length that YaRN stretches, if recipe, config.json or model card have it."""
         info = loaded.info
         if not self.yarn:
             return None
@@ -166,7 +166,7 @@ class NeedleEvaluation(SuiteSection):
                 yield f"{where}.data_dir: {fault}"
 
     def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Tasks that need a file of RULER's; those that the recipe names itself it must have."""
+        """Tasks that lack a file of RULER; for tasks that the recipe names this is a fault."""
         yield from filter(None, (missing_ruler_file(task, self.data_dir) for task in tasks or ()))
 
     def work(self) -> tuple[list[Work], list[str]]:
@@ -183,8 +183,8 @@ class NeedleEvaluation(SuiteSection):
 
 
 def missing_ruler_file(task: str, folder: str | None) -> str | None:
-    """Why a task of RULER cannot be made; None where it can."""
-    name = DATA_FILES.get(task) if task != "cwe" else None  # its words may suffice
+    """Why the samples of a RULER task cannot be made, or None."""
+    name = DATA_FILES.get(task) if task != "cwe" else None  # the built-in words may suffice
     if name is None or (folder is not None and Path(folder, name).is_file()):
         return None
     where = f"{folder} holds none" if folder is not None else "none is named"

@@ -1,4 +1,4 @@
-"""RULER on one rank: the samples, made once for all runs, and a model's answers to them."""
+"""RULER on one rank: its samples, made once for all runs, and a model's answers."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class NeedleSuite(Suite):
     def prepare(self) -> None:
         """Make the samples of every `world`-th subtask.
 
-        Raises UserError when a task does not fit, or its data is missing or damaged; where it is
-        optional it becomes `missing`, on all ranks.
+        Raises UserError when a task does not fit, or its data is missing or damaged; an optional
+        task becomes `missing` instead, on all ranks.
         """
         mine, faults = self.subtasks[self.rank :: self.world], dict[str, str]()
         with progress(len(mine) * self.section.samples, "RULER samples", "samples") as bar:
@@ -113,7 +113,7 @@ class NeedleSuite(Suite):
                 yield records
 
     def _subtask_questions(self, subtask: Subtask) -> list[Question]:
-        """The subtask's samples of this rank; cached, since every checkpoint answers the same."""
+        """The subtask's samples of this rank; cached, since all checkpoints share them."""
         if subtask not in self._questions:
             self._questions[subtask] = questions = []
             mine = range(self.rank, self.section.samples, self.world)

@@ -1,4 +1,4 @@
-"""Loss by position in long documents: it rises first where distant tokens are not seen."""
+"""Loss by position in long documents, the first to rise if distant tokens are not seen."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class PositionSuite(Suite):
     def prepare(self) -> None:
         """Tokenise the first documents that are long enough, each once.
 
-        A copy says nothing new, and counted among them it would narrow the interval.
+        Copies are skipped: they would narrow the interval without new information.
 
-        Raises UserError when no document is.
+        Raises UserError when no document is long enough.
         """
         known = set[bytes]()
         for text in documents(self.section.path, 8 * self.section.length + 1000):
@@ -106,9 +106,9 @@ class PositionSuite(Suite):
 
 @torch.inference_mode()
 def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = None) -> np.ndarray:
-    """Cross-entropy of every token but the first, nats [T - 1], by a prefill in chunks.
+    """Cross-entropy of every token except the first, nats [T - 1], by a prefill in chunks.
 
-    Where all processes read together, in one pass.
+    If all processes read together (`shared`), in one pass.
     """
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)[None]
     if shared is not None:
@@ -132,10 +132,10 @@ def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = Non
 def position_table(
     length: int, answers: Sequence[Sequence[float]], original: Sequence[Sequence[float]] | None
 ) -> dict[str, Any]:
-    """Mean loss of each bin with a 95 % interval over documents, and by how much the original's.
+    """Mean loss of each bin with a 95 % interval over documents, and the original's difference.
 
-    `answers` [documents, bins] in nats per token; the difference is over the same documents. Four
-    documents have no interval.
+    `answers` [documents, bins] in nats per token; the difference is over the same documents. Up to
+    four documents have no interval.
     """
     values = np.asarray(answers)
     table: dict[str, Any] = {
@@ -155,8 +155,8 @@ def _means(values: np.ndarray) -> list[dict[str, float | None]]:
 def documents(path: str | None, characters: int) -> Iterator[str]:
     """The first characters of the folder's texts by name, or of transformers' models.
 
-    Of a model it is the code from its first class on, the longest files first: what stands before
-    it, licence, warnings and imports, is much the same in all.
+    A model's code begins at its first class, longest files first: licence, warnings and imports
+    before it are similar in all files.
     """
     if path is not None:
         for file in haystack_files(Path(path), "evaluate.positions.path", (".txt", ".md")):
