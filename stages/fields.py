@@ -96,7 +96,7 @@ def short_text(value: str) -> str:
 
 
 def different(values: list[_Item]) -> list[_Item]:
-    """The values, without repetition."""
+    """The values; refuses repeated ones."""
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"names {value} twice")
@@ -121,7 +121,7 @@ def regular_expression(value: str) -> str:
 
 
 def rising(values: list[_Value]) -> list[_Value]:
-    """The values, strictly ascending."""
+    """The values; refuses those that are not strictly ascending."""
     if values != sorted(set(values)):
         raise ValueError("the values must rise and not repeat")
     return values
@@ -160,7 +160,7 @@ Ratios = Annotated[
 class Section(BaseModel):
     """A section of a recipe: unknown keys are refused, values do not change after loading.
 
-    Values are not converted: true is not a number, 1 is not a flag. `ALTERNATIVES` are groups of
+    Types are strict: true is not a number, 1 is not a flag. `ALTERNATIVES` are groups of
     fields that exclude each other: at most one is given, and an override of one replaces the others
     in the file.
     """

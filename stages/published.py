@@ -1,4 +1,4 @@
-"""Files that stages publish: typed JSON records, and the manifest beside every output."""
+"""Files that stages publish: typed JSON records, and the manifest of each output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RUN_AGAIN = "run its stage again with --force"
 
 
 class Record(BaseModel):
-    """A JSON object that a stage writes; fields beyond the promised ones are kept."""
+    """A JSON object that a stage writes; unknown fields are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     @classmethod
     def check(cls, content: object, place: str) -> Self:
-        """The record that `content` is. Raises RunError that names `place` and the field."""
+        """`content` as a record. Raises RunError with `place` and the field."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -45,7 +45,7 @@ class Summary(Record):
     def read(cls, folder: Path) -> Self:
         """The record published in a stage's folder.
 
-        Raises RunError where it is missing or damaged.
+        Raises RunError if it is missing or damaged.
         """
         path = folder / cls.FILE
         content = read_record(path)
@@ -62,9 +62,9 @@ class Summary(Record):
 
 
 class WorkSummary(Summary):
-    """A summary that its stage writes last, when the work is finished.
+    """A summary that its stage writes last, after all other work.
 
-    `sha256` names all files of the work, with their hashes (`bosch.files.file_hashes`).
+    `sha256` has the hashes of all files of the work (`bosch.files.file_hashes`).
     """
 
     sha256: dict[str, str] = Field(default={})
@@ -73,7 +73,7 @@ class WorkSummary(Summary):
     def finished(cls, folder: Path) -> Self | None:
         """The record of finished work.
 
-        None where there is none yet, and, with a warning, where it or a file of it is damaged.
+        None if there is none yet, or, with a warning, if it or one of its files is damaged.
         """
         if not exists(folder / cls.FILE):
             return None
@@ -91,9 +91,9 @@ class WorkSummary(Summary):
 class Manifest(Summary):
     """manifest.json, which the runner writes beside every stage's output.
 
-    `gpus`: GPUs that the stage ran on in the end; None where an older run did not say.
-    `gpu_seconds` are those of all attempts, each on its own number of them; None likewise.
-    `summary` is what its function returned.
+    `gpus`: GPUs of the last attempt; None if an older version did not record it. `gpu_seconds` is
+    the sum over all attempts, each with its number of GPUs; None likewise. `summary` is the return
+    value of the stage's function.
     """
 
     FILE = "manifest.json"
@@ -112,7 +112,7 @@ class Manifest(Summary):
 
     @staticmethod
     def digest(content: Mapping[str, Any]) -> str:
-        """Hash over all of the file but this hash itself, which is its field `sha256`."""
+        """Hash over the file without the field `sha256`, which holds this hash."""
         others = {name: value for name, value in content.items() if name != "sha256"}
         return hashlib.sha256(canonical_json(others).encode()).hexdigest()
 
@@ -122,7 +122,7 @@ class Manifest(Summary):
 
     @property
     def gpu_hours(self) -> float | None:
-        """Hours of the stage times its GPUs; None where these are not known."""
+        """Hours of the stage times its GPUs; None if the GPUs are unknown."""
         if self.gpus is None:
             return None
         seconds = self.seconds * self.gpus if self.gpu_seconds is None else self.gpu_seconds

@@ -1,4 +1,4 @@
-"""Disk that the hybrid's directory takes, and device memory that making it takes."""
+"""Disk space of the hybrid's directory, and device memory to make it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stages.materialize.stage import MaterializeConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 
-# Up to this size base and hybrid are compared in float32, which allows a small tolerance.
+# Up to this size base and hybrid are compared in float32, with a small tolerance.
 FLOAT32_PARAMETERS = 2_000_000_000
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """Bytes of the weights on disk, and on the device while they are permuted and compared."""
+    """Bytes of the weights on disk, and on the device during permutation and comparison."""
     shape = shape_of(loaded)
     section = loaded.recipe[MaterializeConfig]
     itemsize = BYTES[section.dtype]
@@ -27,10 +27,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 
 
 def device_bytes(shape: DecoderShape, itemsize: int) -> int:
-    """Peak bytes of weights on the device, of `itemsize` bytes each: one model and one more weight.
+    """Peak bytes on the device, `itemsize` per weight: one model and one more tensor.
 
-    Weights move one by one, so base and hybrid are never whole at the same time. The comparison has
-    one model at a time, a small one in float32.
+    Tensors move one at a time, so base and hybrid are never complete at the same time. The
+    comparison loads one model at a time, a small one in float32.
     """
     compared = 4 if shape.parameters <= FLOAT32_PARAMETERS else itemsize
     return max(compared * shape.parameters, itemsize * (shape.parameters + shape.largest_weight))

@@ -1,4 +1,4 @@
-"""The model card of a hybrid model: what it was made from, which heads slide, how it is loaded."""
+"""The model card of a hybrid model: its origin, its sliding heads, how to load it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def model_card(
     layers: Sequence[int],
     licence: dict[str, str],
 ) -> str:
-    """The card as Markdown with the front matter the hub reads.
+    """The card as Markdown with the hub's front matter.
 
-    `summary` is that of the materialize stage, `layers` are the numbers of those with full
+    `summary` is that of the materialize stage, `layers` are the indices of the layers with full
     attention in the base model.
     """
     local = Path(model.path).exists()
@@ -120,7 +120,7 @@ One row per layer, one sign per KV head in the base model's order: ■ full,
 
 
 def _budgets(summary: dict[str, Any]) -> str:
-    """How another budget is taken, of a model that serves several; else nothing."""
+    """How to choose another budget, if the model serves several; else empty."""
     if not summary.get("budgets"):
         return ""
     rows = "\n".join(
@@ -141,9 +141,9 @@ These weights serve several sizes of the KV cache. What stands above is true of
 
 
 def note_training(folder: Path, tokens: int, averaged: int) -> None:
-    """Say in the card in `folder`, if there is one, how many tokens the model was trained on.
+    """Add to the card in `folder`, if there is one, how many tokens the model was trained on.
 
-    `averaged`: checkpoints whose mean it is.
+    `averaged`: the checkpoints whose mean the model is.
     """
     path = folder / "README.md"
     if path.is_file():
@@ -154,7 +154,7 @@ def note_training(folder: Path, tokens: int, averaged: int) -> None:
 
 
 def _mask_rows(mask_file: HeadMaskFile, layers: Sequence[int]) -> str:
-    """The head mask as text, a row for each of `layers`."""
+    """The head mask as text, with a row for each of `layers`."""
     width = len(str(layers[-1]))
     signs = ["■", *_signs(mask_file).values()]
     return "\n".join(
@@ -164,7 +164,7 @@ def _mask_rows(mask_file: HeadMaskFile, layers: Sequence[int]) -> str:
 
 
 def _signs(mask_file: HeadMaskFile) -> dict[int, str]:
-    """The sign of a head of each window, by size: □, or its place from the widest window down."""
+    """The sign of each window's heads: □, or with several windows their rank from the widest."""
     if len(mask_file.windows) == 1:
         return {mask_file.window_size: "□"}
     return {w.size: f"{place:x}" for place, w in enumerate(mask_file.windows, start=1)}
@@ -178,13 +178,13 @@ def _legend(mask_file: HeadMaskFile) -> str:
 
 
 def base_licence(model: ModelConfig) -> dict[str, str]:
-    """Licence in the base model's card; empty if it states none that can be read."""
+    """Licence in the base model's card; empty if none can be read."""
     card = Path(model.path, "README.md")
     if not card.parent.is_dir():
         from huggingface_hub import hf_hub_download
 
         try:
             card = Path(hf_hub_download(model.path, "README.md", revision=model.revision))
-        except (OSError, ValueError):  # absent, or no network: the card is not worth failing for
+        except (OSError, ValueError):  # no card or no network: not worth failing for
             return {}
     return licence_of(card)

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fewest tokens of a probe beyond the widest window.
+# Minimum tokens of a probe beyond the widest window.
 _BEYOND = 64
-# Largest difference allowed between the two modes' logits, relative to their root mean square. The
-# permutation changes the order of sums and nothing else.
+# Largest allowed difference between the two modes' logits, relative to their root mean square. The
+# permutation changes only the order of sums.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
 
 
@@ -50,15 +50,16 @@ def run(
 ) -> dict[str, Any]:
     """Write model/ (loadable by AutoModelForCausalLM) and summary.json below `work_dir`.
 
-    Beside the weights lie the tokenizer, the code file for transformers alone, and a model card.
+    model/ also holds the tokenizer, the code file for use with transformers alone, and a model
+    card.
 
     The head mask is inputs["search"]/head_mask.json, or the point of inputs["search"]/front.json
-    that the budget chooses; front.json with this choice is written too, and the model serves the
-    budgets of all points that share an order of heads with this one. The saved model is loaded
-    again and must give the logits that the base model gives under each mask.
+    that the budget chooses; front.json is then written with this choice, and the model serves the
+    budgets of all points that share an order of heads with it. The saved model is loaded again and
+    must give the same logits as the base model under each mask.
 
-    Raises UserError when the base model is missing, damaged or unsupported, or the mask is
-    another's; and RunError when the saved model does not compute what was searched, or cannot be
+    Raises UserError when the base model is missing, damaged or unsupported, or the mask is for
+    another model; RunError when the saved model's logits differ from the search's, or it cannot be
     written.
     """
     import torch
@@ -94,7 +95,7 @@ def run(
         for index, point in _nested(front):
             logits = _searched_logits(base, front.mask(index), front.windows, tokens, exact)
             expected_of_budgets[point.kv_slots] = logits[:, -_BEYOND:].clone()
-    if exact:  # it is in float32 by now, with some of its buffers
+    if exact:  # it is now in float32, with some of its buffers
         del base
         base = _load_base(config, device)
         set_sink_bias(base, file.sink_bias)
@@ -132,13 +133,13 @@ def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
 
 
 def _price(config: StageConfig[MaterializeConfig], base: Any, context: int) -> Price:
-    """Bytes in the engine of the recipe's budget; `context` counts where that names none."""
+    """Cache bytes in the budget's engine; `context` is used if the budget has none."""
     search = config.upstream_section(SearchConfig)
     return search.price(decoder_layers(base.config), config.model.dtype, context)
 
 
 def _chosen(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> Front:
-    """The front with the point that the budget takes."""
+    """The front with the point that the budget chooses."""
     if (len(front.points[0].layout), front.num_key_value_heads) != mask_shape(base.config):
         raise UserError(f"{FRONT}: the front is another model's; search again")
     price = _price(config, base, front.context)
@@ -154,7 +155,7 @@ def _chosen(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> 
 
 
 def _point_file(front: Front) -> HeadMaskFile:
-    """The head mask of the chosen point, with its own ratio."""
+    """The head mask of the chosen point, with its ratio."""
     assert front.chosen is not None
     mask = front.mask(front.chosen)
     return HeadMaskFile.of(
@@ -166,7 +167,7 @@ def _point_file(front: Front) -> HeadMaskFile:
 def _budgeted(
     config: StageConfig[MaterializeConfig], base: Any, file: HeadMaskFile, front: Front | None
 ) -> dict[str, Any]:
-    """The mask's bytes in the engine of `search.budget`; nothing where that has no context."""
+    """The mask's bytes in the engine of `search.budget`; empty if that has no context."""
     search = next(
         (section for section in config.upstream.values() if isinstance(section, SearchConfig)), None
     )
@@ -187,7 +188,7 @@ def _budgeted(
 
 
 def _nested(front: Front) -> list[tuple[int, FrontPoint]]:
-    """The points with their indices that one directory serves."""
+    """The points that one directory serves, with their indices."""
     return list(itertools.compress(enumerate(front.points), front.nested))
 
 
@@ -232,7 +233,7 @@ def _budgets(base: Any, front: Front, states: int) -> dict[str, Any]:
 
 
 def _probe(base: Any, window: Window, seed: int) -> Tensor:
-    """Random tokens [2, T], enough more than window and sinks that a wrong window would show."""
+    """Random tokens [2, T], longer than window and sinks, so that a wrong window is noticed."""
     import torch
 
     text = text_config(base.config)
@@ -262,7 +263,7 @@ def _logits(model: Any, tokens: Tensor, exact: bool) -> Tensor:
 def compare_logits(actual: Tensor, expected: Tensor, precision: str) -> dict[str, Any]:
     """The largest difference of logits [B, T, V], relative to the root mean square of `expected`.
 
-    Raises RunError where it is larger than `TOLERANCE` of the precision, or not a number.
+    Raises RunError if it exceeds the precision's `TOLERANCE`, or is NaN.
     """
     scale = float(expected.square().mean().sqrt()) or 1.0
     difference = float((actual - expected).abs().max()) / scale
@@ -284,7 +285,7 @@ def _save(hybrid: Any, target: Path, config: StageConfig[MaterializeConfig]) -> 
     model = config.model
     spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
     tokenizer = load_tokenizer(spec)
-    if not tokenizer("text")["input_ids"]:  # what transformers makes of missing files
+    if not tokenizer("text")["input_ids"]:  # transformers' result for missing files
         raise UserError(f"{model.path}: the model has no tokenizer; add its tokenizer files")
     remove(target)
     try:

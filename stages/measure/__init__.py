@@ -1,1 +1,1 @@
-"""Speed and memory of a model beside its hybrids (BOSCH C.4)."""
+"""Speed and memory of a model and its hybrids (BOSCH C.4)."""

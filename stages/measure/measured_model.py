@@ -1,7 +1,7 @@
 """The models that are measured, and checks that they are what the report says.
 
-The hybrids of an original model are that model in search mode, under head masks whose full heads
-come first: so slices, kernels and cache are those of a materialised hybrid.
+Hybrids of an original model are that model in search mode, with head masks whose full heads come
+first, so that slices, kernels and cache are those of a materialised hybrid.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from stages.measure.stage import DEFAULT_RATIOS, DEFAULT_WINDOW, MeasureSettings
 
 
 class Variant(Section):
-    """One model that is measured: the original, or a hybrid with its ratio and window."""
+    """One measured model: the original, or a hybrid with its ratio and window."""
 
     kind: Literal["original", "hybrid"]
     swa_ratio: float
-    window_size: int | None = None  # of several the widest
+    window_size: int | None = None  # the widest of several
     sinks: int | None = None
     full_kv_heads_per_layer: tuple[int, ...]
-    # With several windows: their sizes, ascending, and how many heads of each layer have each.
+    # With several windows: their sizes, ascending, and the number of heads of each layer with each.
     window_sizes: tuple[int, ...] | None = None
     swa_kv_heads_per_layer: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def name(self) -> str:
-        """For tables and messages."""
+        """Name in tables and messages."""
         if self.kind == "original":
             return "original"
         return f"ρ = {self.swa_ratio:.3g}, W = {windows_text(self.windows)}"
@@ -71,9 +71,9 @@ class Variant(Section):
 def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
     """The original first, then every hybrid, of a model with this configuration.
 
-    A hybrid model keeps its own layout, and its own window unless --windows names others. Raises
-    UserError for options that do not fit the model, and for windows that are longer than a sequence
-    or than attention can count.
+    A hybrid model keeps its layout, and its window unless --windows names others. Raises UserError
+    for options that do not fit the model, and for windows longer than a sequence or than attention
+    supports.
     """
     kinds = decoder_layers(config)
     layers, heads = len(kinds.full), kinds.heads
@@ -96,7 +96,7 @@ def planned_variants(config: Any, settings: MeasureSettings) -> list[Variant]:
 
 
 def _own_layout(config: Any, heads: int, settings: MeasureSettings) -> list[Variant]:
-    """A hybrid model's own layout, with each window of --windows where the layout has one."""
+    """A hybrid model's layout, with each window of --windows if the layout has one window."""
     if settings.ratios is not None:
         raise UserError(
             "--ratios: the model is a hybrid and is measured with its own head mask; leave the "
@@ -136,12 +136,12 @@ def _hybrid(counts: tuple[int, ...], heads: int, window_size: int, sinks: int) -
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """The model of a run, what makes an empty KV cache for it, and how it computes attention."""
+    """The model of a run, a function that makes its empty KV cache, and its attention."""
 
     model: Any
     new_cache: Callable[[], Any]
     implementation: str  # transformers' name of the attention
-    backend: str  # what computes it: a backend of ours, or the implementation itself
+    backend: str  # a backend of this project, or the implementation itself
 
 
 def chosen_device(settings: MeasureSettings) -> torch.device:
@@ -162,10 +162,9 @@ def chosen_device(settings: MeasureSettings) -> torch.device:
 def build_model(
     path: str, original: str | None, variant: Variant, settings: MeasureSettings
 ) -> MeasuredModel:
-    """The model of `variant`: from `path`, or the original from `original` where that is given.
+    """The model of `variant`: from `path`, or the original from `original` if given.
 
-    Raises UserError for what cannot be loaded, RunError for a model without the requested
-    attention.
+    Raises UserError when it cannot be loaded, RunError when it has not the requested attention.
     """
     config = load_config(path)
     if variant.kind == "original":
@@ -205,11 +204,11 @@ def _load(path: str, config: Any, settings: MeasureSettings) -> Any:
 
 
 def _original(model: Any, settings: MeasureSettings) -> MeasuredModel:
-    """The original under transformers' own attention, or under ours with every head full."""
+    """The original with transformers' attention, or with this project's and every head full."""
     name, backend = settings.original_attention, resolve_backend(settings.attention)
     if name == "auto" and "flash_attention_2" in BACKENDS[backend].aliases:
         name = "flash_attention_2"
-    elif name == "auto":  # transformers' eager attention would make any hybrid look fast
+    elif name == "auto":  # compared with eager attention any hybrid would look fast
         name = "sdpa" if model._supports_sdpa else "hybrid"
     if name == "hybrid":
         prepare_for_search(model, settings.attention)

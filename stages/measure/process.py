@@ -38,7 +38,7 @@ _RESET_HIGH_WATER = "5"
 
 
 def measure_run(request: dict[str, Any]) -> dict[str, Any]:
-    """Figures of one run; raises what the run raises."""
+    """Figures of one run; errors of the run pass."""
     settings = MeasureSettings.model_validate(request["settings"], strict=False)
     variant = Variant.model_validate(request["variant"], strict=False)
     length = int(request["length"])
@@ -89,7 +89,7 @@ def _pass(measured: MeasuredModel, ids: Tensor, cache: Any) -> Tensor:
 
 
 def _warm_up(measured: MeasuredModel, ids: Tensor, chunk: int) -> None:
-    """Every kind of pass once: a first chunk, a chunk with a past, a token."""
+    """Each kind of pass once: a first chunk, a chunk after others, a token."""
     cache = measured.new_cache()
     for start in range(0, min(ids.shape[1], 2 * chunk), chunk):
         token = _pass(measured, ids[:, start : start + chunk], cache)
@@ -157,7 +157,7 @@ def _cpu_model() -> str | None:
 
 
 def main() -> None:
-    """Measure what the request file says and write figures, or how it ended, into the result."""
+    """Measure the run of the request file; write its figures or its error to the result file."""
     die_with_parent()
     request_file, result_file = sys.argv[1:]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -204,7 +204,7 @@ _RESIDENT = MemoryMeter(
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """The meter of a device; raises UserError where the system has none for the CPU."""
+    """The meter of a device; raises UserError on systems without a meter for the CPU."""
     if device.type == "cuda":
         return _CUDA
     try:
@@ -219,7 +219,7 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 
 
 def limit_memory(device: torch.device, limit: int) -> None:
-    """Keep this process below `limit` bytes: of GPU memory, or on the CPU of private memory."""
+    """Limit this process to `limit` bytes of GPU memory or, on the CPU, of private memory."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
@@ -230,15 +230,15 @@ def limit_memory(device: torch.device, limit: int) -> None:
 _SIGNS = ("attention", "attn", "flash", "fmha", "softmax")
 _NAME_LENGTH = 100
 
-# For each way to compute attention, a substring of the name of an operation it cannot do without.
+# For each way to compute attention, a substring of the name of an operation that it always runs.
 _NEEDED = {
     **{name: e.kernel for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
-    "flash_attention_3": "flash_attn",  # transformers' own, for the original model alone
+    "flash_attention_3": "flash_attn",  # of transformers, for the original model only
 }
 
 
 def attention_kernels(work: Callable[[], None], device: torch.device) -> list[str]:
-    """Names of the operations and kernels of attention that `work` runs."""
+    """Names of the attention operations and kernels that `work` runs."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -251,7 +251,7 @@ def attention_kernels(work: Callable[[], None], device: torch.device) -> list[st
 def check_kernels(backend: str, kernels: list[str], own_logits: bool) -> None:
     """Raise RunError unless `kernels` are those of the attention `backend`.
 
-    Logits that a family caps or adds to (`own_logits`) no fused kernel of sdpa computes.
+    sdpa's fused kernels do not support logits that a family caps or adds to (`own_logits`).
     """
     fused = any(_NEEDED["sdpa"] in name for name in kernels)
     needed = {_NEEDED[backend]}

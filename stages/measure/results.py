@@ -1,4 +1,4 @@
-"""From the runs of each point to efficiency.json, its table and its figures.
+"""efficiency.json, its table and its figures from the runs of each point.
 
 The figures are BOSCH's Figures 5 and 6 (C.4): throughput and memory over the length of the prompt.
 """
@@ -20,7 +20,7 @@ from stages.measure.measured_model import Variant
 from stages.pages.charts import Axis, Picture, Style, curves, save_panels, styles, values
 from stages.pages.tables import Group, Table
 
-# The figures that are set against the original's; a ratio above 1 is more of it.
+# The figures that are divided by the original's.
 _COMPARED = (
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
@@ -38,10 +38,10 @@ _OF_RUN = ("prefill_seconds", "token_seconds", "memory_peak_bytes", "memory_p90_
 def point_of(
     variant: Variant, length: int, batch: int, runs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One point: medians over its runs, and every run's own figures.
+    """One point: medians over its runs, and the figures of each run.
 
-    Tokens per second count all rows of the batch. `kv_cache_bytes_per_token` is the whole cache
-    over the tokens of the prompt.
+    Tokens per second count all rows of the batch. `kv_cache_bytes_per_token` is the cache's bytes
+    divided by the tokens of the prompt.
     """
     excluded = {"kind"}
     if variant.window_sizes is None:
@@ -76,7 +76,7 @@ def point_of(
 
 
 def set_against_original(points: Sequence[dict[str, Any]]) -> None:
-    """Add to every hybrid's point its figures over the original's, None where there is none."""
+    """Add to each hybrid's point its ratios to the original's figures, None if unknown."""
     originals = {p["length"]: p for p in points if p["model"] == "original"}
     for point in points:
         original = originals[point["length"]]
@@ -89,7 +89,7 @@ def set_against_original(points: Sequence[dict[str, Any]]) -> None:
 
 
 def results_table(points: Sequence[dict[str, Any]]) -> Table:
-    """One row for each point, a group for each length."""
+    """A row for each point, a group for each length."""
     groups = [
         Group([_row(point) for point in members])
         for _, members in groupby(points, key=lambda point: point["length"])
@@ -122,7 +122,7 @@ def _windows(point: Point) -> str:
     return windows_text([Window(n) for n in point.get("window_sizes") or [point["window_size"]]])
 
 
-# Field of a point, title of its panel, and what a unit of the axis is.
+# Field of a point, title of its panel, and the value of one unit of the axis.
 _PANELS = (
     ("prefill_tokens_per_second", "prefill, tokens/s", 1.0),
     ("decode_tokens_per_second", "decoding, tokens/s", 1.0),
@@ -171,7 +171,7 @@ def _panel(
     name: str,
     heading: str,
 ) -> Picture:
-    """One quantity over the length; a length that ran out of memory has a cross at the foot."""
+    """One quantity over the length; out of memory is a cross at the bottom."""
     rows, missing = [], []
     for point in points:
         label = "original" if point["model"] == "original" else _LABELS[line](point)

@@ -1,4 +1,4 @@
-"""Speed and memory of the materialised hybrid, and of its own weights with every head full."""
+"""Speed and memory of the materialised hybrid, and of its weights with every head full."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def run(
 ) -> dict[str, Any]:
     """Write efficiency.json, its page and figures below `work_dir`; returns the ratios by length.
 
-    The hybrid with every head full computes what the original does, so its times are the
-    original's. `runtime.attention` chooses the backend, which the results name.
+    The hybrid with every head full does the same computation as the original, so its times count as
+    the original's. `runtime.attention` chooses the backend, which the results name.
 
-    Raises UserError when the backend or the hardware cannot be measured; and RunError when a run
-    failed, for other reasons than a lack of memory.
+    Raises UserError when the backend or the hardware cannot be measured; RunError when a run failed
+    for other reasons than a lack of memory.
     """
     settings = MeasureSettings.model_validate(
         {

@@ -1,4 +1,4 @@
-"""Scores of the original model: a stage of its own, shared by all recipes on one base model."""
+"""Scores of the original model: a separate stage, shared by all recipes on one base model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def run(
 ) -> dict[str, Any]:
     """Write scores.json and samples.jsonl below `work_dir`; called on every rank.
 
-    That no sample shares a needle with the calibration set is checked by the stage evaluate, which
-    asks the same questions: nothing here depends on the calibration set.
+    This stage does not depend on the calibration set. The stage evaluate has the same samples, and
+    checks that none shares a needle with it.
 
     Raises UserError when the model or the essay folder is missing or damaged.
     """

@@ -1,4 +1,4 @@
-"""Stage original: scores of the original model, which every recipe on it shares."""
+"""Stage original: scores of the original model, shared by all recipes on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Charts as declarations (Vega-Lite): interactive on a page, and files without a browser.
+"""Charts as declarations (Vega-Lite): interactive on a page, or saved as image files.
 
-Colours are variables of the pages' style sheet, so one chart serves light, dark and paper.
+Colours are variables of the pages' style sheet, so a chart fits light and dark pages and print.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CONFIG = {
     },
     "title": {"color": "var(--ink)", "fontWeight": "normal", "anchor": "start"},
     "text": {"color": "var(--ink)", "fontSize": 12.5},
-    "aria": False,  # each mark would be a line to read aloud; the picture has a description
+    "aria": False,  # screen readers would read each mark; the picture has a description
 }  # fmt: skip
 _FORMATS = {
     "number": "format(datum.value, '~g')",
     "whole": "datum.value % 1 ? '' : format(datum.value, ',')",
-    # As `format_count`: half a thing is 0.5, not 500m.
+    # As `format_count`: 0.5, not 500m.
     "count": "abs(datum.value) < 1000 ? format(datum.value, '~g') : "
     "replace(format(datum.value, '~s'), 'G', 'B')",
     "share": "format(datum.value, '~%')",
@@ -55,10 +55,10 @@ _FORMATS = {
     "format(datum.value / 1048576, '.3~r') + ' MiB' : "
     "format(datum.value / 1073741824, '.3~r') + ' GiB'",
 }
-# Wheel and drag belong to the page; a pinch on a trackpad is a wheel with ctrl.
+# Wheel and drag scroll the page; a pinch on a trackpad is a wheel event with ctrl.
 _ZOOM: dict[str, Any] = {"bind": "scales", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
 
-# Selections of charts side by side must differ in name.
+# Selections of charts side by side need different names.
 _NUMBERS = itertools.count()
 
 Row = Mapping[str, Any]
@@ -67,7 +67,7 @@ Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart with its name on the page, and in words what it shows."""
+    """A chart with its name on the page and its description."""
 
     name: str
     chart: Chart
@@ -80,12 +80,12 @@ class Picture:
 
     @property
     def json(self) -> str:
-        """The declaration, to stand inside a script element."""
+        """The declaration for a script element."""
         text = json.dumps(self._declared | {"width": "container"}, separators=(",", ":"))
         return text.replace("<", "\\u003c")
 
     def still(self, width: int) -> str:
-        """The picture as markup for where no script runs, `width` pixels wide."""
+        """The picture as markup for pages without scripts, `width` pixels wide."""
         return vl_convert.vegalite_to_svg(self._declared | {"width": width})
 
 
@@ -127,7 +127,7 @@ class Style(NamedTuple):
 
 
 def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> dict[str, Style]:
-    """A style for each series: its own in `known`, or one that none there has; 40 differ."""
+    """A style for each series: from `known`, or one of 40 others that `known` does not use."""
     known, names = known or {}, list(dict.fromkeys(names))
     every = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
     free = [style for style in every if style not in known.values()]
@@ -153,18 +153,18 @@ def shape(look: Mapping[str, Style]) -> alt.Shape:
 
 
 def _legend(look: Mapping[str, Style]) -> alt.Legend | None:
-    """One legend for colour, shape and dash; none of a single series."""
+    """One legend for colour, shape and dash; none for a single series."""
     return alt.Legend(symbolOpacity=1) if len(look) > 1 else None
 
 
 def picker() -> alt.Parameter:
-    """The series that the legend shows: a click picks one more, or no longer."""
+    """The series picked in the legend; a click adds or removes one."""
     name = f"picked_{next(_NUMBERS)}"
     return alt.selection_point(name=name, fields=["series"], bind="legend", toggle="true")
 
 
 def layers(*charts: Any, height: int = 300, picked: alt.Parameter | None = None) -> Any:
-    """Charts over each other, to be zoomed; `picked` are the series that the legend shows."""
+    """Layered charts that can be zoomed; `picked` are the series picked in the legend."""
     zoom = alt.selection_interval(name=f"zoom_{next(_NUMBERS)}", **_ZOOM)
     params = [zoom] if picked is None else [zoom, picked]
     return alt.layer(charts[0].add_params(*params), *charts[1:]).properties(height=height)
@@ -180,7 +180,7 @@ def curves(
     height: int = 280,
     has_lines: bool = True,
 ) -> alt.LayerChart:
-    """A line with points for each series: rows of series, x, y, tip, and optionally low and high.
+    """A line with points for each series; rows have series, x, y, tip, optionally low and high.
 
     `reference` is a dashed level with its label. A click in the legend picks series.
     """
@@ -215,7 +215,7 @@ def ranking(
     bars: bool = True,
     step: int = 32,
 ) -> Any:
-    """A line of text, a bar or point, and its interval for each row of label, x, text, tip, series.
+    """A label, a bar or point and its interval for each row of label, x, text, tip, series.
 
     `reference` is a dashed line with its label. `low` and `high` are the ends of the interval.
     """
@@ -252,7 +252,7 @@ def _level(reference: tuple[str, float] | None, channel: type[alt.X] | type[alt.
 
 
 def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
-    """Write a PNG or SVG in the light colours, by the name's suffix, replacing an older one."""
+    """Write a PNG or SVG (by the suffix) in the light colours, replacing an older file."""
     declaration = json.dumps(_declaration(chart) | {"background": "#ffffff"})
     plain = json.loads(re.sub(r"var\(--([\w-]+)\)", lambda m: COLOURS[m[1]][0], declaration))
     with replacing(path) as temporary:
@@ -266,7 +266,7 @@ def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
 
 
 def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> None:
-    """Write pictures beside each other, row by row, with one legend."""
+    """Write pictures in a grid of `columns` columns, with one legend."""
     panels = [picture.chart.properties(width=320, title=picture.heading) for picture in pictures]
     chart = alt.concat(*panels, columns=columns).resolve_scale(
         color="shared", shape="shared", strokeDash="shared"
@@ -280,7 +280,7 @@ def _escaped(text: str) -> str:
 
 
 def _declaration(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    declared: dict[str, Any] = chart.to_dict(validate=False)  # a test does, which takes seconds
+    declared: dict[str, Any] = chart.to_dict(validate=False)  # a test does, it takes seconds
     del declared["$schema"]
     if "mark" in declared or "layer" in declared:  # several charts side by side do not stretch
         declared["autosize"] = {"type": "fit-x", "contains": "padding"}

@@ -1,4 +1,4 @@
-"""Self-contained pages from templates: they load nothing, and their policy forbids it."""
+"""Self-contained pages from templates; their security policy forbids loading anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHECKOUT = _FOLDER.parents[1]
 @functools.cache
 def library() -> str:
     """The script that draws charts on a page (Vega-Lite, Vega and their embedder)."""
-    # By name: a page without charts does not load the 0.4 s of libraries that draw them.
+    # Imported by name, since it takes 0.4 s that pages without charts need not spend.
     script: str = importlib.import_module("vl_convert").javascript_bundle()
     return script.replace("</script", "<\\/script")
 
@@ -41,9 +41,9 @@ _TEMPLATES.filters |= {"sha256": _sha256, "cell": as_cell}
 
 
 def render(template: str, *, has_charts: bool = True, **content: Any) -> str:
-    """The page of a template, named by its path in the checkout, with this content.
+    """The page of the template at a path in the checkout, with this content.
 
-    Every text is escaped. The script that draws charts is on the page where it `has_charts`.
+    Every text is escaped. With `has_charts` the page contains the script that draws charts.
     """
     return _TEMPLATES.get_template(template).render(
         has_charts=has_charts,

@@ -1,4 +1,4 @@
-"""One table of results, drawn on the terminal, as Markdown, as CSV and as HTML (pieces.html)."""
+"""Tables of results for the terminal, Markdown, CSV and HTML (pieces.html)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _TERMINAL = {_BEST: "bold", _SECOND: "underline"}
 
 @dataclass(eq=False, repr=False)
 class Cell(str):
-    """The text of a cell, with formatting that only some outputs use.
+    """The text of a cell, and formatting that only some outputs use.
 
     `rank`: 1 is bold, 2 underlined, 0 neither; its meaning is up to the caller. `target`: the link
     of the text on a page. `more`: small texts below it, each with its link. `share`: strength of
-    its tint, 0 to 1; None: no tint. `task`, `length`: the values by which the page's filter selects
-    this row, if the cell is its first, or this column, if it is in the header. `value`: the number
-    by which a page sorts its row; None: by the text.
+    the tint, 0 to 1; None: no tint. `task`, `length`: values by which the page's filter selects the
+    row (of its first cell) or the column (of its header). `value`: the number by which a page sorts
+    the row; None: by the text.
     """
 
     text: InitVar[str]
@@ -46,9 +46,9 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that belong together, with a heading above them where it has one.
+    """Rows that belong together, with an optional heading above them.
 
-    `is_total`: they sum up the groups above and are set apart from them.
+    `is_total`: they summarise the groups above, and are separated from them.
     """
 
     rows: Sequence[Sequence[str]]
@@ -61,8 +61,8 @@ class Table:
     """A table with its title; cells are texts, or `Cell`s.
 
     In Markdown and on the terminal, columns after the first `text_columns` hold numbers and are
-    aligned right; None: all hold texts. `name` is its id on a page, `note` stands beside its title
-    there.
+    right-aligned; None: all hold texts. On a page, `name` is the table's id, and `note` is next to
+    its title.
     """
 
     title: str
@@ -95,7 +95,7 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def csv(self) -> str:
-        """Header and rows, without the groups' headings."""
+        """The table as CSV, without the groups' headings."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
         return text.getvalue()
@@ -119,11 +119,11 @@ class Table:
                 )
         console = Console()
         if not console.is_terminal:
-            # In a log nothing is cut off; rich takes a file for 80 characters wide.
+            # Nothing is cut off in a log; rich assumes 80 characters for a file.
             unbounded = console.options.update(max_width=_WIDEST)
             width = Measurement.get(console, unbounded, table).maximum
             console = Console(width=max(width, console.width))
-        if self.title:  # on its own: as the table's it would be broken at the table's width
+        if self.title:  # separately: rich wraps a table's title at the table's width
             console.print(Text(self.title, style="table.title"))
         console.print(table)
 
@@ -142,5 +142,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text that ends neither its cell of Markdown nor the row."""
+    """The text, escaped so that it ends neither the cell of Markdown nor the row."""
     return text.replace("|", "\\|").replace("\n", " ")

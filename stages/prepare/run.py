@@ -33,7 +33,7 @@ from stages.stage import LoadedRecipe
 
 logger = logging.getLogger(__name__)
 
-# Below this, starting processes takes longer than they save.
+# Below this, starting processes takes longer than it saves.
 _TOKENS_PER_WORKER = 10_000_000
 
 
@@ -45,7 +45,7 @@ def run(
     Tokenised shards are kept in `work_dir`/tokens until everything is written, so that a killed run
     resumes where it stopped.
 
-    Raises UserError when a source or the tokenizer is missing or damaged; names file and place.
+    Raises UserError, with file and place, when a source or the tokenizer is missing or damaged.
     """
     allow_open_files()
     written = Statistics.finished(work_dir)
@@ -71,10 +71,10 @@ def run(
 def allow_open_files() -> None:
     """Let this process open as many files as the system allows.
 
-    A part's tokens stay open until they are packed: 2.5B tokens are some thousand parts.
+    The files of tokens stay open until they are packed: 2.5B tokens are some thousand files.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Unlimited on macOS, which takes no more than OPEN_MAX all the same.
+    # macOS says unlimited, but allows no more than OPEN_MAX.
     allowed = 10_240 if most == resource.RLIM_INFINITY else most
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
@@ -82,7 +82,7 @@ def allow_open_files() -> None:
 def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
     """Why the first document of a source cannot be read.
 
-    Nothing of those on the hub, nor of those whose tokenizer may be there.
+    Sources on the hub, and those whose tokenizer may be there, are not checked.
     """
     prepare = loaded.recipe[PrepareConfig]
     for number, section in enumerate(prepare.sources):
@@ -148,7 +148,7 @@ def write_training_data(
         write_dataset(work_dir / PACKED_DATA, packed, sequences, length)
     for stream, weight in zip(streams, weights, strict=True):
         share, target = stream.tokens / tokens, weight / sum(weights)
-        if share < target / 2:  # the others' documents are so long that the tokens ended before
+        if share < target / 2:  # the other sources' long documents used up the tokens
             logger.warning(
                 "source %s has %.3g %% of the training data, and its weight asks for %.3g %%: "
                 "documents are taken whole; raise prepare.train_tokens or set max_tokens for the "
@@ -160,7 +160,7 @@ def write_training_data(
         "tokens": tokens,
         "sequences": sequences,
         "sequence_length": length,
-        # Of what is read: a source that is repeated counts as often.
+        # Counted as read: repeated sources count several times.
         "bytes_per_token": sum(
             stream.tokens / tokens * t.bytes_per_token
             for t, stream in zip(tokenised, streams, strict=True)
@@ -207,7 +207,7 @@ def _checked(sequences: Iterator[Packed], spec: TokenizerSpec, bar: Any) -> Iter
 
 
 def worker_count(configured: int | str, tokens: int) -> int:
-    """Processes that tokenise; `auto` starts no more than the amount of text is worth."""
+    """Processes that tokenise; `auto` starts fewer for little text."""
     if isinstance(configured, int):
         return max(1, configured)
     return max(1, min(cpu_cores(), tokens // _TOKENS_PER_WORKER))

@@ -39,12 +39,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _files_identity(source: SourceConfig, path: str | None, hasher: Hasher) -> dict[str, Any]:
-    """A source's files by content, or the Python its documents come from."""
+    """Content hashes of a source's files, or the Python its documents come from."""
     kind = KINDS[source.kind]
     if path is None:
         return python_identity()
     if kind.is_remote(path):
-        return {"dataset": path}  # its subset, split and commit stand in the recipe
+        return {"dataset": path}  # its subset, split and commit are in the recipe
     return hashed_files(path, kind.identity(f"source {source.name}", path), hasher)
 
 
@@ -60,7 +60,7 @@ def _is_dataset(source: SourceConfig, text: str, root: Path) -> bool:
 def _tokenizer_identity(
     source: SourceConfig, path: str | None, hasher: Hasher
 ) -> dict[str, Any] | None:
-    """The tokenizer that shards were written with, by content; one of the hub by its name."""
+    """Identity of the tokenizer that wrote the shards: its content hash, or its name on the hub."""
     if path is None:
         return None
     folder = Path(path)
@@ -155,7 +155,7 @@ class PrepareConfig(Section):
     calibration: CalibrationConfig = CalibrationConfig()
 
     def in_key(self) -> dict[str, Any]:
-        """Without `special_tokens` where it is false: data prepared before it was there stay."""
+        """Leaves out a false `special_tokens`, so that data of older versions stays current."""
         values = super().in_key()
         for source in values["sources"]:
             if not source["special_tokens"]:
@@ -164,7 +164,7 @@ class PrepareConfig(Section):
 
     @property
     def sequences(self) -> int:
-        """Packed sequences: as many whole ones as `train_tokens` take."""
+        """Number of packed sequences: as many whole ones as fit in `train_tokens`."""
         return math.ceil(self.train_tokens / self.sequence_length)
 
 
@@ -221,7 +221,7 @@ def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
             names = [name for name, kind in KINDS.items() if kind.is_dataset]
             yield f"{where}: subset, split and revision are for kind {', '.join(names)} alone"
     elif source.path and KINDS[source.kind].is_remote(source.path):
-        if Path(source.path).is_absolute():  # the loader leaves names on the hub as they are
+        if Path(source.path).is_absolute():  # the loader leaves hub names unchanged
             yield f"{where}.path: {source.path} is neither a directory nor a name like org/dataset"
         elif not _COMMIT.fullmatch(source.revision or ""):
             yield (
@@ -232,10 +232,10 @@ def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
 
 
 def _place_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str]:
-    """A folder whose files are not the same while a run writes into it."""
+    """Fault of a source whose folder contains the run's output."""
     kind = KINDS[source.kind]
     if not source.path or kind.needs_tokenizer or not ".jsonl".endswith(kind.suffixes):
-        return  # of what a run writes nothing would be read
+        return  # the source does not read .jsonl, which a run writes
     folder, inner = Path(os.path.realpath(source.path)), Path(os.path.realpath(root))
     if not folder.is_dir() or not inner.is_relative_to(folder):
         return
@@ -262,7 +262,7 @@ def _filter_faults(where: str, source: SourceConfig) -> Iterator[str]:
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """Tokens to prepare, in whole sequences, and the bytes of the data on disk.
 
-    The tokens of all sources are there until they are packed.
+    The tokens of all sources are kept until they are packed.
     """
     prepare = loaded.recipe[PrepareConfig]
     length, sequences = prepare.sequence_length, prepare.sequences
@@ -274,7 +274,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{counted(examples, 'calibration example')} of {prepare.calibration.length:,}",
         f"{format_hours(core_hours)} on one core",
     ]
-    # An id takes 4 bytes where it is packed, about 6 characters in calibration.jsonl.
+    # An id takes 4 bytes in packed sequences, and about 6 characters in calibration.jsonl.
     packed = tokens * 4.0
     calibration = examples * prepare.calibration.length * 6.0
     return Cost(0, 2 * packed + calibration, facts, removed=packed)

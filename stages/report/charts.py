@@ -43,12 +43,12 @@ LOOK = {
     "trained": Style("hybrid"),
     "rival": Style("soft", "square"),
 }
-# With room for a text right of the longest bar.
+# Room for the text right of the longest bar.
 POINTS = Axis("Needle average (points of 100)", domain=(0.0, 108.0), values=range(0, 101, 20))
 
 
 def averages(results: Results) -> Picture | None:
-    """The averages of the search's hybrid, its rivals and the original; None without scores."""
+    """Averages of the search's hybrid, its rivals and the original; None without scores."""
     label = METHODS[results.search.mask.method].label
     hybrid, trained = results.checkpoint(HYBRID), results.trained
     models = [(rival.label, "rival", rival.suite) for rival in results.rivals]
@@ -83,7 +83,7 @@ def interval_of(suite: SuiteScores) -> tuple[float, float, float]:
 
 
 def against_original(results: Results) -> list[Picture]:
-    """Paired differences of the untrained and the last trained hybrid, a picture for each unit."""
+    """Paired differences of the untrained and the last trained hybrid, one picture per unit."""
     models = dict.fromkeys((HYBRID, final_model(results)))
     pictures = []
     for unit, title in (("points", "Score, points of 100"), ("nats", "Loss, nats per token")):
@@ -141,7 +141,7 @@ _LAYER_PANELS = (
 
 
 def layers_probed(search: Search) -> list[Picture]:
-    """Each quantity of Algorithms 1 and 2 by layer; none where no layer was probed."""
+    """Each quantity of Algorithms 1 and 2 by layer; empty if no layer was probed."""
     pictures = []
     for field, label, colour_name, heading in _LAYER_PANELS:
         importance = sorted(search.summary.layer_importance, key=lambda row: row.layer)
@@ -189,7 +189,7 @@ def recovery(results: Results) -> Picture:
 
 
 def training_loss(steps: Sequence[TrainingStep]) -> Picture:
-    """Training loss over tokens: every logged step faint, a running mean over it."""
+    """Training loss over tokens: each logged step (faint) and a running mean."""
     rows = [
         {
             "x": step.tokens,
@@ -289,7 +289,7 @@ def _bins(label: str, edges: Sequence[int], bins: Sequence[BinLoss]) -> Iterable
 
 
 def cache_lengths(cache: CacheSize) -> list[int]:
-    """Powers of two from below the widest window to about 256 windows: the lengths of the chart."""
+    """The chart's lengths: powers of two from below the widest window to about 256 windows."""
     widest = max(window.size for window in cache.sliding)
     first = max(1, widest // 4).bit_length() - 1
     return [2**power for power in range(first, first + 11)]
@@ -309,7 +309,7 @@ def cache_by_length(cache: CacheSize) -> Picture:
     x = Axis("Context (tokens, log)", "length", log=True, values=lengths)
     y = Axis("KV cache (bytes, log)", "bytes", log=True, values=powers)
     edges = [max(window.past, lengths[0]) for window in cache.sliding]
-    texts = ["window full"] + [""] * (len(edges) - 1)  # at the widest
+    texts = ["window full"] + [""] * (len(edges) - 1)  # label at the widest window
     lines = [{"x": x, "text": text} for x, text in zip(edges, texts, strict=True)]
     full = alt.Chart(values(lines))
     marks = full.mark_rule(strokeDash=[2, 3], color="var(--soft)").encode(x="x:Q")
@@ -324,7 +324,7 @@ def cache_by_length(cache: CacheSize) -> Picture:
 
 
 def document_lengths(statistics: Mapping[str, Any]) -> Picture | None:
-    """The share of each source's tokens by the length of their document; None without lengths."""
+    """Share of each source's tokens by document length; None without lengths."""
     sources = statistics.get("sources", {})
     rows, most = [], []
     for name, source in sources.items():
@@ -363,7 +363,7 @@ def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
 
 
 def extent(numbers: Sequence[float]) -> tuple[float, float]:
-    """Smallest and largest value with a margin on both sides, which is never zero."""
+    """Smallest and largest value with a non-zero margin on both sides."""
     low, high = min(numbers), max(numbers)
     room = 0.06 * (high - low) or max(abs(high) * 0.06, 1e-6)
     return low - room, high + room

@@ -1,4 +1,4 @@
-"""Which checkpoint to ship, what it loses over all suites, and what it gains."""
+"""The checkpoint to ship, with its losses over all suites and its gains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stages.train.stage import checkpoint_name, checkpoint_tokens
 
 
 class Choice(NamedTuple):
-    """The model to ship, and why; `best` has the highest score."""
+    """The model to ship, with the reason; `best` has the highest score."""
 
     model: str
     reason: str
@@ -38,10 +38,10 @@ class Choice(NamedTuple):
 def choose(results: Results) -> Choice | None:
     """The earliest of the untrained hybrid and its checkpoints that is as good as the best.
 
-    The best has the highest mean over all tasks and lengths, and of equal ones the lowest loss at
-    the last positions. Another one is as good where the 95 % interval of its paired difference to
-    the best stays above -`MARGIN` points, and its loss is within the interval of the best's: what
-    few samples do not decide speaks for the best. None without scores.
+    The best has the highest mean over all tasks and lengths and, among equals, the lowest loss at
+    the last positions. Another model is as good if the 95 % interval of its paired difference to
+    the best stays above -`MARGIN` points, and its loss is within the best's interval; so with few
+    samples the best is chosen. None without scores.
     """
     models = sorted(
         (name for name in results.samples if name == HYBRID or checkpoint_tokens(name) is not None),
@@ -50,7 +50,7 @@ def choose(results: Results) -> Choice | None:
     subtasks = {name: results.samples[name] for name in models}
     if not models:
         return None
-    # A model that could not be evaluated in a suite, or on as many samples, is left out.
+    # Models without one of the suites, or with fewer samples, are left out.
     whole = _layout(max(subtasks.values(), key=lambda subtask: sum(map(len, subtask.values()))))
     complete = [name for name in models if _layout(subtasks[name]) == whole]
     if len(complete) == 1:
@@ -91,9 +91,9 @@ def choose(results: Results) -> Choice | None:
 
 
 def _last_loss(results: Results, model: str) -> tuple[float, float]:
-    """Nats that a model loses at the last positions, and the end of its interval.
+    """A model's loss (nats) at the last positions, and the upper end of its interval.
 
-    0 and infinity where there are none; models of one run read the same documents.
+    0 and infinity if not measured; models of one run read the same documents.
     """
     table = results.scores.positions.get(model)
     if table is None or not table.difference:
@@ -103,9 +103,9 @@ def _last_loss(results: Results, model: str) -> tuple[float, float]:
 
 
 def overall(results: Results, model: str, other: str = ORIGINAL) -> tuple[int, Against] | None:
-    """Tasks and lengths of all suites, and the model against another one on their samples.
+    """Number of tasks and lengths of all suites, and the model compared with another model.
 
-    Every task at every length weighs the same. None where the two have no samples in common.
+    Every task at every length weighs the same. None if they have no samples in common.
     """
     samples, base = results.samples.get(model, {}), results.samples.get(other, {})
     common = [at for at in samples if len(samples[at]) == len(base.get(at, ()))]
@@ -120,8 +120,8 @@ def comparisons(results: Results) -> str | None:
 
 
 def _over_rivals(results: Results) -> Iterator[str]:
-    """The search's hybrid less each rival's on the same samples, trained ones after as much."""
-    shown = [rival.name for rival in results.rivals]  # in the order of their needle scores
+    """The search's hybrid minus each rival on the same samples, after equal training."""
+    shown = [rival.name for rival in results.rivals]  # by needle score
     others = (name for name in results.samples if name not in shown)
     for name in (*shown, *others):
         trained = named_rival(name)
@@ -138,9 +138,9 @@ def _over_rivals(results: Results) -> Iterator[str]:
 
 
 def _smallest_budget(results: Results) -> Iterator[str]:
-    """The scarcest budget that is shown to be near the original, as all larger ones are.
+    """The smallest budget shown to be near the original, as are all larger ones.
 
-    Tests in a fixed order that end at the first failure need no correction for their number.
+    Tests in a fixed order that stop at the first failure need no correction for multiple tests.
     """
     names = results.budget_models(final_model(results))
     shares = {budget.kv_slots: budget.share for budget in results.served.budgets}
@@ -174,10 +174,10 @@ def _than_original(result: Against) -> str:
 
 
 def headline(results: Results, section: ReportConfig) -> str | None:
-    """What to ship and why, what it loses, its cache, its speed, and the run's cost.
+    """The model to ship with the reason, its losses, cache and speed, and the run's cost.
 
-    Nothing is to ship where the best is shown to lose more than `MARGIN` points. None without
-    scores of the original and a hybrid.
+    Ships nothing if the best is shown to lose more than `MARGIN` points. None without scores of
+    the original and a hybrid.
     """
     choice = choose(results)
     outcome = overall(results, choice.model) if choice is not None else None
@@ -208,7 +208,7 @@ def headline(results: Results, section: ReportConfig) -> str | None:
 
 
 def _original_answers(results: Results) -> bool:
-    """Whether the original scores anything: where it does not, no hybrid can lose."""
+    """Whether the original scores above 0; otherwise no hybrid can lose."""
     return any(any(scores) for scores in results.samples[ORIGINAL].values())
 
 
@@ -225,7 +225,7 @@ def _cache(results: Results) -> str:
 
 
 def _speed(points: Sequence[Point]) -> Iterator[str]:
-    """Measured speed over the original's, the longest length first."""
+    """Measured speedup over the original, the longest length first."""
     if not points:
         yield "has no measured speed (section measure)"
     texts = []

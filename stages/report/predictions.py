@@ -11,11 +11,11 @@ from stages.formats import format_length, format_score
 from stages.pages.tables import Table
 from stages.report.results import Place, label_of
 
-_MAX_CHARACTERS = 400  # of an output's beginning
+_MAX_CHARACTERS = 400  # shown of an output
 
 
 class ScoreSamples(NamedTuple):
-    """Samples of a task at a length; `anchor` is their id on the page."""
+    """Samples of a task at a length; `anchor` is the id on the page."""
 
     anchor: str
     label: str
@@ -25,7 +25,7 @@ class ScoreSamples(NamedTuple):
 
 
 class ModelSamples(NamedTuple):
-    """Samples of all scores of a model; `anchor` is their id on the page."""
+    """Samples of all scores of a model; `anchor` is the id on the page."""
 
     anchor: str
     label: str
@@ -33,7 +33,7 @@ class ModelSamples(NamedTuple):
 
 
 def anchor(*place: str | int) -> str:
-    """The id on the page of a model's samples; with suite, task and length, of those of a score."""
+    """The id on the page of a model's samples or, with suite, task and length, of a score's."""
     return re.sub(r"[^\w.-]+", "_", "-".join(("samples", *map(str, place))))
 
 
@@ -53,7 +53,7 @@ def samples_by_model(
             rows.append(
                 (
                     f"{record['index']}: {format_score(100 * record['score'])}",
-                    f"…{end}" if len(end) >= TAIL_CHARACTERS else end,  # of a longer prompt
+                    f"…{end}" if len(end) >= TAIL_CHARACTERS else end,  # the prompt is longer
                     ", ".join(map(str, record.get("answers", ()))),
                     str(record.get("output", ""))[:_MAX_CHARACTERS],
                 )

@@ -28,7 +28,7 @@ class Provenance:
 
 
 def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> Provenance:
-    """Gather the resolved recipe from `config` and the rest from the stages' manifests."""
+    """The resolved recipe from `config`, the rest from the stages' manifests."""
     model = PurePath(config.model.path).name
     recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
     recipe |= {key: section.model_dump(mode="json") for key, section in config.upstream.items()}
@@ -57,7 +57,7 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted paths and values of nested mappings; lists of plain values stay on one line."""
+    """Dotted paths and values of nested mappings; a list of plain values is one value."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flatten(inner, f"{path}.{key}" if path else str(key))
@@ -100,7 +100,7 @@ def _origin_of(manifest: Manifest) -> str:
 
 
 def _versions(results: Results) -> list[tuple[str, str]]:
-    """Package versions over all stages; where stages differ, each version is named once."""
+    """Package versions over all stages; each different version once."""
     versions: dict[str, dict[str, None]] = {}
     for manifest in results.manifests.values():
         for name, version in manifest.packages.items():

@@ -1,7 +1,7 @@
-"""Published results of the stages, as the report shows them.
+"""Published results of the stages, prepared for the report.
 
-Where training or evaluation is missing from the inputs, the recipe leaves it out and there is none;
-a stage that is there but lacks a file it promises is an error, never an empty picture.
+Training or evaluation may be missing from the inputs, if the recipe leaves them out. A stage that
+lacks a file of its output is an error, never an empty picture.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from stages.published import Manifest
 from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
 from stages.train.stage import TrainingStep, checkpoint_tokens, read_metrics
 
-# Stages that ask models.
+# Stages that evaluate models.
 _ANSWERING = ("original", "evaluate")
 
 
 @dataclass(frozen=True)
 class Search:
-    """The head mask and the search for it; `front` is that from which the mask was chosen."""
+    """The head mask and its search; `front` is the front from which the mask was chosen."""
 
     mask: HeadMaskFile
     summary: SearchSummary
@@ -60,9 +60,10 @@ class Search:
 
     @property
     def score_and_log_likelihood(self) -> tuple[float, float]:
-        """Of the mask, on the examples that the search has used.
+        """Score and log-likelihood of the mask, on the search's examples.
 
-        The summary of a search for a front has those of one of its points, whatever is chosen.
+        The summary of a search for a front has those of one point, which need not be the chosen
+        one.
         """
         if self.front is None or self.front.chosen is None:
             return self.summary.best_score, self.summary.best_log_likelihood
@@ -75,19 +76,19 @@ class Search:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """Windows that some head has, from the widest down; the menu where none slides."""
+        """The heads' windows from the widest down; the menu if no head slides."""
         menu, choices = self.mask.windows, self.mask.mask.choices
         return tuple(w for choice, w in enumerate(menu, 1) if (choices == choice).any()) or menu
 
     @property
     def heads(self) -> dict[Window | None, int]:
-        """KV heads of the whole model by window, None of full ones."""
+        """KV heads of the whole model by window; None: full heads."""
         rows = self.mask.mask.heads_per_layer(self.mask.windows)
         return {window: sum(row[window] for row in rows) for window in (None, *self.windows)}
 
     @property
     def window_sizes(self) -> str:
-        """The windows for people: one, or all from the smallest up."""
+        """The windows as text, ascending."""
         return windows_text([Window(window.size) for window in self.windows])
 
     @property
@@ -97,7 +98,7 @@ class Search:
 
 
 def label_of(name: str) -> str:
-    """An evaluated model's name for people."""
+    """Display name of an evaluated model."""
     if name == ORIGINAL:
         return "Original"
     if name == HYBRID:
@@ -131,7 +132,7 @@ class NeedleScores:
 
     @property
     def tokens(self) -> int | None:
-        """Training tokens so far: 0 for the untrained hybrid, None for the original."""
+        """Training tokens: 0 for the untrained hybrid, None for the original."""
         return 0 if self.name == HYBRID else checkpoint_tokens(self.name)
 
     @property
@@ -147,16 +148,16 @@ class NeedleScores:
 
 # Checkpoint, suite, task, length.
 Place = tuple[str, str, str, int]
-# The suite whose scores are the headline, and have charts.
+# The suite of the headline scores and the charts.
 NEEDLE = "needle"
-# Samples that the page shows of each.
+# Samples that the page shows for each.
 SHOWN_SAMPLES = 3
 
 
 def collect_predictions(
     records: Iterable[Mapping[str, Any]],
 ) -> dict[Place, list[Mapping[str, Any]]]:
-    """Of every cell the `SHOWN_SAMPLES` samples with the lowest scores."""
+    """The `SHOWN_SAMPLES` samples with the lowest scores of each cell."""
     cells: dict[Place, list[Mapping[str, Any]]] = {}
     for record in records:
         if "score" not in record:
@@ -176,7 +177,7 @@ Scored = Mapping[tuple[str, str, int], list[float]]
 def collect_scores(
     records: Iterable[Mapping[str, Any]], scores: Scores
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
-    """Scores of the samples of all models, by documents, of the tasks that have a score.
+    """Scores of all models' samples, averaged by document, of tasks that have a score.
 
     `records` are in the order of samples.jsonl.
     """
@@ -195,7 +196,7 @@ def collect_scores(
 
 @dataclass(frozen=True)
 class Results:
-    """Everything in the report; `scores` and `training` are empty where the recipe has none."""
+    """All content of the report; `scores` and `training` are empty if the recipe has none."""
 
     search: Search
     cache: CacheSize
@@ -217,16 +218,16 @@ class Results:
 
     @property
     def measured_points(self) -> list[Point]:
-        """The hybrid's measured points, the shortest first; none where nothing was measured."""
+        """The hybrid's measured points, the shortest first; empty without measurements."""
         return self.efficiency.hybrids if self.efficiency is not None else []
 
     def budget_scores(self, model: str) -> dict[int, SuiteScores | None]:
-        """Needle scores of a model by the KV slots of the budgets it serves; None: not scored."""
+        """Needle scores of a model by the KV slots of its budgets; None: not scored."""
         known, names = self.scores.checkpoints, self.budget_models(model)
         return {slots: known.get(name, {}).get(NEEDLE) for slots, name in names.items()}
 
     def budget_models(self, model: str) -> dict[int, str]:
-        """Names of a model in scores.json at the budgets it serves, by their KV slots."""
+        """Names in scores.json of a model at its budgets, by their KV slots."""
         return {
             budget.kv_slots: model
             if budget.kv_slots == self.served.kv_budget
@@ -239,7 +240,7 @@ class Results:
 
     @property
     def trained(self) -> NeedleScores | None:
-        """Scores of the checkpoint with the most training tokens; None where it has none."""
+        """Scores of the checkpoint with the most training tokens, if any."""
         name = self.scores.last_trained
         return self.checkpoint(name) if name is not None else None
 
@@ -260,7 +261,7 @@ class Results:
 
     @property
     def gpu_hours(self) -> dict[str, float | None]:
-        """GPU hours of each stage; None where its run did not say on how many GPUs it was."""
+        """GPU hours of each stage; None if the number of its GPUs is unknown."""
         return {stage: manifest.gpu_hours for stage, manifest in self.manifests.items()}
 
     @property
@@ -269,16 +270,16 @@ class Results:
 
     @property
     def cached_note(self) -> str:
-        """How many answers come from earlier runs, as a part of a sentence; empty without any."""
+        """The number of answers from earlier runs, as part of a sentence; empty for 0."""
         if not self.cached_answers:
             return ""
         return f"not counting {self.cached_answers:,} answers that earlier runs gave"
 
 
 def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Results:
-    """Read the published directories in `inputs`; `stages` are all that a recipe may have.
+    """Read the published directories in `inputs`; `stages` are all stages of the pipeline.
 
-    Raises RunError or UserError, naming the file, where a stage's directory lacks what it promises.
+    Raises RunError or UserError, with the file, if a stage's output is incomplete.
     """
     search = Search.read(inputs["search"], inputs["materialize"])
     materialized = MaterializeSummary.read(inputs["materialize"])
@@ -314,7 +315,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
 
 
 def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
-    """The hybrid's cache, and with every head full its original's."""
+    """The cache sizes of the hybrid and of its original."""
     return CacheSize(
         bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
         heads=search.heads,
@@ -326,7 +327,7 @@ def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
 def served_bytes(
     cache: CacheSize, file: HeadMaskFile, engine: Engine, lengths: Sequence[int]
 ) -> list[ServedCache] | str:
-    """What one request holds in vLLM on each rank, by ranks and length; why it serves none."""
+    """Bytes of one request in vLLM on each rank, by ranks and length; or why it is impossible."""
     if file.sinks:
         return "not served, because vLLM has no sinks of a sliding head."
     heads = file.num_key_value_heads
@@ -353,10 +354,10 @@ def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 def _needle_scores(
     scores: Scores,
 ) -> tuple[list[NeedleScores], list[NeedleScores], list[NeedleScores]]:
-    """The search's models, rivals' hybrids, and untrained hybrids at other windows.
+    """Models of the search, hybrids of rivals, and untrained hybrids at other windows.
 
-    The first are the original, the untrained hybrid, and checkpoints in the order of training. Of
-    rules and rankings the lowest score comes first, a trained one last.
+    The first are the original, the untrained hybrid, and checkpoints in the order of training.
+    Rivals are in ascending order of their score, with trained rivals last.
     """
     known = scores.checkpoints.items()
     every = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
@@ -372,7 +373,7 @@ def _needle_scores(
     return (
         sorted(
             checkpoints, key=lambda scores: scores.tokens or 0
-        ),  # the original's stand first in scores.json
+        ),  # the original is first in scores.json
         sorted(rivals, key=lambda scores: (named_rival(scores.name) is not None, scores.average)),
         windows,
     )

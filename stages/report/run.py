@@ -24,9 +24,9 @@ def run(
 ) -> dict[str, Any]:
     """Write index.html and summary.json below `work_dir` and print the headline numbers.
 
-    `inputs` maps the name of every stage that the recipe has to its published directory; what is
-    missing there is shown as no part of the recipe. Returns the content of summary.json. Raises
-    RunError when a published directory lacks a file it promises.
+    `inputs` maps the names of the recipe's stages to their published directories; the page shows
+    other stages as left out. Returns the content of summary.json. Raises RunError when a published
+    directory is incomplete.
     """
     results = load_results(inputs, config.other_stages)
     provenance = collect_provenance(config, results)

@@ -22,7 +22,7 @@ class ReportConfig(Section):
     currency: Line = Field("USD", description="Currency of the price.")
 
     def completed(self, recipe: Recipe) -> Self:
-        """With the recipe's name as title where there is none."""
+        """The section with the recipe's name as default title."""
         return self if self.title else self.model_copy(update={"title": recipe.name})
 
 

@@ -1,4 +1,4 @@
-"""Paired differences of the hybrid to the original, on the same samples of every suite."""
+"""Paired differences between hybrid and original on the same samples of every suite."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from stages.evaluate.suites import suite_title
 from stages.formats import format_length, interval, signed
 from stages.report.results import NEEDLE, Results, label_of
 
-# A ratio whose interval is wider says less than the difference does.
+# A ratio with a wider interval says less than the difference.
 _WIDEST_RATIO = 100.0
 
 
 class Difference(NamedTuple):
-    """A model less the original; the ends of its 95 % interval are None where there is none.
+    """A model minus the original; without a 95 % interval its ends are None.
 
-    `against` is the comparison of scores behind it; a loss has none.
+    `against` is the comparison of scores; None for a loss.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
     @property
     def is_shown(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
@@ -52,7 +52,7 @@ def final_model(results: Results) -> str:
 
 
 def differences(results: Results, model: str) -> list[Difference]:
-    """The model's paired differences: every suite's average, and the loss of the last positions."""
+    """Paired differences of each suite's average and of the loss at the last positions."""
     rows = [
         Difference.of_scores(suite_title(name), suite.against_original)
         for name, suite in results.scores.checkpoints.get(model, {}).items()
@@ -68,7 +68,7 @@ def differences(results: Results, model: str) -> list[Difference]:
 
 
 def verdict(results: Results) -> str | None:
-    """What the hybrid keeps and loses of the original, by all suites; None without such scores."""
+    """What the hybrid keeps of the original in all suites, as text; None without scores."""
     model = final_model(results)
     suites = results.scores.checkpoints.get(model, {})
     failure = results.scores.failed_models.get(model)
@@ -88,7 +88,7 @@ def verdict(results: Results) -> str | None:
 
 
 def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[str]:
-    """The needle score at the longest length."""
+    """A sentence on the needle score at the longest length."""
     if not needle.by_length:
         return []
     length = max(needle.by_length)
