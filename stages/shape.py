@@ -1,4 +1,4 @@
-"""The sizes of a recipe's model, for `plan` and for what does not fit; imports torch."""
+"""The sizes of a recipe's model, for `plan` and for checks of memory; imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stages.stage import LoadedRecipe, ModelInfo
 
 
 def shape_of(loaded: LoadedRecipe) -> DecoderShape:
-    """Sizes of the decoder. Raises UserError where they are not known here."""
+    """Sizes of the decoder. Raises UserError if they are not known here."""
     if loaded.info is None:
         raise UserError(
             f"model.path: the shape of {loaded.recipe.model.path} is not known here; put its "
@@ -21,5 +21,5 @@ def shape_of(loaded: LoadedRecipe) -> DecoderShape:
 
 @functools.cache
 def stored_shape(info: ModelInfo) -> DecoderShape:
-    """Sizes of the decoder that a config.json describes."""
+    """Sizes of the decoder of a config.json."""
     return DecoderShape.of(info.of_transformers())

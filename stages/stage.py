@@ -1,9 +1,8 @@
-"""Types that describe a stage, a recipe, and a recipe that was read and checked.
+"""Types for a stage, a recipe, and a loaded recipe.
 
-`recipe[SearchConfig]` is the section of that type; `recipe.get(TrainConfig)` is None where the
-recipe leaves it out. A stage is a package with a `stage.py` that sets STAGE, and a
-module with its function. Nothing here or in a `stage.py` imports torch, so that `status` stays
-instant.
+`recipe[SearchConfig]` is the section of that type; `recipe.get(TrainConfig)` is None if the recipe
+leaves it out. A stage is a package with a `stage.py` that sets STAGE, and a module with its
+function. Nothing here or in a `stage.py` imports torch, so that `status` is fast.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from stages.fields import Section
 from stages.published import TENSORBOARD, Summary
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Folders of the store, and the page of all runs.
+# Names that the store uses for its folders and the page of all runs.
 _RESERVED = ("store", "work", "shared", "locks", "logs", "damaged", "index.html")
-# Files of every stage's output that hold times, as patterns.
+# Patterns of the files in stages' outputs that contain times.
 TIMED = ("stage*.log", Summary.FILE, f"{TENSORBOARD}/*")
 _Kind = TypeVar("_Kind", bound=Section)
 OwnSection = TypeVar("OwnSection", bound=Section)
@@ -38,7 +37,7 @@ def folder_name(value: str) -> str:
             f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-', "
             "beginning with a letter or digit"
         )
-    if value.lower() in _RESERVED:  # file systems of macOS take Store for store
+    if value.lower() in _RESERVED:  # macOS's file systems ignore case
         raise ValueError(f"'{value}' is reserved for the store; choose another")
     return value
 
@@ -46,7 +45,7 @@ def folder_name(value: str) -> str:
 class Recipe(Section):
     """Fields of every recipe, without the sections of its stages, which `recipe_type` adds.
 
-    Paths are absolute once it is loaded; a hub model stays a name.
+    In a loaded recipe paths are absolute; a hub model stays a name.
     """
 
     name: Annotated[str, AfterValidator(folder_name)] = Field(
@@ -59,7 +58,7 @@ class Recipe(Section):
     )
 
     def get(self, kind: type[_Kind]) -> _Kind | None:
-        """The section of a type; None where the recipe leaves it out."""
+        """The section of a type; None if the recipe leaves it out."""
         return next((value for _, value in self if isinstance(value, kind)), None)
 
     def __getitem__(self, kind: type[_Kind]) -> _Kind:
@@ -86,16 +85,16 @@ class World:
 
     @property
     def used_gpus(self) -> int:
-        """GPUs that the processes use, one each; 0 where there are none."""
+        """GPUs that the processes use, one each; 0 without GPUs."""
         return self.nodes * min(self.processes_per_node, self.gpus)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelInfo(StoredConfig):
-    """A model's config.json, and where its files are.
+    """A model's config.json and the place of its files.
 
-    `directory` is None for a hub model; `commit` is the revision its config.json belongs to, None
-    where it comes from recipes/shapes.
+    `directory` is None for a hub model; `commit` is the revision of its config.json, None if it
+    comes from recipes/shapes.
     """
 
     directory: Path | None = None
@@ -123,39 +122,39 @@ class Stage(Generic[OwnSection]):
     """A stage of the pipeline.
 
     `function` is imported only in the process that runs it. `section` is the type of the recipe's
-    section that configures it, under the key `key` (default: the stage's name); where a recipe
-    leaves that out, it has no such stage. `field` declares the key: whether it is required and what
-    it is for; None where another stage declares it. `version` is raised when results change.
+    section that configures it, under the key `key` (default: the stage's name); a recipe without
+    the section does not run the stage. `field` declares the key as required or not, with its
+    description; None if another stage declares it. `version` is raised when results change.
 
-    `needs` are the stages whose outputs it reads, as far as the recipe has them (None: all before
-    it); of those in `configured_by` too it reads the section alone. `after` are those that run
-    before it though it reads nothing of them. `model` is what it reads of the base model, `card`
-    what the key holds of the model's card, `choices` what it holds of other sections than those of
-    the stages it needs; `unread` are fields of the section that it does not read. Stages with the
-    same `pool` leave in one folder what they may take from each other.
+    `needs` are the stages whose outputs it reads, if the recipe has them (None: all before it); of
+    those also in `configured_by` it reads only the section. `after` are other stages that run
+    before it, without being read. `model` is the part of the base model that it reads. Its key also
+    holds `card`, a part of the model's card, and `choices`, values of further sections; `unread`
+    are fields of the section that it does not read. Stages with the same `pool` share a folder for
+    results that they may reuse.
 
-    `timed` are files of its output that are others in every run, beside those of `TIMED`: what was
-    made of an output stays current where that is made again and all its other files are the same.
+    `timed` are patterns, besides `TIMED`, of output files that differ in every run: if the stage
+    runs again and all other files are the same, the stages that read its output stay current.
 
     With `seeded` the recipe's seed is in the key. A `distributed` stage runs in all processes of
-    the recipe, any other in one.
+    the recipe, any other in one process.
 
-    `completed` fills in the defaults that the rest of the recipe gives its section.
+    `completed` fills in defaults of its section that depend on the rest of the recipe.
 
-    Where the recipe has the section, `checks` yields what is wrong between the fields of a recipe,
-    `missing` what a run needs beside the inputs that the section names and that is not there: one
-    message each that begins with a dotted path. `slow_checks` names a function of the kind that
-    only `validate` calls, `gaps` one that says what a run will continue without.
+    If the recipe has the section, `checks` yields conflicts between fields of the recipe, and
+    `missing` yields missing packages and files other than the section's inputs: messages that begin
+    with a dotted path. `slow_checks` names a similar function that only `validate` calls, `gaps`
+    one for missing things without which a run continues.
 
-    `cost` names the function of (recipe, devices) that says what `plan` prints, `refusal` one that
-    raises UserError before anything runs where the stage is certain to fail on this machine.
+    `cost` names the function of (recipe, devices) with the cost that `plan` prints, `refusal` one
+    that raises UserError, before anything runs, if the stage is certain to fail on this machine.
     """
 
     name: str
     function: str
     section: type[OwnSection]
     version: int
-    field: Any = None  # pydantic types a FieldInfo as what it declares
+    field: Any = None  # a FieldInfo, which pydantic types as the declared value
     key: str = ""
     needs: tuple[str, ...] | None = ()
     configured_by: tuple[str, ...] = ()
@@ -182,12 +181,12 @@ class Stage(Generic[OwnSection]):
 
     @property
     def computes(self) -> bool:
-        """Whether the stage runs a model, on GPUs where there are some."""
+        """Whether the stage runs a model, on GPUs if there are any."""
         return self.distributed or self.model == "weights"
 
 
 def recipe_type(stages: Sequence[Stage[Any]]) -> type[Recipe]:
-    """The type of a recipe for these stages: one field for the section of each."""
+    """The type of a recipe for these stages, with a field for the section of each."""
     fields: dict[str, Any] = {}
     for stage in stages:
         if stage.field is not None:
@@ -199,9 +198,9 @@ def recipe_type(stages: Sequence[Stage[Any]]) -> type[Recipe]:
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, the stages it was read for, and what was read beside it.
+    """A recipe with its stages and the other files read with it.
 
-    `info` is None only for a hub model that is not on this machine while fetching was not allowed.
+    `info` is None only for a hub model that is not on this machine, if it must not be downloaded.
     """
 
     file: Path
@@ -212,7 +211,7 @@ class LoadedRecipe:
 
     @property
     def positions(self) -> int | None:
-        """The model's positions; None where it has no limit, or is not known."""
+        """The model's positions; None if it has no limit or is unknown."""
         return self.info.max_positions if self.info is not None else None
 
     @property
@@ -220,7 +219,7 @@ class LoadedRecipe:
         return [stage for stage in self.stages if getattr(self.recipe, stage.key) is not None]
 
     def up_to(self, name: str) -> LoadedRecipe:
-        """The same with no other stages than one and those that it needs, directly or not."""
+        """The recipe with only the stage `name` and all stages that it needs, also indirectly."""
         wanted = {name}
         for stage in reversed(self.stages):
             if stage.name in wanted:
@@ -233,6 +232,6 @@ class LoadedRecipe:
 
 
 def position_faults(loaded: LoadedRecipe, path: str, length: int) -> Iterator[str]:
-    """Why sequences of the length that stands under `path` are too long for the model."""
+    """Why sequences of the length at `path` are too long for the model."""
     if loaded.positions is not None and length > loaded.positions:
         yield f"{path}: {length:,} is more than the model's {loaded.positions:,} positions"

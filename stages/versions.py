@@ -1,4 +1,4 @@
-"""Installed packages: their versions, for the records of what ran, and what lacks one."""
+"""Versions of installed packages, for records of runs; errors for missing packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bosch.errors import UserError
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Version by name of those `packages` that are installed; none of them is imported."""
+    """Versions of the `packages` that are installed, by name; imports none of them."""
     versions = {}
     for package in packages:
         try:
@@ -21,7 +21,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def require_package(package: str, setting: str, otherwise: str) -> None:
-    """Raise UserError where the package that a setting takes is not installed."""
+    """Raise UserError if the package that a setting needs is not installed."""
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(
             f"{setting} needs the package {package}, which is not installed; install it, or "

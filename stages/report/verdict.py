@@ -109,7 +109,7 @@ def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[s
 
 
 def _what_shows(against: Against) -> str:
-    """The undecided comparison, as the end of a sentence."""
+    """The end of a sentence on an undecided comparison."""
     if against.relation != "undecided":
         return ""
     if against.visible_loss is None:

@@ -22,8 +22,8 @@ def run(
 ) -> dict[str, Any]:
     """Write mask/head_mask.json, and model/ and summary.json as the stage materialize does.
 
-    The mask is as in `evaluate.rivals`: as many sliding heads as the search's with its window, or
-    where that has several windows, what `rival_masks` makes of them.
+    The mask is as in `evaluate.rivals`: it has the number of sliding heads and the window of the
+    search's mask; for several windows see `rival_masks`.
 
     Raises UserError when the base model or the calibration set is missing or damaged.
     """

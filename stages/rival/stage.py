@@ -1,4 +1,4 @@
-"""Stage rival: the hybrid of a rule or ranking, which `train_rival` trains for comparison."""
+"""Stage rival: the hybrid of a rule or ranking, trained by `train_rival` for comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stages.train.stage import TrainConfig
 
 
 class RivalConfig(Section):
-    """A second hybrid, by a rule or ranking and trained alike, to see what the search adds."""
+    """A hybrid of a rule or ranking with the same training, to measure what the search adds."""
 
     method: UnsearchedName = Field(
         "intr",

@@ -1,4 +1,4 @@
-"""The budget of a search, and what a head mask costs in the engine that the budget names."""
+"""The budget of a search, and a head mask's cache size in the budget's engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stages.fields import (
 )
 from stages.formats import format_bytes
 
-# One in HELD_OUT_EVERY calibration examples is kept from a search for a front, to score its points.
+# A search for a front holds out one in HELD_OUT_EVERY calibration examples to score its points.
 HELD_OUT_EVERY = 4
 
 CacheType = Literal["float32", "bfloat16", "float16", "float8"]
@@ -45,7 +45,7 @@ CACHE_BYTES = {**BYTES, "float8": 1}
 
 
 def _at(number: Callable[[str], object], most: float, what: str) -> BeforeValidator:
-    """Reads `NUMBER @ TOKENS`, written as `0.25 @ 32768` whatever suffixes it had."""
+    """A field type for `NUMBER @ TOKENS`; normalises suffixes: `0.25 @ 32768`."""
 
     def read(value: object) -> object:
         first, _, second = (part.strip() for part in str(value).partition("@"))
@@ -69,7 +69,7 @@ _SizeAt = Annotated[str, _at(parse_bytes, 2**60, "a size and its context, like 2
 
 
 class Budget(Section):
-    """How much KV cache the hybrid may hold: one of `ratio`, `kv_cache`, `bytes` and `keep`."""
+    """The hybrid's largest KV cache: one of `ratio`, `kv_cache`, `bytes` and `keep`."""
 
     ALTERNATIVES: ClassVar = (("ratio", "kv_cache", "bytes", "keep"),)
 
@@ -142,13 +142,13 @@ class Budget(Section):
 
     @property
     def tokens(self) -> int | None:
-        """The context at which the budget is counted; None where it names none."""
+        """The context at which the budget is counted, if it has one."""
         text = self.kv_cache or self.bytes
         return None if text is None else int(text.partition("@")[2])
 
     @property
     def amount(self) -> float:
-        """The number that is given, without its context."""
+        """The given number, without its context."""
         value = getattr(self, self.name)
         return float(value.partition("@")[0]) if isinstance(value, str) else float(value)
 
@@ -158,7 +158,7 @@ class Price:
     """Bytes of the KV cache of one request of `tokens` tokens in a budget's engine; no torch.
 
     `rows` of its methods are the heads by window of each layer with full attention in the base
-    model. Layers that slide by themselves are counted, states of fixed size are not.
+    model. Layers that slide in the base model are counted, states of fixed size are not.
     """
 
     budget: Budget
@@ -178,7 +178,7 @@ class Price:
     def of(self, rows: Sequence[LayerHeads]) -> int:
         """Bytes of a hybrid's cache, in vLLM on each rank.
 
-        Raises UserError where the engine's ranks cannot share the heads of a layer.
+        Raises UserError if the engine's ranks cannot share the heads of a layer.
         """
         if self.budget.engine == "generate":
             size = CacheSize.of(rows, self.kinds, self._number, state_bytes=0)
@@ -193,22 +193,22 @@ class Price:
 
     @property
     def most(self) -> int:
-        """Bytes that the budget allows; with ratio and keep the original's."""
+        """Bytes that the budget allows; for ratio and keep the original's."""
         if self.budget.kv_cache is not None:
             share = Fraction(str(self.budget.amount))  # the float of 0.57 is less than 0.57
             return math.floor(share * self.original)
         return int(self.budget.amount) if self.budget.bytes is not None else self.original
 
     def with_sliding(self, sliding: int, window: Window) -> list[LayerHeads]:
-        """The heads of a mask with `sliding` ones, spread evenly over the layers."""
+        """The heads of a mask with `sliding` sliding heads, spread evenly over the layers."""
         heads = self.kinds.heads
         counts = even_counts(len(self.kinds.full), heads, sliding)
         return [{None: full, window: heads - full} for full in counts]
 
     def fewest_sliding(self, window: Window, most: int, granularity: int) -> int | None:
-        """The smallest number of sliding heads, spread evenly, that hold at most `most` bytes.
+        """The smallest number of evenly spread sliding heads with a cache of at most `most` bytes.
 
-        A multiple of `granularity`; None where not even all of them do.
+        A multiple of `granularity`; None if even with all heads sliding the cache is larger.
         """
         units = range(0, len(self.kinds.full) * self.kinds.heads + 1, granularity)
         fits = (n for n in units if self.of(self.with_sliding(n, window)) <= most)
@@ -216,11 +216,11 @@ class Price:
 
     @property
     def on(self) -> str:
-        """Where the bytes are held, for people."""
+        """Where the bytes are held, as text."""
         return f" on each of {self.budget.ranks} ranks" if self.budget.ranks > 1 else ""
 
     def text(self, held: int) -> str:
-        """Bytes for people, with the share of the original's."""
+        """Bytes as text, with the share of the original's."""
         return (
             f"{format_bytes(held)}{self.on} of the original's {format_bytes(self.original)} at "
             f"{self.tokens:,} tokens ({held / self.original:.1%}, {self.budget.engine})"
@@ -228,7 +228,7 @@ class Price:
 
 
 def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[str]:
-    """Why a budget's engine holds no sliding heads of the model."""
+    """Why a budget's engine does not support sliding heads of the model."""
     where = "search.budget.engine: vllm"
     if budget.engine != "vllm":
         for name in ("ranks", "block_size", "tokens_in_flight"):
@@ -247,7 +247,7 @@ def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[
 
 
 def keep_fault(keep: float, examples: int) -> str | None:
-    """Why `examples` cannot show that the share `keep` of a perfect score is kept."""
+    """Why `examples` are too few to show that the share `keep` of a perfect score is kept."""
     held_out = examples // HELD_OUT_EVERY
     limit = KEEP_TAIL ** (1 / held_out) if held_out else 0.0
     if limit >= keep:
@@ -265,7 +265,7 @@ def keep_fault(keep: float, examples: int) -> str | None:
 def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
     """rho of the fewest sliding heads that a budget in bytes needs.
 
-    Raises UserError where not even all sliding heads fit.
+    Raises UserError if even all heads sliding do not fit.
     """
     heads = len(price.kinds.full) * price.kinds.heads
     if price.budget.ratio is not None:

@@ -1,4 +1,4 @@
-"""Which point of a front a budget chooses, and which budgets a front has points at."""
+"""The point of a front that a budget chooses, and the budgets of a front's points."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stages.stage import LoadedRecipe
 
 
 def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
-    """KV slots at `price.tokens` tokens of the points of a front, ascending."""
+    """KV slots, at `price.tokens` tokens, of a front's points, ascending."""
     least, most = section.slot_range(price)
     if section.points is not None:
         return tuple(round(share * most) for share in section.points)
@@ -29,7 +29,7 @@ def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
 def budget_rows(
     loaded: LoadedRecipe, budgets: Literal["all"] | Sequence[int | float]
 ) -> dict[int, list[LayerHeads]]:
-    """An estimate of each budget's heads by window before the search, by KV slots, ascending.
+    """An estimate, before the search, of each budget's heads by window, by ascending KV slots.
 
     Full heads are spread evenly over the layers; all others have the narrowest window.
     """
@@ -40,7 +40,7 @@ def budget_rows(
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
     least, most = search.slot_range(price)
     saved = max(1, price.tokens - window.held(price.tokens))
-    # Of its points, and of both ends: all heads at the narrowest window, and the original.
+    # KV slots of its points and of both ends: all heads at the narrowest window, and the original.
     slots_of_front = {least, *point_slots(search, price), most}
     held = sorted({slots - (slots - least) % saved for slots in slots_of_front})
     named = (
@@ -50,7 +50,7 @@ def budget_rows(
 
 
 def _slots_of(budget: int | float, sizes: Sequence[int]) -> int:
-    """KV slots of a budget as `budget_slots` reads it: a share up to 1, above that slots."""
+    """KV slots of a budget as in `budget_slots`: numbers up to 1 are shares, larger ones slots."""
     if budget > 1:
         return int(budget)
     most = budget * sizes[-1] * (1 + 1e-12)
@@ -58,11 +58,11 @@ def _slots_of(budget: int | float, sizes: Sequence[int]) -> int:
 
 
 def chosen_point(front: Front, price: Price) -> int:
-    """The index of the point that a budget takes.
+    """The index of the point that a budget chooses.
 
-    Among those within the budget the one with the best score, then the best log-likelihood. With
-    `keep` the smallest point such that its held-out score and those of all larger points reach that
-    share of the original's by their lower limits. Raises UserError where there is none.
+    Of the points within the budget, the one with the best score, then the best log-likelihood. With
+    `keep`, the smallest point for which the lower limits of its held-out score and of all larger
+    points' scores reach that share of the original's. Raises UserError if there is none.
     """
     if price.budget.keep is not None:
         return _kept(front, price.budget.keep)
@@ -100,14 +100,14 @@ def _kept(front: Front, keep: float) -> int:
             f"can be kept of its score; take more prepare.calibration.examples (one in "
             f"{HELD_OUT_EVERY} is held out), or name a size"
         )
-    # From the largest down to the first that fails (fixed-sequence testing): the smallest of all
-    # that pass would be wrong more often the more points there are.
+    # From the largest down to the first that fails (fixed-sequence testing): to take the smallest
+    # of all that pass would be wrong more often with more points.
     lows = [point.held_out_low or 0.0 for point in points]
     passing = [*itertools.takewhile(lambda low: low >= keep * original, reversed(lows))]
     if passing:
         return len(lows) - len(passing)
     largest, low = points[-1], lows[-1]
-    kept = int(1000 * (low / original)) / 1000  # rounded up it would be refused again
+    kept = int(1000 * (low / original)) / 1000  # rounded down: a larger value would be refused
     raise UserError(
         f"search.budget.keep: no layout is known to keep {keep:g} of the original's held-out score "
         f"of {original:.3g}: the largest, of {largest.kv_slots:,} KV slots, scores "

@@ -23,7 +23,7 @@ from stages.stage import LoadedRecipe, Recipe
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The most evaluations of the method, each a full pass without reuse."""
+    """The method's largest number of evaluations, each a full pass without reuse."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
@@ -42,8 +42,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     sizes = ActivationSizes.of(shape, number, shards, sharing, attention)
     passes = sizes.plain_pass(rows * length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
-    # Weights go onto the GPUs one by one, from mapped files that all processes of a node share; on
-    # a CPU each process has its own.
+    # Weights are moved to the GPUs one by one, from mapped files that all processes of a node
+    # share; on a CPU each process has a copy.
     host = number * shape.parameters if devices.on_gpu else weights * devices.local_processes
     facts = [
         f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
@@ -98,7 +98,7 @@ def _exchanged(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
 
 
 def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
-    """What a budget in bytes allows, what the original holds, and the points of a front."""
+    """Remarks on a budget in bytes, the original's cache, and the points of a front."""
     search, length = recipe[SearchConfig], recipe[PrepareConfig].calibration.length
     if search.budget is None:
         return []
@@ -126,7 +126,7 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
 
 
 def _searched(recipe: Recipe, method: str) -> int:
-    """Calibration examples of an evaluation: all but those that a front holds out."""
+    """Calibration examples of an evaluation: all except those held out for a front."""
     examples = recipe[PrepareConfig].calibration.examples
     return examples - examples // HELD_OUT_EVERY if METHODS[method].finds_front else examples
 
@@ -134,7 +134,7 @@ def _searched(recipe: Recipe, method: str) -> int:
 def _evaluation_flops(recipe: Recipe, shape: DecoderShape, method: str) -> float:
     """Operations of an evaluation with every head full and nothing reused.
 
-    Logits are computed at the answers alone, which are too few to count.
+    Logits are computed only at the answers, which are too few to matter.
     """
     length = recipe[PrepareConfig].calibration.length
     return shape.forward_flops(_searched(recipe, method) * length, length, logits=0)
@@ -147,7 +147,7 @@ def _batches_by_round(recipe: Recipe, method: str) -> tuple[int, ...]:
 
 
 def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
-    """Batches that a method measures at a time: a round, or all where nothing can end early."""
+    """Batches that a method measures together: a round, or all if nothing can end early."""
     batches = _batches_by_round(recipe, method)
     in_rounds = METHODS[method].gradients or (
         recipe[SearchConfig].race and "race" in METHODS[method].settings
@@ -156,7 +156,7 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
 
 
 def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
-    """Bytes that reuse keeps of one layer for a process's examples, and the share that fits."""
+    """Bytes that reuse stores for a layer and a process's examples, and the share that fits."""
     windows = len(recipe[SearchConfig].menu)
     entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length, windows)
     room = recipe.runtime.reuse_memory
@@ -172,7 +172,7 @@ def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
 
 
 def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) -> int:
-    """The bound of the table of methods, with the recipe's settings."""
+    """The upper bound in the table of methods, for the recipe's settings."""
     search = loaded.recipe[SearchConfig]
     ratio = search.ratio_for(shape.kinds, loaded.recipe.model.dtype)
     settings = search.settings(loaded.recipe.seed, ratio)
@@ -180,9 +180,9 @@ def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) ->
 
 
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
-    """Most hours of every method, without reuse."""
+    """The largest number of hours of each method, without reuse."""
     shape, section = shape_of(loaded), loaded.recipe[SearchConfig]
-    # Without a ratio the bounds of methods that meet one are unknown.
+    # Without a ratio the bounds of methods that need one are unknown.
     methods = [section.method] if section.budget and section.budget.keep else METHODS
     together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}

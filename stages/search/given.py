@@ -1,4 +1,4 @@
-"""Whether the head mask of method given is one for the recipe, before anything runs."""
+"""Checks, before anything runs, that the head mask of the method `given` fits the recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.stage import LoadedRecipe
 
 
 def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """What is wrong with the file of search.mask; nothing is said of a model not seen yet."""
+    """Faults of the file of search.mask; a model that is not known yet is not checked."""
     search = loaded.recipe[SearchConfig]
     if search.method != "given" or loaded.info is None:
         return

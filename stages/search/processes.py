@@ -1,4 +1,4 @@
-"""Processes of a search, one GPU each where there are GPUs, their kernels and memory."""
+"""Processes of a search (with GPUs, one each), their kernels and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stages.stage import LoadedRecipe
 
 
 def refuse_shards(loaded: LoadedRecipe) -> None:
-    """Raise UserError before anything runs where the processes cannot share the model's heads."""
+    """Raise UserError, before anything runs, if the processes cannot share the model's heads."""
     if loaded.recipe.runtime.search_parallel == "tensor" and loaded.info is not None:
         divides_heads(loaded.info.of_transformers(), loaded.world.size)
 
@@ -37,10 +37,10 @@ def numerics(
     shards: int = 1,
     parts: int = 1,
 ) -> str:
-    """Everything that a result's last bits depend on: device, kernels, batches, code; one line.
+    """A line with all that a result's last bits depend on: device, kernels, batches, code.
 
     `version` is that of the stage, `shards` the number of processes that share one model, `parts`
-    of those that split each sequence.
+    the number that split each sequence.
     """
     where = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -55,14 +55,13 @@ def numerics(
 
 @contextmanager
 def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]:
-    """Join the process group that torchrun's variables describe, if they do; leave it at the end.
+    """Join the process group of torchrun's variables, if they are set; leave it at the end.
 
     With `parallel` "tensor" the processes hold the shards of one model, with "context" those of
-    each sequence. A rank waits for the others for `timeout_minutes`; that one has died is noticed
-    much sooner, by torchrun.
+    each sequence. A rank waits for the others for `timeout_minutes`; torchrun notices a dead rank
+    much sooner.
 
-    After a failure the group is left to the end of the process: to destroy it can hang where a rank
-    is gone.
+    After a failure the group is not destroyed, since this can hang if a rank is gone.
     """
     size, local = world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
@@ -78,7 +77,7 @@ def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]
     if parallel != "data":
         ranks = Ranks(device=device, shard=dist.get_rank(), shards=size)
     if not ranks.is_first:
-        # All ranks run the same search: one of them logs it.
+        # All ranks run the same search, so only one logs it.
         logging.getLogger("bosch.search").setLevel(logging.ERROR)
     yield ranks
     dist.destroy_process_group()
@@ -87,9 +86,9 @@ def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]
 def reuse_bytes(
     runtime: Runtime, model: Any, windows: Windows, calibration: CalibrationSet, ranks: Ranks
 ) -> int:
-    """Bytes of `runtime.reuse_memory`, by default what this process has room for.
+    """Bytes of `runtime.reuse_memory`, by default the free memory of this process.
 
-    With shards, what the one with the least has. Call it when the model is loaded.
+    With shards, the least free memory of all. Call it after the model is loaded.
     """
     if isinstance(runtime.reuse_memory, int):
         return runtime.reuse_memory

@@ -44,26 +44,26 @@ from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConf
 
 logger = logging.getLogger(__name__)
 
-_SINK_BIAS = "sink_bias.jsonl"  # of an unfinished search, which resumes with the same
+_SINK_BIAS = "sink_bias.jsonl"  # of an unfinished search; a resumed search uses it again
 
 
 def run(
     config: StageConfig[SearchConfig], inputs: Mapping[str, Path], work_dir: Path
 ) -> dict[str, Any]:
-    """Write head mask or front, evaluations, summary and plots of the trace below `work_dir`.
+    """Write head mask or front, evaluations, summary and trace plots below `work_dir`.
 
-    A search that was stopped resumes from its evaluation log: it evaluates the same masks in the
-    same order, and the log answers for those it holds. The calibration set is inputs["prepare"].
-    Returns the best score and log-likelihood and what they cost.
-    Called on every rank: each computes its share of the set, the first one writes the files.
+    A stopped search resumes from its evaluation log: it requests the same masks in the same order,
+    and takes logged results from the log. The calibration set is inputs["prepare"]. Returns the
+    best score and log-likelihood and their cost. Called on every rank: each computes its share of
+    the set, the first one writes the files.
 
-    Raises UserError when the model or the calibration set is damaged, or leaves nothing to search
-    for; and RunError when the model's logits are not finite, the log cannot be written, or a rank
-    has ended.
+    Raises UserError when the model or the calibration set is damaged, or there is nothing to search
+    for; RunError when the model's logits are not finite, the log cannot be written, or a rank has
+    ended.
     """
     method = METHODS[config.section.method]
     if config.section.method == "given" and config.section.mask is not None:
-        HeadMaskFile.load(config.section.mask)  # a damaged one is refused before a model is loaded
+        HeadMaskFile.load(config.section.mask)  # refuses a damaged mask before the model is loaded
     with join_process_group(
         config.runtime.search_parallel, config.runtime.timeout_minutes
     ) as ranks:
@@ -72,7 +72,7 @@ def run(
         log = _evaluation_log(config, objective, ranks, work_dir)
         if sink_bias is not None and ranks.is_first:
             Journal(work_dir / _SINK_BIAS).replace([{"values": sink_bias}])
-        ranks.from_first(None)  # all have loaded: from here on they wait for each other's passes
+        ranks.from_first(None)  # all ranks have loaded; from here on they synchronise
         limit_collectives(config.runtime.collective_timeout_minutes)
         if ranks.is_first and ranks.size > objective.batches:
             logger.info(
@@ -84,7 +84,7 @@ def run(
             logger.info("resuming from %d evaluations of a stopped search", len(log))
         started = time.perf_counter()
         kinds = decoder_layers(objective.model.config)
-        # Where the recipe names no context for its bytes, they count at the longest example.
+        # Without a context in the recipe, bytes are counted at the longest example.
         longest = objective.calibration.max_length
         section = config.section
         price_of = section.front_price if method.finds_front else section.price
@@ -121,7 +121,7 @@ def run(
 
 
 def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
-    """KV slots of a front's points; masks are made to be nested with the one in the middle."""
+    """KV slots of a front's points; masks are nested with the one in the middle."""
     if not METHODS[section.method].finds_front:
         return SlotBudgets(price.tokens)
     slots = point_slots(section, price)
@@ -131,7 +131,7 @@ def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
 def _evaluation_log(
     config: StageConfig[SearchConfig], objective: Objective, ranks: Ranks, work_dir: Path
 ) -> EvaluationLog:
-    """The log of evaluations with the numerics of this search: hardware, backend, batch, split."""
+    """The evaluation log for this search's numerics: hardware, backend, batch, split."""
     splits_sequences = config.runtime.search_parallel == "context"
     settings = numerics(
         ranks.device,
@@ -172,9 +172,9 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
 
 
 def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
-    """Set the sink bias on the model and return it; None where the recipe asks for none.
+    """Set the sink bias on the model and return it; None if the recipe has none.
 
-    It is that of the given mask, else of the stopped search that resumes, else estimated.
+    It is that of the given mask, else of the stopped search, else estimated.
     """
     if section.sink is None:
         return None
@@ -191,7 +191,7 @@ def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) 
 
 
 def summary_of(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:
-    """What a search writes down of its result and its costs; `seconds` are those of the stage."""
+    """The summary of a search's result and cost; `seconds` are those of the stage."""
     evaluation = result.evaluation
     return {
         "anchors": asdict(result.anchors),
@@ -239,7 +239,7 @@ def _write_results(
 def _write_front(
     work_dir: Path, config: StageConfig[SearchConfig], front: Front, price: Price
 ) -> None:
-    """front.json, in bytes of the budget's engine; which point is chosen is not known here."""
+    """Write front.json, in bytes of the budget's engine; materialize chooses the point."""
     seed = config.seed if config.section.seed is None else config.section.seed
     front = replace(front, model=config.model.path, seed=seed, chosen=None)
     front = front.priced(lambda mask: price.of(mask.heads_per_layer(front.windows)))
@@ -249,7 +249,7 @@ def _write_front(
 
 
 def _log_bytes(price: Price, file: HeadMaskFile) -> None:
-    """Log the bytes of a mask: in vLLM one that is uneven over the layers may exceed the budget."""
+    """Log the bytes of a mask: a mask uneven over the layers may exceed the budget in vLLM."""
     held = price.of(file.mask.heads_per_layer(file.windows))
     log = logger.warning if held > price.most else logger.info
     log(
@@ -259,7 +259,7 @@ def _log_bytes(price: Price, file: HeadMaskFile) -> None:
 
 
 def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
-    """Log what the best mask of a stopped search is worth, and where it is."""
+    """Log the score and the file of a stopped search's best mask."""
     advice = (
         f"{evaluator.costs()['evaluations']:.0f} evaluations are kept, the same command resumes"
     )

@@ -181,7 +181,7 @@ class SearchConfig(Section):
     def settings(self, seed: int, ratio: float | None = None) -> SearchSettings:
         """The library's settings, field by field; `seed` counts where the section has none.
 
-        `ratio` is that of `ratio_for`, which a budget that is no ratio needs.
+        `ratio` is the result of `ratio_for`, needed if the budget is not a ratio.
         """
         values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
         values["buckets"] = tuple(self.buckets)
@@ -191,7 +191,7 @@ class SearchConfig(Section):
 
     @property
     def stated_ratio(self) -> float | None:
-        """rho as the section says it; None where it follows from a budget in bytes."""
+        """rho in the section; None if it follows from a budget in bytes."""
         return self.swa_ratio if self.budget is None else self.budget.ratio
 
     @property
@@ -203,7 +203,7 @@ class SearchConfig(Section):
         return (Window(self.window_size, self.sinks),)
 
     def by_method(self, method: str) -> Self:
-        """The section with another method: one that knows one window has the widest of several."""
+        """The section with another method; methods for one window use the widest of several."""
         entry, changes = METHODS[method], dict[str, object](method=method, mask=None)
         if not entry.several_windows:
             changes |= {"windows": None, "window_size": self.window.size}
@@ -213,16 +213,16 @@ class SearchConfig(Section):
 
     @property
     def menu_field(self) -> str:
-        """The dotted path of what names the windows."""
+        """The dotted path of the field with the windows."""
         return f"search.{'window_size' if self.windows is None else 'windows'}"
 
     @property
     def window(self) -> Window:
-        """The window of sliding heads, of several the widest."""
+        """The widest window of sliding heads."""
         return self.menu[0]
 
     def completed(self, recipe: Recipe) -> Self:
-        """With the context at which a front counts caches."""
+        """The section with the context at which a front counts caches."""
         budget = self.chosen_budget
         if not METHODS[self.method].finds_front or budget.context is not None:
             return self
@@ -231,9 +231,7 @@ class SearchConfig(Section):
         return self.model_copy(update=changes)
 
     def in_key(self) -> dict[str, Any]:
-        """The key has only what a front counts caches by: another budget chooses another point of
-        the same search.
-        """
+        """Leaves out the amount of a front's budget, which only chooses a point."""
         values = super().in_key()
         if METHODS[self.method].finds_front:
             counted = self.chosen_budget.model_dump(mode="json")
@@ -241,7 +239,7 @@ class SearchConfig(Section):
         return values
 
     def price(self, kinds: DecoderLayers, dtype: str, context: int) -> Price:
-        """What masks cost; `context` counts where the budget names none, `dtype` is the model's."""
+        """The price of masks; `context` is used if the budget has none, `dtype` is the model's."""
         budget = self.chosen_budget
         return Price(budget, kinds, dtype, budget.tokens or budget.context or context)
 
@@ -261,9 +259,9 @@ class SearchConfig(Section):
         return self.budget or Budget(ratio=self.swa_ratio)
 
     def ratio_for(self, kinds: DecoderLayers, dtype: str) -> float:
-        """rho for a model: as stated, else of the given mask, else the least that fits in bytes.
+        """rho for a model: as stated, else of the given mask, else the smallest within the bytes.
 
-        Raises UserError where no mask fits the budget.
+        Raises UserError if no mask fits the budget.
         """
         if self.stated_ratio is not None:
             return self.stated_ratio
@@ -275,8 +273,8 @@ class SearchConfig(Section):
     def kv_heads(self, kinds: DecoderLayers, dtype: str) -> list[LayerHeads]:
         """KV heads of each layer by window: of the given mask, else spread evenly.
 
-        Of several windows the smallest stands for all. Raises UserError where the mask's file is
-        none, or for another model, or where no mask fits the budget.
+        With several windows the smallest is used for all. Raises UserError if the mask's file is
+        invalid or for another model, or if no mask fits the budget.
         """
         if self.method == "given":
             return self._given_rows(kinds)
@@ -285,7 +283,7 @@ class SearchConfig(Section):
         return [{None: full, self.menu[-1]: heads - full} for full in counts]
 
     def _given_rows(self, kinds: DecoderLayers) -> list[LayerHeads]:
-        # By name: it loads numpy, which recipes of other methods do without.
+        # Imported by name, since it loads numpy, which other methods' recipes do not need.
         load = importlib.import_module("bosch.heads").HeadMaskFile.load
         try:
             file = load(str(self.mask))
@@ -303,7 +301,7 @@ class SearchConfig(Section):
 HEAD_MASK = "head_mask.json"
 FRONT, FRONT_PICTURE = "front.json", "front.svg"
 EVALUATIONS = "evaluations.jsonl"
-# Plots of a search by the quantity they show.
+# Plots of a search, by quantity.
 TRACES = {"score": "trace_score.svg", "log_likelihood": "trace_log_likelihood.svg"}
 
 
@@ -383,7 +381,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"search.windows: method {search.method} knows one window; name it in "
             "search.window_size, or set search.method: front"
         )
-    # Every window is shorter than what the search measures.
+    # Windows must be shorter than the calibration examples.
     length = loaded.recipe[PrepareConfig].calibration.length
     where = "prepare.calibration.length"
     yield from window_faults(search.menu, search.menu_field, where, length)
@@ -400,7 +398,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def window_faults(windows: Sequence[Window], field: str, path: str, length: int) -> Iterator[str]:
-    """Windows, of a field, that hide nothing in sequences of `length` tokens."""
+    """Windows of a field that hide no tokens in sequences of `length` tokens."""
     for window in windows:
         if window.most_keys >= length:
             yield (
@@ -410,7 +408,7 @@ def window_faults(windows: Sequence[Window], field: str, path: str, length: int)
 
 
 def _budget(loaded: LoadedRecipe) -> Iterator[str]:
-    """The budget means something to the method, and the model has a mask that fits it."""
+    """Budgets that the method does not use, or that no mask of the model fits."""
     search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].budget
     if budget is not None and budget.keep is not None and not METHODS[search.method].finds_front:
         yield (
@@ -429,7 +427,7 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         return
     try:
         kinds = loaded.info.kinds
-        if not kinds.full:  # the model's own checks say it
+        if not kinds.full:  # the model's checks report it
             return
         length = loaded.recipe[PrepareConfig].calibration.length
         price = search.price(kinds, loaded.recipe.model.dtype, length)
@@ -456,7 +454,7 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def _no_cheaper(search: SearchConfig, price: Price) -> Iterator[str]:
-    """Why a window saves nothing."""
+    """Windows that save no cache."""
     for window in search.menu:
         if window.held(price.tokens) >= price.tokens:
             yield (
@@ -466,7 +464,7 @@ def _no_cheaper(search: SearchConfig, price: Price) -> Iterator[str]:
 
 
 def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
-    """Why a front has no such points."""
+    """Points that a front cannot have."""
     yield from _no_cheaper(search, price)
     if search.points is None and len(price.kinds.full) * price.kinds.heads == 1:
         yield "search.method: front has no points where the model has one KV head in all"
@@ -481,7 +479,7 @@ def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
 
 
 def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
-    if "buckets" not in METHODS[search.method].settings:  # it needs no buckets
+    if "buckets" not in METHODS[search.method].settings:  # does not use buckets
         return
     low, high = min(search.buckets), max(search.buckets)
     if not low <= ratio <= high:
@@ -541,11 +539,11 @@ def _attention(loaded: LoadedRecipe) -> Iterator[str]:
 def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
     try:
         return {} if info is None else info.attention_needs
-    except UserError:  # the model's own checks say it
+    except UserError:  # the model's checks report it
         return {}
 
 
-# Families whose gradients were miscounted: at the same budget a search takes other ones now.
+# Families whose gradients' cost was miscounted: the same budget now allows another number of them.
 _RECOUNTED = (
     "afmoe", "beam", "cohere", "cohere2", "cohere2_moe", "gemma4", "gemma4_text",
     "gemma4_unified_text", "gpt_neox", "granitemoehybrid", "granitemoeshared", "hyperclovax",
@@ -554,7 +552,7 @@ _RECOUNTED = (
 
 
 def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
-    """What tells masks from those of a method as it was before a mend, where one changed them."""
+    """Part of the key that separates masks from those before a correction that changed them."""
     search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].chosen_budget
     mends = attention_mends(search.method, loaded.info)
     if METHODS[search.method].kind == "profile" and budget.tokens and budget.context:
@@ -571,7 +569,7 @@ def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def attention_mends(method: str, info: ModelInfo | None) -> dict[str, Any]:
-    """Capped scores and extra logits of the model, which rankings and profiles once left out."""
+    """Capped scores and extra logits of the model, which old rankings and profiles left out."""
     reads = {"softcap", "head_logits"} if METHODS[method].reads_attention else set()
     found = sorted(reads & _needs_of_model(info).keys())
     return {"reads": found} if found else {}
