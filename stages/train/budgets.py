@@ -1,4 +1,4 @@
-"""Which budget of a front a training step is for."""
+"""The budget of a front that each training step trains."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-# Steps of a cycle for the scarcest budget and for the largest; each budget between them has one.
-# The scarcest has the most to learn, and little of what it needs is learnt by the others.
-SCARCEST, LARGEST = 3, 2
-_STREAM = 21  # of random numbers, apart from that of the order of the data
+# Steps of a cycle for the smallest and for the largest budget; each budget between them has one.
+# The smallest has the most to learn, and gains little from the steps of the others.
+SMALLEST, LARGEST = 3, 2
+_STREAM = 21  # of random numbers, separate from the data order's
 
 
 def budget_weights(count: int) -> tuple[int, ...]:
-    """Steps of a cycle for each of `count` budgets, the scarcest first."""
-    return (SCARCEST, *[1] * (count - 2), LARGEST)[-count:] if count > 1 else (1,)
+    """Steps of a cycle for each of `count` budgets, the smallest first."""
+    return (SMALLEST, *[1] * (count - 2), LARGEST)[-count:] if count > 1 else (1,)
 
 
 @dataclass(frozen=True)
 class BudgetDraw:
-    """Budgets by the number of a step: every cycle of steps has each in its share, reshuffled.
+    """Budgets by step number: each cycle of steps is shuffled, and has each budget in its share.
 
-    `budgets` are KV slots, ascending. Nothing else decides: neither what was drawn before, nor the
-    process, nor the micro-batch.
+    `budgets` are KV slots, ascending. A step's budget depends on nothing else, such as earlier
+    draws, the process or the micro-batch.
     """
 
     budgets: tuple[int, ...]
@@ -36,7 +36,7 @@ class BudgetDraw:
 
     def of_step(self, step: int) -> int:
         """KV slots of the budget of step `step` (from 1)."""
-        import numpy as np  # not for every command that reads a recipe
+        import numpy as np  # not needed by every command that reads a recipe
 
         number, place = divmod(step - 1, len(self._cycle))
         order = np.random.default_rng([self.seed, _STREAM, number]).permutation(len(self._cycle))
@@ -44,7 +44,7 @@ class BudgetDraw:
 
 
 def mean_over_budgets(values: Mapping[int, float]) -> float:
-    """The mean over the steps of a cycle of a value for each budget, by its KV slots; 0 of none."""
+    """Mean over a cycle's steps of a value for each budget, by its KV slots; 0 without budgets."""
     if not values:
         return 0.0
     weights = budget_weights(len(values))

@@ -26,14 +26,14 @@ from stages.train.footprint import (
 )
 from stages.train.stage import TrainConfig, batch_faults
 
-# Share of the peak in training of a mixture of experts: what four days for 2.5B tokens of
-# Qwen3-30B-A3B on 16 A800 come to (BOSCH B.5). Its forward passes reach what dense ones do: one
-# evaluation of it takes 2.2 times as long as of Qwen3-1.7B (B.4), for 2.8 times the operations.
+# Share of the peak in training of a mixture of experts, from BOSCH B.5: four days for 2.5B tokens
+# of Qwen3-30B-A3B on 16 A800. Its forward passes reach the share of dense models: an evaluation
+# takes 2.2 times as long as of Qwen3-1.7B (B.4), for 2.8 times the operations.
 EXPERTS_EFFICIENCY = 0.0565
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """Every step as the recipe has it, recomputation counted as work."""
+    """All steps of the recipe; recomputation counts as work."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     train, search = recipe[TrainConfig], recipe[SearchConfig]
     processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
@@ -61,10 +61,10 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     computed = 2 if train.mixed_precision == "bf16" else 4
     host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
     point = restart_point_bytes(shape, train, runtime.sharding)
-    restart = 2 * point  # the older one stays until the newer one is complete
-    # A copy of what a node's processes hold; without sharding of the first process's alone.
+    restart = 2 * point  # the older is kept until the newer is complete
+    # A copy of the state of a node's processes; without sharding of the first process only.
     writing = point * (1.0 if runtime.sharding == "none" else local / processes)
-    # Of a checkpoint that is written or averaged each process holds one file.
+    # Each process holds one file of a checkpoint that is written or averaged.
     file = bytes_of(materialize.max_shard_size)
     files = float(min(shape.parameters * number, file * local))
     facts = [
@@ -81,7 +81,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         least, most = min(budget_flops.values()), max(budget_flops.values())
         facts.append(
             f"the mean over steps for {len(budget_flops)} budgets of the front, where all of them "
-            f"have one order of heads: from {least / flops:.0%} of it for the scarcest to "
+            f"have one order of heads: from {least / flops:.0%} of it for the smallest to "
             f"{most / flops:.0%}"
         )
     if teacher:
@@ -113,7 +113,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _scores(
     loaded: LoadedRecipe, layers: Sequence[LayerHeads], processes: int
 ) -> Iterator[tuple[str, float]]:
-    """Scores while training of a mask of `layers`: what is said of each, and its operations."""
+    """Scores during training for a mask of `layers`: remarks and operations of each."""
     runtime, prepare = loaded.recipe.runtime, loaded.recipe[PrepareConfig]
     steps = loaded.recipe[TrainConfig].optimizer_steps
     groups = max(1, processes // runtime.context_parallel)
@@ -125,7 +125,7 @@ def _scores(
         ),
     ):  # fmt: skip
         if every:
-            runs = math.ceil(steps / every)  # the last step is scored too
+            runs = math.ceil(steps / every)  # the last step has a score too
             tokens = runs * math.ceil(samples / groups) * groups * length
             flops = shape_of(loaded).forward_flops(tokens, length, window_shares(layers))
             yield (
@@ -136,7 +136,7 @@ def _scores(
 
 
 def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The same for the rival's hybrid, which is trained for one budget alone."""
+    """As `cost`, for the rival's hybrid, which is trained for one budget only."""
     train = loaded.recipe[TrainConfig].model_copy(update={"budgets": None})
     recipe = loaded.recipe.model_copy(update={"train": train})
     return cost(replace(loaded, recipe=recipe), devices)

@@ -1,4 +1,4 @@
-"""Which sequence is read when: a seeded permutation of the prepared data, each sequence once.
+"""The order of the training data: a seeded permutation, each sequence once.
 
 Shapes: B sequences of a micro-batch, T tokens of a sequence.
 """
@@ -20,7 +20,7 @@ from stages.train.schedule import Schedule
 Batch = dict[str, torch.Tensor]
 Collate = Callable[[Sequence[dict[str, Any]]], Batch]
 
-_ORDER_STREAM = 0x7261  # sets this use of the recipe's seed apart from others
+_ORDER_STREAM = 0x7261  # separates this use of the recipe's seed from others
 
 
 class PackedSequences:
@@ -37,7 +37,7 @@ class PackedSequences:
         self._needed = self.prepared
 
     def arrange(self, schedule: Schedule, seed: int) -> None:
-        """Fix the order, and how much of it `schedule` reads.
+        """Set the order, and the part of it that `schedule` reads.
 
         Raises UserError when fewer tokens are prepared than the run needs.
         """
@@ -64,7 +64,7 @@ class PackedSequences:
         return np.bincount(sources, lengths, minlength=count).astype(np.int64)
 
     def held_out(self, count: int) -> list[dict[str, Any]]:
-        """Sequences that training does not read.
+        """`count` sequences that training does not read.
 
         Raises UserError when there are fewer.
         """
@@ -86,10 +86,10 @@ class SourceTokens:
     def __init__(self, data: PackedSequences, names: Sequence[str]) -> None:
         self._data, self._names = data, names
         self._tokens = np.zeros(len(names), np.int64)
-        self._counted = 0  # sequences whose tokens are among these
+        self._counted = 0  # sequences counted so far
 
     def until(self, stop: int) -> dict[str, int]:
-        """Tokens of the first `stop` sequences; after a restart all of them are counted again."""
+        """Tokens of the first `stop` sequences; after a restart all are counted again."""
         if self._names:
             self._tokens += self._data.tokens_by_source(self._counted, stop, len(self._names))
         self._counted = stop
@@ -105,8 +105,8 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
 def collate_documents(rows: Sequence[dict[str, Any]]) -> Batch:
     """As `collate`, with attention stopping at document borders.
 
-    position_ids [B, T] start again at 0 with every document, which is how the attention knows the
-    borders; a document's first token has nothing to be predicted from, so its label is ignored.
+    position_ids [B, T] restart at 0 with every document, from which attention finds the borders; a
+    document's first token cannot be predicted, so its label is ignored.
     """
     batch = collate(rows)
     positions = torch.stack(

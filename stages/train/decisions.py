@@ -1,7 +1,7 @@
 """Decisions at the end of a training step, the same on every process.
 
-Whether the update is applied: a gradient that is not finite, or far larger than those before, is
-skipped or ends the run. And whether to write a restart point, and to stop.
+Whether to apply the update (a gradient that is not finite, or far larger than those before, is
+skipped or ends the run), to write a restart point, and to stop.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from bosch.this_process import STOP_SIGNALS
 from stages.context import Runtime
 from stages.train.stage import TrainConfig
 
-_REMEMBERED = 100  # steps whose gradient norms a step's own is compared with
-_MIN_NORMS = 20  # of them; with fewer, a step is bad only if its norm is not finite
+_REMEMBERED = 100  # earlier steps whose gradient norms a step is compared with
+_MIN_NORMS = 20  # with fewer steps, only a norm that is not finite is bad
 MAX_BAD_IN_A_ROW = 5  # this many consecutive bad steps end the run
 MAX_BAD_REMEMBERED = 10  # or this many among the last `_REMEMBERED`
-_MIN_TIMED = 5  # steps that are timed before the timeout follows from their time
+_MIN_TIMED = 5  # steps before the timeout is computed from their time
 TIMEOUT_FACTOR = 20  # of the median of the last steps
 MIN_STEP_TIMEOUT = 2.0  # minutes
 
 
 class SpikeRule:
-    """Finds bad steps by the gradient norms of the last ones; the same on every process."""
+    """Finds bad steps from the last steps' gradient norms; the same on every process."""
 
     def __init__(self, train: TrainConfig, steps: int) -> None:
         """`steps`: the number of steps of the whole run."""
         self._factor = train.spike_factor
-        # In a short run half of the steps: skipped steps train on nothing.
+        # In a short run half of the steps, since skipped steps train nothing.
         self._in_a_row, self._in_all = (
             min(most, math.ceil(steps / 2)) for most in (MAX_BAD_IN_A_ROW, MAX_BAD_REMEMBERED)
         )
-        # Norm, None where it was not finite, and whether the step was bad. A spike enters the
-        # median, too, so that steps after a lasting rise are no spikes.
+        # Norm (None: not finite), and whether the step was bad. Spikes count in the median, so that
+        # steps after a lasting rise are not spikes.
         self._steps: deque[tuple[float | None, bool]] = deque(maxlen=_REMEMBERED)
 
     @property
     def state(self) -> list[Any]:
-        """What a restart point keeps of the rule, as JSON."""
+        """The rule's state for a restart point, as JSON."""
         return [list(step) for step in self._steps]
 
     def restore(self, state: Iterable[Any]) -> None:
@@ -57,7 +57,7 @@ class SpikeRule:
         self._steps.extend((norm, bad) for norm, bad in state)
 
     def judge(self, norm: float) -> str | None:
-        """Record a step's gradient norm; returns what is wrong with it, or None."""
+        """Record a step's gradient norm; returns its fault, or None."""
         fault = self._fault(norm)
         self._steps.append((norm if math.isfinite(norm) else None, fault is not None))
         return fault
@@ -76,7 +76,7 @@ class SpikeRule:
         return None
 
     def too_many(self) -> str | None:
-        """The number of bad steps, as text, where they are more than may be skipped; else None."""
+        """The number of bad steps as text if too many were skipped, else None."""
         bad = [was_bad for _, was_bad in self._steps]
         in_a_row = len(list(takewhile(bool, reversed(bad))))
         if in_a_row >= self._in_a_row:
@@ -87,10 +87,10 @@ class SpikeRule:
 
 
 def step_timeout(seconds: Sequence[float], most: float) -> float:
-    """Minutes after which a process that waits in a step takes another one for lost.
+    """Minutes after which a process waiting in a step considers another process lost.
 
     `TIMEOUT_FACTOR` times the median of the last steps' `seconds`, at least `MIN_STEP_TIMEOUT` and
-    at most `most` minutes; `most` until enough steps are timed.
+    at most `most` minutes; `most` before `_MIN_TIMED` steps.
     """
     if len(seconds) < _MIN_TIMED:
         return most
@@ -98,7 +98,7 @@ def step_timeout(seconds: Sequence[float], most: float) -> float:
 
 
 class RestartTimer:
-    """Says when a restart point is due, by steps and minutes, and when a signal stops training."""
+    """Decides when a restart point is due (steps, minutes), and when a signal stops training."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._every = runtime.save_every_steps
@@ -109,7 +109,7 @@ class RestartTimer:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """While the block runs, SIGTERM, SIGUSR1 and SIGHUP ask for a stop at the end of a step."""
+        """In this block SIGTERM, SIGUSR1 and SIGHUP stop training at the end of a step."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

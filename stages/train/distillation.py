@@ -1,4 +1,4 @@
-"""Distillation from the full-attention model: KL divergence without a logits matrix of either.
+"""Distillation from the full-attention model: KL divergence without whole logits matrices.
 
 Shapes: B sequences of a micro-batch, T tokens of one, N = B·T, C hidden size, V vocabulary.
 """
@@ -34,11 +34,11 @@ def load_teacher(
     device: torch.device,
     backend: str = "auto",
 ) -> Any:
-    """The model in `model_dir` with every head full, in the precision that training computes in.
+    """The model in `model_dir` with every head full, in the precision of training.
 
-    It gives the original's function: the order of heads is not part of it. Its forward pass returns
-    the states [B, T, C] before the output head; `backend` computes its attention. It is on
-    `device`; under FSDP, on the meta device.
+    It computes the original's function, since the order of heads does not matter. Its forward pass
+    returns the states [B, T, C] before the output head; `backend` computes its attention. It is on
+    `device` or, under FSDP, on the meta device.
     """
     config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
     kinds = decoder_layers(config)
@@ -67,12 +67,12 @@ def load_teacher(
 
 
 class TeacherLoss:
-    """KL(teacher ‖ student) in nats, summed over tokens, and cross-entropy beside it.
+    """KL(teacher ‖ student) in nats, summed over tokens, and the cross-entropy.
 
-    With `tokens` < 1 it is taken on that share of each sequence's predicted tokens, rounded up,
-    where it is largest, and divided by the share: its mean over those tokens counts like a mean
-    over all, and a little more where their number is rounded. With `context_parallel` a pass is
-    over this process's tokens of each sequence.
+    With `tokens` < 1 only that share of each sequence's predicted tokens (rounded up) counts, those
+    with the largest divergence. The sum is divided by the share, to weigh like one over all tokens,
+    and a little more if the number is rounded. With `context_parallel` a pass is over this
+    process's tokens of each sequence.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TeacherLoss:
                     expected = torch.log_softmax(scaled, dim=-1)
                     del teacher_logits, scaled
                     probabilities = expected.exp()
-                # Not as a difference of two sums: where the models agree, those would cancel.
+                # Not as a difference of two sums, which would cancel if the models agree.
                 return (probabilities * (expected - torch.log_softmax(logits, dim=-1))).sum(-1)
 
             return self._loss(student_head, student_states, config, targets, divergence)
@@ -136,7 +136,7 @@ class TeacherLoss:
                 chosen = self._split.own(largest(values, valid, self._tokens)).flatten()
         else:
             chosen = labels != IGNORED
-        # Cross-entropy is for all predicted tokens, the divergence for those that are chosen.
+        # Cross-entropy is over all predicted tokens, the divergence over the chosen ones.
         rows = (chosen if self._weight == 1 else labels != IGNORED).nonzero()[:, 0]
 
         def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:

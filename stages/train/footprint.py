@@ -1,6 +1,6 @@
 """Bytes of memory in training: the formulas that `plan` prints and tests measure. No torch.
 
-V vocabulary, C hidden size. Bytes are those of one process, where a docstring names nothing else;
+V vocabulary, C hidden size. Bytes are those of one process, unless a docstring says otherwise;
 `shards` is the number of processes under FSDP or DeepSpeed, else 1.
 """
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:  # it loads torch
 # Logits computed at a time by the chunked loss: 256 MiB in float32.
 _CHUNK_ELEMENTS = 2**26
 _FLOAT32 = 4
-# Bytes of one of AdamW's two moments; of 8 bits with a float32 scale for each block of 256.
+# Bytes per weight of each of AdamW's two moments; 8-bit ones have a float32 scale per 256 weights.
 _MOMENT_BYTES = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
 
 
 def chunk_tokens(vocabulary: int, distilled: bool = False) -> int:
-    """Tokens whose logits are computed at a time, half as many with the teacher's beside them."""
+    """Tokens whose logits are computed at a time; half as many with a teacher's logits."""
     return max(1, _CHUNK_ELEMENTS // ((1 + distilled) * vocabulary))
 
 
 def float32_bytes(numbers: int, shards: int) -> float:
-    """Float32 weights, or gradients, which are sharded after every micro-batch."""
+    """Float32 weights, or gradients; gradients are sharded after every micro-batch."""
     return _FLOAT32 * numbers / shards
 
 
 def optimizer_bytes(trained: int, shards: int, optimizer: str) -> float:
-    """AdamW's mean and variance, as `train.optimizer` holds them."""
+    """AdamW's mean and variance, in the precision of `train.optimizer`."""
     return 2 * _MOMENT_BYTES[optimizer] * trained / shards
 
 
@@ -53,11 +53,11 @@ def loss_bytes(
 ) -> int:
     """The chunked loss: a chunk's logits and their copies, gradients of states and of the head.
 
-    The copies are what the scaled logits and the gradient of the logits take. With a teacher there
-    are the logits and log-probabilities of the model, the teacher's probabilities, their product,
-    and gradients of two of them; beside the gradients of states the model's states at the tokens of
-    the loss and the teacher's. Of capped logits there is one copy more for each model. The head's
-    gradient [V, C], where it is trained, is summed in float32, beside that of the chunk.
+    The copies are the scaled logits and the gradient of the logits. With a teacher there are the
+    logits and log-probabilities of the model, the teacher's probabilities, their product, and
+    gradients of two of them; and, besides the gradients of states, both models' states at the
+    tokens of the loss. Capped logits have one more copy for each model. The head's gradient [V, C],
+    if it is trained, is summed in float32, in addition to that of the chunk.
     """
     chunk = min(tokens, chunk_tokens(vocabulary, distilled)) * vocabulary * _FLOAT32
     states = tokens * hidden * element_bytes
@@ -70,8 +70,8 @@ def liger_loss_bytes(
 ) -> int:
     """Liger's fused loss: a chunk's logits, gradients of states and of the head.
 
-    The head's gradient [V, C], where it is trained, is summed in float32, beside that of a chunk,
-    which Liger up to 0.8 turns into float32 before it adds it.
+    The head's gradient [V, C], if it is trained, is summed in float32, in addition to that of a
+    chunk, which Liger up to 0.8 converts to float32 before adding it.
     """
     chunk = -(-tokens // -(-vocabulary // hidden))
     chunk = min(tokens, 1 << (chunk - 1).bit_length())  # the next power of two
@@ -84,8 +84,8 @@ def liger_loss_bytes(
 def restart_point_bytes(shape: DecoderShape, train: TrainConfig, sharding: str) -> float:
     """A restart point on disk: weights in float32, and the moments of the trained ones.
 
-    Adapters are among the weights, and a tied table is under both of its names. DeepSpeed's point
-    has what is trained alone, each weight once.
+    Adapters are among the weights, and a tied table counts under both of its names. DeepSpeed's
+    point has only trained weights, each once.
     """
     trained = trained_parameters(shape, train)
     weights = trained
@@ -105,12 +105,12 @@ def load_host_bytes(
 ) -> int:
     """Host memory of a node while the model is loaded, with `processes` on the node.
 
-    Sharded, the first process alone reads the weights, in `saved_bytes` each, and sends them one by
+    With sharding the first process reads the weights, `saved_bytes` each, and sends them one by
     one; DeepSpeed then has a copy of its shards in `computed_bytes`, the precision of training, in
-    the host's memory. What the processes keep on the CPU, float32 shards and DeepSpeed's second
-    copy, is not counted. Without sharding the weights go to the GPUs one by one, from files that
-    all processes share; on the CPU every process keeps them in float32. A teacher is loaded before
-    the model, in no more bytes.
+    host memory. Float32 shards and DeepSpeed's second copy, which stay on the CPU, are not counted.
+    Without sharding the weights go to the GPUs one by one, from files that all processes share; on
+    the CPU every process keeps them in float32. A teacher is loaded before the model, and takes no
+    more bytes.
     """
     if sharding == "none" and not on_gpu:
         return _FLOAT32 * parameters * processes
@@ -126,10 +126,10 @@ def step_traffic(
     runtime: Runtime,
     length: int,
 ) -> float:
-    """Bytes that all processes together send in a step for the attention of split sequences.
+    """Bytes that all processes together send in a step for attention over split sequences.
 
-    Keys and values are sent, once more where activations are recomputed, and their gradients come
-    back; a teacher's heads, all full, are sent once. Documents change it by their sinks at most.
+    Keys and values are sent, again if activations are recomputed, and their gradients come back;
+    those of a teacher, whose heads are all full, are sent once. Documents change only the sinks.
     """
     split = ContextSplit(length, runtime.context_parallel)
     passes = 2 if runtime.checkpointing == "none" else 3
@@ -146,14 +146,14 @@ def exchanged_bytes(
     sequences: int,
     element_bytes: int,
 ) -> list[tuple[float, float]]:
-    """Bytes that a process holds of keys and values beside its own, of each of `split_layers`.
+    """Bytes of other processes' keys and values in a process, for each of `split_layers`.
 
-    First what autograd keeps of the forward pass, then what the backward pass adds: the gradients
-    of both chunks' keys as attention gives them, spread over the sequence, and their sum.
+    First those that autograd keeps of the forward pass, then those that the backward pass adds: the
+    gradients of both chunks' keys from attention, spread over the sequence, and their sum.
     """
 
     def tokens_held(row: LayerHeads) -> tuple[int, int]:
-        """Tokens, summed over the heads of a layer, of what is kept and of what is added."""
+        """Tokens, summed over the heads of a layer, of the kept and of the added bytes."""
         kept = added = 0
         for window, heads in row.items():
             if window is None:
@@ -181,9 +181,9 @@ def exchanged_bytes(
 class TrainingMemory:
     """Bytes that one process holds in training.
 
-    The loss, the backward pass of each layer and the sum of the tables' gradients come one after
-    the other, so the largest of the three counts. During the loss there are gradients only where
-    a step `accumulates` several micro-batches.
+    The loss, the backward pass of each layer and the sum of the tables' gradients follow each
+    other, so the largest of the three counts. During the loss there are gradients only if a step
+    `accumulates` several micro-batches.
     """
 
     parameters: float
@@ -191,19 +191,19 @@ class TrainingMemory:
     optimizer: float
     layer_inputs: float
     gathered: float  # whole weights, copies in the precision of training, and DDP's buckets
-    layer: float  # a layer's activations in its backward pass, or gradients, beside whole ones
+    layer: float  # a layer's activations in its backward pass, or gradients
     attention: float
     loss: float
     tables: float  # whole gradients of embedding and head
     teacher: float
-    exchanged: float  # keys and values of other processes' tokens, where not in layer_inputs
+    exchanged: float  # keys and values of other processes' tokens, if not in layer_inputs
     accumulates: bool
     offloaded: float = 0.0  # in host memory
-    ahead: float = 0.0  # of the whole weights, a layer that is not gathered during the loss
+    ahead: float = 0.0  # a layer's whole weights, not gathered during the loss
 
     @property
     def peak(self) -> float:
-        """The most that is held at once."""
+        """The largest sum held at once."""
         held = self.parameters + self.optimizer + self.layer_inputs + self.gathered
         held += self.teacher
         layer = self.layer + self.attention + self.exchanged
@@ -212,7 +212,7 @@ class TrainingMemory:
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Bytes by what they hold; the last five are not all in memory together."""
+        """Bytes by purpose; the last five are not all in memory together."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -239,7 +239,7 @@ def training_memory(
     length: int,
     layers: Sequence[LayerHeads] = (),
 ) -> TrainingMemory:
-    """What each of `processes` holds in steps of `accumulation` micro-batches of `tokens`.
+    """Memory of each of `processes` in steps of `accumulation` micro-batches of `tokens`.
 
     Sequences have `length` tokens. `layers` are the KV heads of each layer by window; without them
     all heads count as full.
@@ -249,7 +249,7 @@ def training_memory(
     trained = trained_parameters(shape, train)
     tables_trained = trained == shape.parameters
     parameters = shape.parameters + (trained if train.lora is not None else 0)
-    # DeepSpeed has what is frozen in the precision that it computes in alone.
+    # DeepSpeed holds frozen weights only in the precision of its computation.
     in_float32 = trained if runtime.sharding == "deepspeed" else parameters
     element_bytes = _element_bytes(train)
     scores = [0.0]
@@ -264,33 +264,33 @@ def training_memory(
     optimizer = optimizer_bytes(trained, shards, train.optimizer)
     gradients = float32_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
-        # Weights to compute with, beside the master copy.
+        # Weights for computation, in addition to the master copy.
         optimizer += element_bytes * parameters / shards
     layer_gradients = own_gradients = tables = 0.0
     if sharded:
-        # The head for all of a step, with an input table of its own, and two layers, one ahead.
+        # The head (and a separate input table) during the whole step, and two layers, one ahead.
         whole_tables = (1 if shape.tied else 2) * shape.table
         gathered: float = element_bytes * (whole_tables + 2 * shape.layer_parameters)
-        # Of a layer, as a share: what is frozen has no gradient.
+        # A layer's share with gradients: frozen weights have none.
         layer_share = trained_in_layers(shape, train) / (shape.parameters - shape.tables)
         # Whole gradients in float32, to be summed over the processes: those of a layer stay until
-        # those of the next are ready. Its own come when its activations are gone.
+        # those of the next are ready, which come after that layer's activations are freed.
         trained_layer = layer_share * shape.layer_parameters
         layer_gradients = _FLOAT32 * trained_layer + tables_trained * element_bytes * shape.table
         own_gradients = element_bytes * trained_layer
-        if accumulation == 1:  # two layers and the input table have none yet at the peak
+        if accumulation == 1:  # at the peak two layers and the input table have none
             late = 2 * trained_layer + tables_trained * (not shape.tied) * shape.table
             gradients -= min(gradients, float32_bytes(round(late), shards))
         tables = tables_trained * (element_bytes + _FLOAT32) * shape.tables
     else:
         casts = train.mixed_precision == "bf16"  # autocast copies what it casts
         gathered = element_bytes * (parameters - shape.expert_parameters) if casts else 0.0
-        if processes > 1:  # DistributedDataParallel's buckets, as large as all gradients
+        if processes > 1:  # DistributedDataParallel's buckets have the size of all gradients
             gathered += float32_bytes(trained, 1)
     teacher, distilled = 0.0, train.teacher != "none"
     if distilled:
         teacher = element_bytes * shape.parameters / shards
-        if sharded:  # its tables stay gathered; its layers are while the student's are not
+        if sharded:  # its tables stay gathered; its layers alternate with the student's
             teacher += element_bytes * shape.tables
     loss_sizes = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
@@ -318,7 +318,7 @@ def training_memory(
 
 
 class _Activations(NamedTuple):
-    """What `TrainingMemory` takes of a micro-batch's activations; `layer` without gradients."""
+    """The activations in `TrainingMemory` of a micro-batch; `layer` without gradients."""
 
     layer_inputs: float
     layer: float
@@ -334,14 +334,15 @@ def _activations(
     exchanged: Sequence[tuple[float, float]],
     scores: Sequence[float],
 ) -> _Activations:
-    """What autograd keeps of a micro-batch of `tokens`; `exchanged` is of `exchanged_bytes`.
+    """The bytes that autograd keeps of a micro-batch of `tokens`; for `exchanged` see
+    `exchanged_bytes`.
 
-    `scores` are the bytes of each layer's attention scores, where they are kept.
+    `scores` are the bytes of each layer's attention scores, if they are kept.
     """
     element_bytes = _element_bytes(train)
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = element_bytes if runtime.sharding != "none" else _FLOAT32
-    # Autocast casts no experts, which compute in their weights' own type.
+    # Autocast casts no experts, which compute in their weights' type.
     mlp = residual if shape.experts else element_bytes
     saved = tokens * _saved_by_a_layer(shape, element_bytes, residual, mlp, train)
     # Gradients on the way through the MLP and the norms.
@@ -352,7 +353,7 @@ def _activations(
         return _Activations(held, backward, max(added))
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
-    if runtime.offload_activations:  # of all but the layer that is recomputed
+    if runtime.offload_activations:  # except those of the recomputed layer
         layer_inputs, offloaded = layer_inputs / shape.layers, layer_inputs
     if runtime.checkpointing == "attention":
         heads = shape.query_size // shape.kinds.head_dim
@@ -371,7 +372,7 @@ def _scores(
     length: int,
     element_bytes: int,
 ) -> list[float]:
-    """Bytes of the scores that each layer's attention keeps where no kernel is fused."""
+    """Bytes of the scores that each layer's attention keeps without a fused kernel."""
     heads = sequences * (shape.query_size // shape.kinds.head_dim)
     group = heads // shape.key_value_heads
     rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
@@ -390,7 +391,7 @@ def _element_bytes(train: TrainConfig) -> int:
 def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
     """Trained parameters inside the layers.
 
-    Experts take no adapters: their weights are no linear maps of their own.
+    Experts have no adapters, since their weights are not separate linear maps.
     """
     attention_only = train.freeze == "attention_only"
     if train.lora is not None:
@@ -406,10 +407,10 @@ def trained_parameters(shape: DecoderShape, train: TrainConfig) -> int:
 
 
 def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> float:
-    """Operations of `DecoderShape.training_flops` that training over `tokens` leaves out.
+    """Operations of `DecoderShape.training_flops` that this training over `tokens` skips.
 
-    What is frozen has no gradients of its weights, but those of its inputs. Adapters are computed
-    beside all that, forward and backward.
+    Frozen modules have no gradients of their weights, only of their inputs. Adapters add operations
+    forward and backward.
     """
     trained = trained_in_layers(shape, train)
     if train.lora is not None:
@@ -424,12 +425,12 @@ def _saved_by_a_layer(
 ) -> float:
     """Bytes per token that autograd keeps of one decoder layer; its heads as Qwen3's.
 
-    Each norm keeps its input in float32, besides its result as it is and as the next maps take it;
+    Each norm keeps its input in float32, its result, and the copy of the result for the next maps;
     queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
-    keeps gate, up, their activation and product. Liger's norms and MLP keep their inputs only.
-    Where norms and MLP are frozen, what only their weights' gradients take is not kept: a norm's
-    result before its weight, and the inputs of the MLP's maps. Adapters freeze all norms, those of
-    queries and keys too, and experts.
+    keeps gate, up, their activation and product. Liger's norms and MLP keep only their inputs.
+    If norms and MLP are frozen, tensors that only their weights' gradients need are not kept: a
+    norm's result before its weight, and the inputs of the MLP's maps. Adapters freeze experts and
+    all norms, including those of queries and keys.
     """
     frozen, adapted = train.freeze == "attention_only", train.lora is not None
     frozen_mlp = frozen or (adapted and shape.experts > 0)
@@ -440,12 +441,12 @@ def _saved_by_a_layer(
     else:
         before_weight = 0 if frozen or adapted else 2
         norms = 2 * 4 + (before_weight + (1 if frozen else 2)) * element_bytes
-        if residual > element_bytes:  # the results in float32 too, and a copy for each map
+        if residual > element_bytes:  # results in float32 too, and a copy for each map
             norms = 2 * 4 + (3 if frozen else 5) * element_bytes + before_weight * residual
         heads = (4 + (3 if adapted else 4) * element_bytes) * shape.query_size
         heads += (4 + (2 if adapted else 3) * element_bytes) * shape.key_value_size
         width = (3 if frozen_mlp else 4) * mlp
-    # Copies for each expert: what goes in, what comes out, and by its router's weight.
+    # Copies for each expert: input, output, and output times the router's weight.
     dispatched = (1 if frozen_mlp else 3) * mlp * shape.hidden * shape.experts_per_token
     all_norms = norms * max(2, shape.norms) / 2
     return float(all_norms * shape.hidden + heads + width * shape.active_width + dispatched)

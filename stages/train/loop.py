@@ -1,7 +1,7 @@
 """The training loop: data, forward, backward, clip, step, log, save.
 
-accelerate's `Accelerator` spreads the model over the processes (`parallel.py`); everything else of
-a step stands here.
+accelerate's `Accelerator` spreads the model over the processes (`parallel.py`); the rest of a step
+is here.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _ADVICE = "a lower train.learning_rate or a longer train.warmup_ratio may help"
 
 @dataclass
 class Loop:
-    """Trains over a `Schedule`, writing restart points and checkpoints; every process runs one.
+    """Trains by a `Schedule`, and writes restart points and checkpoints; every process has one.
 
-    `model` and `optimizer` are as the accelerator prepared them. Only the first process has a
-    `metrics_log`. `step` counts from 1: the step under way, or between steps the last one finished.
+    `model` and `optimizer` are prepared by the accelerator. Only the first process has a
+    `metrics_log`. `step` counts from 1: the current step or, between steps, the last one.
     """
 
     accelerator: Accelerator
@@ -71,7 +71,7 @@ class Loop:
     metrics_log: MetricsLog | None
     needles: NeedleWatch | None
     held_out: HeldOutWatch | None
-    budgets: BudgetDraw | None  # None: every step trains the layout that the model was loaded with
+    budgets: BudgetDraw | None  # None: every step trains the loaded layout
     flops: Mapping[int | None, float]  # of a step, by its budget
     planned_memory: float  # bytes of this process at the peak, as `plan` computes them
     step: int = 0
@@ -98,12 +98,12 @@ class Loop:
             loss = self.forward_backward(batches, predicted)
             norm = self.clip()
             skipped = self.update(loss, norm)
-            limit_collectives(self.step_timeout)  # no process loads or compiles any longer
+            limit_collectives(self.step_timeout)  # no process loads or compiles now
             scores = self.score()
             is_due, stop = self.timer.decide(self.step)
             self.log(loss, norm, skipped, scores)
             held_out = scores.get("heldout_loss", 0.0)
-            if not math.isfinite(held_out):  # by this step's update: no checkpoint may hold it
+            if not math.isfinite(held_out):  # this step's update must not be saved
                 raise self.divergence(f"the held-out loss is {held_out}")
             self.save(is_due)
             if self.step == first + 1 and self.metrics_log is not None:
@@ -114,9 +114,9 @@ class Loop:
         self.restarts.wait()
 
     def start_step(self) -> None:
-        """Set learning rate, budget and random seed, which restart points do not hold.
+        """Set learning rate, budget and random seed, which are not in restart points.
 
-        All are functions of the step's number, the seed also of the process.
+        They depend on the step's number only, the seed also on the process.
         """
         set_learning_rate(self.optimizer, self.learning_rate)
         entropy = [self.seed, self.step, self.accelerator.process_index]
@@ -157,11 +157,11 @@ class Loop:
     def forward_backward(self, batches: list[Batch], predicted: int) -> float:
         """Add up gradients and return the loss in nats per predicted token.
 
-        DeepSpeed clips and updates the weights in here, too.
+        DeepSpeed also clips and updates the weights here.
         """
         total = torch.zeros((), device=self.accelerator.device)
         layouts = layouts_of(self.unwrapped)
-        # The backward pass divides by the processes and, in the accelerator, by the micro-batches.
+        # The backward pass divides by the number of processes and, in accelerate, of micro-batches.
         means_over = self.accelerator.num_processes * self.schedule.accumulation
         for batch in batches:
             with self.accelerator.accumulate(self.model):
@@ -169,12 +169,12 @@ class Loop:
                     loss = self.loss_of(batch, predicted)
                 self.accelerator.backward(loss * means_over)
             total += loss.detach()
-        # Checkpointing recomputes attention by the layout at that moment, which has to be the same.
+        # Checkpointing recomputes attention with the current layout, which must not have changed.
         assert layouts_of(self.unwrapped) == layouts, "the layout changed within a step"
         return float(self.accelerator.gather(total).sum())
 
     def offload_activations(self) -> AbstractContextManager[Any]:
-        """Save tensors for backward in host memory, with runtime.offload_activations.
+        """With runtime.offload_activations, save tensors for the backward pass in host memory.
 
         With recomputation these are the inputs of layers. transformers' own offloading pins memory,
         which needs a GPU.
@@ -197,7 +197,7 @@ class Loop:
         """Update the weights, or skip a bad step; returns whether it was skipped.
 
         A step is bad if its gradient norm is a spike (train.spike_factor) or not finite. Raises
-        RunError at a bad step without train.bad_steps = skip, when too many were skipped, and where
+        RunError at a bad step without train.bad_steps = skip, when too many were skipped, and if
         only the loss is not finite.
         """
         fault = self.spikes.judge(norm)
@@ -229,11 +229,11 @@ class Loop:
 
     @property
     def step_timeout(self) -> float:
-        """Minutes that this process waits for the others in a step before it gives up."""
+        """Timeout, in minutes, of waiting for other processes in a step."""
         return step_timeout(self._seconds, self.runtime.collective_timeout_minutes)
 
     def score(self) -> dict[str, Any]:
-        """The scores that are due, by their name in the metrics, at the chosen budget."""
+        """The scores that are due, at the chosen budget, by their name in the metrics."""
         scores: dict[str, Any] = {}
         step, device = (self.step, self.schedule.steps), self.accelerator.device
         with self.stopwatch.timed("scores"):
@@ -253,7 +253,7 @@ class Loop:
         self._seconds.append(seconds)
         if self.metrics_log is None:
             return
-        peak = self._peak_flops  # None where it is not known
+        peak = self._peak_flops  # None if unknown
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
                 self.step,
@@ -274,7 +274,7 @@ class Loop:
     def save(self, is_due: bool) -> None:
         """Write the checkpoints of this step, then, if it `is_due`, begin a restart point.
 
-        In this order a run that is killed in between repeats the step and rewrites both.
+        In this order a run killed in between repeats the step and rewrites both.
         """
         runtime, last = self.runtime, self.step == self.schedule.steps
         limit = collectives_within(runtime.timeout_minutes, afterwards=self.step_timeout)
@@ -284,7 +284,8 @@ class Loop:
                     self.write_checkpoint(tokens, self._averaged_with(tokens) if last else [])
             self.restarts.check()
             if is_due and not last:
-                # Without sharding all processes hold the same, and the first one writes it.
+                # Without sharding all processes have the same weights, and the first one writes
+                # them.
                 idle = runtime.sharding == "none" and not self.accelerator.is_main_process
                 state = {} if idle else self.state()
                 self.restarts.save(
@@ -293,7 +294,7 @@ class Loop:
 
     def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
         """Write `tokens-<tokens>`, averaged with the checkpoints of the token counts `averaged`."""
-        # DeepSpeed keeps small parameters unsharded between steps, and expects so afterwards.
+        # DeepSpeed keeps small parameters unsharded between steps, and expects this afterwards.
         sharded = self.model.optimizer if self.runtime.sharding == "deepspeed" else None
         if sharded is not None:
             sharded.checkpoint_event_prologue()
@@ -319,7 +320,7 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """The state of a restart point without the step: weights and moments by parameter name.
 
-        With DeepSpeed this process's shards, under a key with the process's number.
+        With DeepSpeed these are this process's shards, under a key with its rank.
         """
         spikes = json.dumps(self.spikes.state)
         if self.runtime.sharding == "deepspeed":
@@ -361,7 +362,7 @@ class Loop:
                 sharded, size = self.model.optimizer, self.accelerator.num_processes
                 sharded.checkpoint_event_prologue()
                 local_state = state[f"process-{self.accelerator.process_index}"]
-                sharded.load_state_dict([local_state] * size)  # it takes the one of this process
+                sharded.load_state_dict([local_state] * size)  # it uses the element of this process
                 sharded.checkpoint_event_epilogue()
             else:
                 set_state_dict(

@@ -28,14 +28,14 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 Measure = Callable[[Tensor, Tensor], Tensor]
 # Sum over all tokens, from the output head and its inputs [N, C].
 HeadLoss = Callable[[Any, Tensor], Tensor]
-# That of a micro-batch: from the config, ids, next tokens or IGNORED, and positions, [B, T] each.
+# A micro-batch's loss from the config, ids, next tokens or IGNORED, and positions, [B, T] each.
 BatchLoss = Callable[[Any, Tensor, Tensor, Tensor | None], HeadLoss]
 
 
 class _ChunkedHead(torch.autograd.Function):
     """Sum of a loss over all tokens; gradients are computed chunk by chunk in the forward pass.
 
-    Between forward and backward only the gradients [N, C] and [V, C] are held, never logits.
+    Between forward and backward only the gradients [N, C] and [V, C] are kept, no logits.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class _ChunkedHead(torch.autograd.Function):
         leaves = [weight, *([] if bias is None else [bias])]
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 : 1 + len(leaves)]]
         used = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
-        # Sums of many chunks in float32: in bf16 small terms would be lost.
+        # Sums over chunks in float32: bf16 would lose small terms.
         sums: list[Any] = [
             torch.zeros_like(leaf, dtype=torch.float32) if leaf.requires_grad else None
             for leaf in leaves
@@ -113,7 +113,7 @@ def head_loss(
 
 
 def cross_entropy(labels: Tensor) -> ChunkLoss:
-    """Cross-entropy in nats against `labels` [N], those that are `IGNORED` left out."""
+    """Cross-entropy in nats for `labels` [N] without the `IGNORED` ones."""
 
     def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
         return nn.functional.cross_entropy(
@@ -124,17 +124,17 @@ def cross_entropy(labels: Tensor) -> ChunkLoss:
 
 
 def mistakes(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of `labels` [n] are not the most likely tokens; `IGNORED` ones are no mistakes."""
+    """Which of `labels` [n] are not the most likely token; False for `IGNORED` ones."""
     return (logits.argmax(-1) != labels) & (labels != IGNORED)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in nats of each of `labels` [n], 0 where they are `IGNORED`."""
+    """Cross-entropy in nats of each of `labels` [n]; 0 for `IGNORED` ones."""
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
 
 def noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
-    """Writes the `measure` of every token into `values` [N]; the loss is 0."""
+    """A loss of 0 that writes the `measure` of every token to `values` [N]."""
 
     def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
         values[rows] = measure(logits, labels[rows]).float()
@@ -144,7 +144,7 @@ def noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
 
 
 def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """The same sum by Liger's fused kernel."""
+    """The sum of the cross-entropy by Liger's fused kernel."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     result: Any = liger_fused_linear_cross_entropy(
@@ -170,13 +170,13 @@ def install_loss(
 ) -> None:
     """Make `model` return its loss alone, from a forward pass without cache and without logits.
 
-    The head computes the loss in a forward pass of its own, so that FSDP and DeepSpeed gather its
-    weight as for any module. Liger's kernel is used where it knows the family's logits: scaled ones
-    (Cohere, Granite) take the chunked form of the same value, and so does `distillation`.
+    The head computes the loss in its forward pass, so that FSDP and DeepSpeed gather its weight as
+    for any module. Liger's kernel is used if it supports the family's logits; for scaled logits
+    (Cohere, Granite) and `distillation` the loss is computed in chunks.
 
-    With a `measure` the forward pass returns its values [B, T] in the loss's place. With
-    `context_parallel` it takes whole sequences, computes this process's tokens of them, and its
-    loss is their part of the whole one.
+    With a `measure` the forward pass returns its values [B, T] instead of the loss. With
+    `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
+    their part of the sum.
 
     Raises UserError when the model's own loss has a term for its router.
     """
@@ -199,7 +199,7 @@ def install_loss(
         measure: Measure | None = None,
     ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        # Where nothing is predicted the loss is 0.
+        # The loss is 0 if nothing is predicted.
         count = num_items_in_batch or int((targets != IGNORED).sum()) or 1
         if context_parallel is not None:
             rows, length = targets.shape

@@ -1,4 +1,4 @@
-"""How fast training goes, metrics.jsonl and its boards, cut back to the restart point."""
+"""Training speed, metrics.jsonl and dashboards, truncated to the restart point."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from stages.train.stage import METRICS, TrainConfig, TrainingStep
 
 logger = logging.getLogger(__name__)
 
-_WORTH_SAYING = 1.0  # seconds of a step that went into data or saving
+_WORTH_SAYING = 1.0  # minimum seconds for data or saving to be logged
 
 
 class MetricsLog:
-    """One record per step on disk, on the boards and in the log.
+    """One record per step on disk, on the dashboards and in the log.
 
-    Records of steps after `done_steps`, the restart point, are removed. Where records of earlier
-    steps are lost, because their lines are damaged, training continues: it needs none of them.
+    Records of steps after `done_steps`, the restart point, are removed. If records of earlier steps
+    are lost, because their lines are damaged, training continues without them.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class MetricsLog:
             wandb = importlib.import_module("wandb")
             # An interrupted run resumes under the same id.
             self._wandb = wandb.init(project=wandb_project, id=work_dir.name, resume="allow")
-            # Its own step must rise; steps that are taken again after a restart would be dropped.
+            # W&B's own step must rise, so steps repeated after a restart would be dropped.
             self._wandb.define_metric("train/*", step_metric="train/step")
 
     @property
     def final_loss(self) -> float | None:
-        """Loss of the schedule's last step; None where its record is lost, or it was not finite."""
+        """Loss of the schedule's last step; None if its record is lost, or it was not finite."""
         last = self.records[-1] if self.records else None
         return last["loss"] if last and last["step"] == self._schedule.steps else None
 
@@ -83,7 +83,7 @@ class MetricsLog:
         return self._seconds_before + time.monotonic() - self._started
 
     def begin(self) -> None:
-        """Count seconds from now on: speed and time left are those of steps, not of loading."""
+        """Start the clock: speed and remaining time leave out the loading."""
         self._started = time.monotonic()
 
     def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
@@ -126,7 +126,7 @@ class MetricsLog:
         )
 
     def _seconds_left(self, step: int) -> float:
-        """By the speed since this start."""
+        """Estimated remaining seconds, from the speed since this start."""
         seconds = time.monotonic() - self._started
         return seconds / (step - self._done_steps) * (self._schedule.steps - step)
 
@@ -137,7 +137,7 @@ class MetricsLog:
 
 
 def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """A record's numbers by name, of a list by their places from 0, of a dict by their keys."""
+    """A record's numbers by name; those in lists by index, those in dicts by key."""
     for name, value in record.items():
         if isinstance(value, list):
             yield from ((f"{name}/{i}", item) for i, item in enumerate(value) if item is not None)
@@ -148,13 +148,13 @@ def numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _step(record: dict[str, Any]) -> dict[str, Any]:
-    """The record as it is; raises ValueError where it is none of a step."""
+    """The record; raises ValueError if it is not a step's."""
     TrainingStep.model_validate(record)
     return record
 
 
 def _finite(value: Any) -> Any:
-    """None in the place of numbers that JSON does not have, also in a list."""
+    """The value with None instead of numbers that JSON lacks, also in a list."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -165,7 +165,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _details(record: dict[str, Any]) -> str:
-    """What a record has besides, for its line of the log."""
+    """A record's further fields, for its line of the log."""
     notes = []
     if "kv_budget" in record:
         notes.append(f"budget of {record['kv_budget']:,} KV slots")
@@ -187,11 +187,11 @@ def _details(record: dict[str, Any]) -> str:
 
 
 def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> dict[int | None, float]:
-    """Operations of a step on a hybrid of `config`, forward and backward, nothing recomputed.
+    """Operations of a step on a hybrid of `config`, forward and backward, without recomputation.
 
-    Of several budgets by their KV slots; under None those of the one that is in force. A teacher's
-    forward pass is part of it. A packed sequence counts as one document; under document masking
-    there are fewer operations.
+    By the KV slots of several budgets, and under None for the active budget. A teacher's forward
+    pass is included. A packed sequence counts as one document; under document masking there are
+    fewer operations.
     """
     shape, tokens, length = DecoderShape.of(config), schedule.batch_tokens, schedule.sequence_length
     more = -unneeded_flops(shape, train, tokens)
@@ -206,7 +206,7 @@ def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> dict[int 
 
 
 def peak_flops(processes: int) -> float | None:
-    """Operations per second of all GPUs by the vendor's data sheet; None where it is not known."""
+    """Operations per second of all GPUs by the vendor's data sheet; None if unknown."""
     if not torch.cuda.is_available():
         return None
     device = device_named(torch.cuda.get_device_name())
@@ -214,14 +214,14 @@ def peak_flops(processes: int) -> float | None:
 
 
 def peak_memory() -> int:
-    """Most bytes this process has held so far: of its GPU, without one of the host."""
+    """Peak bytes of this process so far, on its GPU or, without one, on the host."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Stopwatch:
-    """Seconds since the last reading, and those of them that went elsewhere, by name."""
+    """Seconds since the last reading, in total and by named block."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -237,7 +237,7 @@ class Stopwatch:
             self._elsewhere[name] += time.monotonic() - started
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """Seconds since the last reading, and by name; counting starts again."""
+        """Seconds since the last reading, in total and by name; restarts the count."""
         now = time.monotonic()
         seconds, elsewhere = now - self._started, dict(self._elsewhere)
         self._started = now

@@ -23,7 +23,7 @@ from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
 from stages.search.stage import SearchConfig, window_faults
 from stages.stage import LoadedRecipe, Stage, position_faults
-from stages.train.budgets import LARGEST, SCARCEST
+from stages.train.budgets import LARGEST, SMALLEST
 
 
 class LoraConfig(Section):
@@ -118,11 +118,11 @@ class TrainConfig(Section):
     budgets: Literal["all"] | KvBudgets | None = Field(
         None,
         description=(
-            "Budgets of the front that one training is for: all that have sliding heads, or a "
-            "list, each by its KV slots or as the largest within a share of the original's (0.25). "
-            f"Each step trains one, by its number: of {SCARCEST + LARGEST} steps and one more for "
-            f"each budget between, {SCARCEST} are for the scarcest and {LARGEST} for the largest. "
-            "Default: the chosen budget alone."
+            "Budgets of the front for which the model is trained: all with sliding heads, or a list, "
+            "each as KV slots or as the largest within a share of the original's (0.25). Each step "
+            f"trains one budget: in every cycle of steps, {SMALLEST} are for the smallest budget, "
+            f"{LARGEST} for the largest, and one for each between. "
+            "Default: only the chosen budget."
         ),
     )
 
