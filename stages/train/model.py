@@ -1,4 +1,4 @@
-"""The model as training starts from it: float32 master weights, options applied and verified."""
+"""The model at the start of training: float32 master weights, options applied and verified."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_GROUPED = "grouped_mm"  # transformers' name of products of all experts at once
+_GROUPED = "grouped_mm"  # transformers' name of one product for all experts
 
 
 def load_for_training(
@@ -57,16 +57,16 @@ def load_for_training(
     context_parallel: ContextParallel | None = None,
     untrained: Collection[str] = (),
 ) -> PreTrainedModel:
-    """The model in float32, whatever it was saved in: bf16 weights would lose small updates.
+    """The model in float32, since bf16 weights would lose small updates.
 
-    Under FSDP its parameters are on the meta device; `saved_weights` are what they are filled with.
-    Without sharding it is loaded onto `device`, if one is given. `backend` computes its attention;
-    `seed` is that of the adapters, if it has any; `context_parallel` splits its sequences;
-    `untrained` parameters are left as they are.
+    Under FSDP its parameters are on the meta device, and filled later with `saved_weights`. Without
+    sharding it is loaded onto `device`, if given. `backend` computes its attention; `seed` is for
+    adapters, if it has any; `context_parallel` splits its sequences; `untrained` parameters are not
+    trained.
 
-    Raises UserError when train.liger is set where Liger kernels cannot run, or as
-    `restrict_training` does; RunError when Liger left a module of the model as it was, or experts
-    would not be computed in grouped products.
+    Raises UserError when train.liger is set but Liger kernels cannot run, or as `restrict_training`
+    does; RunError when Liger did not patch a module of the model, or experts would not be computed
+    in grouped products.
     """
     if train.liger:
         if not torch.cuda.is_available():
@@ -94,7 +94,7 @@ def load_for_training(
     if runtime.checkpointing in ("attention", "full"):
         keeps = runtime.checkpointing == "attention"
         recompute_activations(loaded, BACKENDS[resolve_backend(backend)].kernel if keeps else "")
-    if runtime.compile:  # one by one: layers of one form share a graph, and FSDP stays outside
+    if runtime.compile:  # one by one: equal layers share a graph, and FSDP stays outside
         _raise_graph_limit(loaded.config)
         for layer in loaded.get_decoder().layers:
             layer.compile()
@@ -102,9 +102,9 @@ def load_for_training(
 
 
 def use_grouped_experts(model: Any) -> None:
-    """Compute all experts of a layer in one grouped product, whatever config.json says.
+    """Compute all experts of a layer in one grouped product, regardless of config.json.
 
-    Raises RunError when transformers would compute them in another way.
+    Raises RunError when transformers would compute them differently.
     """
     if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
         return
@@ -120,8 +120,8 @@ def use_grouped_experts(model: Any) -> None:
 def _raise_graph_limit(config: Any) -> None:
     """Raise torch's limit of 8 compiled graphs to 8 for each different layer, under all budgets.
 
-    Layers differ by their heads of each window. Beyond the limit torch runs layers uncompiled, with
-    no more than a warning.
+    Layers differ in their heads of each window. Beyond the limit torch warns, and runs layers
+    uncompiled.
     """
     budgets = [heads_by_window(config), *kv_budgets(config).values()]
     layouts = {tuple(row.items()) for rows in budgets for row in rows}
@@ -145,7 +145,8 @@ def recompute_activations(model: Any, saved: str = "") -> None:
             return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        # runtime.offload_activations moves layers' inputs alone; newer versions of torch ask.
+        # runtime.offload_activations moves only layers' inputs; newer versions of torch have this
+        # option.
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = False
     # The method's name since transformers 5.23, and the one before.
@@ -156,7 +157,7 @@ def recompute_activations(model: Any, saved: str = "") -> None:
 def attention_backend(
     model_dir: Path, model: ModelConfig, train: TrainConfig, runtime: Runtime
 ) -> str:
-    """The recipe's backend; for auto the fastest that is installed and has what the model needs."""
+    """The recipe's backend; for auto the fastest installed one that supports the model."""
     if runtime.attention != "auto":
         return runtime.attention
     config = load_config(str(model_dir), trust_remote_code=model.trust_remote_code)
@@ -173,7 +174,7 @@ def attention_backend(
 
 
 def saved_weights(model_dir: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """The weights in the precision they are saved in, by name; on the CPU."""
+    """The weights as saved, on the CPU, by name."""
     loaded = load_model(
         model_dir, dtype=saved_dtype(model_dir), trust_remote_code=model.trust_remote_code
     )
@@ -181,16 +182,16 @@ def saved_weights(model_dir: Path, model: ModelConfig) -> dict[str, Tensor]:
 
 
 def saved_dtype(model_dir: Path) -> torch.dtype:
-    """Precision the model's directory says its weights are saved in."""
+    """Precision of the saved weights, from the model's config.json."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def apply_liger(model: Any) -> None:
-    """Patch norms, MLPs and rotary embedding with Liger's, as for the model's base family.
+    """Replace norms, MLPs and rotary embedding by Liger's for the model's base family.
 
-    Its fused loss is called by `install_loss`, not by Liger's forward pass of the model, in which
-    the decoder would make a cache: passes with one see a row's documents as a single one.
+    `install_loss` calls the fused loss. Liger's forward pass of the model is not used: its decoder
+    would create a cache, and with a cache a row's documents count as one.
 
     Raises UserError for a family that Liger does not patch; RunError as `check_liger_runs` does.
     """
@@ -213,7 +214,7 @@ def apply_liger(model: Any) -> None:
 
 
 def check_liger_runs(model: Any) -> None:
-    """Raise RunError unless every norm and every MLP of the text decoder runs Liger's code."""
+    """Raise RunError unless all norms and MLPs of the text decoder run Liger's code."""
     for name, module in model.get_decoder().named_modules():
         if not type(module).__name__.endswith(("RMSNorm", "MLP")):
             continue
@@ -228,10 +229,10 @@ def check_liger_runs(model: Any) -> None:
 def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> None:
     """Shard `model`, whose parameters are on the meta device, and fill it with `weights`.
 
-    So no process holds all of them in float32. Only the first process has `weights`, in the
-    precision and by the names they were saved in; it sends them one by one.
+    So no process holds all of them in float32. Only the first process has `weights`, in their saved
+    precision and with their saved names, and sends them one by one.
     """
-    # By the layers that it has: transformers' own list may name others, or none.
+    # By the layers in the model: transformers' list may name others, or none.
     layers = {type(layer).__name__ for layer in model.get_decoder().layers}
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(layers)
     fsdp2_prepare_model(accelerator, model)
@@ -239,7 +240,7 @@ def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> 
 
 
 def shard_teacher(teacher: Any, weights: dict[str, Tensor], device: torch.device) -> None:
-    """As `shard_and_fill`, for a model that is only read: layer by layer, in its own precision."""
+    """As `shard_and_fill`, for a model that is not trained: layer by layer, in its precision."""
     teacher.tie_weights()  # one parameter for both tables, before it is sharded
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in teacher.get_decoder().layers:

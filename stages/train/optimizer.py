@@ -12,16 +12,16 @@ from transformers.trainer_pt_utils import get_parameter_names
 from stages.train.stage import TrainConfig
 from stages.train.storage import processes, rank
 
-# Names of parameters that do not decay, as patterns: those of transformers' Trainer, which decays
+# Patterns of parameters without weight decay: those of transformers' Trainer, which decays
 # `norm_f` (Nemotron-H) and `post_norm1` (HyperCLOVA X).
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(^|\.|_)norm(_f|\d*)($|\.)"]
 
 
 def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
-    """AdamW over the trainable parameters of `model`, which under FSDP is sharded already.
+    """AdamW over the trainable parameters of `model`, which under FSDP must be sharded already.
 
-    With 8-bit moments, weights of fewer than 4,096 elements in a process, or of a number that is no
-    multiple of 256, still have float32 moments.
+    With 8-bit moments, weights with fewer than 4,096 elements in a process, or a number that is not
+    a multiple of 256, still have float32 moments.
     """
     groups = parameter_groups(model, train.weight_decay)
     betas = (train.adam_beta1, train.adam_beta2)
@@ -30,14 +30,14 @@ def make_optimizer(model: Any, train: TrainConfig) -> Optimizer:
     from torchao.optim import AdamW8bit
 
     _register_new_empty()
-    # Its step is compiled, and torch's cache on disk does not tell shards of a weight apart: where
-    # they differ, a process would load the graph of another's.
+    # Its step is compiled, and torch's cache on disk does not distinguish shards of a weight, so a
+    # process could load the graph of another process's shard.
     torch.compiler.config.cache_key_tag = f"{rank()} of {processes()}"
     return AdamW8bit(groups, lr=train.learning_rate, betas=betas)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of trainable parameters: those that decay; biases and norms, which do not."""
+    """Two groups of trainable parameters: with weight decay; without (biases and norms)."""
     decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [parameter for name, parameter in trained if name in decayed_names]
@@ -49,7 +49,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Set the rate of all groups; torchao's is a tensor, so that the step is compiled once."""
+    """Set the rate of all groups; torchao's is a tensor, so that its step is compiled once."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)

@@ -1,4 +1,4 @@
-"""Processes and sharding; a sharding that would differ from the recipe's is refused."""
+"""Processes and sharding; refuses a sharding that differs from the recipe's."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
 from stages.versions import require_package
 
-# torch's word for it, which accelerate does not have yet, is another one since 2.13.
+# torch renamed it in 2.13, which accelerate does not know yet.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 
 def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
-    """The processes that share this one's sequences, neighbours by rank; None where it is alone."""
+    """The processes that share this one's sequences, adjacent in rank; None if there are none."""
     if runtime.context_parallel == 1:
         return None
     group, _ = dist.new_subgroups(
@@ -49,8 +49,8 @@ def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
 def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
     """Settings that a restart point must share with the run that resumes from it.
 
-    The number of processes too where shards are not cut again: DeepSpeed's, and moments in 8 bits,
-    whose blocks may cross a cut.
+    They include the number of processes if shards cannot be split differently: those of DeepSpeed,
+    and 8-bit moments, whose blocks may cross a shard's boundary.
     """
     quantised = runtime.sharding == "fsdp" and train.optimizer == "adamw_8bit"
     fixed = runtime.sharding == "deepspeed" or quantised
@@ -60,8 +60,7 @@ def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
 def check_sharding_possible(runtime: Runtime) -> None:
     """Refuse a sharding that cannot run here.
 
-    Raises UserError when DeepSpeed is not installed, or there is one process and nothing to shard
-    over.
+    Raises UserError when DeepSpeed is not installed, or there is only one process.
     """
     if runtime.sharding == "none":
         return
@@ -77,7 +76,7 @@ def check_sharding_possible(runtime: Runtime) -> None:
 
 
 def check_offloading_possible(runtime: Runtime) -> None:
-    """Raise UserError where activations are in host memory as they are."""
+    """Raise UserError on a CPU, where activations are in host memory already."""
     if runtime.offload_activations and not torch.cuda.is_available():
         raise UserError(
             "runtime.offload_activations = true needs a GPU, and none is visible: activations are "
@@ -88,9 +87,9 @@ def check_offloading_possible(runtime: Runtime) -> None:
 def make_accelerator(
     train: TrainConfig, runtime: Runtime, schedule: Schedule, hidden: int
 ) -> Accelerator:
-    """Join the process group, and say how a model is spread over it and in which precision.
+    """Join the process group; the accelerator sets sharding and precision of a model.
 
-    `hidden` is the width of its text decoder.
+    `hidden` is the hidden size of its text decoder.
     """
     forget()
     on_gpu, sharding = torch.cuda.is_available(), runtime.sharding
@@ -101,7 +100,7 @@ def make_accelerator(
         else:
             dist.init_process_group(backend, timeout=timeout)
     state = PartialState(cpu=not on_gpu)
-    # accelerate would shard over GPUs alone; gloo does what is needed.
+    # accelerate would shard only over GPUs; gloo supports all that is needed.
     if sharding == "fsdp" and not on_gpu:
         state.distributed_type = DistributedType.MULTI_GPU
     elif sharding == "deepspeed":
@@ -111,7 +110,7 @@ def make_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=schedule.accumulation,
             sync_with_dataloader=False,
-            # Else every process keeps whole gradients between micro-batches.
+            # Otherwise each process keeps whole gradients between micro-batches.
             sync_each_batch=sharding == "fsdp",
         ),
         fsdp_plugin=_fsdp_plugin(train) if sharding == "fsdp" else None,
@@ -125,9 +124,9 @@ def make_accelerator(
 
 
 def least_memory(device: torch.device) -> float:
-    """Bytes that each process may hold, the same number on all: of a GPU, or its share of the host.
+    """Bytes that each process may hold (the minimum of all): of a GPU, or its share of the host.
 
-    Infinite where the host's memory cannot be read.
+    Infinite if the host's memory cannot be read.
     """
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
@@ -146,8 +145,8 @@ def least_memory(device: torch.device) -> float:
 def _fsdp_plugin(train: TrainConfig) -> FullyShardedDataParallelPlugin:
     policy = None
     if train.mixed_precision == "bf16":
-        # Sums in float32. No output_dtype: it would apply to every layer, whose inputs are what
-        # gradient checkpointing keeps. The loss is computed in float32 as it is.
+        # Sums in float32. No output_dtype: it would apply to each layer, whose inputs gradient
+        # checkpointing keeps. The loss is in float32 anyway.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -171,7 +170,7 @@ def _deepspeed_plugin(train: TrainConfig, schedule: Schedule, hidden: int) -> De
                 "stage": 3,
                 "overlap_comm": True,
                 "contiguous_gradients": True,
-                # As accelerate computes them, from text models alone.
+                # As accelerate computes them, but for text models only.
                 "reduce_bucket_size": hidden * hidden,
                 "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
                 "stage3_param_persistence_threshold": 10 * hidden,
@@ -186,17 +185,16 @@ def _join_by_deepspeed(backend: str, timeout: timedelta) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if backend == "gloo":
-        # Its shared-memory collectives would be compiled first; a compiler that was killed leaves a
-        # lock behind on which every later run waits forever. gloo needs none of it.
+        # DeepSpeed would first compile shared-memory collectives; a killed compiler leaves a lock
+        # on which every later run waits forever. gloo does not need them.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
 
 
 def check_sharding_runs(model: Any, runtime: Runtime) -> None:
-    """Make sure that `model`, as prepared for training, is spread as the recipe says.
+    """Check that `model`, prepared for training, is sharded as the recipe says.
 
-    Raises RunError when the model has another wrapper than the recipe says, or a parameter is not
-    sharded.
+    Raises RunError when the model's wrapper is not the recipe's, or a parameter is not sharded.
     """
     actual = _actual_sharding(model)
     if actual != runtime.sharding:
@@ -223,12 +221,12 @@ def _actual_sharding(model: Any) -> str:
 
 
 def leave() -> None:
-    """Leave the process group and forget accelerate's state, so that another stage can start."""
+    """Leave the process group and reset accelerate's state, so that another stage can start."""
     forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def forget() -> None:
-    """Forget accelerate's state, of which it keeps one per process; it has no public way."""
+    """Reset accelerate's state of this process, for which there is no public function."""
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,6 +1,6 @@
 """Continual pretraining of the hybrid model (BOSCH B.5); its loop is in `loop.py`.
 
-Started on every process with the same work directory; torchrun's variables say how many there are.
+Started on every process with the same work directory; torchrun's variables hold their number.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def run(
 ) -> dict[str, Any]:
     """Train `inputs["materialize"]/model` on `inputs["prepare"]/train`; resumes in `work_dir`.
 
-    Leaves checkpoints/tokens-<n>, metrics.jsonl, tensorboard/ and summary.json, and returns the
+    Writes checkpoints/tokens-<n>, metrics.jsonl, tensorboard/ and summary.json, and returns the
     summary: final_loss (nats per token), tokens, steps, seconds, processes, checkpoints.
 
     Raises UserError when batch, data, sharding and machine do not fit together; RunError when the
-    loss diverged, or the disk refused; and LostRankError when another process ended; it says which.
+    loss diverged, or writing failed; LostRankError, with its rank, when another process ended.
     """
     if TrainingSummary.finished(work_dir) is None:
         _train(config, inputs, work_dir)
-    else:  # killed after its summary, perhaps before the restart points were removed
+    else:  # killed after the summary, perhaps before removing the restart points
         RestartPoints(work_dir, config.section).remove()
     return TrainingSummary.read(work_dir).content
 
@@ -90,9 +90,9 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     try:
         with loop.timer.signals(), partners_alive():
             loop.run()
-    except LostRankError:  # no point that all write can be finished
+    except LostRankError:  # a restart point needs all processes
         raise
-    except RunError:  # all processes end for the same reason, with a restart point first
+    except RunError:  # all processes fail alike; write a restart point first
         restarts.wait()
         raise
     finally:
@@ -118,7 +118,7 @@ def build_loop(
     work_dir: Path,
     restarts: RestartPoints,
 ) -> Loop:
-    """Data, model and optimizer in a loop that is ready to start, or to resume where it stopped."""
+    """A loop with data, model and optimizer, ready to start or resume."""
     train = config.section
     data = PackedSequences(inputs["prepare"] / PACKED_DATA)
     schedule = make_schedule(
@@ -126,13 +126,13 @@ def build_loop(
     )
     data.arrange(schedule, config.seed)
     model_dir = inputs["materialize"] / MODEL
-    # Before DeepSpeed is set up: it would shard the meta models used for counting and for flags.
+    # Before DeepSpeed is set up, which would shard the meta models used for counts and flags.
     untrained = untrained_parameters(model_dir, config.model.trust_remote_code)
     model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
     budgets, layers = None, heads_by_window(model_config)
     if train.budgets is not None:
         budgets = BudgetDraw(named_budgets(model_config, train.budgets), config.seed)
-        layers = kv_budgets(model_config)[budgets.budgets[-1]]  # the largest, which takes the most
+        layers = kv_budgets(model_config)[budgets.budgets[-1]]  # the largest, with the most memory
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
     accelerator = make_accelerator(train, config.runtime, schedule, shape.hidden)
@@ -192,7 +192,7 @@ def _prepared_model(
     accelerator: Accelerator,
     untrained: Collection[str],
 ) -> tuple[Any, Any]:
-    """The model and its optimizer, spread over the processes."""
+    """The model and its optimizer, sharded over the processes."""
     train, runtime, device = config.section, config.runtime, accelerator.device
 
     def read_weights() -> dict[str, torch.Tensor]:
@@ -221,7 +221,7 @@ def _prepared_model(
             shard_teacher(distillation.teacher, read_weights(), device)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, train))
     if runtime.sharding == "fsdp":
-        # accelerate matches weights by data pointer, and all empty shards have the same.
+        # accelerate matches weights by data pointer, which is the same for all empty shards.
         groups = parameter_groups(model, train.weight_decay)
         for group, whole in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = whole["params"]
@@ -234,9 +234,9 @@ def _prepared_model(
 def _write_summary(
     loop: Loop, metrics_log: MetricsLog, work_dir: Path, restarts: RestartPoints
 ) -> None:
-    """Write summary.json last: with it, the work directory is finished.
+    """Write summary.json, the last file of a finished work directory.
 
-    Raises RunError where something was added to the checkpoints, all of which are published.
+    Raises RunError if files were added to the checkpoints, which would be published too.
     """
     schedule, hashes = loop.schedule, restarts.checkpoint_hashes()
     added = added_entries(

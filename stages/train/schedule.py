@@ -1,4 +1,4 @@
-"""How a training run is cut into steps and batches: arithmetic over the recipe, no torch.
+"""The steps and batches of a training run: arithmetic over the recipe, no torch.
 
 A step is one optimiser update over `batch_tokens` tokens: `sequences` packed sequences, split
 evenly over the processes (or groups of processes that share a sequence) and, within one, over
@@ -15,7 +15,7 @@ from bosch.errors import UserError
 from stages.context import Runtime
 from stages.train.stage import TrainConfig, batch_faults
 
-_CPU_MICRO_BATCH_TOKENS = 2048  # about what fits into the cache of a core
+_CPU_MICRO_BATCH_TOKENS = 2048  # about what fits into a core's cache
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Schedule:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run: whole steps only, so at most `total_tokens`."""
+        """Tokens of the run: whole steps only, so at most `total_tokens`."""
         return self.steps * self.batch_tokens
 
     def learning_rate_factor(self, step: int) -> float:

@@ -27,7 +27,7 @@ from stages.train.budgets import LARGEST, SMALLEST
 
 
 class LoraConfig(Section):
-    """Adapters of low rank in the place of whole weights (LoRA, arXiv 2106.09685)."""
+    """Training of low-rank adapters instead of whole weights (LoRA, arXiv 2106.09685)."""
 
     rank: Annotated[int, Field(gt=0, le=65536)] = Field(16, description="Rank of an adapter (r).")
     alpha: Number = Field(32, gt=0, description="An adapter's output is scaled by alpha / rank.")
@@ -118,8 +118,8 @@ class TrainConfig(Section):
     budgets: Literal["all"] | KvBudgets | None = Field(
         None,
         description=(
-            "Budgets of the front for which the model is trained: all with sliding heads, or a list, "
-            "each as KV slots or as the largest within a share of the original's (0.25). Each step "
+            "Budgets of the front for which the model is trained: all with sliding heads, or a "
+            "list, each as KV slots or as the largest within a share of the original's (0.25). Each step "
             f"trains one budget: in every cycle of steps, {SMALLEST} are for the smallest budget, "
             f"{LARGEST} for the largest, and one for each between. "
             "Default: only the chosen budget."
@@ -133,9 +133,9 @@ class TrainConfig(Section):
 
     @property
     def checkpoint_steps(self) -> dict[int, int]:
-        """Step at whose end each requested count is reached; the end of the run is always kept.
+        """The step at whose end each requested count is reached, always including the last step.
 
-        Counts behind the last whole step belong to the last step: 2.5B tokens in steps of 2M end at
+        Counts after the last whole step belong to the last step: 2.5B tokens in steps of 2M end at
         2,499,805,184 (1,192 steps, as in the paper).
         """
         last = max(self.optimizer_steps, 1)
@@ -149,14 +149,14 @@ ROUTER_LOSS = (
     "the model's config.json has output_router_logits = true, and training has no loss of the "
     "router; set it to false"
 )
-CHECKPOINTING = ("none", "attention", "full")  # what is recomputed, less memory and more work
+CHECKPOINTING = ("none", "attention", "full")  # what is recomputed: less memory, more work
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
 
 
 def checkpoint_name(tokens: int) -> str:
-    """Name of the checkpoint after `tokens` training tokens, as folder and in scores.json."""
+    """Name of the checkpoint after `tokens` training tokens: of its folder and in scores.json."""
     return f"tokens-{tokens}"
 
 
@@ -188,14 +188,13 @@ class TrainingSummary(WorkSummary):
 class TrainingStep(Record):
     """A line of train/metrics.jsonl; `tokens` and `seconds` count from the start of training.
 
-    A step that was `skipped` changed no weight; its loss and norm are None where not finite.
-    `kv_budget` are the KV slots of the budget that the step was for, where there are several.
-    `tokens_per_second` and `mfu` leave out the `checkpoint_seconds` since the step before and the
-    time of scores. `memory`: most bytes the first process has held. `heldout_loss` is in nats per
-    token, `heldout_by_position` by quarter of the sequence, None where it predicts nothing.
-    `router_entropy` in nats is a mean over tokens and layers, of the logits' softmax also where
-    routers choose by sigmoids; `expert_load` is that of the busiest expert over its layer's mean.
-    `source_tokens` are those of each source of prepare so far.
+    A `skipped` step changed no weight; loss and norm are None if not finite. `kv_budget` is the
+    step's budget in KV slots, if there are several. `tokens_per_second` and `mfu` leave out the
+    `checkpoint_seconds` since the step before and the time of scores. `memory`: peak bytes of the
+    first process. `heldout_loss` is in nats per token, `heldout_by_position` by quarter of the
+    sequence, None for a quarter without predictions. `router_entropy` (nats) is a mean over tokens
+    and layers, always of the logits' softmax; `expert_load` is that of the busiest expert divided
+    by its layer's mean. `source_tokens` are the tokens read so far from each source of prepare.
     """
 
     step: int
@@ -256,7 +255,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
 def batch_faults(
     train: TrainConfig, runtime: Runtime, sequence_length: int, world_size: int
 ) -> Iterator[str]:
-    """Why a batch does not split evenly over `world_size` processes, or is more than the run."""
+    """Why a batch does not split evenly over `world_size` processes, or exceeds the run."""
     sharing = runtime.context_parallel
     if world_size % sharing:
         yield (
@@ -294,7 +293,7 @@ def batch_faults(
 def _batches(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
     prepare, runtime = loaded.recipe[PrepareConfig], loaded.recipe.runtime
     size = loaded.world.size
-    if size == 1:  # where a run is only planned; another one would end as it starts
+    if size == 1:  # the run is only planned; a real one would fail at its start
         size = runtime.context_parallel
     yield from batch_faults(train, runtime, prepare.sequence_length, size)
     tokens = train.optimizer_steps * train.batch_tokens
@@ -339,7 +338,7 @@ def _checkpoints(train: TrainConfig) -> Iterator[str]:
 
 
 def _deepspeed(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
-    """Settings that DeepSpeed does not support: it holds the weights and takes the steps itself."""
+    """Settings that DeepSpeed, which holds weights and updates them itself, does not support."""
     if runtime.sharding != "deepspeed":
         return
     asked = {
@@ -378,7 +377,7 @@ def _split(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
-    """Why activations cannot be recomputed in a way of `CHECKPOINTING`, or in that of auto."""
+    """Why activations cannot be recomputed in the given way of `CHECKPOINTING`, or that of auto."""
     if way == "none" and runtime.offload_activations:
         yield (
             "runtime.offload_activations: what goes to host memory are the inputs of layers that "
@@ -416,7 +415,7 @@ def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
 
 
 def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Families some of whose norms decayed up to version 9."""
+    """Part of the key for families whose norms had weight decay up to version 9."""
     family = loaded.info.config.get("model_type") if loaded.info is not None else None
     return {"train": {"norms_decay": False}} if family in ("hyperclovax", "nemotron_h") else {}
 
@@ -428,7 +427,7 @@ STAGE = Stage(
     version=9,
     field=Field(None, description="Continual pretraining; left out, nothing is trained."),
     needs=("prepare", "materialize"),
-    # What is wrong with the evaluation shows before days are spent.
+    # Also checks the evaluation before days of training.
     after=("original",),
     distributed=True,
     choices=_mended,

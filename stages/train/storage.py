@@ -1,6 +1,6 @@
-"""Training's files: restart points and loadable checkpoints, complete or absent.
+"""Restart points and loadable checkpoints of training, either complete or absent.
 
-Everything is written beside its place and renamed into it, so that a process killed at any moment
+Everything is written under a temporary name and renamed, so that a process killed at any moment
 leaves the last complete state.
 """
 
@@ -52,7 +52,7 @@ from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
 
 logger = logging.getLogger(__name__)
 
-# A single process needs no group.
+# None: a single process needs no group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 T = TypeVar("T")
@@ -64,18 +64,18 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json")
 
 
 class RestartPoints:
-    """`restart/step-<n>`: weights and the optimiser's state after the latest saves.
+    """`restart/step-<n>`: the last saves of weights and optimiser state.
 
-    torch.distributed.checkpoint writes a point while training continues. A point holds a record of
-    its step, its layout and the SHA-256 of its files, written last; beside the points lies one for
-    each checkpoint. A point is used only if its files, and those of every earlier checkpoint, are
-    complete: else training goes back to the one before, or to the start.
+    torch.distributed.checkpoint writes a point while training continues. Its record, written last,
+    holds step, layout and the SHA-256 of its files; each checkpoint has a record next to the
+    points. A point is used only if its files and those of all earlier checkpoints are complete;
+    otherwise training goes back to the point before, or to the start.
 
     Every process hashes its share of the files, right after writing and again before resuming, all
     at the same time. Of 14B parameters over 16 processes, 168 GB in all, that is 10.5 GB each, or
     16 s at 0.65 GB/s (SHA-256 on one core, measured on a virtual machine).
 
-    Only these hold pickled files; they never leave the work directory.
+    Only restart points contain pickled files; they never leave the work directory.
     """
 
     def __init__(self, work_dir: Path, train: TrainConfig) -> None:
@@ -84,16 +84,17 @@ class RestartPoints:
         self._checkpoints = {
             checkpoint_name(tokens): step for tokens, step in train.checkpoint_steps.items()
         }
-        # Saving talks in a group of its own, beside the steps of training.
+        # Saving communicates in a separate group, concurrently with training.
         self._group: dist.ProcessGroup | None = None
         self._publisher = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
     def check_layout(self, layout: dict[str, object]) -> None:
-        """Refuse shards that this run cannot read, by the newest point that says its layout.
+        """Refuse shards that this run cannot read, by the newest point with a layout.
 
-        Whether the point is whole is not known yet. Raises UserError when it was written with
-        another `runtime.sharding`, or, where shards are fixed, by another number of processes.
+        The point may still be damaged. Raises UserError when it was written with another
+        `runtime.sharding` or, if shards cannot be split differently, by another number of
+        processes.
         """
         points = [(point, saved) for point in self._points() if (saved := _layout(point))]
         for point, saved in points[:1]:
@@ -106,10 +107,10 @@ class RestartPoints:
                     )
 
     def latest(self) -> Path | None:
-        """The newest whole restart point, None where there is none; damaged ones are removed.
+        """The newest complete restart point, if any; removes damaged ones.
 
-        Every process calls it, and reads its own share of the files. Raises UserError where no
-        point can be used, and one only because a checkpoint before it is damaged.
+        Every process calls it, and reads its share of the files. Raises UserError if no point can
+        be used, and one of them only because an earlier checkpoint is damaged.
         """
         points = self._points()
         wait()
@@ -141,9 +142,9 @@ class RestartPoints:
         return None
 
     def _fault(self, point: Path) -> tuple[Path, str] | None:
-        """The folder that is damaged, the point's or that of a checkpoint before it, and why.
+        """The damaged folder (of the point or an earlier checkpoint) and the reason.
 
-        This process reads the content of its share of the files.
+        This process verifies its share of the files.
         """
         step = restart_step(point)
         records = {point: point / _RECORD}
@@ -155,7 +156,7 @@ class RestartPoints:
             hashes = content.get("sha256")
             if not isinstance(hashes, dict):
                 return folder, f"{record.name} is missing or damaged"
-            if content.get("step", step) != step:  # its folder has another one's name
+            if content.get("step", step) != step:  # the folder has another point's name
                 return folder, f"it is of step {content['step']}"
             fault = listing_fault(folder, hashes, (_RECORD,))
             if fault is not None:
@@ -170,23 +171,23 @@ class RestartPoints:
 
     @contextmanager
     def loading(self, point: Path) -> Iterator[None]:
-        """Around the loading of a point: one that cannot be loaded is set aside as damaged.
+        """Context for loading a point: a point that cannot be loaded is set aside as damaged.
 
-        Raises DamagedWorkError, upon which the stage starts again and resumes from the point
-        before. Other errors pass where memory ran out, another process was lost or the system could
-        not read: the point's hashes have just been right, and it is no worse for them.
+        Raises DamagedWorkError, so that the stage restarts and resumes from the point before.
+        Errors of memory, lost processes and failed reads pass unchanged: the point's hashes were
+        just verified, so it is not damaged.
         """
         try:
             yield
         except (RunError, UserError):
             raise
-        # CheckpointException, of shards that could not be read, is no Exception.
+        # CheckpointException, for unreadable shards, is not an Exception.
         except (Exception, CheckpointException) as error:
             cause = _cause(error)
             if connection_broke(cause) or is_out_of_memory(cause) or isinstance(cause, OSError):
                 raise cause from None
             aside = point.with_name(_UNREADABLE + point.name)
-            with suppress(FileNotFoundError):  # another process was first
+            with suppress(FileNotFoundError):  # another process removed it first
                 os.rename(point, aside)
             reason = " ".join(str(error).split())[:300]
             raise DamagedWorkError(
@@ -195,7 +196,7 @@ class RestartPoints:
             ) from error
 
     def make_room(self) -> None:
-        """Remove all but the newest point, and what a kill left, before another is written."""
+        """Before writing a point, remove all points except the newest, and unfinished files."""
         make_folder(self.directory)
         unreadable = self.directory.glob(f"{_UNREADABLE}*")
         for path in [*self._points()[1:], *unreadable, self.writing]:
@@ -204,10 +205,10 @@ class RestartPoints:
     def save(
         self, state: dict[str, Any], step: int, layout: dict[str, object], minutes: float
     ) -> None:
-        """Copy `state`, and write it while training continues; every process calls it.
+        """Copy `state` and write it while training continues; every process calls it.
 
-        A point that is still being written is waited for. `minutes`: the longest that a process
-        waits for what the others write.
+        Waits for a point that is still being written. `minutes`: the timeout of waiting for other
+        processes' files.
         """
         self.wait()
         if rank() == 0:
@@ -219,10 +220,10 @@ class RestartPoints:
         self._pending = self._publisher.submit(self._publish, written, step, layout)
 
     def rehearse(self, minutes: float) -> None:
-        """Have every process write a tensor and read that of the next one.
+        """Have every process write a tensor and read that of the next process.
 
-        So a disk that cannot be written to, or is not shared, ends the run before anything is
-        loaded. `minutes` as for `save`. Raises RunError.
+        So a disk that is not writable or not shared ends the run before anything is loaded.
+        `minutes` as for `save`. Raises RunError.
         """
         place = self.directory / "rehearsal"
         other = (rank() + 1) % processes()
@@ -233,7 +234,7 @@ class RestartPoints:
             dcp.save(sample, checkpoint_id=place, process_group=self._group)
         try:
             dcp.load(received, checkpoint_id=place, process_group=self._group)
-        except CheckpointException as error:  # raised on all processes for one or more
+        except CheckpointException as error:  # raised on all processes if any failed
             raise RunError(
                 f"not every process can read what all have written below {place}: "
                 "runtime.output_root has to be on a disk that all nodes share"
@@ -252,23 +253,23 @@ class RestartPoints:
         self.publish(step, layout)
 
     def publish(self, step: int, layout: dict[str, object]) -> None:
-        """Move what was written into place; every process calls it."""
+        """Rename the written point; every process calls it."""
         hashes = hash_together(self.writing, self._group)
         if rank() == 0:
             record = {"step": step, "layout": layout, "sha256": hashes}
             write_json(self.writing / _RECORD, record)
             replace(self.writing, self.directory / f"step-{step}")
-        wait(self._group)  # else another process would begin the next point in the folder of this
+        wait(self._group)  # else another process could begin the next point in this folder
 
     def check(self) -> None:
-        """Raise the error that the writing of a point ended with, if any."""
+        """Raise the error of writing a point, if any."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until the point that is being written is in place.
+        """Wait until the current point is written and renamed.
 
-        Raises RunError when the disk refused.
+        Raises RunError when writing failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -276,13 +277,13 @@ class RestartPoints:
                 pending.result()
 
     def record_checkpoint(self, tokens: int) -> None:
-        """Note the hashes of a checkpoint that is in place; every process calls it."""
+        """Record the hashes of a published checkpoint; every process calls it."""
         name = checkpoint_name(tokens)
         wait()
         hashes = hash_together(self._checkpoint(name))
         if rank() == 0:
             for folder in (self.directory.parent / CHECKPOINTS, self.directory.parent):
-                sync(folder)  # the names of what is below them
+                sync(folder)  # the directory entries
             write_json(self._checkpoint_record(name), {"sha256": hashes})
 
     def checkpoint_hashes(self) -> dict[str, str]:
@@ -301,7 +302,7 @@ class RestartPoints:
         remove(self.directory)
 
     def _points(self) -> list[Path]:
-        """All points, whole or not, the newest first."""
+        """All points, complete or not, the newest first."""
         named = [
             self.directory / name for name in names_in(self.directory) if _POINT.fullmatch(name)
         ]
@@ -323,7 +324,7 @@ def restart_step(point: Path) -> int:
 def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """SHA-256 of every file below `folder`, once on disk; each process reads its share.
 
-    Every process of the group, by default all, calls it, when all have written.
+    All processes of the group (default: all) call it after writing.
     """
     if rank() == 0:
         remove_empty_folders(folder)
@@ -340,12 +341,12 @@ def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[
 
 
 def share(names: Iterable[str]) -> list[str]:
-    """Those of `names` that this process reads: they are dealt out in turn."""
+    """This process's `names`; they are distributed in turn."""
     return sorted(names)[rank() :: processes()]
 
 
 def rank() -> int:
-    """Rank of this process; 0 where it is alone."""
+    """Rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -375,13 +376,13 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _layout(point: Path) -> dict[str, object] | None:
-    """The layout in a point's record; None where it cannot be read."""
+    """The layout in a point's record; None if it cannot be read."""
     saved = _record(point / _RECORD).get("layout")
     return saved if isinstance(saved, dict) and {"sharding", "processes"} <= saved.keys() else None
 
 
 def copy_companions(model_dir: Path, place: Path) -> None:
-    """Copy configuration, tokenizer and whatever else lies beside the weights of `model_dir`."""
+    """Copy all files of `model_dir` except the weights: configuration, tokenizer and others."""
     for path in model_dir.iterdir():
         if path.is_dir():
             shutil.copytree(path, place / path.name, dirs_exist_ok=True)
@@ -390,7 +391,7 @@ def copy_companions(model_dir: Path, place: Path) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error of the first process that has one, where torch tells those of all in one."""
+    """The error of the first failed process, from torch's error of all processes."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
@@ -398,12 +399,12 @@ def _cause(error: BaseException) -> BaseException:
 
 @contextmanager
 def disk_errors(what: str, directory: Path) -> Iterator[None]:
-    """Say what could not be written, and how much room is left, when writing fails.
+    """Context for writing: errors name `what` could not be written, and the free space.
 
-    The processes also talk while they write: a broken connection is no disk error, nor is a GPU's.
+    Errors of connections and GPUs, which may occur while writing, pass unchanged.
 
-    Raises RunError when the file system refused, DiskFullError where no space was left: torch's
-    writer of archives says then only that it is at another position than it expects.
+    Raises RunError for errors of the file system, DiskFullError if no space is left; torch's
+    archive writer then only reports an unexpected position.
     """
     from safetensors import SafetensorError
 

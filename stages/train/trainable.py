@@ -1,4 +1,4 @@
-"""Which weights are trained: all, attention's alone, or adapters of low rank (LoRA) beside them."""
+"""The trained weights: all, only attention's, or additional low-rank adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from bosch.model.loading import load_model
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.versions import require_package
 
-_ADAPTER = "default"  # peft's own name of the only adapter of a model
+_ADAPTER = "default"  # peft's name of a model's only adapter
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
-# A linear map whose weight Mamba's layers read without calling it: an adapter would do nothing.
+# Mamba's layers use this linear map's weight without calling it: an adapter would have no effect.
 _READ = "dt_proj"
 _BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
 
 
 def untrained_parameters(model_dir: Path, trust_remote_code: bool = False) -> frozenset[str]:
-    """Parameters that a model's own code leaves out, as biases by which experts are balanced.
+    """Parameters that the model's code does not train, such as biases that balance experts.
 
-    They have no gradient, but from_pretrained makes every weight trainable. To be asked before
+    They have no gradient, but from_pretrained makes every weight trainable. Call it before
     DeepSpeed is set up, which would shard the empty model.
     """
     empty = load_model(model_dir, weights=False, trust_remote_code=trust_remote_code)
@@ -38,20 +38,20 @@ def untrained_parameters(model_dir: Path, trust_remote_code: bool = False) -> fr
 
 
 def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str] = ()) -> None:
-    """Leave to training what `train.freeze` and `train.lora` say, less what is `untrained`.
+    """Freeze `untrained` weights, and those that `train.freeze` and `train.lora` leave out.
 
-    Raises UserError when peft is not installed, or no linear map is there to adapt.
+    Raises UserError when peft is not installed, or there is no linear map to adapt.
     """
     if train.lora is not None:
         _add_adapters(model, train.lora, attention_only=train.freeze == "attention_only")
-        for module in attention_modules(model):  # one number a head, too few for an adapter
+        for module in attention_modules(model):  # one number a head, too small for an adapter
             if (bias := getattr(module, SINK_BIAS, None)) is not None:
                 bias.requires_grad_(True)
     elif train.freeze == "attention_only":
         model.requires_grad_(False)
         for module in attention_modules(model):
             module.requires_grad_(True)
-    else:  # training reads text: what sees images gets no gradient
+    else:  # training data is text: image modules get no gradient
         reading = (model.get_decoder(), model.get_output_embeddings())
         trained = {id(p) for module in reading if module is not None for p in module.parameters()}
         for name, parameter in model.named_parameters():
@@ -68,20 +68,20 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
     targets = [
         name
         for name, module in model.named_modules()
-        # A router may be a linear map that returns more than one.
+        # A router may be a linear map that returns several values.
         if id(module) in inside
         and getattr(type(module), "forward", None) is nn.Linear.forward
         and name.rpartition(".")[2] != _READ
     ]
     if not targets:
         raise UserError("train.lora: the model has no linear map that could take an adapter")
-    alpha: Any = lora.alpha  # peft's type says int, it divides by the rank
+    alpha: Any = lora.alpha  # annotated as int by peft, but a float is correct
     config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets)
     peft.inject_adapter_in_model(config, model)
 
 
 def first_adapters(model: Any, seed: int) -> dict[str, Tensor]:
-    """Weights that adapters start with: A uniform within 1/√inputs, B zero, in float32."""
+    """Initial weights of adapters in float32: A uniform within 1/√inputs, B zero."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -106,8 +106,8 @@ def is_adapter(name: str) -> bool:
 def merged(state: dict[str, Tensor], lora: LoraConfig) -> dict[str, Tensor]:
     """The weights of a model without adapters: W + alpha / rank · B·A, summed in float32.
 
-    They are taken out of `state`, so that no two copies of them are held. Raises KeyError where an
-    adapter is not whole.
+    They are removed from `state`, to avoid a second copy. Raises KeyError for an incomplete
+    adapter.
     """
     result = {}
     for name in [name for name in state if not is_adapter(name)]:

@@ -1,4 +1,4 @@
-"""Scores while training: needles that are answered right, and the loss on what it does not read."""
+"""Scores during training: correct needle answers, and the loss on held-out sequences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from stages.train.storage import processes, rank
 T = TypeVar("T")
 
 _PARTS = 4  # of a sequence, by position
-_SEED_OFFSET = 1_000_003  # makes other samples than the search's calibration set
-_ROUTERS = ("Router", "Gate")  # how transformers' names of their classes end
+_SEED_OFFSET = 1_000_003  # for other samples than the search's calibration set
+_ROUTERS = ("Router", "Gate")  # suffixes of transformers' router classes
 
 
 class _Watch(Generic[T]):
@@ -46,9 +46,9 @@ class _Watch(Generic[T]):
     def _own_samples(self, model: Any) -> Iterator[tuple[T, bool]]:
         """This process's samples, with `model` in evaluation mode, and whether each is a new one.
 
-        All run equally many, since a sharded model's passes are collective: some once more. Layers
-        that were compiled run as they are: lengths of all kinds would be compiled one by one, which
-        torch does not always survive, and graphs call no hooks that they were made without.
+        All processes run the same number, since a sharded model's passes are collective: some
+        repeat a sample. Compiled layers run uncompiled: each length would be compiled, which torch
+        does not always survive, and graphs do not call hooks that were added later.
         """
         size, group = processes() // self._sharing, rank() // self._sharing
         was_training = model.training
@@ -60,18 +60,18 @@ class _Watch(Generic[T]):
 
 
 class NeedleWatch(_Watch[tuple[list[int], int]]):
-    """By one pass over each sample, the answer given (BOSCH Eq. 4).
+    """Scores needle samples in one pass each, with the correct answer as input (BOSCH Eq. 4).
 
-    A sample is token ids and the length of the answer that ends them.
+    A sample is token ids and the length of the answer at their end.
     """
 
     @torch.no_grad()
     def score(self, model: Any, device: torch.device) -> float:
-        """The share in [0, 1]; called on every process; each runs its share of the samples."""
+        """The share of correct answers; called on every process, each with its share of samples."""
         is_first_of_group = rank() % self._sharing == 0
         correct = torch.zeros(1, dtype=torch.float64)
         for (ids, answer_length), is_new in self._own_samples(model):
-            # Padding at the end changes nothing before it; it fills whole chunks for the processes
+            # Padding at the end changes nothing before it, and makes chunks equal for the processes
             # that share a sample.
             after = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
             input_ids = torch.tensor([ids + ids[-1:] * after], device=device)
@@ -84,7 +84,7 @@ class NeedleWatch(_Watch[tuple[list[int], int]]):
 
 
 class HeldOutWatch(_Watch[Batch]):
-    """The loss on sequences that training does not read, and what routers of experts do there.
+    """The loss and the experts' load on sequences that training does not read.
 
     A sample is a batch of one sequence, with labels.
     """
@@ -106,7 +106,7 @@ class HeldOutWatch(_Watch[Batch]):
             if not is_new:
                 for router in routed:
                     router[-1].zero_()
-            elif rank() % self._sharing == 0:  # those who share a sequence all have its losses
+            elif rank() % self._sharing == 0:  # all processes that share a sequence have its losses
                 predicted = batch["labels"][0, 1:] != IGNORED
                 parts = (values.tensor_split(_PARTS) for values in (losses[:-1], predicted))
                 for part, (loss, counts) in enumerate(zip(*parts, strict=True)):
@@ -116,7 +116,7 @@ class HeldOutWatch(_Watch[Batch]):
         sums = summed(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {}
-        if count:  # a 0 where nothing is predicted would look like the best loss
+        if count:  # a 0 without predictions would look like the best loss
             fields["heldout_loss"] = total / count
             fields["heldout_by_position"] = [
                 loss / count if count else None for loss, count in sums.T.tolist()
@@ -131,9 +131,9 @@ class HeldOutWatch(_Watch[Batch]):
 
 
 def _routing(router: Any, output: Any) -> Tensor:
-    """Of a router's logits [N, E] and choices [N, k]: entropies' sum, N, and tokens per expert."""
+    """Sum of entropies, N and tokens per expert, from a router's logits [N, E], choices [N, k]."""
     logits, chosen = output[0].float(), output[-1]
-    if type(router).__name__ != "Gemma4TextRouter":  # whose first output are probabilities
+    if type(router).__name__ != "Gemma4TextRouter":  # its first output is probabilities
         logits = torch.softmax(logits, dim=-1)
     entropy = torch.special.entr(logits).sum()
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
@@ -152,7 +152,7 @@ def summed(values: Tensor, device: torch.device) -> Tensor:
 def make_held_out_watch(
     data: PackedSequences, collate: Collate, runtime: Runtime
 ) -> HeldOutWatch | None:
-    """The watch that the recipe's runtime section describes; None where it describes none."""
+    """The watch of the recipe's runtime section, if it has one."""
     every = runtime.heldout_every_steps
     if every is None:
         return None
