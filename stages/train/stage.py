@@ -119,9 +119,9 @@ class TrainConfig(Section):
         None,
         description=(
             "Budgets of the front for which the model is trained: all with sliding heads, or a "
-            "list, each as KV slots or as the largest within a share of the original's (0.25). Each step "
-            f"trains one budget: in every cycle of steps, {SMALLEST} are for the smallest budget, "
-            f"{LARGEST} for the largest, and one for each between. "
+            "list, each as KV slots or as the largest within a share of the original's (0.25). "
+            f"Each step trains one budget: in every cycle of steps, {SMALLEST} are for the "
+            f"smallest budget, {LARGEST} for the largest, and one for each between. "
             "Default: only the chosen budget."
         ),
     )
