@@ -37,9 +37,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16", description="Precision of the model in search and evaluation."
     )
-    trust_remote_code: Flag = Field(
-        False, description="Whether code that comes with the model may be run."
-    )
+    trust_remote_code: Flag = Field(False, description="Whether the model's own code may be run.")
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -81,8 +79,8 @@ class Runtime(Section):
     reuse_memory: Literal["auto"] | Bytes = Field(
         "auto",
         description=(
-            "Memory per process for what the passes of a search leave to later ones, like 40GB; "
-            "auto is the memory left after one gradient pass."
+            "Memory per process for results of a search's passes that later passes reuse, like "
+            "40GB; auto is the memory left after one gradient pass."
         ),
     )
     data_workers: ProcessesOrAuto = Field("auto", description="Tokenising processes.")
@@ -96,16 +94,16 @@ class Runtime(Section):
     context_parallel: Annotated[int, Field(gt=0, le=1024)] = Field(
         1,
         description=(
-            "Processes that share each sequence in training: full heads gather all keys and "
-            "values of it, sliding ones exchange those that their windows reach."
+            "Processes that share each sequence in training: full heads gather all its keys and "
+            "values, sliding heads only those within their windows."
         ),
     )
     checkpointing: Literal["auto", "none", "attention", "full"] = Field(
         "auto",
         description=(
-            "What training recomputes instead of keeping it: nothing, all of a layer but the "
+            "What training recomputes instead of keeping it: nothing, all of a layer except the "
             "outputs of its attention kernels, or all of it. auto is the first of these that fits "
-            "into the memory that is there."
+            "into memory."
         ),
     )
     offload_activations: Flag = Field(
@@ -113,7 +111,7 @@ class Runtime(Section):
         description="Keep the layers' inputs in host memory between forward and backward pass.",
     )
     compile: Flag = Field(
-        False, description="Compile the decoder's layers in training, each by itself."
+        False, description="Compile the decoder's layers in training, each separately."
     )
     save_every_steps: int = Field(
         100, gt=0, le=MOST, description="Steps between the restart points of training."
@@ -125,12 +123,15 @@ class Runtime(Section):
     needle_every_steps: Count | None = Field(
         None,
         description=(
-            "Steps of training between needle scores on a few samples of prepare.calibration's "
-            "tasks and length, made for this alone; default: none."
+            "Steps of training between needle scores on a few separate samples of "
+            "prepare.calibration's tasks and length; default: none."
         ),
     )
     needle_samples: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        16, description="Samples of such a score: the share whose answer tokens are all right."
+        16,
+        description=(
+            "Samples of each needle score, which is the share with all answer tokens correct."
+        ),
     )
     heldout_every_steps: Count | None = Field(
         None,
@@ -141,28 +142,28 @@ class Runtime(Section):
         ),
     )
     heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        16, description="Prepared sequences that are kept from training for it."
+        16, description="Prepared sequences that are held out from training for this loss."
     )
     wandb_project: Line | None = Field(
-        None, description="Project at Weights & Biases to which training sends its metrics too."
+        None, description="Project at Weights & Biases to which training also sends its metrics."
     )
     timeout_minutes: Minutes = Field(
         360,
         description=(
-            "Longest wait of a process for work that others, which send heartbeats, do by "
-            "themselves: loading, saving, samples of the evaluation."
+            "Longest wait of a process for separate work of other processes that send heartbeats: "
+            "loading, saving, samples of the evaluation."
         ),
     )
     collective_timeout_minutes: Minutes = Field(
         15,
         description=(
-            "Longest time in which a process of a stage sends no heartbeat, whatever it does, "
-            "and longest wait for the others in a step of training or a pass of the search, which "
-            "all of them do; after it, one that is frozen or hangs counts as lost."
+            "Longest time without a heartbeat of a process, and longest wait for other processes "
+            "in a step of training or a pass of the search, which all do together; then a process "
+            "counts as lost."
         ),
     )
     log_level: Literal["debug", "info", "warning"] = Field(
-        "info", description="Least severity that is logged."
+        "info", description="Lowest severity that is logged."
     )
 
 

@@ -51,7 +51,7 @@ class Recipe(Section):
     name: Annotated[str, AfterValidator(folder_name)] = Field(
         description="Name of the folder runs/<name>; default: the file's name."
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of everything that is drawn at random.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of all random draws.")
     model: ModelConfig = Field(description="The pretrained model.")
     runtime: Runtime = Field(
         default_factory=Runtime, description="What changes no result and is in no key."

@@ -64,7 +64,7 @@ class EvaluateConfig(_Suites):
     rivals: Annotated[list[UnsearchedName], AfterValidator(different)] = Field(
         default=[],
         description=(
-            "Layer rules and rankings to compare the search with: their untrained hybrids, at "
+            "Layer rules and rankings for comparison with the search: their untrained hybrids, at "
             "its ratio and window, answer the same samples."
         ),
     )
@@ -72,16 +72,16 @@ class EvaluateConfig(_Suites):
         "chosen",
         description=(
             "Budgets of the front at which the hybrid and its checkpoints are scored: the chosen "
-            "one alone; beside it all, or a list, each by its KV slots or as the largest within a "
-            "share of the original's (0.25)."
+            "one, which is always scored; all; or a list, each as KV slots or as the largest "
+            "within a share of the original's (0.25)."
         ),
     )
 
     windows: Annotated[list[Count], AfterValidator(different)] = Field(
         default=[],
         description=(
-            "Window sizes at which the search's mask and those of the rivals are scored too, "
-            "untrained, like [256, 512, 2k, 4k]; the search's own is the hybrid's."
+            "Further window sizes at which the untrained masks of the search and the rivals are "
+            "scored, like [256, 512, 2k, 4k]."
         ),
     )
 

@@ -79,15 +79,15 @@ def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:
 class FilterConfig(Section):
     """Which documents of a source are used. Bounds include their ends."""
 
-    min_characters: Count | None = Field(None, description="Fewest characters of a document.")
-    max_characters: Count | None = Field(None, description="Most characters of a document.")
-    min_tokens: Count | None = Field(None, description="Fewest tokens of a document.")
-    max_tokens: Count | None = Field(None, description="Most tokens of a document.")
+    min_characters: Count | None = Field(None, description="Minimum characters of a document.")
+    max_characters: Count | None = Field(None, description="Maximum characters of a document.")
+    min_tokens: Count | None = Field(None, description="Minimum tokens of a document.")
+    max_tokens: Count | None = Field(None, description="Maximum tokens of a document.")
     matches: dict[str, Annotated[str, AfterValidator(regular_expression)]] = Field(
         default={},
         description=(
             "Fields of a record, each with a regular expression (Python's) that its value must "
-            "hold; a record without the field is left out."
+            "contain; records without the field are left out."
         ),
     )
 
@@ -124,8 +124,8 @@ class SourceConfig(Section):
     special_tokens: Flag = Field(
         False,
         description=(
-            "Whether special tokens in a text are read as such, for conversations that a chat "
-            "template has rendered; else they are ordinary text."
+            "Whether special tokens in a text are tokenised as such, for conversations rendered by "
+            "a chat template; otherwise they are ordinary text."
         ),
     )
     filters: FilterConfig = FilterConfig()
@@ -137,7 +137,7 @@ class CalibrationConfig(Section):
     tasks: Annotated[list[NeedleTask], AfterValidator(different)] = Field(
         default=["niah_single_2", "niah_multikey_1"],
         min_length=1,
-        description="Needle tasks, in turn.",
+        description="Needle tasks, which alternate.",
     )
     examples: Count = Field(64, description="Number of examples.")
     length: Count = Field(32768, description="Tokens of an example, answer included.")

@@ -17,7 +17,9 @@ class ReportConfig(Section):
     gpu_hour_price: Number | None = Field(
         None,
         ge=0,
-        description="Price of an hour of one GPU, to state costs; default: GPU hours alone.",
+        description=(
+            "Price of an hour of one GPU, to show costs; default: only GPU hours are shown."
+        ),
     )
     currency: Line = Field("USD", description="Currency of the price.")
 

@@ -79,22 +79,21 @@ class Budget(Section):
     kv_cache: _ShareAt | None = Field(
         None,
         description=(
-            "Most bytes of the KV cache as a share of the original's at a context, like "
-            "`0.25 @ 32k`."
+            "Maximum KV cache as a share of the original's at a context, like `0.25 @ 32k`."
         ),
     )
     bytes: _SizeAt | None = Field(
         None,
         description=(
-            "Most bytes of the KV cache for one request of a context, like `2GiB @ 32k`; with "
+            "Maximum KV cache in bytes for one request of a context, like `2GiB @ 32k`; with "
             "engine vllm on each rank."
         ),
     )
     keep: Annotated[Number, Field(gt=0, le=1)] | None = Field(
         None,
         description=(
-            "Share of the original's score that the chosen point of a front and all larger ones "
-            "keep, by a one-sided 95 % limit on samples that the search has not used."
+            "Share of the original's score that the chosen point of a front and all larger points "
+            "keep, by a one-sided 95 % limit on samples held out from the search."
         ),
     )
     context: Count | None = Field(
@@ -107,7 +106,8 @@ class Budget(Section):
     engine: Literal["generate", "vllm"] = Field(
         "generate",
         description=(
-            "Whose cache is counted: transformers' generate, or what vLLM sets aside by its plan."
+            "The engine whose cache is counted: transformers' generate, or vLLM with the memory "
+            "that it reserves."
         ),
     )
     cache_dtype: CacheType | None = Field(
@@ -122,8 +122,8 @@ class Budget(Section):
     tokens_in_flight: Count | None = Field(
         None,
         description=(
-            "Tokens of all concurrent steps of engine vllm, which a sliding head holds beside its "
-            "window; default: what the plugin sets on a large GPU."
+            "Tokens of all concurrent steps of engine vllm, which a sliding head holds in addition "
+            "to its window; default: the plugin's value on a large GPU."
         ),
     )
 

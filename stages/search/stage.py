@@ -60,7 +60,7 @@ class SearchConfig(Section):
         None, description="What the KV cache may hold, in place of swa_ratio."
     )
     window_size: Count | None = Field(
-        1024, description="Keys a sliding head sees, itself included (W)."
+        1024, description="Keys that a sliding head attends to, including the query's own (W)."
     )
     windows: Annotated[list[Count], AfterValidator(rising)] | None = Field(
         None,
@@ -86,21 +86,21 @@ class SearchConfig(Section):
         0,
         ge=0,
         le=MOST,
-        description="First tokens that sliding heads see too (attention sinks).",
+        description="First tokens that sliding heads always attend to (attention sinks).",
     )
     sink: Literal["bias"] | None = Field(
         None,
         description=(
-            "bias: in place of sinks, each query head of a sliding head has a learned logit beside "
-            "the scores of its window (one number; its first value takes the mass that 4 sinks "
-            "would take)."
+            "bias: instead of sinks, each query head of a sliding head has one learned logit in "
+            "the softmax over its window; it starts with the attention mass of 4 sinks."
         ),
     )
     solver: SolverName = Field(
         SearchSettings.solver,
         description=(
-            "Optimiser where a sub-problem is too large for brute force. nomad stays on the budget "
-            "by decoding; nomad_penalty sees the penalty of Eq. 5 instead, as published."
+            "Optimiser of sub-problems that are too large for brute force. nomad decodes its "
+            "points so that all are on the budget; nomad_penalty uses the penalty of Eq. 5 "
+            "instead, as published."
         ),
     )
     budget_per_layer: Count = Field(
@@ -123,8 +123,8 @@ class SearchConfig(Section):
         ge=0,
         lt=2**31,
         description=(
-            "Seed of the search alone; default: the recipe's seed. bosch_plus and front do not "
-            "depend on it."
+            "Seed of the search; default: the recipe's seed. bosch_plus and front do not depend on "
+            "it."
         ),
     )
     strict: Flag = Field(
@@ -145,14 +145,14 @@ class SearchConfig(Section):
 
     mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = Field(
         None,
-        description="File with the head mask that method given takes (docs/reference/format.md).",
+        description="File with the head mask for method given (docs/reference/format.md).",
     )
 
     head_granularity: Count = Field(
         SearchSettings.head_granularity,
         description=(
-            "The full KV heads of each layer are a multiple of it (g): 2 for a hybrid served on "
-            "two tensor-parallel ranks, see docs/guide/serving.md."
+            "The number of full KV heads in each layer is a multiple of this (g): 2 for a hybrid "
+            "served on two tensor-parallel ranks, see docs/guide/serving.md."
         ),
     )
 

@@ -67,7 +67,7 @@ class TrainConfig(Section):
         "none",
         description=(
             "Distillation: original adds the KL divergence to the full-attention model of the same "
-            "weights, which is held in memory beside the hybrid."
+            "weights, which is kept in memory too."
         ),
     )
     teacher_weight: Ratio = Field(
@@ -78,13 +78,13 @@ class TrainConfig(Section):
         gt=0,
         le=1,
         description=(
-            "Share of a sequence's tokens, those where the two models differ most, on which the "
-            "divergence is taken."
+            "Share of a sequence's tokens on which the divergence is computed: those where the two "
+            "models differ most."
         ),
     )
     freeze: Literal["none", "attention_only"] = Field(
         "none",
-        description="What is trained: none is every weight, attention_only attention's alone.",
+        description="What is trained: none: all weights; attention_only: only attention's weights.",
     )
     lora: LoraConfig | None = Field(
         None,
@@ -103,14 +103,14 @@ class TrainConfig(Section):
     spike_factor: Annotated[Number, Field(gt=1)] | None = Field(
         None,
         description=(
-            "How many times the median gradient norm of the last 100 steps makes a spike; default: "
-            "only what is not finite is bad."
+            "A step is bad if its gradient norm exceeds this many times the median of the last 100 "
+            "steps (a spike); default: only if the norm is not finite."
         ),
     )
     averaged_checkpoints: Annotated[int, Field(gt=1, le=1000)] | None = Field(
         None,
         description=(
-            "How many of the last checkpoints the final one is the mean of; default: it holds the "
+            "The final checkpoint is the mean of this many last checkpoints; default: it has the "
             "last step's weights."
         ),
     )

@@ -68,7 +68,7 @@ class HarnessEvaluation(SuiteSection):
         ),
     )
     hub: Flag = Field(
-        True, description="Whether data that data_dir does not hold is fetched from the hub."
+        True, description="Whether data that is not in data_dir is downloaded from the hub."
     )
     samples: Count | None = Field(
         None, description="Documents per task, from its first on; default: all."
@@ -85,12 +85,14 @@ class HarnessEvaluation(SuiteSection):
     )
     optional: Annotated[list[Line], AfterValidator(different)] = Field(
         default=[],
-        description="Tasks that have no score, with the reason, where they cannot be run.",
+        description="Tasks that may be impossible to run: they then have no score, but a reason.",
     )
     max_length: Count = Field(
         31500,
         ge=2,
-        description="LongBench: most tokens of a prompt; of a longer one both ends are kept.",
+        description=(
+            "LongBench: maximum tokens of a prompt; a longer one is truncated in the middle."
+        ),
     )
 
     def environment(self) -> dict[str, Any]:

@@ -28,7 +28,10 @@ class Mrcr(PromptEvaluation):
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(
         default=[8192, 16384, 32768],
         min_length=1,
-        description="Most tokens of a conversation and its answer; each has more than half of it.",
+        description=(
+            "Maximum tokens of a conversation with its answer; each sample has more than half of "
+            "it."
+        ),
     )
     samples: Count | None = Field(
         None, description="First samples for each length and number of needles; default: all."

@@ -45,7 +45,7 @@ class NeedleEvaluation(SuiteSection):
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(
         default=[4096, 8192, 16384, 32768],
         min_length=1,
-        description="Tokens of a sample, generated ones included.",
+        description="Tokens of a sample, including generated ones.",
     )
     samples: Count = Field(500, description="Samples per task and length.")
     max_new_tokens: Count | None = Field(
@@ -55,8 +55,8 @@ class NeedleEvaluation(SuiteSection):
     yarn: dict[Count, Annotated[Number, Field(gt=1, le=1024)]] = Field(
         default={},
         description=(
-            "Lengths at which RoPE is stretched by YaRN, each with its factor, like "
-            "{64k: 2, 128k: 4}; for all models, in evaluation alone."
+            "Lengths at which RoPE is stretched by YaRN, each with its factor, like {64k: 2, 128k: "
+            "4}; for all models, only in this evaluation."
         ),
     )
     yarn_original_length: Count | None = Field(
@@ -79,7 +79,7 @@ class NeedleEvaluation(SuiteSection):
 
     optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(
         default=[],
-        description="Tasks that have no score, with the reason, where their data is not there.",
+        description="Tasks that may lack their data: they then have no score, but a reason.",
     )
 
     def environment(self) -> dict[str, Any]:

@@ -26,10 +26,10 @@ class Nolima(PromptEvaluation):
         )
     )
     needle_set: PathText = Field(
-        "needle_set.json", description="The needle set's place below data_dir."
+        "needle_set.json", description="Path of the needle set below data_dir."
     )
     depths: Count = Field(26, description="Depths of the needle in each book, from 0 to 100 %.")
-    max_new_tokens: Count = Field(192, description="Tokens generated, beside the context's.")
+    max_new_tokens: Count = Field(192, description="Tokens generated, not counted in the length.")
 
     @property
     def most_tokens(self) -> tuple[str, int]:

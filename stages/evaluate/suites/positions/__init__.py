@@ -23,8 +23,10 @@ class PositionEvaluation(SuiteSection):
     runner = "stages.evaluate.suites.positions.suite:PositionSuite"
     rank = 2
 
-    length: Count = Field(32768, ge=2, description="Tokens of a document that are read.")
-    documents: Count = Field(32, description="Documents, the first that are long enough.")
+    length: Count = Field(32768, ge=2, description="Tokens read of each document.")
+    documents: Count = Field(
+        32, description=("Number of documents; the first that are long enough are used.")
+    )
     path: Annotated[PathText | None, prose(partial(installed_versions, ["transformers"]))] = Field(
         None,
         description=(
