@@ -92,7 +92,7 @@ class Ranks:
 def limit_collectives(minutes: float) -> None:
     """Make collectives fail after `minutes` of waiting for another process."""
     if dist.is_initialized():
-        # Its name in torch 2.14.
+        # torch 2.14 has a public name.
         limit = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         limit(timedelta(minutes=minutes))
 

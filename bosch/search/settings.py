@@ -66,7 +66,7 @@ class SearchSettings:
         return not self.strict
 
     def sort_key(self, score: float, log_likelihood: float) -> tuple[float, float]:
-        """Sort key of a mask, larger is better: its score, then, where ties are broken, its
+        """Sort key of a mask (larger is better): its score, then, with `break_ties`, its
         log-likelihood.
         """
         return score, log_likelihood if self.break_ties else 0.0

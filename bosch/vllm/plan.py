@@ -77,8 +77,8 @@ def engine_on(device: str, gibibytes: float) -> Engine:
 # blocks, in the plugin's groups, which needs a cache layout with blocks outermost.
 Grouping = Literal["engine", "equal", "unequal"]
 
-# In the plugin's groups: most groups of a kind, and how much more memory fewer groups, or fewer
-# unequal modules, may take. Each costs time in every step.
+# Of the plugin's groups: the maximum of a kind, and the allowed factor of memory for fewer groups
+# or fewer unequal modules, since each takes time in every step.
 _MAX_GROUPS, _FEWER_GROUPS = 64, 1.05
 
 
@@ -339,14 +339,14 @@ class ServedCache:
 def layers_refusal(kinds: DecoderLayers) -> str | None:
     """Why the plugin does not serve a model with these layers; None if it does."""
     if kinds.states or len(kinds.full) + len(kinds.windows) < kinds.count:
-        return "it has layers without attention or with states beside it"
+        return "it has layers without attention, or with other states"
     if kinds.windows and (kinds.own_heads, kinds.own_head_dim) != (kinds.heads, kinds.head_dim):
-        return "its layers that slide by themselves have heads of another number or size"
+        return "its layers that slide in the original have another number or size of heads"
     return None
 
 
 def served_tokens(longest: int | None) -> tuple[int, ...]:
-    """Lengths of requests to compare: the default ones below the model's longest, and that."""
+    """Lengths of requests to compare: the defaults below the model's longest, and the longest."""
     if longest is None:
         return SERVED_TOKENS
     return (*(tokens for tokens in SERVED_TOKENS if tokens < longest), longest)

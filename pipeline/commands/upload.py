@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tokens-<n>, or hybrid for the untrained one (default: the last that was trained)",
     )
     parser.add_argument("--private", action="store_true", help="for you and your organisation only")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be there")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded")
 
 
 def run(options: argparse.Namespace) -> int:

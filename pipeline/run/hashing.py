@@ -57,7 +57,7 @@ class FileHasher:
         return digest
 
     def forget_seen(self) -> None:
-        """Clear the record of `seen`."""
+        """Make `seen` empty."""
         self._seen = {}
 
     @property
@@ -84,7 +84,9 @@ class FileHasher:
         except IsADirectoryError:  # report it, with its path
             raise
         except OSError as error:
-            logger.info("hashes of input files cannot be kept, so they are made again: %s", error)
+            logger.info(
+                "hashes of input files cannot be stored, so they are computed again: %s", error
+            )
         self._new = {}
 
     def _merge(self) -> None:
