@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize, materialize_front
-from bosch.version import VERSION
 from bosch.window import Window
 from data_prep.documents.sources import KINDS
 from pipeline.cli import commands, main
@@ -46,6 +46,14 @@ from tests.pipeline_case import Case, fake_table
 
 # From Python 3.14 on, pathlib says of a path that the system refuses that it is not there.
 _TOO_LONG = "File name too long" if sys.version_info < (3, 14) else " no "
+STATUS = "pipeline.commands.status.run"
+
+
+@pytest.fixture
+def here(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """In whose folder the command runs."""
+    monkeypatch.chdir(case.folder)
+    return case
 
 
 def test_a_module_with_a_command_is_a_command() -> None:
@@ -88,26 +96,33 @@ def test_json_is_all_that_is_printed(
             assert one["hours"] == cost.hours(devices.name, devices.count)
 
 
+def _shown(model: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What `show` says of a model saved in a folder."""
+    model.save_pretrained(folder)
+    capsys.readouterr()  # which transformers' own imports may have written to
+    assert main(["show", str(folder), *options]) == 0
+    return capsys.readouterr().out
+
+
 def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [[True, False, False, False], [False] * 4, [True, True, False, True]]
     model = small_model(num_hidden_layers=3)
     head = 2 * model.config.head_dim * 4
     hybrid = materialize(model, HeadMask(rows), Window(6, 2))
-    hybrid.save_pretrained(tmp_path)
-    capsys.readouterr()  # which transformers' own imports may have written to
-    assert main(["show", str(tmp_path), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = json.loads(_shown(hybrid, tmp_path, capsys, "--json"))
     assert record["full_kv_heads_per_layer"] == {"0": 1, "1": 0, "2": 3}
     for row in record["cache_bytes"]:
         held = 4 * row["tokens"] + 8 * (6 - 1 + 2)
         assert (row["hybrid"], row["original"]) == (head * held, head * 12 * row["tokens"])
-    assert main(["show", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = _shown(hybrid, tmp_path, capsys)
     assert "4 of 12 KV heads full; the others see 6 tokens and 2 sinks\n" in shown
     assert "full KV heads by layer: 0: 1, 1: 0, 2: 3\n" in shown
     first = record["cache_bytes"][0]
-    hybrid, original = (first[name] / 2**20 for name in ("hybrid", "original"))
-    assert f"    1,024 tokens: {hybrid:.2f} MiB of KV cache, not {original:.2f}\n" in shown
+    ours, theirs = (first[name] / 2**20 for name in ("hybrid", "original"))
+    assert f"    1,024 tokens: {ours:.2f} MiB of KV cache, not {theirs:.2f}\n" in shown
+    full = materialize(model, HeadMask.all_full(3, 4), Window(6))
+    shown = _shown(full, tmp_path, capsys)
+    assert "12 of 12 KV heads full\n" in shown and "the others" not in shown
 
 
 @pytest.mark.parametrize(
@@ -119,10 +134,7 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
 ) -> None:
     model = small_model(family).to(dtype)
     hybrid = materialize(model, mask_of(model.config), Window(6))
-    hybrid.save_pretrained(tmp_path)
-    capsys.readouterr()
-    assert main(["show", str(tmp_path), "--json"]) == 0
-    counted = json.loads(capsys.readouterr().out)["cache_bytes"][0]
+    counted = json.loads(_shown(hybrid, tmp_path, capsys, "--json"))["cache_bytes"][0]
     ids = torch.zeros(1, counted["tokens"], dtype=torch.long)
     cache = hybrid(ids, use_cache=True).past_key_values
     assert counted["hybrid"] == held_bytes(cache)
@@ -133,10 +145,7 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
         file.write_text(json.dumps(content))
         assert main(["show", str(tmp_path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["cache_bytes"][0] == counted
-    hybrid.half().save_pretrained(tmp_path)
-    capsys.readouterr()
-    assert main(["show", str(tmp_path), "--json"]) == 0
-    halved = json.loads(capsys.readouterr().out)["cache_bytes"][0]
+    halved = json.loads(_shown(hybrid.half(), tmp_path, capsys, "--json"))["cache_bytes"][0]
     assert halved["hybrid"] * dtype.itemsize == counted["hybrid"] * 2
 
 
@@ -148,32 +157,19 @@ def test_show_says_what_windows_sliding_heads_have(
     masks = [HeadMask.of_choices(np.full((3, 4), kind)) for kind in (0, 1, 2)]
     points = [FrontPoint.of(mask, windows, 2048, score=0.5, log_likelihood=-1.0) for mask in masks]
     front = replace(Front.of(points, windows, 2048, model="m"), chosen=1)
-    materialize_front(small_model(num_hidden_layers=3), front).save_pretrained(tmp_path)
-    assert main(["show", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = _shown(materialize_front(small_model(num_hidden_layers=3), front), tmp_path, capsys)
     assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
     # As kv_budget names them, without commas within.
     assert "KV slots, of 24, 60, 24576 that kv_budget may name\n" in shown
 
 
-def test_show_names_no_other_heads_where_all_are_full(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = small_model(num_hidden_layers=3)
-    materialize(model, HeadMask.all_full(3, 4), Window(6)).save_pretrained(tmp_path)
-    assert main(["show", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "12 of 12 KV heads full\n" in shown and "the others" not in shown
-
-
 def test_show_says_that_states_are_not_in_its_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_model("qwen3_next")
-    materialize(model, mask_of(model.config), Window(6)).save_pretrained(tmp_path)
-    assert main(["show", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith(" beside the states of 1 layer of other kinds\n")
+    shown = _shown(materialize(model, mask_of(model.config), Window(6)), tmp_path, capsys)
+    assert shown.endswith(" beside the states of 1 layer of other kinds\n")
 
 
 def test_measure_prints_its_report_as_json_alone_or_where_it_is(
@@ -228,14 +224,10 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
-    program = Path(sys.executable).with_name("bosch")
-    for arguments, expected in (
-        (["--version"], f"bosch {VERSION}\n"),
-        (["status", str(ROOT / "recipes" / "quickstart.yaml")], "quickstart (/"),
-    ):
-        done = subprocess.run([program, *arguments], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(expected)
+    command = [Path(sys.executable).with_name("bosch"), "status", ROOT / "recipes/quickstart.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("quickstart (/")
 
 
 @pytest.mark.parametrize(
@@ -245,22 +237,16 @@ def test_the_program_works_from_any_folder(tmp_path: Path) -> None:
         "d\u00e9", "\U0001f600", "a\u200b\ufeff", "...",
     ],
 )  # fmt: skip
-def test_new_quotes_names_that_yaml_reads_otherwise(
-    name: str, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(case.folder)
-    shutil.copytree(case.folder / "model", name)
+def test_new_quotes_names_that_yaml_reads_otherwise(name: str, here: Case) -> None:
+    shutil.copytree("model", name)
     Path(name, "a.txt").write_text("some")
     assert main(["new", name, "--data", name, "--output", "quoted.yaml"]) == 0
     loaded = load_recipe("quoted.yaml", input_files=False, env={})
-    assert loaded.recipe.model.path == str(case.folder / name)
-    assert loaded.recipe[PrepareConfig].sources[0].path == str(case.folder / name)
+    assert loaded.recipe.model.path == str(here.folder / name)
+    assert loaded.recipe[PrepareConfig].sources[0].path == str(here.folder / name)
 
 
-def test_new_says_which_files_are_not_read(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(case.folder)
+def test_new_says_which_files_are_not_read(here: Case, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree("model", "a model \u00e9")
     Path("mixed").mkdir()
     for name in ("a.txt", "b.jsonl", "c.txt"):
@@ -305,11 +291,9 @@ def test_new_says_which_files_are_not_read(
 def test_a_path_that_the_system_refuses_is_one_sentence(
     arguments: list[str],
     sentence: str,
-    case: Case,
-    monkeypatch: pytest.MonkeyPatch,
+    here: Case,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(case.folder)
     os.mkfifo("pipe")
     Path("dangling").symlink_to("nowhere")
     Path("file").write_text("")
@@ -357,13 +341,11 @@ def test_a_removed_current_directory_is_one_sentence(
     ],
 )
 def test_new_takes_the_kind_of_the_files_that_hold_documents(
-    case: Case, names: list[str], kind: str | None, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(case.folder)
-    (case.folder / "mine").mkdir()
+    here: Case, names: list[str], kind: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine").mkdir()
     for name in names:
-        (case.folder / "mine" / name).write_text('{"text": "some"}\n')
+        Path("mine", name).write_text('{"text": "some"}\n')
     if kind is None:
         assert main(["new", "model", "--data", "mine"]) == 2
         assert "mine: holds jsonl and parquet; name the files of one" in capsys.readouterr().err
@@ -373,9 +355,8 @@ def test_new_takes_the_kind_of_the_files_that_hold_documents(
 
 
 def test_new_names_the_json_files_of_a_folder(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(case.folder)
     Path("mine [1]", "more").mkdir(parents=True)
     for name in ("a.json", "more/b.json", "README.md"):
         Path("mine [1]", name).write_text('{"text": "some"}\n')
@@ -384,24 +365,23 @@ def test_new_names_the_json_files_of_a_folder(
     assert "files not read: 1, like README.md" in output and "before it can run" not in output
     [source] = load_recipe("my_model.yaml", env={}).recipe[PrepareConfig].sources
     files = KINDS[source.kind].files("", str(source.path))
-    assert files == [case.folder / "mine [1]" / name for name in ("a.json", "more/b.json")]
+    assert files == [here.folder / "mine [1]" / name for name in ("a.json", "more/b.json")]
 
 
 def test_new_writes_a_recipe_that_loads_beside_the_model(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(case.folder)
-    (case.folder / "mine").mkdir()
-    (case.folder / "mine" / "a.jsonl").write_text('{"text": "some"}\n')
-    case.change_config(max_position_embeddings=1500)
+    Path("mine").mkdir()
+    Path("mine", "a.jsonl").write_text('{"text": "some"}\n')
+    here.change_config(max_position_embeddings=1500)
     assert main(["new", "model", "--data", "mine"]) == 0
     assert "bosch run my_model.yaml name=smoke" in capsys.readouterr().out
     recipe = (loaded := load_recipe("my_model.yaml", input_files=False, env={})).recipe
     source = recipe[PrepareConfig].sources[0]
-    assert (source.kind, source.path) == ("jsonl", str(case.folder / "mine"))
+    assert (source.kind, source.path) == ("jsonl", str(here.folder / "mine"))
     assert recipe[PrepareConfig].sequence_length == 1024, "what the model's positions hold"
     assert (recipe.search.window_size, recipe.evaluate.needle.lengths) == (64, [512, 1024])
-    assert loaded.output_root == case.folder / "runs"
+    assert loaded.output_root == here.folder / "runs"
 
 
 def test_new_names_the_recipe_after_the_folder_of_the_model(
@@ -416,11 +396,10 @@ def test_new_names_the_recipe_after_the_folder_of_the_model(
 
 @pytest.mark.parametrize(("positions", "status"), [(511, 2), (512, 0), (40_960, 0), (None, 0)])
 def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
-    case: Case, positions: int | None, status: int, monkeypatch: pytest.MonkeyPatch
+    here: Case, positions: int | None, status: int
 ) -> None:
-    monkeypatch.chdir(case.folder)
-    (case.folder / "sub").mkdir()
-    case.change_config(max_position_embeddings=positions)
+    Path("sub").mkdir()
+    here.change_config(max_position_embeddings=positions)
     typed = ["new", "model", "--data", "org/name", "--output", "sub/a.yaml"]
     assert main(typed) == status
     if not status:
@@ -518,16 +497,11 @@ def test_the_exit_status_of_a_command(
     ends_with: int | BaseException, status: int, said: str, case: Case,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def end(loaded: LoadedRecipe, options: Any) -> int:
-        if isinstance(ends_with, int):
-            return ends_with
-        if isinstance(ends_with, OSError):
-            ends_with.filename = ends_with.filename.replace("RUNS", str(case.runs))
-        raise ends_with
-
+    if isinstance(ends_with, OSError):
+        ends_with.filename = ends_with.filename.replace("RUNS", str(case.runs))
     case.runs.mkdir()
     (case.runs / "file").touch()
-    monkeypatch.setattr("pipeline.commands.status.run", end)
+    monkeypatch.setattr(STATUS, Mock(side_effect=[ends_with]))
     assert main(["status", str(case.file)]) == status
     error = capfd.readouterr().err
     assert error.replace(str(case.runs), "RUNS").startswith(said)
@@ -536,10 +510,13 @@ def test_the_exit_status_of_a_command(
         assert f"{type(ends_with).__name__}: " in Path(error.split()[-1]).read_text()
 
 
-@pytest.mark.parametrize(
+STOPS = pytest.mark.parametrize(
     ("stop", "status"),
     [(StoppedError("saved"), 75), (Terminated(), 143), (KeyboardInterrupt(), 130)],
 )
+
+
+@STOPS
 def test_a_second_signal_does_not_change_how_a_command_ends(
     case: Case, monkeypatch: pytest.MonkeyPatch, stop: BaseException, status: int
 ) -> None:
@@ -551,20 +528,14 @@ def test_a_second_signal_does_not_change_how_a_command_ends(
                 os.kill(os.getpid(), number)
             return super().write(text)
 
-    def end(loaded: LoadedRecipe, options: Any) -> int:
-        raise stop
-
     output = Output()
-    monkeypatch.setattr("pipeline.commands.status.run", end)
+    monkeypatch.setattr(STATUS, Mock(side_effect=stop))
     monkeypatch.setattr(sys, "stderr", output)
     assert main(["status", str(case.file)]) == status
     assert output.getvalue().count("the same command resumes from here\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("stop", "status"),
-    [(StoppedError("saved"), 75), (Terminated(), 143), (KeyboardInterrupt(), 130)],
-)
+@STOPS
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_nor_does_one_that_comes_before_it_can_be_ignored(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
@@ -576,10 +547,7 @@ def test_nor_does_one_that_comes_before_it_can_be_ignored(
         for number in signals:
             os.kill(os.getpid(), number)
 
-    def end(loaded: LoadedRecipe, options: Any) -> int:
-        raise stop
-
-    monkeypatch.setattr("pipeline.commands.status.run", end)
+    monkeypatch.setattr(STATUS, Mock(side_effect=stop))
     monkeypatch.setattr("pipeline.cli.ignore_stops", ignore)
     assert main(["status", str(case.file)]) == status
     assert capfd.readouterr().err.count("the same command resumes from here\n") == 1
@@ -597,7 +565,7 @@ def test_a_signal_is_no_fault_of_what_it_interrupts(
             raise UserError("the model cannot be built") from error
         return 0
 
-    monkeypatch.setattr("pipeline.commands.status.run", end)
+    monkeypatch.setattr(STATUS, end)
     assert main(["status", str(case.file)]) == 143
 
 
