@@ -185,7 +185,8 @@ def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Pat
     assert load_model(folder, dtype="float32").kv_budget == slots[2]
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"`kv_budget={slots[2]}`" in card and f"| {slots[0]} | {read.budgets[0].share} |" in card
-    assert Front.load(folder / "front.json") == front
+    assert Front.load(folder / "front.json") == Front.load(tmp_path / "work/front.json") == front
+    assert summary["point"] == 2
     file = HeadMaskFile.load(folder / "head_mask.json")
     mask = front.mask(2)
     assert (file.mask, file.swa_ratio) == (mask, mask.swa_ratio)

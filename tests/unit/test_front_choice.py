@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import pytest
 from bosch.analysis.intervals import share
 from bosch.errors import UserError
 from bosch.front import Front, FrontPoint
-from bosch.heads import HeadMask, HeadMaskFile
+from bosch.heads import HeadMask
 from bosch.model.families import DecoderLayers
-from bosch.model.loading import load_model
 from bosch.search.evaluator import SlotBudgets
 from bosch.window import Window
 from pipeline.commands.plan import plan_lines
@@ -23,9 +21,6 @@ from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
 from pipeline.run.status import differences
 from pipeline.run.store import Store
-from stages.context import ModelConfig, Runtime, StageConfig
-from stages.materialize import run as materialize
-from stages.materialize.stage import MaterializeConfig
 from stages.report.page import front_table
 from stages.search import run as search
 from stages.search.budget import Budget, Price
@@ -34,8 +29,7 @@ from stages.search.choice import chosen_point, point_slots
 from stages.search.stage import SearchConfig
 from tests.hybrid_case import small_config
 from tests.pipeline_case import Case
-from tests.search_case import write_inputs
-from tests.tiny_data import save_tiny_model
+from tests.search_case import config_of, write_inputs
 
 _MENU = (Window(32), Window(8))
 _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
@@ -225,42 +219,18 @@ def test_the_plan_says_what_the_budget_and_the_points_are(case: Case) -> None:
     assert "so 9 of 16 KV heads slide (rho = 0.5625)" in lines
 
 
-def test_one_search_gives_the_models_of_two_budgets(tmp_path: Path) -> None:
-    """The stages on a small model: the front's bytes are those of each point's mask."""
+def test_the_stage_writes_a_front_of_priced_points_and_no_mask(tmp_path: Path) -> None:
+    """Materialising it: tests/e2e/test_materialize_stage.py."""
     base, prepared = write_inputs(tmp_path, examples=8)
-    for file in save_tiny_model(tmp_path / "other").glob("tokenizer*"):
-        shutil.copyfile(file, base / file.name)
-    kinds_of = load_model(base).config
     section = SearchConfig(
         method="front", swa_ratio=0.5, windows=[4, 8], budget_per_layer=40, seed=9
     )
-    runtime, model = Runtime(eval_batch_size=3), ModelConfig(path=str(base), dtype="float32")
-    work = tmp_path / "search"
-    work.mkdir()
-    config = StageConfig(section=section, model=model, seed=5, runtime=runtime)
-    search.run(config, {"prepare": prepared}, work)
-    assert not (work / "head_mask.json").exists() and (work / "front.svg").exists()
-    front = Front.load(work / "front.json")
-    assert (front.seed, front.model) == (9, str(base))
-    assert front.chosen is None and front.num_layers == kinds_of.num_hidden_layers
+    search.run(config_of(base, section, eval_batch_size=3), {"prepare": prepared}, tmp_path)
+    assert not (tmp_path / "head_mask.json").exists() and (tmp_path / "front.svg").exists()
+    front, model = Front.load(tmp_path / "front.json"), small_config("qwen3")
+    assert (front.seed, front.model, front.chosen) == (9, str(base), None)
+    assert front.num_layers == model.num_hidden_layers
     for index, point in enumerate(front.points):
         slots = front.mask(index).kv_slots(front.windows, front.context)
-        assert point.bytes == slots * 2 * kinds_of.head_dim * 4
+        assert point.bytes == slots * 2 * model.head_dim * 4
         assert point.held_out_score is not None
-    sizes = []
-    for part in (0.3, 0.7):
-        made = tmp_path / f"materialize-{part}"
-        made.mkdir()
-        budget = Budget(kv_cache=f"{part} @ {front.context}")
-        chosen = section.model_copy(update={"swa_ratio": None, "budget": budget})
-        config = StageConfig(
-            section=MaterializeConfig(dtype="float32"), model=model, seed=5, runtime=runtime,
-            upstream={"search": chosen},
-        )  # fmt: skip
-        summary = materialize.run(config, {"search": work}, made)
-        file = HeadMaskFile.load(made / "model" / "head_mask.json")
-        assert Front.load(made / "front.json").chosen == summary["point"]
-        assert file.mask == front.mask(summary["point"])
-        assert summary["budget"]["bytes"] <= part * summary["budget"]["original"]
-        sizes.append(summary["budget"]["bytes"])
-    assert sizes[0] < sizes[1]
