@@ -205,14 +205,10 @@ def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules.pop("bosch.backends.plain", None)
 
 
-def test_every_file_of_a_backend_is_found_and_goes_with_a_saved_model() -> None:
+def test_every_file_of_a_backend_is_one_that_a_recipe_may_name_and_nothing_lacks_sdpa() -> None:
     files = {path.stem for path in Path(backends.__file__).parent.glob("[a-z]*.py")}
-    assert files == set(BACKENDS)
-    assert {f"backends/{name}.py" for name in files} <= set(MODULES)
-
-
-def test_every_backend_that_a_recipe_may_name_has_an_entry_and_nothing_lacks_sdpa() -> None:
-    assert set(get_args(BackendName)) == {"auto", *BACKENDS}
+    assert set(get_args(BackendName)) == {"auto", *BACKENDS} == {"auto", *files}
+    assert {f"backends/{name}.py" for name in files} <= set(MODULES), "goes with a saved model"
     for name, entry in BACKENDS.items():
         for ability in entry.lacks:
             (sentence,) = lacking(name, {ability: "somebody asks"})

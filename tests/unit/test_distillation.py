@@ -32,8 +32,6 @@ from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
 from tests.front_case import nested_front
 from tests.hybrid_case import (
-    KV_HEADS,
-    LAYERS,
     mask_of,
     small_config,
     small_model,
@@ -60,6 +58,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def teacher_of(folder: Path) -> Any:
+    """The teacher loaded from a hybrid's directory."""
+    train = TrainConfig(mixed_precision="no")
+    return load_teacher(folder, ModelConfig(path="unused"), train, Runtime(), CPU)
+
+
 def models(family: str, folder: Path) -> tuple[Any, Any, Any]:
     """A small base model, its hybrid, and the teacher loaded from the hybrid's directory."""
     base = small_model(family).eval()
@@ -67,9 +71,7 @@ def models(family: str, folder: Path) -> tuple[Any, Any, Any]:
     logits_of_base.load_state_dict(base.state_dict())
     hybrid = materialize(base, mask_of(base.config), Window(WINDOW))
     hybrid.save_pretrained(folder)
-    train = TrainConfig(mixed_precision="no")
-    teacher = load_teacher(folder, ModelConfig(path=str(folder)), train, Runtime(), CPU)
-    return logits_of_base.eval(), hybrid.train(), teacher
+    return logits_of_base.eval(), hybrid.train(), teacher_of(folder)
 
 
 def divergences(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -176,9 +178,7 @@ def test_a_teacher_has_no_sink_bias(tmp_path: Path, family: str) -> None:
     heads = text_config(base.config).num_attention_heads
     set_sink_bias(base, [[0.5] * heads] * layers)
     materialize(base, mask, Window(WINDOW)).save_pretrained(tmp_path)
-    train, model = TrainConfig(mixed_precision="no"), ModelConfig(path="unused")
-    teacher = load_teacher(tmp_path, model, train, Runtime(), CPU)
-    torch.testing.assert_close(teacher(ids, None), expected)
+    torch.testing.assert_close(teacher_of(tmp_path)(ids, None), expected)
     config = load_config(str(tmp_path))
     del config.hybrid_attention["sink"]
     with pytest.raises(UserError, match=r"have no place .*sink_bias first"):
@@ -188,14 +188,12 @@ def test_a_teacher_has_no_sink_bias(tmp_path: Path, family: str) -> None:
 def test_a_teacher_has_no_budget(tmp_path: Path) -> None:
     """Every head of it is full, whichever of several budgets the model was saved at."""
     base, ids = small_model().eval(), tokens(2, 12)
-    front = nested_front(LAYERS, KV_HEADS, [Window(WINDOW)])
+    front = nested_front(*mask_shape(base.config), [Window(WINDOW)])
     expected = base.get_decoder()(ids).last_hidden_state
     hybrid = materialize_front(base, front)
     hybrid.set_kv_budget(front.points[0].kv_slots)
     hybrid.save_pretrained(tmp_path)
-    model, train = ModelConfig(path="unused"), TrainConfig(mixed_precision="no")
-    teacher = load_teacher(tmp_path, model, train, Runtime(), CPU)
-    torch.testing.assert_close(teacher(ids, None), expected)
+    torch.testing.assert_close(teacher_of(tmp_path)(ids, None), expected)
 
 
 def test_only_predicted_tokens_are_among_the_largest() -> None:

@@ -19,6 +19,15 @@ from tests import nolima_case
 from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
 from tests.tiny_data import tiny_tokenizer
 
+PROMPT = tokens(1, 20)[0].numpy().astype("int32")
+
+
+def answer(model: Any, tokenizer: Any, answers: list[str] | None = None, **options: Any) -> str:
+    """Up to 13 tokens after the prompt."""
+    questions = [Question(0, PROMPT, answers or [])]
+    [[(_, text)]] = generate(model, tokenizer, questions, 13, 1, **options)
+    return text
+
 
 @pytest.mark.parametrize(
     "settings",
@@ -33,16 +42,13 @@ from tests.tiny_data import tiny_tokenizer
     ],
 )
 def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str, Any]) -> None:
-    model = materialize(small_model(), random_mask(), Window(6))
-    question = Question(0, tokens(1, 20)[0].numpy().astype("int32"), [])
-    [[(_, expected)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
-    ids = tokens(1, 20)
-    for _ in range(12):
+    model, tokenizer = materialize(small_model(), random_mask(), Window(6)), tiny_tokenizer()
+    expected, ids = answer(model, tokenizer), tokens(1, 20)
+    for _ in range(13):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    assert decode(tiny_tokenizer(), ids[0, 20:]) == expected
+    assert decode(tokenizer, ids[0, 20:]) == expected
     model.generation_config.update(**settings)
-    [[(_, answer)]] = generate(model, tiny_tokenizer(), [question], 12, 1)
-    assert answer == expected
+    assert answer(model, tokenizer) == expected
     assert all(getattr(model.generation_config, name) for name in settings)
 
 
@@ -71,30 +77,21 @@ def test_an_answer_ends_with_the_last_text_that_is_looked_for(
     answers: list[str], ended: int
 ) -> None:
     model, tokenizer = small_model(), tiny_tokenizer()
-    prompt = tokens(1, 20)[0].numpy().astype("int32")
-    assert "G" in decode(tokenizer, torch.from_numpy(prompt))
-    [[(_, whole)]] = generate(model, tokenizer, [Question(0, prompt, [])], 13, 1)
+    assert "G" in decode(tokenizer, torch.from_numpy(PROMPT))
+    whole = answer(model, tokenizer)
     assert whole.startswith("-----------E") and "G" not in whole
-    [[(_, text)]] = generate(model, tokenizer, [Question(0, prompt, answers)], 13, 1)
-    assert text == whole[:ended]
+    assert answer(model, tokenizer, answers) == whole[:ended]
 
 
 def test_a_line_ends_with_the_last_token_of_its_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tokenizers put a space before any text."""
     model, tokenizer = small_model(), tiny_tokenizer()
-    prompt = tokens(1, 20)[0].numpy().astype("int32")
     ids = [tokenizer.convert_tokens_to_ids(token) for token in "-E"]
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: ids)
-    [[(_, text)]] = generate(
-        model, tokenizer, [Question(0, prompt, [])], 13, 1, stop_at_newline=True
-    )
-    assert text == "-----------E"
+    assert answer(model, tokenizer, stop_at_newline=True) == "-----------E"
     monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: ids[:1])
     for not_empty in (False, True):
-        [[(_, text)]] = generate(
-            model, tokenizer, [Question(0, prompt, [])], 13, 1, stop_at_newline=True,
-            not_empty=not_empty,
-        )  # fmt: skip
+        text = answer(model, tokenizer, stop_at_newline=True, not_empty=not_empty)
         assert text.startswith("-") != not_empty
 
 
