@@ -128,7 +128,7 @@ def test_generate_equals_generate_without_cache(
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0
     cached: dict[str, Any] = {"cache_implementation": "static"} if kind == "static" else {}
-    for beams in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+    for beams in ({}, {"num_beams": 3, "num_return_sequences": 2}):
         options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, **beams}
         expected = model.generate(ids, use_cache=False, **options)
         for chunks in ({}, {"prefill_chunk_size": 6}):
@@ -281,10 +281,10 @@ def test_reset_and_batch_changes(family: str) -> None:
     )
 
 
-def _few_layers(layers: int, sinks: int) -> Any:
+def _one_layer(sinks: int) -> Any:
     """Compiling takes seconds for each layer."""
-    model = small_model(num_hidden_layers=layers)
-    return materialize(model, HeadMask(random_mask().is_full[:layers]), Window(WINDOW, sinks))
+    model = small_model(num_hidden_layers=1)
+    return materialize(model, HeadMask(random_mask().is_full[:1]), Window(WINDOW, sinks))
 
 
 def _left_padded(batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -311,19 +311,18 @@ def _in_chunks(forward: Any, cache: Any, ids: Tensor, sizes: list[int], **padded
     return torch.cat(outputs, dim=1)
 
 
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "sinks", "padding"),
     [
-        [1] * 30,
-        [30],
-        [3] + [1] * 27,
-        [20] + [1] * 10,
-        [3, 5, 1, 6, 7, 1, 7],
-        [WINDOW - 1, WINDOW, WINDOW + 1, 12],
+        ([1] * 30, 4, False),
+        ([30], 4, True),
+        ([3] + [1] * 27, 4, True),
+        ([20] + [1] * 10, 0, True),
+        ([3, 5, 1, 6, 7, 1, 7], 4, True),
+        ([3, 5, 1, 6, 7, 1, 7], 4, False),
+        ([WINDOW - 1, WINDOW, WINDOW + 1, 12], 0, False),
     ],
-    ids=["tokens", "whole", "short", "prefill", "chunks", "window"],
+    ids=["tokens", "whole", "short", "prefill", "padded chunks", "chunks", "window"],
 )
 def test_any_chunking_equals_one_pass_without_a_cache(
     sizes: list[int], sinks: int, padding: bool
@@ -347,7 +346,7 @@ def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
 
     The ring goes round while the same graph runs; in padded rows sinks arrive meanwhile.
     """
-    model = _few_layers(1, sinks)
+    model = _one_layer(sinks)
     compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiling._compile_all_devices = True
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -370,23 +369,21 @@ def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-# transformers compiles no steps of beams.
-@pytest.mark.parametrize(("beams", "graphs"), [(1, 2), (2, 1)])
-def test_generate_compiles_the_chunks_of_a_prompt(beams: int, graphs: int) -> None:
-    model, ids = _few_layers(1, 4), tokens(2, 24)
+def test_generate_compiles_the_chunks_of_a_prompt_once_and_a_step() -> None:
+    model, ids = _one_layer(4), tokens(2, 24)
     compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiling._compile_all_devices = True
-    options = {"max_new_tokens": 3, "do_sample": False, "num_beams": beams}
+    options = {"max_new_tokens": 3, "do_sample": False}
     result = model.generate(
         ids, cache_implementation="static", compile_config=compiling, prefill_chunk_size=8,
         **options,
     )  # fmt: skip
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert torch.equal(result, model.generate(ids, **options))
 
 
 def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
-    model, ids = _few_layers(1, 4), tokens(2, LENGTH)
+    model, ids = _one_layer(4), tokens(2, LENGTH)
     cache = model.new_static_cache(LENGTH)
     cache.early_initialization(2, KV_HEADS, model.config.head_dim, model.dtype, model.device)
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
@@ -395,8 +392,9 @@ def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
     torch.testing.assert_close(result, model(ids, use_cache=False).logits, **_NEAR)
 
 
-@pytest.mark.parametrize("sizes", [[12, 5, *[1] * 13], [1] * LENGTH], ids=["chunks", "tokens"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("gemma3", [12, 5, *[1] * 13]), ("qwen3", [1] * LENGTH)]
+)
 def test_static_cache_of_transformers_is_exact_in_both_modes(family: str, sizes: list[int]) -> None:
     """It holds every token of every head; the mask of its first pass may cover all of its room."""
     searched, ids = small_model(family), tokens(2, LENGTH)
@@ -456,22 +454,17 @@ def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None
         assert int(layer.get_seq_length()) == 0
 
 
-def test_a_pass_beyond_the_end_is_refused() -> None:
-    layer = StaticHybridCacheLayer(full_first(1, 2, Window(4)), 10)
-    states = torch.zeros(1, 2, 8, 4)
-    layer.update(states, states)
-    with pytest.raises(ValueError, match="room for 10 tokens and would get 11"):
-        layer.update(states[:, :, :3], states[:, :, :3])
-
-
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_token_beyond_the_end_is_refused(full: int) -> None:
-    """Where all heads slide too: their ring would take it, and no mask would show it."""
+def test_passes_and_tokens_beyond_the_end_are_refused(full: int) -> None:
+    """Where all heads slide too: their ring would take a token, and no mask would show it."""
     layer = StaticHybridCacheLayer(full_first(full, 2, Window(4)), 10)
-    states = torch.zeros(1, 2, 10, 4)
-    layer.update(states, states)
+    first, rest, last = torch.zeros(1, 2, 12, 4).split([8, 3, 1], dim=2)
+    layer.update(first, first)
+    with pytest.raises(ValueError, match="room for 10 tokens and would get 11"):
+        layer.update(rest, rest)
+    layer.update(rest[:, :, :2], rest[:, :, :2])
     with pytest.raises(IndexError, match="out of"):
-        layer.update(states[:, :, :1], states[:, :, :1])
+        layer.update(last, last)
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
