@@ -112,19 +112,6 @@ def test_what_the_log_knows_does_not_change_the_search(tmp_path, method, seed):
         assert len(rest) <= len(lines) - count and rest == evaluated[len(evaluated) - len(rest) :]
 
 
-def test_learned_gates_read_the_shares_of_the_examples_in_turn(tmp_path):
-    asked = []
-
-    class Asked(Shared):
-        def gate_gradient(self, mask, share=0, shares=1):
-            asked.append((share, shares))
-            return super().gate_gradient(mask, share, shares)
-
-    evaluator = evaluator_of(Asked(3, 4, 0), tmp_path / "evaluations.jsonl")
-    find_mask("learned_gates", evaluator, SearchSettings(0.5, budget_per_layer=60))
-    assert len(asked) > 8 and asked == [(step % 8, 8) for step in range(len(asked))]
-
-
 def test_a_resumed_search_orders_the_rounds_as_before(tmp_path):
     """Which examples a losing mask is measured on depends on the masks before it."""
     path = tmp_path / "evaluations.jsonl"
@@ -405,52 +392,19 @@ def test_the_log_tells_each_gradient_each_better_mask_and_what_is_left(caplog):
     assert better[-1] == pytest.approx(result.evaluation.log_likelihood, abs=1e-4)
 
 
-class KnownOnBudget(Layered):
-    """Additive; gradients tell the units' worth only where at most a quarter of them is full."""
-
-    def gate_gradient(self, mask, share=0, shares=1):
-        exact = super().gate_gradient(mask, share, shares)
-        if mask.is_full.mean() <= 0.25:
-            return exact
-        noise = np.random.default_rng([share, int(mask.is_full.sum())]).random(mask.is_full.shape)
-        return replace(exact, values=noise.tolist())
-
-
-def test_a_start_learns_gates_at_masks_on_budget():
-    """Without that start 0.17 of the log-likelihood is lost on average."""
-    for seed in range(4):
-        scorer = KnownOnBudget(8, 8, seed)
-        scorer.pairs *= 0
-        result, evaluator = exact(scorer, 0.75, budget=16)
-        lost = scorer.costs[~result.mask.is_full.reshape(-1)].sum()
-        assert lost - np.sort(scorer.costs)[:48].sum() < 0.01
-        assert any(p.phase == "start" and p.subproblem == "gates" for p in evaluator.trace)
-
-
 @pytest.mark.parametrize(("ratio", "learned"), [(0.958, False), (0.91, True)])
 def test_no_gates_are_learned_for_fewer_than_four_full_units(ratio, learned):
     """2 and 4 of 48 units, with a budget that pays for both starts."""
-    _, evaluator = exact(KnownOnBudget(6, 8, 0), ratio, budget=21)
+    _, evaluator = exact(Layered(6, 8, 0), ratio, budget=21)
     assert any(p.subproblem == "gates" for p in evaluator.trace) == learned
-
-
-class Free(Layered):
-    """Its gradients cost nothing."""
-
-    def gradient_passes(self, share=0, shares=1):
-        return 0.0
 
 
 def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
     """Of 48 units 46 slide in seven steps, with one gradient before each if they are free."""
-    scorer = Free(6, 8, 0)
-    gradients = []
+    scorer, gradients = Layered(6, 8, 0), []
+    scorer.gradient_passes = lambda share=0, shares=1: 0.0
     evaluator = evaluator_of(scorer)
-    evaluate = scorer.evaluate
-    scorer.evaluate = lambda *args, **options: (
-        gradients.append(evaluator.costs()["gradients"]),
-        evaluate(*args, **options),
-    )[1]
+    evaluator.watch = lambda one: gradients.append(one.costs()["gradients"])
     bosch_plus(evaluator, SearchSettings(0.958, budget_per_layer=16))
     assert gradients[:3] == [0, 0, 7]  # the anchors, and the mask of the elimination
 

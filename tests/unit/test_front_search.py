@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,11 +274,7 @@ def test_the_budget_that_lacks_most_to_the_next_has_the_first_move() -> None:
     search = _at_start(chosen=_slots(2), slots=(_slots(1), _slots(2), _slots(3)))
     search.unmeasured = set()
     for number, score in enumerate((0.5, 0.5, 0.9)):
-        before = Evaluation(score, number - 9.0)
-        units = range(number + 1)
-        search.points[number] = Point(
-            _slots(number + 1), _full(*units), before, 0.0, np.zeros((2, 4))
-        )
+        search.points[number] = _point(_slots(number + 1), range(number + 1), score, number - 9.0)
     search.improve()
     first = next(point for point in search.evaluator.trace if point.phase == "swaps")
     assert HeadMask.from_key(first.mask).num_sliding == 6
@@ -295,16 +292,11 @@ def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
         assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
 
 
-class Dear(WindowLandscape):
-    """Its gradients cost more passes than a search of the least budget has."""
-
-    def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        return 5.5
-
-
 def test_a_budget_that_pays_for_no_gradient_is_refused() -> None:
+    scorer: Any = WindowLandscape("additive", (2, 4), (16, 64))
+    scorer.gradient_passes = lambda share=0, shares=1: 5.5
     with pytest.raises(UserError, match=r"one gradient costs 5\.5 passes over"):
-        search(Dear("additive", (2, 4), (16, 64)), kappa=1)
+        search(scorer, kappa=1)
 
 
 def _at_start(
@@ -320,6 +312,11 @@ def _at_start(
 
 def _full(*units: int) -> npt.NDArray[np.int64]:
     return np.where(np.isin(np.arange(8), units), 0, 2).reshape(2, 4)
+
+
+def _point(slots: int, units: Iterable[int], *rank: float, passes: float = 0.0) -> Point:
+    """A point whose layout has these full units, with its score and log-likelihood."""
+    return Point(slots, _full(*units), Evaluation(*rank), passes, np.zeros((2, 4)))
 
 
 def _slots(full_units: int) -> int:
@@ -404,10 +401,7 @@ def test_a_front_holds_what_scores_no_less_than_scarcer_layouts(
     for number, score in enumerate(scores, 1):
         # The last budget's layout has no more slots than the one before where that is as good.
         units = (1, 2, 3, 4) if scores[-2:] == [0.9, 0.9] and number == 5 else range(number)
-        evaluation = Evaluation(score, -number)
-        search.points[number] = Point(
-            _slots(number), _full(*units), evaluation, 10.0 * number, np.zeros((2, 4))
-        )
+        search.points[number] = _point(_slots(number), units, score, -number, passes=10.0 * number)
     found = search.result(Anchors(0.0, 1.0))
     assert found.front is not None
     assert [point.full_kv_heads for point in found.front.points] == [0, *kept, 8]
@@ -434,9 +428,7 @@ def test_the_result_is_the_best_of_the_masks_that_fit(
 ) -> None:
     search = _at_start(chosen)
     for number, (budget, units, score) in enumerate(points):
-        search.points[number] = Point(
-            _slots(budget), _full(*units), Evaluation(score, -1.0), 0.0, np.zeros((2, 4))
-        )
+        search.points[number] = _point(_slots(budget), units, score, -1.0)
     result = search.result(Anchors(0.0, 1.0))
     assert result.mask == HeadMask.of_choices(_full(*best))
 
@@ -452,10 +444,8 @@ def test_a_point_out_of_order_gets_a_nested_layout_that_scores_as_much(
     scorer: Any = search.evaluator.scorer
     scorer.quantum = quantum
     own, chosen, nested = _full(0), _full(1, 2), _full(1)
-    for number, choices in enumerate((own, chosen)):
-        search.points[number] = Point(
-            _slots(number + 1), choices, Evaluation(0.5, -1.0), 0.0, np.zeros((2, 4))
-        )
+    for number, units in enumerate(((0,), (1, 2))):
+        search.points[number] = _point(_slots(number + 1), units, 0.5, -1.0)
     search._measured[nested.tobytes()] = Evaluation(score, -1.0)
     search.left = 1.0
     search.nest()
@@ -529,8 +519,5 @@ def test_examples_held_out_are_of_all_tasks(every: int, tasks: int) -> None:
     assert set(Counter(one.task for one in held_out.examples).values()) == {24}
     if math.gcd(every, tasks) == 1:
         assert held_out.examples == whole.examples[every - 1 :: every]
-
-
-def test_a_set_of_few_examples_holds_none_out() -> None:
-    _, calibration = searchable(examples=3)
-    assert calibration.split(4) == (calibration, None)
+    few = CalibrationSet.from_records(records[: every - 1])
+    assert few.split(every) == (few, None)
