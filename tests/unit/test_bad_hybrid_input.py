@@ -43,6 +43,15 @@ def _message_of(call: Callable[[], Any]) -> str:
     return text
 
 
+def _change(folder: Path, **changes: Any) -> dict[str, Any]:
+    """config.json with other values, and without those that are "gone"."""
+    path = folder / "config.json"
+    changed = json.loads(path.read_text()) | changes
+    content = {name: value for name, value in changed.items() if value != "gone"}
+    path.write_text(json.dumps(content))
+    return content
+
+
 @pytest.fixture(scope="module")
 def base() -> Any:
     return small_model()
@@ -89,6 +98,7 @@ _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 
         (_LAYOUT | {"window_size": "7"}, "found '7'"),
         (_LAYOUT | {"sinks": -1}, "sinks"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2]}, "3 numbers from 0 to 4"),
+        (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 3, 0]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 5]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, -1]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 3.0]}, "3 numbers from 0 to 4"),
@@ -106,12 +116,7 @@ _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 
     ],
 )
 def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> None:
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
-    content["hybrid_attention"] = layout
-    if layout == "gone":
-        del content["hybrid_attention"]
-    path.write_text(json.dumps(content))
+    _change(folder, hybrid_attention=layout)
     for load in (load_model, AutoModelForCausalLM.from_pretrained):
         message = _message_of(lambda load=load: load(folder))
         assert named in message and str(folder) in message
@@ -126,27 +131,18 @@ def test_damaged_layer_types_of_the_base_model(family: str, types: Any, tmp_path
     model = small_model(family)
     config = materialize(model, mask_of(model.config), Window(WINDOW)).config
     config.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    content = json.loads(path.read_text()) | {"layer_types": types}
-    if types == "gone":
-        del content["layer_types"]
-    path.write_text(json.dumps(content))
+    _change(tmp_path, layer_types=types)
     message = _message_of(lambda: load_model(tmp_path))
     assert "layer_types" in message and str(tmp_path) in message
 
 
 def test_a_missing_activation_is_not_taken_from_the_family(folder: Path) -> None:
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
-    del content["base_hidden_act"]
-    path.write_text(json.dumps(content))
+    _change(folder, base_hidden_act="gone")
     assert "hidden_act" in _message_of(lambda: load_model(folder))
 
 
 def test_a_hybrid_with_another_versions_words_in_place_of_its_activation(folder: Path) -> None:
-    path = folder / "config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"hidden_act": ["other words"]}))
+    content = _change(folder, hidden_act=["other words"])
     assert load_model(folder).config.hidden_act == content["base_hidden_act"]
 
 
@@ -163,18 +159,6 @@ def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
         lambda: materialize(model, HeadMask.all_full(1, 1), Window(WINDOW)),
     ):
         assert f"'{model_type}' are not supported" in _message_of(use)
-
-
-def test_packed_documents_that_a_family_would_mix() -> None:
-    hybrid = materialize(small_model("gpt_oss"), random_mask(layers=2), Window(WINDOW))
-    ids = tokens(2, 12)
-    packed = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    with pytest.raises(ValueError, match="do not keep packed documents apart"):
-        hybrid(ids, position_ids=packed)
-    hybrid(ids, position_ids=torch.arange(12)[None])
-    padded = torch.ones_like(ids)
-    padded[0, :5] = 0
-    hybrid(ids, attention_mask=padded, position_ids=packed.expand(2, -1))
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 12), (2, 1, 12, 12)])

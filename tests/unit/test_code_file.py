@@ -17,7 +17,6 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import bosch
-from bosch.heads import HeadMask
 from bosch.model import code_file
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.families import FAMILIES
@@ -32,18 +31,15 @@ WINDOW, SINKS = 7, 2
 LENGTH, NEW = 40, 10
 
 
-def _save(family: str, folder: Path, several: bool = False, **changes: Any) -> Any:
-    """Save a hybrid, Llama's with a sink bias; with `several` of three windows."""
+def _save(family: str, folder: Path, **changes: Any) -> Any:
+    """Save a hybrid, Llama's with a sink bias."""
     model = small_model(family, **changes)
-    mask, windows = mask_of(model.config), [Window(WINDOW, SINKS)]
+    window = Window(WINDOW, SINKS)
     if family == "llama":
-        windows = [Window(WINDOW)]
+        window = Window(WINDOW)
         heads = model.config.num_attention_heads
         set_sink_bias(model, torch.linspace(-2, 2, 3 * heads).view(3, heads).tolist())
-    if several:
-        windows += [Window(5, SINKS), Window(3, SINKS)]
-        mask = HeadMask.of_choices([[0, 3, 1, 2], [2, 0, 1, 1], [3, 3, 1, 2]])
-    hybrid = materialize(model, mask, windows)
+    hybrid = materialize(model, mask_of(model.config), window)
     hybrid.save_pretrained(folder)
     return hybrid
 
@@ -55,10 +51,9 @@ def _wanted(hybrid: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
 
 
 def test_transformers_alone_loads_the_same_hybrids_and_saves_them_again(tmp_path: Path) -> None:
-    """Two families in one process, and one with three windows: each keeps its own attention."""
+    """Two families in one process; several windows are in test_kv_budgets.py."""
     ids = tokens(2, LENGTH)
     expected = {name: _wanted(_save(name, tmp_path / name), ids) for name in ("qwen3", "llama")}
-    expected["windows"] = _wanted(_save("qwen3", tmp_path / "windows", several=True), ids)
     torch.save({name: logits for name, (logits, _) in expected.items()}, tmp_path / "logits.pt")
     code = f"""
 ids = torch.tensor({ids.tolist()})
@@ -80,20 +75,14 @@ for name, model in models.items():
     report([
         type(model).__name__, torch.equal(logits, wanted[name]),
         model.generate(ids, max_new_tokens={NEW}, do_sample=False).tolist(),
-        [window.size for window in model.new_cache().layers[0].layout.windows],
     ])
 report(any(name.partition(".")[0] == "bosch" for name in sys.modules))
 """
     decoder, *result, imported = run_elsewhere(code, tmp_path, cache=tmp_path / "cache")
     assert imported is False and decoder == ["HybridQwen3Model", True]
     assert result == [
-        [f"Hybrid{prefix}ForCausalLM", True, expected[name][1], sizes]
-        for prefix, name, sizes in (
-            ("Qwen3", "qwen3", [WINDOW]),
-            ("Llama", "llama", [WINDOW]),
-            ("Qwen3", "windows", [WINDOW, 5, 3]),
-            ("Qwen3", "qwen3", [WINDOW]),
-        )
+        [f"Hybrid{prefix}ForCausalLM", True, expected[prefix.lower()][1]]
+        for prefix in ("Qwen3", "Llama", "Qwen3")
     ]
     again = load_model(tmp_path / "again", dtype="float32")
     with torch.inference_mode():

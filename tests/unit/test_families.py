@@ -40,7 +40,6 @@ from tests.hybrid_case import (
     SAMPLE,
     logits_of,
     mask_of,
-    random_mask,
     small_config,
     small_model,
     tokens,
@@ -52,7 +51,7 @@ _NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def _greedy(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return model.generate(ids, max_new_tokens=6, do_sample=False)
+    return model.generate(ids, max_new_tokens=3, do_sample=False)
 
 
 def test_every_family_is_tested() -> None:
@@ -254,13 +253,6 @@ def test_caches_hold_what_the_formula_says(family: str) -> None:
     assert torch.equal(static.sequences, text)
     room = static.past_key_values.get_max_length()
     assert held_bytes(static.past_key_values) == 2 * size.static(room)
-
-
-def test_a_count_for_each_layer_with_full_attention_and_no_other() -> None:
-    config = materialize(small_model("olmo3"), random_mask(layers=2), Window(WINDOW)).config
-    config.hybrid_attention["full_kv_heads_per_layer"].append(2)
-    with pytest.raises(UserError, match=r"must hold 2 numbers from 0 to 4, one for each layer"):
-        AutoModelForCausalLM.from_config(config)
 
 
 def _refusal(check: Callable[[], None]) -> str | None:
