@@ -76,14 +76,16 @@ def table() -> tuple[Stage[Any], ...]:
 
 
 class Launches:
-    """Runs stages here, remembers which, and may stop at one of them."""
+    """Runs stages here, remembers which, and may stop at one of them or at a method's search."""
 
-    def __init__(self, stop_at: int | None = None, error: type[BaseException] = RunError) -> None:
+    def __init__(
+        self, stop_at: int | str | None = None, error: type[BaseException] = RunError
+    ) -> None:
         self.orders: list[Mapping[str, Any]] = []
         self.stop_at, self.error = stop_at, error
 
     def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        if len(self.orders) == self.stop_at:
+        if self.stop_at in (len(self.orders), order["section"]["values"].get("method", "")):
             raise self.error("stopped")
         self.orders.append(order)
         return execute(order)
@@ -131,35 +133,32 @@ def test_the_page_is_the_golden_one(case: Case) -> None:
     assert compared(case).splitlines() == COMPARED.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("is_json", [True, False])
 def test_the_command_prints_the_report_as_json_alone_or_its_tables(
-    case: Case, is_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = partial(compare.run_comparison, launcher=Launches())
     arguments = ("--methods", "bosch,bme", "--ratios", "0.5")
-    status, text = printed(case, monkeypatch, capsys, here, *arguments, is_json=is_json)
-    assert status == 0
-    (file,) = case.folder.rglob("compare.json")
-    if is_json:
-        assert json.loads(text) == json.loads(file.read_text())
-    else:
-        assert "BOSCH" in text and text.endswith(f"compare: {file.with_suffix('.html')}\n")
+    for is_json in (True, False):
+        status, text = printed(case, monkeypatch, capsys, here, *arguments, is_json=is_json)
+        assert status == 0
+        (file,) = case.folder.rglob("compare.json")
+        if is_json:
+            assert json.loads(text) == json.loads(file.read_text())
+    assert "BOSCH" in text and text.endswith(f"compare: {file.with_suffix('.html')}\n")
 
 
-def test_every_method_of_the_paper_has_its_place() -> None:
-    assert set(PAPER) <= set(METHODS)
-    assert sorted(PAPER, key=Combination.order) == PAPER
-    assert sorted(["bosch_plus", "b_layer"], key=Combination.order) == ["b_layer", "bosch_plus"]
-
-
-def test_a_registered_method_comes_after_those_of_the_paper(
+def test_methods_of_the_paper_have_its_order_and_come_before_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert set(PAPER) <= set(METHODS)
     monkeypatch.setitem(methods.METHODS, "own", methods.Method("Own", "one by one", "", ""))
-    assert sorted(["own", "b_layer"], key=Combination.order) == ["b_layer", "own"]
+    ordered = [*PAPER, "bosch_plus", "own"]
+    assert sorted({*ordered}, key=Combination.order) == ordered
 
 
-def test_combinations_share_what_they_can_and_a_second_run_does_nothing(case: Case) -> None:
+def test_combinations_share_what_they_can_and_a_second_run_does_nothing(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     launches = Launches()
     arguments = ("--methods", "bosch,bme", "--ratios", "0.25,0.5")
     first = comparison(case, *arguments, launches=launches)
@@ -179,9 +178,19 @@ def test_combinations_share_what_they_can_and_a_second_run_does_nothing(case: Ca
     ]
     assert originals == [97.0] * 4
     assert (first.folder / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    # The model is named without the folders of the machine.
+    for name in ("compare.md", "compare.json", "compare.html", "compare.csv"):
+        assert str(case.runs.parent) not in (first.folder / name).read_text()
+    assert model_label(str(ROOT / "recipes" / "quickstart")) == "recipes/quickstart"
+    assert model_label("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     again = Launches()
     assert comparison(case, *arguments, launches=again).results == first.results
-    assert again.orders == []
+    capsys.readouterr()
+    dry = ("--methods", "bme,intr", "--ratios", "0.5", "--dry-run")
+    assert comparison(case, *dry, launches=again).results == {}
+    said = capsys.readouterr().out
+    assert "BME at 0.5: cached" in said and "INTR at 0.5: search to run" in said
+    assert again.orders == [] and not (first.folder / "intr-0.5").exists()
     comparison(case, "--methods", "bme", "--ratios", "0.5,0.75", launches=again)
     assert [order["stage"] for order in again.orders] == ["search", "materialize", "evaluate"]
 
@@ -199,14 +208,14 @@ def test_pages_that_are_missing_or_of_older_code_are_written_again(case: Case) -
     assert written == {path: path.read_bytes() for path in written}
 
 
-@pytest.mark.parametrize("stop_at", [0, 1, 5, 9])
+@pytest.mark.parametrize("stop_at", [0, 5])
 def test_a_stopped_comparison_resumes(case: Case, stop_at: int) -> None:
     arguments = ("--methods", "bosch,bme", "--ratios", "0.25,0.5")
     stopped, resumed = Launches(stop_at, KeyboardInterrupt), Launches()
     with pytest.raises(KeyboardInterrupt):
         comparison(case, *arguments, launches=stopped)
     json_file = case.runs / "tiny" / "compare" / "compare.json"
-    if stop_at >= 4:
+    if stop_at:
         assert json.loads(json_file.read_text())["complete"] is False
         assert "of 4 combinations are finished" in json_file.with_suffix(".md").read_text()
     compared = comparison(case, *arguments, launches=resumed)
@@ -268,54 +277,23 @@ def test_a_model_without_scores_is_reported_with_the_reason(
     assert status == 1 and sentence in text
 
 
-def test_a_refused_combination_leaves_the_others_their_scores(
-    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize(("refused", "error"), [("bme", RunError), ("bosch", UserError)])
+def test_a_search_that_fails_leaves_the_others_their_scores(
+    case: Case, refused: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    class Refusing(Launches):
-        def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
-            refused = (order["stage"], order["section"]["values"].get("method"))
-            if refused == ("search", "bosch"):
-                raise UserError("the search has no such head")
-            return super().__call__(order, world)
-
-    result = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5", launches=Refusing())
-    assert [one.method for one in result.results] == ["bme"]
-    assert all("the search has no such head" in reason for reason in result.failures.values())
+    """That of the first too, before stage original, which comes after and is the same for all."""
+    launches = Launches(refused, error)
+    result = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5", launches=launches)
+    assert {one.method for one in result.results} == {"bosch", "bme"} - {refused}
+    [sentence] = result.missing
+    assert sentence == f"{refused.upper()} at 0.5 has no scores: stopped"
     for name in ("compare.md", "compare.html"):
-        text = (result.folder / name).read_text()
-        assert "BOSCH at 0.5 has no scores: " in text and "BME" in text
+        assert sentence in (result.folder / name).read_text()
     status, text = printed(case, monkeypatch, capsys, lambda *_: result)
-    assert status == 1 and "BOSCH at 0.5 has no scores: " in text
+    assert status == 1 and sentence in text
     # Once mended, the comparison resumes with the combination that failed.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
     assert len(again.results) == 2 and not again.failures
-
-
-def test_the_original_that_a_recipe_has_is_not_run_again(case: Case) -> None:
-    """The original does not depend on rivals and windows, which a comparison leaves out."""
-    case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
-    case.save()
-    launches = Launches()
-    Runner(
-        load_recipe(case.file, env={}, stages=table()), RunOptions(until="original"), launches
-    ).run()
-    comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
-    assert launches.count("original") == 1 and launches.count("evaluate") == 1
-
-
-def test_what_fails_before_the_original_is_run_leaves_the_others_their_scores(case: Case) -> None:
-    """Stage original comes after the search and is the same for all."""
-
-    class OutOfMemory(Launches):
-        def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
-            if order["section"]["values"].get("method") == "fisher":
-                raise RunError("out of memory")
-            return super().__call__(order, world)
-
-    launches = OutOfMemory()
-    result = comparison(case, "--methods", "fisher,bme", "--ratios", "0.5", launches=launches)
-    assert [one.method for one in result.failures] == ["fisher"]
-    assert [one.method for one in result.results] == ["bme"]
 
 
 def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: Case) -> None:
@@ -353,30 +331,27 @@ def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
     case.save()
     launches = Launches()
     result = comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
-    assert len(result.results) == 1
+    assert len(result.results) == 1 and not result.failures
     stages = ["prepare", "search", "materialize", "original", "evaluate"]
     assert [order["stage"] for order in launches.orders] == stages
-
-
-def test_methods_of_one_window_take_the_widest_window_of_a_front(case: Case) -> None:
-    case.content["search"] = FRONT
-    case.save()
-    compared = comparison(case, "--methods", "bme", "--ratios", "0.5")
-    assert not compared.failures and len(compared.results) == 1
-    model = case.runs / "tiny" / "compare" / "bme-0.5" / "materialize" / "model"
-    assert json.loads((model / "head_mask.json").read_text())["window_size"] == 64
+    # A method of one window takes the widest one of the front.
+    mask = json.loads((result.folder / "bme-0.5/materialize/model/head_mask.json").read_text())
+    assert mask["window_size"] == 64
 
 
 def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
+    """The original does not depend on rivals and windows, which a comparison leaves out."""
+    case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
+    case.save()
     launches = Launches()
     loaded = load_recipe(case.file, ["search.method=bme"], env={}, stages=table())
-    Runner(loaded, RunOptions(until="materialize"), launches).run()
+    Runner(loaded, RunOptions(until="original"), launches).run()
     links = {
         path: os.readlink(path) for path in (case.runs / "tiny").iterdir() if path.is_symlink()
     }
     before = launches.count("search")
     comparison(case, "--methods", "bme,intr", "--ratios", "0.5", launches=launches)
-    assert launches.count("search") == before + 1
+    assert launches.count("search") == before + 1 and launches.count("original") == 1
     assert links == {path: os.readlink(path) for path in links}
     assert (case.runs / "tiny" / "compare" / "intr-0.5" / "search").is_symlink()
 
@@ -397,60 +372,33 @@ def test_random_layers_are_averaged_over_three_runs(case: Case) -> None:
     assert list(rows) == ["Original", "RAND", "BME", "BOSCH"]
 
 
-def test_a_dry_run_says_what_would_run_and_writes_nothing(case: Case, capsys: Any) -> None:
-    launches = Launches()
-    comparison(case, "--methods", "bme", "--ratios", "0.5", launches=launches)
-    done = len(launches.orders)
-    arguments = ("--methods", "bme,intr", "--ratios", "0.5", "--dry-run")
-    assert comparison(case, *arguments, launches=launches).results == {}
-    output = capsys.readouterr().out
-    assert "BME at 0.5: cached" in output
-    assert "INTR at 0.5: search to run" in output
-    assert len(launches.orders) == done
-    assert not (case.runs / "tiny" / "compare" / "intr-0.5").exists()
-
-
-def test_every_faulty_option_is_named_at_once(
-    case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--methods", "bosh,fisher,bosch", "--ratios", "0.5,1.5,x,0.75", "--seeds", "-1"]
-    assert main(["compare", str(case.file), *options]) == 2
-    message = capsys.readouterr().err
-    assert "compare: 4 faults" in message
-    for words in (
-        "--methods: 'bosh' is unknown; did you mean bosch?",
-        "--ratios: expected a value at most 1, found ",
-        "--ratios: 'x' is not a number",
-        "--seeds: expected a value at least 0",
-    ):
-        assert words in message
-
-
-def test_every_option_that_does_not_fit_the_recipe_is_named_at_once(
-    case: Case, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "faults"),
+    [
+        (
+            ["--methods", "bosh,fisher,bosch", "--ratios", "0.5,1.5,x,0.75", "--seeds", "-1"],
+            ["--methods: 'bosh'", "--ratios: expected a value at most 1, found ",
+             "--ratios: 'x'", "--seeds: expected a value at least 0"],
+        ),
+        (
+            ["--methods", "fisher,bosch", "--ratios", "0.5,0.75", "--with-training"],
+            ["--ratios 0.75 with bosch: 0.75", "--with-training: the recipe has no section train",
+             "evaluate: a comparison needs"],
+        ),
+    ],
+    ids=["faulty", "unfit for the recipe"],
+)  # fmt: skip
+def test_every_option_at_fault_is_named_at_once(
+    case: Case, options: list[str], faults: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.content["search"]["buckets"] = [0.0, 0.5]
     del case.content["train"]
     del case.content["evaluate"]
     case.save()
-    options = ["--methods", "fisher,bosch", "--ratios", "0.5,0.75", "--with-training"]
     assert main(["compare", str(case.file), *options]) == 2
     message = capsys.readouterr().err
-    assert "compare: 3 faults" in message
-    for words in (
-        "--ratios 0.75 with bosch: 0.75 cannot be reached",
-        "--with-training: the recipe has no section train",
-        "evaluate: a comparison needs this section",
-    ):
-        assert words in message
-
-
-def test_the_page_names_the_model_without_the_folders_of_the_machine(case: Case) -> None:
-    result = comparison(case, "--methods", "bme", "--ratios", "0.5")
-    for name in ("compare.md", "compare.json", "compare.html", "compare.csv"):
-        assert str(case.runs.parent) not in (result.folder / name).read_text()
-    assert model_label(str(ROOT / "recipes" / "quickstart")) == "recipes/quickstart"
-    assert model_label("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert f"compare: {len(faults)} faults" in message
+    assert [fault for fault in faults if fault not in message] == []
 
 
 def made_up(scores: Mapping[str, Mapping[float, float]], samples: int = 400) -> Comparison:
@@ -601,23 +549,13 @@ def test_nothing_is_bold_beside_a_method_with_other_samples() -> None:
     assert "<u>80.0 (" in text and "<u>79.5 (" in text and "| 10.0 (" in text and "**" not in text
 
 
-@pytest.mark.parametrize(
-    ("tokens", "title"),
-    [
-        ((None, 2048), "after training on 2,048 tokens"),
-        ((None, None), "after training"),
-    ],
-)
-def test_the_title_has_the_training_tokens_of_a_combination_with_trained_scores(
-    tokens: tuple[int | None, int | None], title: str
-) -> None:
+def test_the_title_has_the_training_tokens_of_a_combination_with_trained_scores() -> None:
     compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
-    results = {
-        one: replace(result, trained_tokens=count)
-        for (one, result), count in zip(compared.results.items(), tokens, strict=True)
-    }
-    tables = score_tables(replace(compared, with_training=True, results=results))
-    assert [table.title.partition(", ")[2] for table in tables] == ["without training", title]
+    [first, (one, result)] = compared.results.items()
+    for count, title in ((2048, "after training on 2,048 tokens"), (None, "after training")):
+        results = dict([first, (one, replace(result, trained_tokens=count))])
+        tables = score_tables(replace(compared, with_training=True, results=results))
+        assert [table.title.partition(", ")[2] for table in tables] == ["without training", title]
 
 
 def test_the_page_shows_every_method_and_escapes_names() -> None:
