@@ -29,6 +29,7 @@ from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize, materialize_front
+from bosch.version import VERSION
 from bosch.window import Window
 from data_prep.documents.sources import KINDS
 from pipeline.cli import commands, main
@@ -307,10 +308,14 @@ def test_a_path_that_the_system_refuses_is_one_sentence(
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
-def test_a_recipe_is_asked_for_without_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["run"])
-    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
+def test_the_version_is_said_and_a_recipe_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["run"], "the following arguments are required: RECIPE\n"),
+        (["--version"], f"bosch {VERSION}\n"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "".join(capsys.readouterr()).endswith(said)
 
 
 def test_a_removed_current_directory_is_one_sentence(
