@@ -89,52 +89,29 @@ def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
         ("serach.x=1", "serach: unknown key; did you mean search?"),
         ("swa_ratio=0.5", "swa_ratio: unknown key; did you mean search.swa_ratio?"),
         ("search.zzz=1", "search.zzz: unknown key; known here are method, swa_ratio"),
-        ("search={1: 2}", "search.1: unknown key; known here are method, swa_ratio"),
         ("prepare.sources.0={1: 2}", "prepare.sources.0.1: unknown key; known here are name, k"),
-        ("search.budget={~: 1}", "search.budget.None: unknown key; known here are ratio"),
         ("search.solver=nomda", "did you mean nomad?"),
         ("train.checkpointing=full", "did you mean runtime.checkpointing or checkpoint_tokens?"),
         ("evaluate.lengths=[512]", "did you mean evaluate.needle.lengths?"),
         ("evaluate.needle.yarn={2k: 0.5}", "evaluate.needle.yarn.2k: expected a value greater"),
         ("evaluate.needle.yarn={x: 2}", "evaluate.needle.yarn.x: 'x' is not a count"),
-        ("evaluate.needle.yarn={2000: 0.5}", "evaluate.needle.yarn.2000: expected a value"),
-        (
-            "evaluate.harness={tasks: [gsm8k], settings: {aime25: 5}}",
-            "evaluate.harness.settings.aime25: expected keys below it, found 5",
-        ),
         ("search.swa_ratio=1.5", "search.swa_ratio: expected a value at most 1, found 1.5"),
         ("name=Store", "name: 'Store' is reserved for the store; choose another"),
         ("name=index.html", "name: 'index.html' is reserved for the store; choose another"),
-        ("search.swa_ratio=nan", "search.swa_ratio: "),
         ("train.learning_rate=.inf", "train.learning_rate: expected a finite number"),
         ("search.window_size=true", "search.window_size: expected a whole number, found true"),
         ("search.swa_ratio=true", "search.swa_ratio: expected a number, found true"),
-        ("search.sinks=true", "search.sinks: expected a whole number, found true"),
-        ("search.sink=tokens", "search.sink: expected "),
-        ("runtime.processes=true", "runtime.processes: expected a whole number or auto, found"),
-        ("train.liger=t", "train.liger: expected true or false, found 't'"),
         ("train.liger=1", "train.liger: expected true or false, found 1"),
         ("seed=1:30", "seed: expected a whole number"),
         ("seed=010", "seed: expected a whole number"),
-        ("search.window_size=1:30", "search.window_size: '1:30' is not a count"),
-        ("prepare.train_tokens=010:00", "prepare.train_tokens: '010:00' is not a count"),
-        ("prepare.train_tokens=" + "9" * 400, "not valid YAML: a number of 400 digits"),
-        ("prepare.train_tokens=" + "9" * 30, "a value at most 1,000,000,000,000,000,"),
-        ("search.alpha=" + "9" * 400, "not valid YAML: a number of 400 digits"),
-        ("search.alpha=1e999", "search.alpha: expected a finite number"),
         ("runtime.processes=1000000", "runtime.processes: expected a value at most 1,024 or auto"),
         (
             "runtime.timeout_minutes=1e9",
             "runtime.timeout_minutes: expected a value at most 525,600",
         ),
-        ("runtime.data_workers=1000000", "runtime.data_workers: expected a value at most 1,024"),
-        (
-            "runtime.reuse_memory=-1GB",
-            "reuse_memory: expected auto or a size like 40GB or 512MiB, found '-1GB'",
-        ),
+        ("runtime.reuse_memory=-1GB", "auto or a size like 40GB or 512MiB, found '-1GB'"),
         ("runtime.output_root=", "runtime.output_root: expected text, found nothing"),
         ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
-        ("runtime.output_root=" + "r" * 300, "runtime.output_root: no path can be that long"),
         ("search.mask=" + "m" * 5000, "search.mask: no path can be that long"),
         ("runtime.output_root=~nobody-here/x", "there is no user nobody-here here"),
         ("prepare.calibration.essay_dir=~nobody-here", "there is no user nobody-here here"),
@@ -147,20 +124,16 @@ def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
         ("prepare.calibration.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
         ("evaluate.needle.lengths=[512,512]", "evaluate.needle.lengths: names 512 twice"),
         ("seed=!!int 7", "the tag tag:yaml.org,2002:int; write the plain value"),
-        ("search.window_size=4.5", "search.window_size: expected a whole number"),
         ("runtime.processes=many", "runtime.processes: expected a whole number or auto"),
-        ("runtime.processes=0", "runtime.processes: expected a value greater than 0 or auto"),
         ("prepare=3", "prepare: expected keys below it, found 3"),
         ("search=null", "search: is required and missing"),
         ("prepare.sources=[]", "prepare.sources: expected at least 1 item, found"),
-        ("train.budgets=[]", "train.budgets: expected at least 1 item, found"),
         ("search.buckets=[0]", "search.buckets: expected at least 2 items, found"),
         ("evaluate.budgets=[x]", "evaluate.budgets.0: expected KV slots like 12k, or a share like"),
         ("train.budgets=[.2,.2]", "train.budgets: names 0.2 twice"),
         ("search.windows=" + str([*range(1, 17)]), "search.windows: expected at most 15 items"),
         ("search.buckets=[0.5,0.25]", "search.buckets: the values must rise"),
         ("search.windows=[64,16]", "search.windows: the values must rise and not repeat"),
-        ("search.windows=[]", "search.windows: expected at least 1 item"),
         ("search.budget.bytes=1kB @ 512", "search.budget.bytes: 1000 B is less than the 15.5 KiB"),
         ("search.budget.bytes=1kB", "search.budget.bytes: expected a size and its context"),
         ("search.swa_ratio=null", "search: names no budget; set swa_ratio, or one of ratio, kv_ca"),
@@ -168,68 +141,48 @@ def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
         ("runtime.processes=3", "on 3 process(es)"),
         ("evaluate.presets=[shorts]", "evaluate.presets.0: expected short, long, reasoning, found"),
         ("evaluate.needle=null", "evaluate: names nothing to evaluate"),
-        (
-            "evaluate.harness={tasks: [longbench_hotpotqa], max_length: 1000}",
-            "max_length with a LongBench answer: 1,032 is more than the model's 1,024 positions",
-        ),
-        (
-            "prepare.calibration.length=1025",
-            "prepare.calibration.length: 1,025 is more than the model's 1,024 positions",
-        ),
+        ("evaluate.harness={tasks: [longbench_hotpotqa], max_length: 1000}", "answer: 1,032 is"),
+        ("prepare.calibration.length=1025", "prepare.calibration.length: 1,025 is more than the"),
         (
             "prepare.calibration={examples: 120001, length: 1000}",
-            "prepare.calibration: 120,001 examples of 1,000 tokens are more than the 120,000,000",
+            "120,001 examples of 1,000 tokens",
         ),
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
-        ("prepare.sources.0.path=no/where", "prepare.sources.0.path: "),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
         (
             "prepare.sources.0={name: a, kind: python_docs, path: corpus}",
-            "prepare.sources.0: a source of kind python_docs takes no path",
+            "python_docs takes no path",
         ),
-        (
-            "prepare.sources=[{name: a, kind: retrieval}, {name: a, kind: python_docs}]",
-            "prepare.sources: the name 'a' stands twice; statistics need it once",
-        ),
-        (
-            "prepare.sources=[{name: a, kind: retrieval}, {name: b, kind: retrieval}]",
-            "prepare.sources: two of kind retrieval give the same documents; keep one",
-        ),
+        ("prepare.sources=[{name: a, kind: retrieval}, {name: a, kind: python_docs}]", "'a' stand"),
+        ("prepare.sources=[{name: a, kind: retrieval}, {name: b, kind: retrieval}]", "two of kind"),
         (
             "prepare.sources.0.tokenizer=org/name",
-            "prepare.sources.0: tokenizer is needed by kind mds and by no other kind",
+            "prepare.sources.0: tokenizer is needed by kind mds",
         ),
         ("prepare.sources.0.split=test", "prepare.sources.0: subset, split and revision are for"),
         ("prepare.sources.0.filters.matches.lang=en", "filters.matches: a source of kind text has"),
         (
             "prepare.sources.0.filters={min_tokens: 5, max_tokens: 4}",
-            "prepare.sources.0.filters: min_tokens 5 is more than max_tokens 4",
+            "min_tokens 5 is more than max",
         ),
         (
             "prepare.sources.0.filters.matches={lang: '(a'}",
-            "prepare.sources.0.filters.matches.lang: '(a' is not a regular expression",
+            "filters.matches.lang: '(a' is not a reg",
         ),
         (
             "prepare.sources.0={name: a, kind: retrieval, filters: {max_tokens: 9}}",
-            "prepare.sources.0.filters: retrieval writes documents without end",
+            "0.filters: retri",
         ),
         (
-            "prepare.sources.0={name: a, kind: huggingface, path: org/name, revision: main}",
-            "prepare.sources.0.revision: expected the dataset's commit, 40 hexadecimal digits",
+            "prepare.sources.0={name: a, kind: huggingface, path: a/b, revision: main}",
+            "40 hexadecimal",
         ),
-        (
-            "prepare.sources.0={name: a, kind: huggingface, path: a b/c/d}",
-            "a b/c/d is neither a directory nor a name like org/dataset",
-        ),
+        ("prepare.sources.0={name: a, kind: huggingface, path: a b/c/d}", "a b/c/d is neither"),
         ("materialize.max_shard_size=5", "materialize.max_shard_size: expected text"),
         ("materialize.max_shard_size=5GiB", "max_shard_size: '5GiB' is not a file size like 5GB"),
         ("materialize.max_shard_size=0GB", "max_shard_size: '0GB' is not a file size"),
-        ("evaluate=[]", "evaluate: expected keys below it, found []"),
         ("name=a/b", "name: 'a/b' cannot name a folder"),
-        ("seed=x", "seed: expected a whole number"),
-        ("seed=true", "seed: expected a whole number"),
         ("seed=2147483648", "seed: expected a value less than 2,147,483,648, found 2147483648"),
-        ("model.path=no/such/dir", "model.path: there is no directory"),
         ("model.path=recipes/nothing", "model.path: there is no directory"),
         ("model.path=nobody/nothing", "model.path: nobody/nothing is neither a directory nor"),
     ],
@@ -377,11 +330,9 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: " + "[" * 40, "more than 32 values inside each other"),
         ("- " * 100_000, "more than 32 values inside each other"),
         ("{a: " * 100_000, "more than 32 values inside each other"),
         ("a: &a [*a]", "the alias '*a' stands before or inside its value"),
-        ("a: [" + "1," * 20_000 + "]", "more than 10,000 values"),
         ("a: " + "x" * 2**21, "is longer than 1,048,576 characters"),
         (
             "a: &a [1,2,3,4,5,6,7,8,9]\n"
@@ -389,7 +340,7 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
             "more than 10,000 values, aliases counted each time",
         ),
     ],
-    ids=["flow", "block", "maps", "cycle", "wide", "long", "laughs"],
+    ids=["block", "maps", "cycle", "long", "laughs"],
 )
 def test_yaml_that_explodes_is_refused_at_once(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "bad.yaml"
@@ -669,11 +620,11 @@ def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
     # gpqa stands in files without a suffix alone, as the tag that others include.
     known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa], max_length: 512}"
     assert main(["validate", str(case.file), known]) == 0
-    assert main(["validate", str(case.file), "evaluate.harness={tasks: [gsm8k, gsm9k]}"]) == 2
-    assert "lm-eval knows no task gsm9k; did you mean gsm8k? `lm-eval ls" in capsys.readouterr().err
     # boolq is a task of the folder super_glue.
     assert main(["validate", str(case.file), "evaluate.harness={tasks: [boolq, gsm9k]}"]) == 2
-    assert "boolq" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "lm-eval knows no task gsm9k; did you mean gsm8k? `lm-eval ls" in said
+    assert "boolq" not in said
 
 
 def test_validate_reads_the_first_document_of_each_source(
