@@ -20,7 +20,7 @@ from tests.hybrid_case import small_config
 from tests.pipeline_case import Case
 from tests.search_case import config_of
 
-FRONT = "search.method=front"
+FRONT, BIAS = "search.method=front", "search.sink=bias"
 TWO, NODES = {"NPROC_PER_NODE": "2"}, {"NNODES": "2", "MASTER_PORT": "1", "MASTER_ADDR": "one"}
 
 
@@ -34,150 +34,124 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return case
 
 
-# Overrides that are refused, what is said, and the nearest overrides that are taken.
-REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
-    "no mask": (["search.method=given"], "search.mask: method given takes", []),
-    "a bias and sinks": (
-        ["search.sink=bias", "search.sinks=1"],
-        "search.sink: bias takes the place of sink tokens, search.sinks asks for 1; set one of the",
-        ["search.sink=bias", "search.sinks=0"],
-    ),
-    "a bias in a front": (
-        [FRONT, "search.sink=bias"], "search.sink: a front has no sink bias", [FRONT],
-    ),
+# The override that is refused, what is said of which field and value, the nearest override that is
+# taken, and overrides beside both.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "no mask": ("search.method=given", "search.mask: method given", "seed=0"),
+    "a bias and sinks": ("search.sinks=1", "search.sink: bias", "search.sinks=0", BIAS),
+    "a bias in a front": (BIAS, "search.sink: a front", "search.sinks=0", FRONT),
     "windows of one method": (
-        ["search.windows=[16,32]"], "search.windows: method bosch knows one window",
-        ["search.windows=[16]"],
+        "search.windows=[16,32]", "search.windows: method bosch", "search.windows=[16]",
     ),
     "a window of all": (
-        ["search.window_size=256"],
-        "search.window_size: 256 is not shorter than prepare.calibration.length = 256",
-        ["search.window_size=255"],
+        "search.window_size=256", "256 is not shorter than prepare.calibration.length = 256",
+        "search.window_size=255",
     ),
     "a window and sinks of all": (
-        [FRONT, "search.windows=[16,253]", "search.sinks=3"],
-        "search.windows: 253 with 3 sinks is not shorter",
-        [FRONT, "search.windows=[16,252]", "search.sinks=3"],
+        "search.windows=[16,253]", "search.windows: 253 with 3 sinks", "search.windows=[16,252]",
+        FRONT, "search.sinks=3",
     ),
-    "sinks beyond what engines count": (
-        ["search.sinks=1000000000000000"], "fewer than 2^31 in all", ["search.sinks=3"],
-    ),
+    "sinks beyond what engines count": (f"search.sinks={10**15}", "2^31 in all", "search.sinks=3"),
     "a bias that no query tells": (
-        ["search.sink=bias", "search.window_size=252"],
-        "search.sink: the bias is estimated by queries that see beyond the window and 4 tokens",
-        ["search.sink=bias", "search.window_size=251"],
+        "search.window_size=252", "search.sink: the bias", "search.window_size=251", BIAS,
     ),
     "windows beyond what engines count": (
-        [FRONT, "search.windows=[100000000000000,1000000000000000]"], "fewer than 2^31 in all", [],
+        f"search.windows=[{10**14},{10**15}]", "2^31 in all", "search.windows=[16,32]", FRONT,
     ),
     "keep by one mask": (
-        ["search.budget={keep: 0.01}"],
-        "search.budget.keep: method bosch finds one mask of a known size; set search.method: front",
-        [FRONT, "search.budget={keep: 0.01}"],
+        "search.method=bosch", "search.budget.keep: method bosch", FRONT,
+        "search.budget={keep: 0.01}",
     ),
     "keep by few": (
-        [FRONT, "search.budget={keep: 0.06}"],
-        "search.budget.keep: 1 held-out examples, one in 4 of prepare.calibration.examples, show",
-        [FRONT, "search.budget={keep: 0.05}"],
+        "search.budget={keep: 0.06}", "search.budget.keep: 1 held-out examples, one in 4",
+        "search.budget={keep: 0.05}", FRONT,
     ),
     "points of one mask": (
-        ["search.points=[0.5]"], "search.points: method bosch finds one mask; leave them out",
-        [FRONT, "search.points=[0.5]"],
+        "search.method=bosch", "search.points: method bosch", FRONT, "search.points=[0.5]",
     ),
     # A window of 32 holds 31 of 256 tokens.
     "a point below all sliding": (
-        [FRONT, "search.points=[0.12,0.5]"], "0.12 of the KV cache at 256 tokens is no point",
-        [FRONT, "search.points=[0.122,0.99]"],
+        "search.points=[0.12,0.5]", "0.12 of the KV cache at 256", "search.points=[0.122,0.99]",
+        FRONT,
     ),
     "a point that rounds to all KV slots": (
-        [FRONT, "search.points=[0.5,0.9999999]"], "1 of the KV cache at 256 tokens is no point",
-        [FRONT, "search.points=[0.5,0.99]"],
+        "search.points=[0.5,0.9999999]", "1 of the KV cache at 256", "search.points=[0.5,0.99]",
+        FRONT,
     ),
     # 7 of 256 tokens are 0.02734375.
     "a point just below all sliding": (
-        [FRONT, "search.windows=[8,32]", "search.points=[0.0273]"],
-        "no point; choose from 0.027344, all heads",
-        [FRONT, "search.windows=[8,32]", "search.points=[0.027344]"],
+        "search.points=[0.0273]", "choose from 0.027344", "search.points=[0.027344]", FRONT,
+        "search.windows=[8,32]",
     ),
-    "a point of all": ([FRONT, "search.points=[1]"], "search.points: 1 of the KV cache", []),
+    "a point of all": ("search.points=[1]", "search.points: 1 of", "search.points=[0.5]", FRONT),
     "a ratio above the buckets": (
-        ["search.swa_ratio=0.6", "search.buckets=[0,0.5]"],
-        "search.swa_ratio: 0.6 cannot be reached: with search.buckets [0.0, 0.5] a layer's ratio "
-        "is at most 0.5",
-        ["search.swa_ratio=0.5", "search.buckets=[0,0.5]"],
+        "search.swa_ratio=0.6", "search.swa_ratio: 0.6 cannot be reached: with search.buckets "
+        "[0.0, 0.5] a layer's ratio is at most 0.5", "search.swa_ratio=0.5",
+        "search.buckets=[0,0.5]",
     ),
     "a ratio below the buckets": (
-        ["search.swa_ratio=0.4", "search.buckets=[0.5,1]"], "a layer's ratio is at least 0.5",
-        ["search.swa_ratio=0.4", "search.buckets=[0.5,1]", "search.method=rand"],
+        "search.method=bosch", "ratio is at least 0.5", "search.method=rand",
+        "search.swa_ratio=0.4", "search.buckets=[0.5,1]",
     ),
     # Fourteen of sixteen heads must slide.
     "bytes above the buckets": (
-        ["search.budget={kv_cache: 0.25 @ 256}", "search.buckets=[0,0.75]"],
-        "search.budget: 0.875 cannot be reached",
-        ["search.budget={kv_cache: 0.25 @ 256}", "search.buckets=[0,0.875]"],
+        "search.buckets=[0,0.75]", "search.budget: 0.875 cannot be reached",
+        "search.buckets=[0,0.875]", "search.budget={kv_cache: 0.25 @ 256}",
     ),
     "bytes below all sliding": (
-        ["search.budget={kv_cache: 0.12 @ 256}"],
-        "that all heads with a window of 32 hold at 256 tokens",
-        ["search.budget={kv_cache: 0.1211 @ 256}"],
+        "search.budget={kv_cache: 0.12 @ 256}", "a window of 32 hold at 256 tokens",
+        "search.budget={kv_cache: 0.1211 @ 256}",
     ),
     "a budget at few tokens": (
-        ["search.budget={kv_cache: 0.9 @ 31}"],
-        "search.window_size: 32 is no cheaper than a full head at the 31 tokens of search.budget",
-        ["search.budget={kv_cache: 0.99 @ 32}"],
+        "search.budget={kv_cache: 0.9 @ 31}", "search.window_size: 32 is no cheaper than a full "
+        "head at the 31", "search.budget={kv_cache: 0.99 @ 32}",
     ),
     "a context of few tokens": (
-        [FRONT, "search.windows=[8,32]", "search.budget={ratio: 0.5, context: 20}"],
-        "search.windows: 32 is no cheaper than a full head at the 20 tokens",
-        [FRONT, "search.windows=[8,32]", "search.budget={ratio: 0.5, context: 32}"],
+        "search.budget={ratio: 0.5, context: 20}", "search.windows: 32 is no cheaper than a full "
+        "head at the 20", "search.budget={ratio: 0.5, context: 32}", FRONT,
+        "search.windows=[8,32]",
     ),
     "ranks of generate": (
-        ["search.budget={ratio: 0.5, ranks: 2}"],
-        "search.budget.ranks: counts with search.budget.engine: vllm alone",
-        ["search.budget={ratio: 0.5, ranks: 2, engine: vllm}"],
+        "search.budget={ratio: 0.5, ranks: 2}", "search.budget.ranks: counts with",
+        "search.budget={ratio: 0.5, ranks: 2, engine: vllm}",
     ),
     "sinks in vLLM": (
-        ["search.budget={ratio: 0.5, engine: vllm}", "search.sinks=1"],
-        "search.budget.engine: vllm serves no sliding heads with sinks (search.sinks = 1)",
-        ["search.budget={ratio: 0.5, engine: vllm}"],
+        "search.sinks=1", "search.budget.engine: vllm serves no sliding heads with sinks (search.",
+        "search.sinks=0", "search.budget={ratio: 0.5, engine: vllm}",
     ),
     "ranks that share no heads": (
-        ["search.budget={ratio: 0.5, engine: vllm, ranks: 3}"], "search.budget.ranks: 4 KV",
-        ["search.budget={ratio: 0.5, engine: vllm, ranks: 4}"],
+        "search.budget={ratio: 0.5, engine: vllm, ranks: 3}", "search.budget.ranks: 4 KV",
+        "search.budget={ratio: 0.5, engine: vllm, ranks: 4}",
     ),
     "groups that are no divisor": (
-        ["search.head_granularity=3"], "search.head_granularity: 4 KV heads per layer",
-        ["search.head_granularity=4"],
+        "search.head_granularity=3", "search.head_granularity: 4 KV", "search.head_granularity=4",
     ),
     "a ratio of half a group": (
-        ["search.swa_ratio=0.4", "search.head_granularity=4"],
-        "search.swa_ratio: 0.4 means 7 sliding heads of 16", ["search.swa_ratio=0.4"],
+        "search.head_granularity=4", "search.swa_ratio: 0.4 means 7 sliding heads of 16",
+        "search.head_granularity=1", "search.swa_ratio=0.4",
     ),
     "a budget's ratio of half a group": (
-        ["search.budget={ratio: 0.1}", "search.head_granularity=4"],
-        "search.budget.ratio: 0.1 means 2 sliding heads of 16, which is no multiple of "
-        "search.head_granularity = 4; choose 0.2",
-        ["search.budget={ratio: 0.2}", "search.head_granularity=4"],
+        "search.budget={ratio: 0.1}", "search.budget.ratio: 0.1 means 2 sliding heads of 16, which "
+        "is no multiple of search.head_granularity = 4; choose 0.2", "search.budget={ratio: 0.2}",
+        "search.head_granularity=4",
     ),
     "float32 in flash": (
-        ["runtime.attention=flash", "model.dtype=float32"],
-        "flash computes in float16 and bfloat16, model.dtype asks for float32",
-        ["runtime.attention=sdpa", "model.dtype=float32"],
+        "model.dtype=float32", "float16 and bfloat16, model.dtype asks for float32",
+        "model.dtype=bfloat16", "runtime.attention=flash",
     ),
     "sinks in flash": (
-        ["runtime.attention=flash", "search.sinks=2"],
-        "flash has no sinks, search.sinks asks for 2",
-        ["runtime.attention=flash", "search.sink=bias"],
+        "search.sinks=2", "flash has no sinks, search.sinks asks for 2", BIAS,
+        "runtime.attention=flash",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -> None:
-    refused, said, taken = REFUSED[name]
-    fault = case.fault(*refused)
+    refused, said, taken, *beside = REFUSED[name]
+    fault = case.fault(*beside, refused)
     assert said in fault and "\n" not in fault
-    load_recipe(case.file, taken, env={})
+    load_recipe(case.file, [*beside, taken], env={})
 
 
 @pytest.mark.parametrize(

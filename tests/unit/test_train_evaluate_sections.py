@@ -24,10 +24,10 @@ from stages.train.stage import (
 from tests.pipeline_case import Case
 
 TWO = {"NPROC_PER_NODE": "2"}
-_FROZEN = [
-    "train.freeze=attention_only", "runtime.sharding=deepspeed", "materialize.dtype=float32",
-]  # fmt: skip
-FRONT = ["search.method=front", "prepare.calibration.examples=8"]
+FRONT = ("search.method=front", "prepare.calibration.examples=8")
+TASKS = "evaluate.harness={{tasks: {}}}"
+TREC = "[longbench_trec], max_length: 512, settings: {longbench_trec: "
+DEEPSPEED = "runtime.sharding=deepspeed"
 
 
 @pytest.fixture(scope="module")
@@ -36,198 +36,172 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("sections") / "case")
 
 
-# Overrides that are refused, what is said, and the nearest overrides that are taken.
-REFUSED: dict[str, tuple[list[str], str, list[str]]] = {
+# The override that is refused, what is said of which field and value, the nearest override that is
+# taken, and overrides beside both.
+REFUSED: dict[str, tuple[str, ...]] = {
     "a window of a sequence": (
-        ["search.window_size=128"], "128 is not shorter than prepare.sequence_length = 128",
-        ["search.window_size=127"],
+        "search.window_size=128", "128 is not shorter than prepare.sequence_length = 128",
+        "search.window_size=127",
     ),
     "a sequence beyond the positions": (
-        ["prepare.sequence_length=2k", "train.batch_tokens=2k"], "prepare.sequence_length: 2,048",
-        ["prepare.sequence_length=1k", "train.batch_tokens=2k"],
+        "prepare.sequence_length=2k", "prepare.sequence_length: 2,048",
+        "prepare.sequence_length=1k", "train.batch_tokens=2k",
     ),
     "fewer tokens than are read": (
-        ["train.total_tokens=4608"], "prepare.train_tokens: 4,096 is less than the 4,608 tokens",
-        ["train.total_tokens=4607"],
+        "train.total_tokens=4608", "prepare.train_tokens: 4,096 is less than the 4,608",
+        "train.total_tokens=4607",
     ),
     "less than a batch": (
-        ["train.total_tokens=511", "train.checkpoint_tokens=[]"],
-        "train.total_tokens: 511 is less than one batch",
-        ["train.total_tokens=512", "train.checkpoint_tokens=[]"],
+        "train.total_tokens=511", "train.total_tokens: 511", "train.total_tokens=512",
+        "train.checkpoint_tokens=[]",
     ),
     "sequences kept from training": (
-        ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=17"],
-        "runtime.heldout_every_steps: 17 sequences that training does not read need "
-        "prepare.train_tokens = 4,224, and it is 4,096",
-        ["runtime.heldout_every_steps=1", "runtime.heldout_sequences=16"],
+        "runtime.heldout_sequences=17", "runtime.heldout_every_steps: 17 sequences that training "
+        "does not read need prepare.train_tokens = 4,224", "runtime.heldout_sequences=16",
+        "runtime.heldout_every_steps=1",
     ),
     "a checkpoint behind the end": (
-        ["train.checkpoint_tokens=[2049]"], "train.checkpoint_tokens: ends at 2,049",
-        ["train.checkpoint_tokens=[2048]"],
+        "train.checkpoint_tokens=[2049]", "train.checkpoint_tokens: ends at 2,049",
+        "train.checkpoint_tokens=[2048]",
     ),
     "checkpoints of one step": (
-        ["train.checkpoint_tokens=[513,1024]"], "513 and 1,024 are reached by the same step",
-        ["train.checkpoint_tokens=[512,513]"],
+        "train.checkpoint_tokens=[513,1024]", "513 and 1,024 are reached by the same step",
+        "train.checkpoint_tokens=[512,513]",
     ),
     "skipped steps in DeepSpeed": (
-        ["train.bad_steps=skip", "runtime.sharding=deepspeed"], "skip cannot leave a step out",
-        ["train.bad_steps=skip", "runtime.sharding=fsdp"],
+        DEEPSPEED, "skip cannot leave a step out", "runtime.sharding=fsdp", "train.bad_steps=skip",
     ),
     "frozen weights that DeepSpeed rounds": (
-        [*_FROZEN, "train.mixed_precision=bf16"], "would be rounded to bf16 under",
-        [*_FROZEN, "train.mixed_precision=no"],
+        "train.mixed_precision=bf16", "would be rounded to bf16 under", "train.mixed_precision=no",
+        "train.freeze=attention_only", "materialize.dtype=float32", DEEPSPEED,
     ),
     "more averaged than there are": (
-        ["train.averaged_checkpoints=3"], "3 are to be averaged, and",
-        ["train.averaged_checkpoints=2"],
+        "train.averaged_checkpoints=3", "3 are to be averaged", "train.averaged_checkpoints=2",
     ),
     "a weight of no teacher": (
-        ["train.teacher_weight=0.5"], "teacher_weight and teacher_tokens need a teacher",
-        ["train.teacher_weight=0.5", "train.teacher=original"],
+        "train.teacher=none", "teacher_weight and teacher_tokens need", "train.teacher=original",
+        "train.teacher_weight=0.5",
     ),
     "tokens of no teacher": (
-        ["train.teacher_tokens=0.5"], "need a teacher; set original", ["train.teacher_tokens=1.0"],
+        "train.teacher_tokens=0.5", "need a teacher; set original", "train.teacher_tokens=1.0",
     ),
     "a teacher in DeepSpeed": (
-        ["train.teacher=original", "runtime.sharding=deepspeed"],
-        "train.teacher: it does not run under", ["runtime.sharding=deepspeed"],
+        "train.teacher=original", "train.teacher: it does not run under", "train.teacher=none",
+        DEEPSPEED,
     ),
     "adapters in DeepSpeed": (
-        ["train.lora={}", "runtime.sharding=deepspeed"], "train.lora: it does not run under",
-        ["train.lora={}", "runtime.sharding=fsdp"],
+        DEEPSPEED, "train.lora: it does not run under", "runtime.sharding=fsdp", "train.lora={}",
     ),
     "8 bits in DeepSpeed": (
-        ["train.optimizer=adamw_8bit", "runtime.sharding=deepspeed"],
-        "train.optimizer: it does not run under runtime.sharding = deepspeed",
-        ["train.optimizer=adamw_8bit", "runtime.sharding=fsdp"],
+        DEEPSPEED, "train.optimizer: it does not run under", "runtime.sharding=fsdp",
+        "train.optimizer=adamw_8bit",
     ),
     "budgets of one mask": (
-        ["train.budgets=all"], "train.budgets: ", [*FRONT, "train.budgets=all"],
+        "search.method=bosch", "train.budgets: ", "search.method=front",
+        "prepare.calibration.examples=8", "train.budgets=all",
     ),
     "inputs of layers that are kept": (
-        ["runtime.offload_activations=true", "runtime.checkpointing=none"],
-        "runtime.checkpointing = none; set full, attention or auto",
-        ["runtime.offload_activations=true", "runtime.checkpointing=auto"],
+        "runtime.checkpointing=none", "runtime.checkpointing = none; set full, attention or auto",
+        "runtime.checkpointing=auto", "runtime.offload_activations=true",
     ),
     "outputs that a backend does not give": (
-        ["runtime.attention=flex", "runtime.checkpointing=attention"],
-        "runtime.checkpointing = attention saves its outputs; choose sdpa or flash or varlen, or "
-        "runtime.checkpointing = full",
-        ["runtime.attention=flex", "runtime.checkpointing=full"],
+        "runtime.checkpointing=attention", "runtime.checkpointing = attention saves its outputs; "
+        "choose sdpa or flash or varlen", "runtime.checkpointing=full", "runtime.attention=flex",
     ),
     "float32 in flash": (
-        ["runtime.attention=flash", "train.mixed_precision='no'"],
-        "train.mixed_precision = no trains in float32",
-        ["runtime.attention=flash", "train.mixed_precision=bf16"],
+        "train.mixed_precision='no'", "train.mixed_precision = no trains in float32",
+        "train.mixed_precision=bf16", "runtime.attention=flash",
     ),
     "a split sequence in DeepSpeed": (
-        ["runtime.context_parallel=2", "runtime.sharding=deepspeed"],
-        "runtime.context_parallel: it does not run under runtime.sharding = deepspeed; set fsdp or "
-        "none",
-        ["runtime.context_parallel=2"],
+        DEEPSPEED, "runtime.context_parallel: it does not run under runtime.sharding = deepspeed",
+        "runtime.sharding=none", "runtime.context_parallel=2",
     ),
     "a split sequence, compiled": (
-        ["runtime.context_parallel=2", "runtime.compile=true"],
-        "runtime.context_parallel: layers that exchange keys and values are not compiled; set "
-        "runtime.compile = false",
-        ["runtime.compile=true"],
+        "runtime.context_parallel=2", "runtime.context_parallel: layers that exchange",
+        "runtime.context_parallel=1", "runtime.compile=true",
     ),
     "a split sequence in a backend": (
-        ["runtime.context_parallel=2", "runtime.attention=varlen"],
-        "varlen computes whole sequences only, runtime.context_parallel = 2 splits them; ",
-        ["runtime.attention=varlen"],
+        "runtime.context_parallel=2", "varlen computes whole sequences only",
+        "runtime.context_parallel=1", "runtime.attention=varlen",
     ),
     "budgets that are not there": (
-        ["evaluate.budgets=all"], "evaluate.budgets: ", [*FRONT, "evaluate.budgets=all"],
+        "search.method=bosch", "evaluate.budgets: ", "search.method=front",
+        "prepare.calibration.examples=8", "evaluate.budgets=all",
     ),
     "a share that no mask has": (
-        [*FRONT, "evaluate.budgets=[0.5,0.01]"], "evaluate.budgets: 0.01 names no budget; at ",
-        [*FRONT, "evaluate.budgets=[0.5,0.9]"],
+        "evaluate.budgets=[0.5,0.01]", "evaluate.budgets: 0.01 names no budget",
+        "evaluate.budgets=[0.5,0.9]", *FRONT,
     ),
     "more slots than the original's": (
-        [*FRONT, "train.budgets=[1M]"], "train.budgets: 1,048,576 names no budget; at ",
-        [*FRONT, "train.budgets=[1.0]"],
+        "train.budgets=[1M]", "train.budgets: 1,048,576 names no budget", "train.budgets=[1.0]",
+        *FRONT,
     ),
     "another window of several": (
-        [*FRONT, "search.windows=[16,32]", "evaluate.windows=[8]"],
-        "evaluate.windows: a mask with windows of 16 and 32 has no one window",
-        [*FRONT, "search.windows=[32]", "evaluate.windows=[8]"],
+        "search.windows=[16,32]", "evaluate.windows: a mask with windows of 16 and 32",
+        "search.windows=[32]", *FRONT, "evaluate.windows=[8]",
     ),
     "a window of all positions": (
-        ["evaluate.windows=[64,1024]"],
-        "evaluate.windows: 1,024 is not shorter than the model's positions = 1,024; sliding",
-        ["evaluate.windows=[64,1023]"],
+        "evaluate.windows=[64,1024]", "evaluate.windows: 1,024 is not shorter",
+        "evaluate.windows=[64,1023]",
     ),
     "no room for a prompt": (  # in the task that answers most
-        ["evaluate.needle={tasks: [vt, fwe], lengths: [50]}"],
-        "max_new_tokens: 50 leaves no room",
-        ["evaluate.needle={tasks: [vt, fwe], lengths: [51]}"],
+        "evaluate.needle={tasks: [vt, fwe], lengths: [50]}", "max_new_tokens: 50",
+        "evaluate.needle={tasks: [vt, fwe], lengths: [51]}",
     ),
     "a length beyond the positions": (
-        ["evaluate.needle.lengths=[1025]"],
-        "evaluate.needle.lengths: 1,025 is more than the model's 1,024 positions; set "
-        "evaluate.needle.yarn, like {1025: 2}",
-        ["evaluate.needle.lengths=[1024]"],
+        "evaluate.needle.lengths=[1025]", "evaluate.needle.lengths: 1,025 is more than the model's "
+        "1,024 positions; set evaluate.needle.yarn, like {1025: 2}",
+        "evaluate.needle.lengths=[1024]",
     ),
     "a stretch that is too short": (
-        ["evaluate.needle={lengths: [2049], yarn: {2049: 2}}"],
-        "evaluate.needle.yarn: 2,049 is more than 2 times the 1,024 that YaRN stretches; set "
-        "evaluate.needle.yarn, like {2049: 3}",
-        ["evaluate.needle={lengths: [2048], yarn: {2048: 2}}"],
+        "evaluate.needle={lengths: [2049], yarn: {2049: 2}}", "evaluate.needle.yarn: 2,049 is more "
+        "than 2 times the 1,024 that YaRN stretches; set evaluate.needle.yarn, like {2049: 3}",
+        "evaluate.needle={lengths: [2048], yarn: {2048: 2}}",
     ),
     "a stretch of fewer positions": (
-        ["evaluate.needle={lengths: [1100], yarn: {1100: 2}, yarn_original_length: 512}"],
+        "evaluate.needle={lengths: [1100], yarn: {1100: 2}, yarn_original_length: 512}",
         "1,100 is more than 2 times the 512 that YaRN stretches",
-        ["evaluate.needle={lengths: [1024], yarn: {1024: 2}, yarn_original_length: 512}"],
+        "evaluate.needle={lengths: [1024], yarn: {1024: 2}, yarn_original_length: 512}",
     ),
     "a stretch of another length": (
-        ["evaluate.needle.yarn={600: 2}"], "600 is not among evaluate.needle.lengths",
-        ["evaluate.needle.yarn={512: 2}"],
+        "evaluate.needle.yarn={600: 2}", "600 is not among evaluate.needle.lengths",
+        "evaluate.needle.yarn={512: 2}",
     ),
     "positions beyond the model's": (
-        ["evaluate.positions.length=1025"], "evaluate.positions.length: 1,025",
-        ["evaluate.positions.length=1024"],
+        "evaluate.positions.length=1025", "evaluate.positions.length: 1,025",
+        "evaluate.positions.length=1024",
     ),
-    "no task": (
-        ["evaluate.harness={}"], "evaluate.harness.tasks: names no task",
-        ["evaluate.harness={tasks: [gsm8k]}"],
-    ),
+    "no task": ("evaluate.harness={}", "evaluate.harness.tasks: names", TASKS.format("[gsm8k]")),
     "settings of no task": (
-        ["evaluate.harness={tasks: [gsm8k], settings: {mmlu: {}}}"],
-        "evaluate.harness.settings: mmlu is not among",
-        ["evaluate.harness={tasks: [gsm8k], settings: {gsm8k: {}}}"],
+        TASKS.format("[gsm8k], settings: {mmlu: {}}"), "evaluate.harness.settings: mmlu is not",
+        TASKS.format("[gsm8k], settings: {gsm8k: {}}"),
     ),
     "settings of all of LongBench": (
-        ["evaluate.harness={tasks: [longbench], max_length: 512, settings: {longbench: {}}}"],
-        "evaluate.harness.settings: longbench is answered as LongBench's own code does",
-        ["evaluate.harness={tasks: [longbench], max_length: 512}"],
+        TASKS.format("[longbench], max_length: 512, settings: {longbench: {}}"),
+        "evaluate.harness.settings: longbench", TASKS.format("[longbench], max_length: 512"),
     ),
     "another length of LongBench's answers": (
-        ["evaluate.harness={tasks: [longbench_trec], max_length: 512, "
-         "settings: {longbench_trec: {generation_kwargs: {max_gen_toks: 7}}}}"],
-        "evaluate.harness.settings: longbench_trec is answered as",
-        ["evaluate.harness={tasks: [longbench_trec], max_length: 512, "
-         "settings: {longbench_trec: {dataset_path: mine}}}"],
+        TASKS.format(TREC + "{generation_kwargs: {max_gen_toks: 7}}}"),
+        "evaluate.harness.settings: longbench_trec", TASKS.format(TREC + "{dataset_path: mine}}"),
     ),
     "an optional task that is none": (
-        ["evaluate.harness={tasks: [gsm8k], optional: [mmlu]}"],
-        "evaluate.harness.optional: mmlu is not among",
-        ["evaluate.harness={tasks: [gsm8k], optional: [gsm8k]}"],
+        TASKS.format("[gsm8k], optional: [mmlu]"), "evaluate.harness.optional: mmlu is not among",
+        TASKS.format("[gsm8k], optional: [gsm8k]"),
     ),
     "LongBench and an answer of 512 beyond the positions": (
-        ["evaluate.harness={tasks: [longbench], max_length: 513}"],
+        TASKS.format("[longbench], max_length: 513"),
         "evaluate.harness.max_length with a LongBench answer: 1,025",
-        ["evaluate.harness={tasks: [longbench], max_length: 512}"],
+        TASKS.format("[longbench], max_length: 512"),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_section_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -> None:
-    refused, said, taken = REFUSED[name]
-    fault = case.fault(*refused)
+    refused, said, taken, *beside = REFUSED[name]
+    fault = case.fault(*beside, refused)
     assert said in fault and "\n" not in fault
-    load_recipe(case.file, taken, env={})
+    load_recipe(case.file, [*beside, taken], env={})
 
 
 def test_moments_in_8_bits_need_torchao(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
