@@ -44,6 +44,14 @@ from tests.pipeline_case import Case, fake_table, in_process, lose, runner, writ
 NAMES = ["prepare", "search", "materialize", "original", "train", "evaluate", "report"]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A case whose stages have run, for tests that change none of it."""
+    case = Case(tmp_path_factory.mktemp("finished") / "case")
+    runner(case).run()
+    return case
+
+
 def load(case: Case, *overrides: str, distributed: bool = False, **world: int) -> LoadedRecipe:
     loaded = load_recipe(case.file, overrides, env={}, stages=fake_table(distributed))
     return replace(loaded, world=World(**world))
@@ -54,6 +62,13 @@ def launching(case: Case, launcher: Any, *overrides: str, **options: Any) -> Run
     current = runner(case, *overrides, **options)
     current.launcher = launcher
     return current
+
+
+def fail(case: Case, stage: str, *overrides: str, **options: Any) -> None:
+    """Run until a stage fails."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="the loss diverged"):
+        patch.setenv("FAKE_FAIL", f"{stage}=run")
+        runner(case, *overrides, **options).run()
 
 
 def states(case: Case, *overrides: str, **options: Any) -> dict[str, str]:
@@ -170,10 +185,9 @@ def test_the_commit_of_a_manifest_says_whether_files_differ(
     ],
 )
 def test_a_changed_field_reruns_its_stage_and_what_follows(
-    case: Case, override: str, first: str, reason: str
+    finished: Case, override: str, first: str, reason: str
 ) -> None:
-    runner(case).run()
-    shown = states(case, override)
+    shown = states(finished, override)
     assert shown[first].startswith(f"to run ({reason}")
     follows = NAMES[NAMES.index(first) :]
     if not override.startswith(("seed", "model", "evaluate")):
@@ -183,22 +197,17 @@ def test_a_changed_field_reruns_its_stage_and_what_follows(
     assert [name for name in NAMES if shown[name] != "cached"] == follows
 
 
-def test_three_changes_are_shown_and_the_others_counted(case: Case) -> None:
-    runner(case).run()
+def test_three_changes_are_shown_and_the_others_counted(finished: Case) -> None:
     changes = [f"train.{name}" for name in (
         "learning_rate=1e-4", "weight_decay=0.2", "warmup_ratio=0.5", "total_tokens=1k"
     )]  # fmt: skip
-    shown = states(case, *changes)["train"]
+    shown = states(finished, *changes)["train"]
     assert shown.count("changed") == 3 and shown.endswith("; and 1 more)")
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["runtime.eval_batch_size=1", "runtime.log_level=debug", "runtime.data_workers=2"],
-)
-def test_runtime_is_no_part_of_any_key(case: Case, override: str) -> None:
-    runner(case).run()
-    assert to_run(case, override) == []
+def test_runtime_is_no_part_of_any_key(finished: Case) -> None:
+    changes = [f"runtime.{one}" for one in ("eval_batch_size=1", "log_level=debug")]
+    assert to_run(finished, *changes, "runtime.data_workers=2") == []
 
 
 def test_changed_inputs_are_found_by_content(case: Case) -> None:
@@ -218,9 +227,8 @@ def test_changed_inputs_are_found_by_content(case: Case) -> None:
     assert to_run(case, f"prepare.sources.0.path={case.folder / 'elsewhere'}") == []
 
 
-def test_a_changed_stage_version_reruns_it(case: Case) -> None:
-    first = runner(case)
-    first.run()
+def test_a_changed_stage_version_reruns_it(finished: Case) -> None:
+    first = runner(finished)
     raised = tuple(
         replace(stage, version=stage.version + (stage.name == "train"))
         for stage in first.loaded.stages
@@ -232,26 +240,20 @@ def test_a_changed_stage_version_reruns_it(case: Case) -> None:
     assert shown["train"] == f"to run (the code of train changed: {change})"
 
 
-def test_a_forced_run_that_was_stopped_resumes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_run_that_was_stopped_resumes(case: Case) -> None:
     """A queue gives the same command again, at every time limit; what it has made stays."""
     runner(case).run()
     for name, calls, train in (
         ("train", [2, 1], "to run (--force; resumes what was begun)"),
         ("evaluate", [1, 2], "cached"),
     ):
-        monkeypatch.setenv("FAKE_FAIL", f"{name}=run")
-        with pytest.raises(RunError, match="the loss diverged"):
-            runner(case, force=("train",)).run()
-        monkeypatch.delenv("FAKE_FAIL")
+        fail(case, name, force=("train",))
         assert states(case, force=("train",))["train"] == train
         assert runner(case, force=("train",)).run() == (3 if name == "train" else 2)
         assert [case.calls("train"), case.calls("evaluate")] == calls
     assert states(case, force=("train",))["train"] == "to run (--force)"
     # One that another run finished is over.
-    monkeypatch.setenv("FAKE_FAIL", "report=run")
-    with pytest.raises(RunError, match="the loss diverged"):
-        runner(case, force=("train",)).run()
-    monkeypatch.delenv("FAKE_FAIL")
+    fail(case, "report", force=("train",))
     runner(case).run()
     assert runner(case, force=("train",)).run() == 3
 
@@ -280,10 +282,7 @@ def test_what_was_made_of_an_output_that_is_made_again_is_made_again_where_it_di
     assert states(case)["evaluate"] == ("to run (input train was made again, and is not as it was)")
     with pytest.raises(UserError, match="--from report: the earlier stage evaluate is not there"):
         runner(case, start="report").run()
-    monkeypatch.setenv("FAKE_FAIL", "evaluate=run")
-    with pytest.raises(RunError, match="the loss diverged"):
-        runner(case).run()
-    monkeypatch.delenv("FAKE_FAIL")
+    fail(case, "evaluate")
     assert runner(case).run() == 2
     assert [case.calls("train"), case.calls("evaluate")] == [1, 2]
 
@@ -451,15 +450,11 @@ def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
     assert runner(case).run() == 7
 
 
-def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(case: Case) -> None:
     """`status` reads no large files to say that it runs."""
     for path in (case.corpus / "a.txt", case.model / "tokenizer.json"):
         os.utime(path, (1, 1))
-    monkeypatch.setenv("FAKE_FAIL", "prepare=run")
-    with pytest.raises(RunError, match="the loss diverged"):
-        runner(case).run()
+    fail(case, "prepare")
     hasher = Store(case.runs).hasher(budget_bytes=0)
     assert resolve(load(case), hasher)[0].key is not None
 
@@ -472,17 +467,13 @@ def test_a_failure_is_reported_and_its_work_kept(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setenv("FAKE_FAIL", "search=run")
     with monkeypatch.context() as patch:
         patch.setattr(Store, "fail", full)
-        with pytest.raises(RunError, match="the loss diverged"):
-            runner(case).run()
-    with pytest.raises(RunError, match="the loss diverged"):
-        runner(case).run()
+        fail(case, "search")
+    fail(case, "search")
     shown = states(case)
     assert shown["prepare"] == "cached"
     assert shown["search"] == "failed (the loss diverged)"
-    monkeypatch.delenv("FAKE_FAIL")
     assert runner(case).run() == 6
     assert case.calls("search") == 3
     assert to_run(case) == []
@@ -542,22 +533,16 @@ def test_a_stage_that_another_run_makes_is_reported(case: Case) -> None:
     assert runner(case).run() == 6
 
 
-def test_links_of_what_no_longer_belongs_are_taken_away(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_of_what_no_longer_belongs_are_taken_away(case: Case) -> None:
     runner(case).run()
-    monkeypatch.setenv("FAKE_FAIL", "train=run")
-    with pytest.raises(RunError):
-        runner(case, "search.swa_ratio=0.75").run()
+    fail(case, "train", "search.swa_ratio=0.75")
     assert case.output("materialize").is_symlink()
     assert not case.output("train").is_symlink()
     assert not case.output("report").is_symlink()
     # The keys of the last run are still known, so the reasons stay precise.
     shown = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
     assert shown["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
-    monkeypatch.setenv("FAKE_FAIL", "search=run")
-    with pytest.raises(RunError):
-        runner(case, "search.swa_ratio=0.25").run()
+    fail(case, "search", "search.swa_ratio=0.25")
     assert not case.output("search").is_symlink()
 
 
@@ -634,30 +619,25 @@ def test_what_a_later_stage_refuses_is_reported_before_the_first_one_runs(case: 
     assert Runner(loaded, RunOptions(), in_process).run() == 5
 
 
-def test_fields_that_a_newer_version_added_or_removed_are_reported_as_such() -> None:
-    old = {"stage": "search", "config": {"gone": 1, "same": None, "value": None}}
-    new = {"stage": "search", "config": {"same": None, "seed": None, "value": 2}}
+def test_what_differs_between_the_documents_of_two_keys_is_reported_in_order() -> None:
+    """A hash is not shown, whatever stood or stands in its place."""
+    one, other = 64 * "0", 64 * "1"
+    old = {
+        "config": {"gone": 1, "same": None, "value": None},
+        "inputs": {"a": one, "b": "none", "c": one},
+        "upstream": dict.fromkeys("abcdefgh", "1"),
+    }
+    new = {
+        "config": {"same": None, "seed": None, "value": 2},
+        "inputs": {"a": "none", "b": one, "c": other},
+        "upstream": {"a": "1", "x": "1", "b": "2"},
+    }
     assert list(differences(old, new, "search")) == [
-        "search.seed is new",
-        "search.value changed nothing → 2",
-        "search.gone is gone",
-    ]
-
-
-def test_a_hash_in_the_place_of_a_word_is_not_shown() -> None:
-    for old, new in ((64 * "0", "none"), ("none", 64 * "0"), (64 * "0", 64 * "1")):
-        documents: Any = ({"inputs": {"essays": one}} for one in (old, new))
-        assert list(differences(*documents, "prepare")) == ["prepare.essays has other content"]
-
-
-def test_inputs_that_were_added_or_removed_are_reported_in_order() -> None:
-    old = {"upstream": dict.fromkeys("abcdefgh", "1")}
-    new = {"upstream": {"a": "1", "x": "1", "b": "2"}}
-    assert list(differences(old, new, "report")) == [
-        "input b changed",
-        "input x is new",
+        "search.seed is new", "search.value changed nothing → 2", "search.gone is gone",
+        *(f"search.{name} has other content" for name in "abc"),
+        "input b changed", "input x is new",
         *(f"input {name} is no longer there" for name in "cdefgh"),
-    ]
+    ]  # fmt: skip
 
 
 def on_node(case: Case, rank: int, launcher: Any = in_process, distributed: bool = False) -> Runner:
