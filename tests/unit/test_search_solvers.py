@@ -17,7 +17,7 @@ from bosch.search import solvers
 from bosch.search.loss import Anchors, Loss
 from bosch.search.solvers import Problem, annealing, brute_force, nomad, one_plus_one, solve
 from bosch.search.solvers.nomad import completed
-from bosch.search.solvers.problem import BudgetSpent, Value
+from bosch.search.solvers.problem import Value
 
 LOSS = Loss(Anchors(0.0, 1.0))
 SOLVERS = ("nomad", "nomad_penalty", "one_plus_one", "annealing")
@@ -257,15 +257,6 @@ def test_annealing_ends_where_its_budget_or_what_is_new_does(size, spent):
     task = problem(size, size // 2, 300, Additive(size))
     annealing(task, 3)
     assert task.spent == spent
-
-
-def test_a_spent_budget_answers_known_candidates_only():
-    task = problem(4, 2, 1, Additive(4))
-    first = np.array([True, True, False, False])
-    value = task.value(first)
-    with pytest.raises(BudgetSpent):
-        task.value(~first)
-    assert task.value(first) == value
 
 
 def test_ties_are_broken_by_log_likelihood_only_where_asked():
