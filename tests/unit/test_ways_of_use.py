@@ -54,8 +54,9 @@ PAGE = ROOT / "docs" / "guide" / "using.md"
 _NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def _hybrid() -> Any:
-    return materialize(small_model(), random_mask(), Window(WINDOW, SINKS))
+def _hybrid(layers: int = LAYERS) -> Any:
+    model = small_model(num_hidden_layers=layers)
+    return materialize(model, random_mask(layers=layers), Window(WINDOW, SINKS))
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +176,7 @@ def test_a_prefix_computed_once_is_used_by_many(hybrid: Any) -> None:
 
 
 def test_a_compiled_model_computes_the_same() -> None:
-    hybrid = materialize(
-        small_model(num_hidden_layers=2), random_mask(layers=2), Window(WINDOW, SINKS)
-    )
+    hybrid = _hybrid(layers=1)
     ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     compiled = torch.compile(hybrid, backend="eager")
     positions = torch.arange(LENGTH)[None]
@@ -192,8 +191,8 @@ def test_a_compiled_model_computes_the_same() -> None:
             assert (out.past_key_values is None) == ("use_cache" in options)
 
 
-def test_an_exported_program_computes_the_same(hybrid: Any) -> None:
-    ids = tokens(2, LENGTH)
+def test_an_exported_program_computes_the_same() -> None:
+    hybrid, ids = _hybrid(layers=1), tokens(2, LENGTH)
     with torch.no_grad():
         program = torch.export.export(hybrid, (ids,), {"use_cache": False, "return_dict": False})
         logits = program.module()(tokens(2, LENGTH, 1), use_cache=False, return_dict=False)[0]
@@ -213,7 +212,7 @@ class _Logits(torch.nn.Module):
 
 
 def test_an_exported_program_takes_texts_of_any_length() -> None:
-    model = _hybrid()
+    model = _hybrid(layers=1)
     model.set_attn_implementation("eager")
     shapes = {"input_ids": {1: torch.export.Dim("length", min=3, max=512)}}
     with torch.no_grad():
@@ -458,7 +457,7 @@ def test_attention_weights_with_eager(static: bool) -> None:
     ids = tokens(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    model = materialize(small_model(), random_mask(), Window(WINDOW, SINKS))
+    model = _hybrid()
     model.set_attn_implementation("eager")
     options = {"output_attentions": True, "attention_mask": mask}
     with torch.inference_mode():
