@@ -58,21 +58,28 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, its models a file each."""
-    publish(tmp_path)
+    run = tmp_path_factory.mktemp("run")
+    publish(run)
     for folder in (
-        tmp_path / "materialize" / "model",
-        *(tmp_path / "train" / "checkpoints" / f"tokens-{n}000000" for n in (1, 4)),
+        run / "materialize" / "model",
+        *(run / "train" / "checkpoints" / f"tokens-{n}000000" for n in (1, 4)),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
         (folder / "head_mask.json").write_text(f'"{folder.name}"')
         (folder / "model.safetensors").write_bytes(folder.name.encode())
         (folder / "README.md").write_text("---\nlicense: mit\n---\n\n# A hybrid\n")
-    note_files(tmp_path)
-    return tmp_path
+    note_files(run)
+    return run
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may change."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def note_files(run: Path) -> None:
@@ -133,7 +140,6 @@ def test_a_checkpoint_by_name_and_a_dry_run(
         (["", "hybrid"], 2, "REPOSITORY hybrid: expected owner/name"),
         (["", "a/b/c"], 2, "REPOSITORY a/b/c: expected owner/name"),
         (["", f"a/{'b' * 100}"], 2, f"REPOSITORY a/{'b' * 100}: expected owner/name (Repo id"),
-        (["", "a/b--c"], 2, "REPOSITORY a/b--c: expected owner/name ("),
     ],
 )
 def test_what_cannot_be_uploaded_is_one_sentence(
@@ -167,8 +173,6 @@ def test_only_what_the_run_has_published_is_uploaded(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda manifest: manifest.update(seconds=1.5),
-        lambda manifest: manifest["files"][0].update(size=2),
         lambda manifest: manifest["files"][0].pop("sha256"),
         lambda manifest: manifest.pop("sha256"),
     ],
