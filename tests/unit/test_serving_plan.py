@@ -103,11 +103,6 @@ def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
     assert own.request_bytes(request, 1) < 0.78 * by_engine.request_bytes(request, 1)
 
 
-def test_a_sliding_head_is_charged_its_window_the_tokens_in_flight_and_a_block() -> None:
-    plan = module_plan(two_kinds([0], 1, [33]))
-    assert plan.blocks_per_request(Request(10_000, 16, 16)) == 3 + 1
-
-
 @pytest.mark.parametrize(
     ("counts", "ranks", "unit", "padded"),
     [
