@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_prep.tasks.words import sentences_identity, split_by_rule
+from data_prep.tasks.words import sentences_identity, split_as_ruler, split_by_rule
 from data_prep.text import pydoc_topics
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +57,12 @@ def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.setattr(Path, "is_dir", lambda path: False)
     assert sentences_identity() == "built in"
+    assert split_as_ruler(TEXT) == split_by_rule(TEXT)
 
 
 def test_punkt_splits_where_its_data_is(
     nltk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _split(tmp_path) == ("built in", split_by_rule(TEXT))
     folder = tmp_path / "tokenizers/punkt_tab/english"
     folder.mkdir(parents=True, mode=0o700)
     corpus = " ".join(list(pydoc_topics().values())[:20])
