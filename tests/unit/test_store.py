@@ -450,21 +450,6 @@ def test_two_writers_of_the_hash_cache_both_stay(
     assert known.sha256(tmp_path / "0") != known.sha256(tmp_path / "1")
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"x": 1})
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            write_json(path, {"x": 2})
-    assert json.loads(path.read_text()) == {"x": 1}
-    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
-
-
 @pytest.mark.parametrize("kind", ["folder", "file", "link to a folder", "link that leads nowhere"])
 def test_a_folder_replaces_what_was_there(tmp_path: Path, kind: str) -> None:
     """Also where a kill left what was there under its temporary name."""
