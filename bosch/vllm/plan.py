@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import Literal, TypeAlias
 
@@ -211,7 +212,7 @@ class ModulePlan:
     @property
     def sliding_windows(self) -> set[int]:
         """The windows of all sliding caches."""
-        return {window for window in self._modules() if window is not None}
+        return {window for window in self._modules if window is not None}
 
     def groups(self, request: Request) -> dict[int | None, int]:
         """Number of module groups, which share a block table, by window (None: full).
@@ -241,7 +242,7 @@ class ModulePlan:
 
     def _packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
         """KV heads that fit into a block of the cache, and the number of groups by kind."""
-        modules = self._modules()
+        modules = self._modules
         if self.grouping != "engine":
             room, bins = packed_groups(modules, {kind: request.blocks(kind) for kind in modules})
             return room, {kind: len(groups) for kind, groups in bins.items()}
@@ -250,6 +251,7 @@ class ModulePlan:
         size = largest if largest < _PADDED_UP_TO * smallest else smallest
         return size * self.unit, {kind: -(-len(heads) // size) for kind, heads in modules.items()}
 
+    @cached_property
     def _modules(self) -> dict[int | None, list[int]]:
         """KV heads of the modules of each kind."""
         modules: dict[int | None, list[int]] = {}
@@ -279,23 +281,26 @@ def module_plan(
 
     def plan_of_modules(most: int) -> ModulePlan:
         """The plan with modules of at most `most` KV heads."""
-        caches, sizes = [], []
-        for layer in layers:
+        modules: dict[tuple[tuple[int | None, int], ...], list[tuple[int | None, int]]] = {}
+        rows = [tuple(layer.items()) for layer in layers]
+        for row, layer in zip(rows, layers, strict=True):
+            if row in modules:
+                continue
             ends = [divmod(end, unit * shards) for end in accumulate(layer.values())]
             # Last head of each window on the shards with the fewest and the most of them.
             least = [whole * unit for whole, _ in ends]
             cached = [(whole + bool(rest)) * unit for whole, rest in ends]
             # Heads with another window on some shards get their own module.
             parts = pairwise(sorted({0, *least, *cached}))
-            modules = [
+            modules[row] = [
                 (next(w for w, last in zip(layer, cached, strict=True) if end <= last), size)
                 for start, end in parts
                 for first in range(start, end, most)
                 for size in [min(most, end - first)]
             ]
-            caches.append(tuple(kind for kind, _ in modules))
-            sizes.append(tuple(size for _, size in modules))
-        return ModulePlan(ranks, shards, unit, tuple(caches), tuple(sizes), tuple(layers), grouping)
+        caches = tuple(tuple(kind for kind, _ in modules[row]) for row in rows)
+        sizes = tuple(tuple(size for _, size in modules[row]) for row in rows)
+        return ModulePlan(ranks, shards, unit, caches, sizes, tuple(layers), grouping)
 
     if grouping != "unequal":
         return plan_of_modules(unit)
@@ -394,12 +399,12 @@ def served_caches(
 
 
 def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:
-    """Why these ranks do not serve a hybrid: padding costs more than its windows save; else None.
+    """Why these ranks serve no hybrid: padding costs more than its windows save; else empty.
 
     `original`, `held` and `share` are bytes of a request on a rank: without windows, with windows,
     and an equal share of what a single rank would hold.
     """
-    if not hybrid.padded_kv_heads or not share <= original < held:
+    if not share <= original < held or not hybrid.padded_kv_heads:
         return ""
     return (
         f"tensor_parallel_size: {hybrid.ranks} ranks cannot share the full KV heads of each layer "

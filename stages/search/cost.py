@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from bosch.budget import LayerHeads
@@ -27,7 +28,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     recipe, shape = loaded.recipe, shape_of(loaded)
     processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
-    evaluations = _most_evaluations(loaded, shape, search.method)
+    (evaluations,) = _most_evaluations(loaded, shape, [search.method])
     examples, length = _searched(recipe, search.method), calibration.length
     per_evaluation = _evaluation_flops(recipe, shape, search.method)
     batch = recipe.runtime.eval_batch_size
@@ -171,24 +172,26 @@ def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
     return fact + "is the memory left after one gradient pass"
 
 
-def _most_evaluations(loaded: LoadedRecipe, shape: DecoderShape, method: str) -> int:
-    """The upper bound in the table of methods, for the recipe's settings."""
+def _most_evaluations(
+    loaded: LoadedRecipe, shape: DecoderShape, methods: Iterable[str]
+) -> list[int]:
+    """The upper bounds in the table of methods, for the recipe's settings."""
     search = loaded.recipe[SearchConfig]
     ratio = search.ratio_for(shape.kinds, loaded.recipe.model.dtype)
     settings = search.settings(loaded.recipe.seed, ratio)
-    return METHODS[method].most_evaluations(settings, shape.full_layers, shape.key_value_heads)
+    layers, heads = shape.full_layers, shape.key_value_heads
+    return [METHODS[method].most_evaluations(settings, layers, heads) for method in methods]
 
 
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
     """The largest number of hours of each method, without reuse."""
     shape, section = shape_of(loaded), loaded.recipe[SearchConfig]
     # Without a ratio the bounds of methods that need one are unknown.
-    methods = [section.method] if section.budget and section.budget.keep else METHODS
+    methods = [section.method] if section.budget and section.budget.keep else list(METHODS)
     together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}
-    for method in methods:
-        per_evaluation = _evaluation_flops(loaded.recipe, shape, method)
-        flops = per_evaluation * _most_evaluations(loaded, shape, method)
+    for method, evaluations in zip(methods, _most_evaluations(loaded, shape, methods), strict=True):
+        flops = _evaluation_flops(loaded.recipe, shape, method) * evaluations
         jobs = search.jobs if together else _search_jobs(loaded.recipe, method)
         method_cost = replace(search, flops=flops, jobs=jobs)
         text = format_hours(method_cost.hours(devices.name, devices.count))
