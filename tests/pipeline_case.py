@@ -179,10 +179,7 @@ class Case:
         )
 
     def start(self, *arguments: str, distributed: bool = False, **extra: str) -> Forked:
-        """The same in a process that is forked from one which has imported it, as are its stages.
-
-        Under torchrun, each process of a stage is a new Python.
-        """
+        """The same, forked from a process that has imported it, as are stages and ranks."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         extra["FAKE_MARK"] = str(self.folder)
         return Forked(self._arguments(arguments, distributed), folder / "output", __name__, **extra)

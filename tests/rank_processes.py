@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _PRELOAD = [
     "stages.prepare.run", "stages.search.run", "stages.materialize.run", "stages.train.run",
     "stages.train.watch", "stages.evaluate.run", "stages.report.run", "tests.training_case",
-    # What training imports when it begins.
+    # What training and torchrun import when they begin.
     "transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.run",
 ]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(_PRELOAD)
@@ -49,6 +52,7 @@ def run_module(
 ) -> subprocess.CompletedProcess[str]:
     """`python -m MODULE ARGUMENTS` on `ranks` ranks with gloo; the first bad status and all output.
 
+    Of MODULE:FUNCTION the function is called with the arguments, which are in sys.argv as well.
     A rank whose partner died has a minute to end by itself. `per_node`: ranks of one node.
     """
     _start_server()
@@ -81,6 +85,13 @@ def run_module(
     return subprocess.CompletedProcess([module, *arguments], status or 0, text, text)
 
 
+def on_ranks(ranks: int, function: str, *arguments: str) -> str:
+    """What `MODULE:FUNCTION` prints on the ranks of a gloo group; it must fail on none."""
+    done = run_module(f"{__name__}:in_group", [function, *arguments], ranks)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def printed_bytes(benchmark: str, *arguments: str, **environment: str) -> int:
     """The bytes that a module of tests/benchmarks prints last, in a new Python of one thread."""
     done = subprocess.run(
@@ -104,7 +115,7 @@ def run_order(
 
 
 class Forked:
-    """The command line in a process group of its own, and its stages forked from it.
+    """The command line in a process group of its own; its stages and their ranks are forked.
 
     What it prints is in `output`, its errors in a file of that name and `.errors`.
     """
@@ -141,26 +152,35 @@ class Forked:
 def _run_pipeline(
     module: str, arguments: list[str], environment: dict[str, str], output: str, errors: str
 ) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
     os.setsid()
     launch.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=_ForkedStage, TimeoutExpired=subprocess.TimeoutExpired
+        Popen=_ForkedProcess, TimeoutExpired=subprocess.TimeoutExpired
     )
+    subprocess_handler.Popen = _ForkedProcess  # type: ignore[attr-defined]
+    # torchrun's rendezvous asks it for seconds of all that is imported here.
+    inspect.getmodule = lambda *_: None  # type: ignore[assignment]
     _run(module, arguments, environment, output, errors)
 
 
-class _ForkedStage:
-    """What `pipeline.run.launch` needs of a Popen, for a process that is forked."""
+class _ForkedProcess:
+    """What `pipeline.run.launch` and torchrun need of a Popen, for a process that is forked."""
 
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self, args: Sequence[str], env: dict[str, str], start_new_session: bool = False, **_: Any
+    ) -> None:
         self.pid = os.fork()
         self._status: int | None = None
         if not self.pid:
             status = 1
             try:
+                if start_new_session:
+                    os.setsid()
                 os.environ.clear()
                 os.environ.update(env)
-                sys.argv = command[1:]
-                runpy.run_path(command[1], run_name="__main__")
+                sys.argv = [one for one in args[1:] if one != "-u"]
+                runpy.run_path(sys.argv[0], run_name="__main__")
                 status = 0
             except SystemExit as end:
                 status = end.code if isinstance(end.code, int) else 1
@@ -223,7 +243,24 @@ def _run(
     os.environ.update(environment)
     os.chdir(ROOT)
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if ":" in module:
+        _named(module)(*arguments)
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def in_group(function: str, *arguments: str) -> None:
+    """On one rank: join a gloo group of all, and call `MODULE:FUNCTION`."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo")
+    _named(function)(*arguments)
+    dist.destroy_process_group()
+
+
+def _named(function: str) -> Any:
+    name, _, member = function.partition(":")
+    return getattr(importlib.import_module(name), member)
 
 
 def _wait(processes: list[multiprocessing.context.ForkServerProcess]) -> None:

@@ -34,17 +34,17 @@ def test_run_status_and_a_second_run(case: Case) -> None:
     time.sleep(0.1)  # a hash is remembered only of a file that has settled
     assert "never made" in case.fork("run", "--dry-run").stdout
     assert not case.runs.exists()
-    first = case.call("run")
+    first = case.fork("run")
     assert first.returncode == 0, first.stderr
     assert "[2/7] search: to run (never made)" in first.stdout
     assert "stage search runs" in first.stdout
     second = case.call("run", PYTHONPROFILEIMPORTTIME="1")
     assert "pydantic" in imports_of(second.stderr) and "torch" not in imports_of(second.stderr)
     assert second.stdout.startswith("tiny: nothing to do; 7 stages are up to date")
-    assert "nothing to do; 1 stage is up to" in case.call("run", "--until", "prepare").stdout
+    assert "nothing to do; 1 stage is up to" in case.fork("run", "--until", "prepare").stdout
     # Of the first of two nodes, which gives the other one no sign of life.
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    dry = case.call("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **nodes)
+    dry = case.fork("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **nodes)
     assert not list(case.runs.rglob("first_node.json"))
     assert dry.stdout.splitlines()[1:] == [
         "  prepare  cached",
@@ -53,11 +53,8 @@ def test_run_status_and_a_second_run(case: Case) -> None:
     status = case.call("status", PYTHONPROFILEIMPORTTIME="1")
     assert not imports_of(status.stderr) & {"torch", "transformers", "numpy", "altair"}
     assert status.stdout.count("cached") == 7  # those of the recipe
-    assert case.call("validate").stdout.endswith("materialize, original, train, evaluate, report\n")
-    plan = case.call("plan", "--hardware", "h100x8")
-    assert "in all" in plan.stdout and plan.stderr == ""  # libraries warn when they are imported
-    log = case.output("search") / "stage.log"
-    assert log.exists()
+    assert case.fork("validate").stdout.endswith("materialize, original, train, evaluate, report\n")
+    assert (case.output("search") / "stage.log").exists()
 
 
 def test_a_run_whose_scores_are_incomplete_ends_with_1(case: Case) -> None:

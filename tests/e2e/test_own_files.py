@@ -23,6 +23,7 @@ from pipeline.run.runner import Runner
 from pipeline.run.worker import execute
 
 assert main(["plan", sys.argv[1]]) == 0
+print("planned", file=sys.stderr)
 loaded = load_recipe(Path(sys.argv[1]), (), env={})
 Runner(loaded, launcher=lambda order, _: execute(order)).run()
 """
@@ -31,8 +32,7 @@ Runner(loaded, launcher=lambda order, _: execute(order)).run()
 def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Path) -> None:
     house = tmp_path / "house"
     for package in ("bosch", "data_prep", "stages", "pipeline"):
-        no_cache = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, house / package, ignore=no_cache)
+        shutil.copytree(ROOT / package, house / package)
     shutil.copy(OWN / "own_method/last_layers.py", house / "bosch/search/methods")
     shutil.copy(OWN / "own_backend/plain.py", house / "bosch/backends")
     shutil.copy(OWN / "own_source/backwards.py", house / "data_prep/documents/sources")
@@ -67,6 +67,7 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("planned\n"), "libraries warn when they are imported"
     assert "Recall: up to 2 samples at each length" in done.stdout
     statistics = json.loads((case.output("prepare") / "statistics.json").read_text())
     assert statistics["sources"]["b"]["tokens_available"] > 4096
