@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from data_prep.text import pydoc_topics
 
@@ -42,7 +43,7 @@ def tiny_tokenizer(vocabulary: int = 512) -> PreTrainedTokenizerFast:
 
 def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A random Qwen3 with two layers and two KV heads beside its tokenizer, in `folder`."""
-    set_seed(seed)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=512,
