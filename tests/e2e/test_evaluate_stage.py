@@ -110,22 +110,17 @@ def test_the_original_model_is_scored_without_anything_of_the_recipe(stages, eva
     evaluation = Scores.read(evaluated[1])
     assert evaluation.checkpoints["original"] == scores.checkpoints["original"]
     assert evaluation.corpus == scores.corpus
-    assert len(list(read_samples(stages / "original"))) == 2 * 2 * 3
 
 
-def test_models_are_told_apart(stages, evaluated):
-    """The hybrid and the checkpoints write something other than the original."""
-    by_name = {name: [] for name in ("original", "hybrid", "tokens-900", "tokens-1000")}
-    for folder in (stages / "original", evaluated[1]):
-        for record in read_samples(folder):
-            by_name[record["checkpoint"]].append(record["output"])
-    assert len({tuple(outputs) for outputs in by_name.values()}) == 4
-
-
-def test_every_sample_is_kept(evaluated):
-    lines = list(read_samples(evaluated[1]))
-    assert len(lines) == 3 * 2 * 2 * 3
+def test_every_sample_is_kept_and_no_two_models_answer_alike(stages, evaluated):
+    lines = [*read_samples(stages / "original"), *read_samples(evaluated[1])]
+    assert len(lines) == 4 * 2 * 2 * 3
     assert len({(r["checkpoint"], r["task"], r["length"], r["index"]) for r in lines}) == len(lines)
+    outputs = {
+        tuple(r["output"] for r in lines if r["checkpoint"] == name)
+        for name in ("original", "hybrid", "tokens-900", "tokens-1000")
+    }
+    assert len(outputs) == 4
     assert not (evaluated[1] / "answers").exists()
 
 

@@ -53,21 +53,13 @@ SMALL = [
 ]
 
 
-def finish(root: Path, *options: str) -> str:
-    """The command a user types.
+def start(root: Path, *options: str) -> Forked:
+    return Forked(["run", RECIPE, *SMALL, f"runtime.output_root={root}", *options], root / "log")
 
-    One thread: how many there are decides the last bits of a matrix product.
-    """
-    done = subprocess.run(
-        ["launch/torchrun.sh", RECIPE, *SMALL, f"runtime.output_root={root}", *options],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "1"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+
+def finish(root: Path, *options: str) -> str:
+    done = start(root, *options).done(600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
@@ -87,9 +79,12 @@ def results(root: Path) -> dict[str, Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The command that a user types, and after its first stage the same in forked processes."""
     root = tmp_path_factory.mktemp("undisturbed")
-    finish(root, "--until", "prepare")
-    done = Forked(["run", RECIPE, *SMALL, f"runtime.output_root={root}"], root / "log").done(600)
+    done = subprocess.run(
+        ["launch/torchrun.sh", RECIPE, *SMALL, f"runtime.output_root={root}", "--until", "prepare"],
+        cwd=ROOT, env={**os.environ, "NPROC_PER_NODE": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    finish(root)
     return root
 
 
@@ -125,17 +120,15 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    arguments = ["run", RECIPE, *SMALL, f"runtime.output_root={tmp_path}", "--until", "train"]
     rng = random.Random(20)
     for stage in ("search", "train"):
-        run = Forked(arguments, tmp_path / "log")
+        run = start(tmp_path, "--until", "train")
         while not (tmp_path / "work" / stage).exists():
             assert run.wait(0.05) is None
         assert run.wait(rng.uniform(0.1, 2)) is None
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
-    done = Forked(arguments, tmp_path / "log").done(600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    finish(tmp_path, "--until", "train")
     assert results(tmp_path) == results(undisturbed)
 
 

@@ -58,6 +58,15 @@ def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work_dir
 
 
+@pytest.fixture(scope="module")
+def killed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Work that was killed at step 5, to be copied."""
+    work_dir = tmp_path_factory.mktemp("killed")
+    done = train_in_processes(case, work_dir, kill_at_step=5)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return work_dir
+
+
 def files(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
@@ -151,21 +160,19 @@ def test_every_step_is_that_of_a_plain_loop(case: Path, tmp_path: Path, masking:
         torch.testing.assert_close(value, names[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kill_at_step", [5, 10])
 def test_killed_run_ends_like_the_undisturbed_one(
-    case: Path, undisturbed: Path, tmp_path: Path, kill_at_step: int
+    case: Path, undisturbed: Path, killed: Path, tmp_path: Path
 ) -> None:
-    killed = train_in_processes(case, tmp_path, kill_at_step=kill_at_step)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert metrics(tmp_path)[-1]["step"] == kill_at_step
-    points = list((tmp_path / "restart").glob("step-*"))
-    last = (kill_at_step - 1) // 2 * 2
-    assert sorted(map(restart_step, points)) == [last - 2, last]
-
-    summary = train_here(case, tmp_path)
-    assert summary["final_loss"] == metrics(undisturbed)[-1]["loss"]
-    assert_same(tmp_path, undisturbed)
-    assert not (tmp_path / "restart").exists()
+    shutil.copytree(killed, tmp_path / "5")
+    assert train_in_processes(case, tmp_path / "10", kill_at_step=10).returncode
+    for step, points in ((5, [2, 4]), (10, [6, 8])):
+        work_dir = tmp_path / str(step)
+        assert metrics(work_dir)[-1]["step"] == step
+        assert sorted(map(restart_step, (work_dir / "restart").glob("step-*"))) == points
+        summary = train_here(case, work_dir)
+        assert summary["final_loss"] == metrics(undisturbed)[-1]["loss"]
+        assert_same(work_dir, undisturbed)
+        assert not (work_dir / "restart").exists()
 
 
 def test_killed_while_saving_resumes_from_the_point_before(
@@ -250,10 +257,11 @@ def half_zeroed(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("harm", ["restart/step-4/__0_0.distcp", "metrics.jsonl"])
 def test_damaged_work_is_made_good(
-    case: Path, undisturbed: Path, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    case: Path, undisturbed: Path, killed: Path, tmp_path: Path, harm: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """What a power cut or a bad disk takes is trained again, to the same weights."""
-    train_in_processes(case, tmp_path, kill_at_step=5)
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     harmed = tmp_path / harm
     harmed.write_bytes(half_zeroed(harmed.read_bytes()))
     train_here(case, tmp_path)
@@ -265,10 +273,10 @@ def test_damaged_work_is_made_good(
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
-    case: Path, undisturbed: Path, tmp_path: Path, name: str
+    case: Path, undisturbed: Path, killed: Path, tmp_path: Path, name: str
 ) -> None:
     """Though its files are as they were written."""
-    train_in_processes(case, tmp_path, kill_at_step=5)
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     point = tmp_path / "restart" / "step-4"
     (point / name).write_bytes(b"no state of an optimiser")
     record = json.loads((point / "whole.json").read_text())
