@@ -5,11 +5,13 @@ pytest -s tests/benchmarks/test_context_traffic.py
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bosch.model.head_table import heads_by_window
@@ -18,7 +20,7 @@ from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train.footprint import step_traffic
 from stages.train.stage import TrainConfig
-from tests.training_case import metrics, train_here, train_in_processes, write_random_case
+from tests.training_case import main, metrics, train_here, train_in_processes, write_random_case
 
 LENGTH, BATCH, STEPS, WINDOW = 512, 2, 3, 16
 HEADS = 4
@@ -50,7 +52,7 @@ def test_bytes_are_those_of_the_formula_and_losses_those_of_one_process(
     for sliding in (0, 2, 3):
         case = _case(tmp_path / f"case-{sliding}", sliding)
         done = train_in_processes(
-            case, tmp_path / f"split-{sliding}", ranks, module="tests.counted_training",
+            case, tmp_path / f"split-{sliding}", ranks, module=f"{__name__}:counted",
             train=train, runtime=runtime,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -71,3 +73,25 @@ def test_bytes_are_those_of_the_formula_and_losses_those_of_one_process(
         )
         assert formula <= sent <= 1.05 * formula
         assert worst < 1e-6
+
+
+def counted(*_: str) -> None:
+    """On each rank: train, and write the bytes it sent in calls that name a group.
+
+    Those are sharding's and the loop's; what stays here does not count.
+    """
+    gather, exchange, sent = dist.all_gather_single, dist.all_to_all_single, [0]
+
+    def all_gather(out: Any, own: Any, group: Any = None, **kwargs: Any) -> Any:
+        if group is not None:
+            sent[0] += out.nbytes - own.nbytes
+        return gather(out, own, group=group, **kwargs)
+
+    def all_to_all(out: Any, own: Any, to_me: Any, of_me: Any, group: Any = None) -> Any:
+        rows = sum(count for rank, count in enumerate(of_me) if rank != dist.get_rank(group))
+        sent[0] += own.nbytes // max(1, len(own)) * rows
+        return exchange(out, own, to_me, of_me, group=group)
+
+    dist.all_gather_single, dist.all_to_all_single = all_gather, all_to_all
+    work_dir = main()
+    (work_dir / f"sent.{os.environ['RANK']}").write_text(str(sent[0]))

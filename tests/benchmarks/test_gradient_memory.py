@@ -12,7 +12,6 @@ smaller part of it. Two processes that share examples: W = 256, the proportions 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from bosch.objective.incremental_forward import IncrementalForward
 from bosch.objective.memory import activation_sizes
 from bosch.window import Window
 from tests.peak_memory import PeakMemory
-from tests.rank_processes import run_module
+from tests.rank_processes import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -92,16 +91,13 @@ def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torc
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_process_that_shares_examples_takes_what_the_plan_states(dtype: str) -> None:
-    done = run_module(__name__, [dtype], 2)
-    print("\n" + done.stdout)
-    assert done.returncode == 0, done.stdout
+    print("\n" + on_ranks(2, f"{__name__}:measure_shared", dtype))
 
 
-def main() -> None:
+def measure_shared(dtype: str) -> None:
     """On each of two processes; the assertions are those of one."""
-    dist.init_process_group("gloo")
     split, layers, window = ContextParallel(dist.group.WORLD), 3, Window(256)
-    model = _model(getattr(torch, sys.argv[1]), layers, 256, 768, 4)
+    model = _model(getattr(torch, dtype), layers, 256, 768, 4)
     sizes = activation_sizes(model, sharing=split.ranks)
     split.install(model)
     plain, gradient = _peaks(model, HeadMask.all_full(layers, HEADS), window, split)
@@ -109,11 +105,6 @@ def main() -> None:
         ("pass", plain.peak, sizes.plain_pass(LENGTH)),
         ("gradient", gradient.peak, sizes.gradient(1, LENGTH, window.size)),
     ):
-        print(f"rank {split.communicator.rank}, {sys.argv[1]}, {name}: {peak / 1e6:.1f} MB, "
+        print(f"rank {split.communicator.rank}, {dtype}, {name}: {peak / 1e6:.1f} MB, "
               f"stated / peak {stated / peak:.2f}")  # fmt: skip
         assert 1 / 1.1 <= stated / peak <= 1.6
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

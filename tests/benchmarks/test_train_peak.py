@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train.footprint import training_memory
+from stages.train.loop import Loop
 from stages.train.stage import TrainConfig
-from tests.training_case import train_in_processes, write_random_case
+from tests.peak_memory import TensorBytes
+from tests.training_case import main, train_in_processes, write_random_case
 
 LENGTH, MICRO, RANKS = 256, 2, 2
 SIZES = {
@@ -23,11 +26,7 @@ SIZES = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
     "tie_word_embeddings": False, "max_position_embeddings": LENGTH,
 }  # fmt: skip
-
-
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96}
-
-
 _ENDS = {"bos_token_id": None, "eos_token_id": 0}
 
 
@@ -110,7 +109,7 @@ def _check(
         **options,
     }
     done = train_in_processes(
-        case, tmp_path / "work", RANKS, module="tests.peak_training", train=train, runtime=runtime
+        case, tmp_path / "work", RANKS, module=f"{__name__}:measured", train=train, runtime=runtime
     )
     assert done.returncode == 0, done.stderr
     peaks = [int((tmp_path / "work" / f"peak.{rank}.json").read_text()) for rank in range(RANKS)]
@@ -124,3 +123,25 @@ def _check(
     print(f"planned {memory.peak / 2**20:.2f} MiB, measured {[p / 2**20 for p in peaks]}")
     for peak in peaks:
         assert memory.peak == pytest.approx(peak, rel=0.1)
+
+
+def measured(*_: str) -> None:
+    """On each rank: train, and write the most bytes of tensors that were held at once."""
+    counted: list[TensorBytes] = []
+    passes, write = Loop.forward_backward, Loop.write_checkpoint
+
+    def forward_backward(self: Loop, *args: Any) -> float:
+        if not counted:
+            counted.append(TensorBytes())
+            counted[0].__enter__()
+        return passes(self, *args)
+
+    def write_checkpoint(self: Loop, *args: Any) -> None:
+        # At the end of the last step: what is copied for the files is no memory of a GPU.
+        counted[0].__exit__(None, None, None)
+        write(self, *args)
+
+    Loop.forward_backward = forward_backward  # type: ignore[method-assign]
+    Loop.write_checkpoint = write_checkpoint  # type: ignore[method-assign]
+    work_dir = main()
+    (work_dir / f"peak.{os.environ['RANK']}.json").write_text(str(counted[0].peak))

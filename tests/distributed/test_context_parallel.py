@@ -2,31 +2,183 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from bosch.attention import (
+    AttentionCall,
+    AttentionContext,
+    HeadLayout,
+    LogitTransform,
+    hybrid_attention,
+)
+from bosch.attention.context_parallel import Communicator, SplitPass, split_attention
+from bosch.context_split import ContextSplit
+from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import split_fault
-from tests.hybrid_case import SAMPLE, small_config
-from tests.rank_processes import run_module
+from bosch.model.materialize import materialize
+from bosch.window import Window
+from stages.train.loss import install_loss, token_losses
+from stages.train.watch import NeedleWatch
+from tests import fake_flash
+from tests.hybrid_case import SAMPLE, mask_of, small_config, small_model, tokens
+from tests.rank_processes import on_ranks
 from tests.training_case import make_case, metrics, train_here, train_in_processes
+
+ROWS, CHUNK, DIM, Q_PER_KV = 2, 24, 8, 2
+LENGTH = 48  # of the models' sequences
+CPU = torch.device("cpu")
+# KV heads by window: less than a chunk, more than several, the whole sequence, two of them; one.
+WINDOWS: list[list[int | None]] = [
+    [None, 7, 7], [None, 60, 7], [1, None, 1], [25, 24, None], [1000, None, None], [7, 7], [None],
+]  # fmt: skip
+
+
+def _documents(length: int) -> Tensor:
+    """Of one row many borders, some close together; of the other one."""
+    begins = torch.zeros(ROWS, length, dtype=torch.long)
+    generator = torch.Generator().manual_seed(0)
+    begins[0, torch.randperm(length, generator=generator)[:9]] = 1
+    begins[0, 20:22] = begins[1, length // 2 + 5] = 1
+    begins[:, 0] = 0
+    return begins.cumsum(-1)
+
+
+def compare_attention(
+    windows: list[int | None],
+    sinks: int,
+    packed: bool,
+    backend: str,
+    communicator: Communicator,
+) -> None:
+    """Outputs and all gradients, and the bytes against the formula."""
+    size, rank = communicator.ranks, communicator.rank
+    length = 2 * size * CHUNK
+    split = ContextSplit(length, size)
+    kinds = [None if window is None else Window(window, sinks) for window in windows]
+    layout = HeadLayout.search(kinds)
+    generator = torch.Generator().manual_seed(1)
+    heads = len(windows)
+    shapes = [(ROWS, heads * Q_PER_KV, length, DIM), (ROWS, heads, length, DIM)]
+    query, key, value = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in (shapes[0], shapes[1], shapes[1])
+    )
+    weight = torch.randn(ROWS, length, heads * Q_PER_KV, DIM, generator=generator).double()
+    document = _documents(length) if packed else None
+    context = AttentionContext(length, 0, document=document)
+    states = [query, key, value]
+    whole = hybrid_attention(*states, layout, context, backend="eager")
+    own = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in split.chunks_of(rank)])
+    own_states = [x.detach()[:, :, own].requires_grad_() for x in states]
+    communicator.sent_bytes = 0
+    current = SplitPass(split, ROWS, document, communicator, CPU)
+    call = AttentionCall(*own_states, layout, context, LogitTransform(DIM**-0.5), backend)
+    out = split_attention(call, current)
+    sent = [communicator.sent_bytes]
+    grads = torch.autograd.grad((out * weight[:, own]).sum(), own_states)
+    expected = torch.autograd.grad((whole * weight).sum(), states)
+    sent.append(communicator.sent_bytes - sent[0])
+    pairs = [(out, whole[:, own])]
+    pairs += [(ours, theirs[:, :, own]) for ours, theirs in zip(grads, expected, strict=True)]
+    name = f"{windows} sinks {sinks} packed {packed} {backend} on {size}"
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9, msg=lambda m: f"{name}: {m}")
+    totals = torch.tensor(sent)
+    dist.all_reduce(totals)
+    formula = sum(split.traffic(kind) for kind in kinds) * ROWS * 2 * DIM * 8
+    # Other documents' sinks are near, or are not those that another chunk has here.
+    room = ROWS * heads * sinks * 2 * size * 2 * DIM * 8 if packed else 0
+    assert all(formula - room <= total <= formula + room for total in totals), (name, totals)
+
+
+def attention_on_ranks() -> None:
+    """Every case on these ranks."""
+    fake_flash.install(pytest.MonkeyPatch())
+    communicator = Communicator(dist.group.WORLD)
+    for windows, (sinks, packed) in itertools.product(WINDOWS, ((0, False), (3, True))):
+        compare_attention(windows, sinks, packed, "sdpa", communicator)
+    for sinks, packed in ((3, False), (0, True)):
+        compare_attention([None, 60, 7], sinks, packed, "sdpa", communicator)
+    compare_attention([None, 7, 7], 3, True, "eager", communicator)
+    for packed in (False, True):
+        compare_attention([None, 60, 7], 0, packed, "flash", communicator)
+        compare_attention([None, 60, 7], 3 * packed, packed, "flex", communicator)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_split_attention_is_that_of_one_process(ranks: int) -> None:
-    done = run_module("tests.split_attention", [], ranks)
-    assert done.returncode == 0, done.stdout
-    assert all(f"rank {rank} agrees" in done.stdout for rank in range(ranks))
+    on_ranks(ranks, f"{__name__}:attention_on_ranks")
+
+
+def compare_models(family: str, shared: ContextParallel) -> None:
+    """One row has two documents, whose sinks are their own."""
+    base = small_model(family)
+    hybrid = materialize(base, mask_of(base.config), Window(5, 2)).eval()
+    hybrid.requires_grad_()
+    ids, labels = tokens(2, LENGTH), tokens(2, LENGTH, seed=1)
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    positions[0, 19:] -= 19
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    losses, gradients, values = [], [], []
+    for split in (None, shared):
+        install_loss(hybrid, context_parallel=split)
+        if split is not None:
+            split.install(hybrid)
+            split.check(hybrid)
+        with torch.no_grad():
+            values.append(hybrid(**batch, measure=token_losses)["values"])
+        loss = hybrid(**batch, num_items_in_batch=90)["loss"]
+        weights = [p for p in hybrid.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        own = [loss.detach().double(), *(grad.clone() for grad in grads)]
+        if split is not None:
+            for one in own:
+                dist.all_reduce(one)
+        losses.append(own[0])
+        gradients.append(own[1:])
+    assert values[0].shape == values[1].shape == ids.shape
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-5, msg=family)
+    torch.testing.assert_close(losses[0], losses[1], atol=0, rtol=1e-6, msg=family)
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-4, msg=family)
+
+
+def score_needles(shared: ContextParallel) -> None:
+    """Samples of odd lengths, of which the model answers some: all ranks get the share."""
+    base = small_model("qwen3")
+    hybrid = materialize(base, mask_of(base.config), Window(5, 2))
+    samples = []
+    for number in range(4):
+        ids = tokens(1, 13 + 3 * number, seed=number)[0].tolist()
+        if number % 2:
+            with torch.no_grad():
+                ids[-1] = int(hybrid(torch.tensor([ids[:-1]])).logits[0, -1].argmax())
+        samples.append((ids, 1))
+    install_loss(hybrid, context_parallel=shared)
+    shared.install(hybrid)
+    watch = NeedleWatch(samples, 1, dist.get_world_size())
+    assert watch.score(hybrid, torch.device("cpu")) >= 0.5
+
+
+def models_on_ranks(*families: str) -> None:
+    shared = ContextParallel(dist.group.WORLD)
+    for family in families:
+        compare_models(family, shared)
+    score_needles(shared)
 
 
 def test_models_on_split_sequences_are_those_of_one_process() -> None:
     """Of every family whose sequences may be split, and whose attention is not another's."""
     families = [name for name in SAMPLE if split_fault(small_config(name)) is None]
     assert len(families) > 35
-    done = run_module("tests.split_models", families, 2)
-    assert done.returncode == 0, done.stdout
-    assert all(f"rank {rank} agrees" in done.stdout for rank in range(2))
+    on_ranks(2, f"{__name__}:models_on_ranks", *families)
 
 
 @pytest.fixture(scope="module")

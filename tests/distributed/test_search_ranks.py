@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from bosch import ranks
 from bosch.errors import RunError, UserError
+from bosch.heads import HeadMask
 from bosch.model import tensor_parallel as sharding
+from bosch.model.fingerprint import model_fingerprint
+from bosch.model.interface import attention_modules, head_state
+from bosch.model.loading import load_model
+from bosch.model.search_mode import prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
+from bosch.search.methods import METHODS
+from bosch.window import Window
 from pipeline.run.failures import LOST_RANK_STATUS
+from stages.context import StageConfig
 from stages.search import run as search
+from stages.search.processes import join_process_group
 from stages.search.stage import SearchConfig
-from tests.hybrid_case import KV_HEADS, small_model
+from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_model, tokens
 from tests.rank_processes import run_order
 from tests.search_case import WINDOW, config_of, order, write_inputs
-from tests.sharded_case import FAMILIES, alone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,6 +45,7 @@ FRONT = SearchConfig(
     method="front", windows=[4, WINDOW], budget={"ratio": 0.5, "context": 40}, budget_per_layer=30
 )
 _KILLED_AT = 9
+FAMILIES = ("qwen3", "qwen3_moe", "olmo2", "phi3")
 
 
 @pytest.fixture
@@ -43,11 +62,28 @@ def read(folders, name):
     return [json.loads((folder / name).read_text()) for folder in folders]
 
 
+def search_or_die(
+    config: StageConfig, inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, Any]:
+    """The search, whose second rank dies at KILL_AT evaluations, where that is set."""
+    append = EvaluationLog.append
+
+    def append_or_die(self: Any, mask: Any, evaluation: Any, stage: str) -> None:
+        append(self, mask, evaluation, stage)
+        if os.environ["RANK"] == "1" and len(self) == int(os.environ["KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if "KILL_AT" in os.environ:
+        ranks.REPORT_SECONDS = 1.0  # what the other one waits for it
+        EvaluationLog.append = append_or_die  # type: ignore[method-assign]
+    return search.run(config, inputs, work_dir)
+
+
 def test_two_ranks_find_what_one_finds_also_after_a_kill(case):
     base, inputs, folders = case
     config = config_of(base, SEARCH)
     search.run(config, inputs, folders[0])
-    two = order(config, inputs, folders[1], "tests.rank_stages:search")
+    two = order(config, inputs, folders[1], f"{__name__}:search_or_die")
     assert run_order(two, 2, {"KILL_AT": str(_KILLED_AT)}) in (-signal.SIGKILL, LOST_RANK_STATUS)
     log = folders[1] / "evaluations.jsonl"
     assert len(log.read_text().splitlines()) in (_KILLED_AT - 1, _KILLED_AT)
@@ -110,19 +146,80 @@ def test_two_processes_find_what_one_finds(section, parallel, numerics, case):
         assert one == two
 
 
+def masks() -> list[tuple[HeadMask, int]]:
+    """Masks with the layers that the next ones share, so that every kind of reuse occurs."""
+    top = [[True] * 4, [True, True, False, False], [False] * 4, [False, False, True, True]]
+    first, second = random_mask(0), random_mask(2)
+    return [
+        (HeadMask.all_full(LAYERS, KV_HEADS), 0),
+        *((first.with_layer(LAYERS - 1, row), LAYERS - 1) for row in top),
+        *((second.with_layer(0, row), 0) for row in top),
+    ]
+
+
+def measured(model: Any, ranks: Any = None) -> dict[str, Any]:
+    """Everything that is asked of a model in a search."""
+    prepare_for_search(model)
+    data = CalibrationSet.from_records((tokens(1, n, seed=n)[0].tolist(), 2) for n in (40, 33, 37))
+    objective = Objective(model, data, Window(WINDOW), batch_size=2, ranks=ranks)
+    evaluations = [objective.evaluate(mask, shared) for mask, shared in masks()]
+    gradient = objective.gate_gradient(random_mask(1))
+    return {
+        "scores": [e.score for e in evaluations],
+        "log_likelihoods": [e.log_likelihood for e in evaluations],
+        "work": [e.full_forward_equivalents for e in evaluations],
+        "reuse": objective.cache.enabled,
+        "gradient": gradient.values,
+        "rankings": {
+            name: method.load()(model, data, WINDOW).tolist()
+            for name, method in METHODS.items()
+            if method.kind == "ranking"
+        },
+        "fingerprint": model_fingerprint(model),
+    }
+
+
+def families(
+    config: StageConfig, inputs: Mapping[str, Path], work_dir: Path
+) -> dict[str, dict[str, Any]]:
+    """On each of two processes: what the sharded model of each family gives; rank 0 tells."""
+    torch.set_num_threads(1)
+    results = {}
+    with join_process_group("tensor", timeout_minutes=30) as joined:
+        for family in FAMILIES:
+            model = sharding.load_sharded(inputs[family], joined, dtype="float32")
+            result = measured(model, joined)
+            module: Any = attention_modules(model)[0]
+            weight = (module.k_proj if hasattr(module, "k_proj") else module.qkv_proj).weight
+            state = head_state(module)
+            assert state is not None
+            shapes: list[Any] = [None] * joined.shards
+            mine = [list(weight.to_local().shape), state.layout.num_key_value_heads]
+            dist.all_gather_object(shapes, mine)
+            everywhere: list[Any] = [None] * joined.shards
+            dist.all_gather_object(everywhere, result)
+            results[family] = {
+                **result,
+                "whole": list(weight.shape),
+                "held": shapes,
+                "agree": everywhere[0] == everywhere[1],
+            }
+    if joined.is_first:
+        (work_dir / "found.json").write_text(json.dumps(results))
+    return {}
+
+
 def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_path):
     inputs = {family: tmp_path / family for family in FAMILIES}
     for family, folder in inputs.items():
         small_model(family).save_pretrained(folder)
     work = tmp_path / "work"
     work.mkdir()
-    families = order(
-        config_of(inputs["qwen3"], SEARCH), inputs, work, "tests.sharded_case:families"
-    )
+    families = order(config_of(inputs["qwen3"], SEARCH), inputs, work, f"{__name__}:families")
     assert run_order(families, 2) == 0
     results = json.loads((work / "found.json").read_text())
     for family, folder in inputs.items():
-        result, expected = results[family], alone(folder)
+        result, expected = results[family], measured(load_model(folder, dtype="float32"))
         close = {"rtol": 1e-4, "atol": 1e-4}
         assert result["agree"]
         assert result["scores"] == expected["scores"]

@@ -4,23 +4,182 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from bosch.budget import LayerHeads
+from bosch.context_split import ContextSplit
+from bosch.heads import HeadMask
+from bosch.model.cache import HybridCache, held_bytes
+from bosch.model.context_parallel import ContextParallel
+from bosch.model.families import decoder_layers
+from bosch.model.materialize import materialize
+from bosch.model.search_mode import mask_shape, prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.objective import Objective
+from bosch.ranks import Ranks
+from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
+from stages.evaluate.generation import Question, generate
+from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import EvaluateConfig
-from tests.rank_processes import run_module, run_order
+from stages.evaluate.suites.positions.suite import token_losses
+from tests.hybrid_case import mask_of, small_model, tokens
+from tests.rank_processes import on_ranks, run_order
 from tests.search_case import order
 from tests.tiny_data import save_tiny_model
 
+MENU = (Window(9, 2), Window(5, 2))
+EXAMPLES = (40, 33, 37, 21, 45)
+# Batches with padding and without; the last is shorter than its chunks with padding at the end.
+LENGTHS = ((7, 41, 60), (52,), (33, 33), (6,))
+TOKENIZER: Any = SimpleNamespace(
+    pad_token_id=0, decode=lambda ids, **_: " ".join(map(str, ids)), encode=None
+)
 
-@pytest.mark.parametrize("module", ["tests.split_search", "tests.split_reading"])
-def test_split_sequences_give_what_one_process_gives(module: str) -> None:
+
+def masks(layers: int, heads: int) -> list[tuple[HeadMask, int]]:
+    """Masks of this menu, each with the layers that the next ones share."""
+    generator = np.random.default_rng(0)
+    choices, tops = generator.integers(0, 3, (layers, heads)), generator.integers(0, 3, (4, heads))
+    drawn = [(HeadMask.all_full(layers, heads), 0)]
+    for top in tops:
+        choices[-1] = top
+        drawn.append((HeadMask.of_choices(choices), layers - 1))
+    return drawn
+
+
+def compare_search(family: str, split: ContextParallel) -> None:
+    """Scores, log-likelihoods and gradients, with and without reuse of earlier passes."""
+    model: Any = small_model(family)
+    prepare_for_search(model)
+    data = CalibrationSet.from_records((tokens(1, n, seed=n)[0].tolist(), 2) for n in EXAMPLES)
+    ranks = Ranks(shard=split.communicator.rank, shards=split.ranks)
+    alone = Objective(model, data, MENU, batch_size=2, reuse_bytes=0)
+    drawn = masks(*alone.shape)
+    one = drawn[1][0]
+    evaluations = [alone.evaluate(mask) for mask, _ in drawn]
+    gradients = [alone.gate_gradient(one).values, alone.window_gradient(one).values]
+    for reuse in (0, 1 << 26):
+        shared = Objective(
+            model, data, MENU, batch_size=2, ranks=ranks, split=split, reuse_bytes=reuse
+        )
+        for (mask, layers), theirs in zip(drawn, evaluations, strict=True):
+            ours = shared.evaluate(mask, layers)
+            assert ours.score == theirs.score, family
+            assert abs(ours.log_likelihood - theirs.log_likelihood) < 1e-6, family
+        assert shared.savings()["layer_inputs"] == (shared.cache.peak_bytes > 0) == (reuse > 0)
+        found = (shared.gate_gradient(one).values, shared.window_gradient(one).values)
+        for values, expected in zip(found, gradients, strict=True):
+            np.testing.assert_allclose(values, expected, atol=1e-6, rtol=1e-5)
+
+
+def count_bytes(split: ContextParallel) -> None:
+    """Of a pass and of a gradient, against the formula, all ranks together."""
+    model: Any = small_model("qwen3")
+    prepare_for_search(model)
+    length = 48
+    data = CalibrationSet.from_records([(tokens(1, length)[0].tolist(), 1)])
+    ranks = Ranks(shard=split.communicator.rank, shards=split.ranks)
+    objective = Objective(model, data, MENU, ranks=ranks, split=split, reuse_bytes=0)
+    layers, heads = mask_shape(model.config)
+    mask = masks(layers, heads)[1][0]
+    kinds, per_head = ContextSplit(length, split.ranks), 2 * decoder_layers(model.config).head_dim
+    objective.evaluate(mask)
+
+    def sent(rows: list[LayerHeads]) -> int:
+        return (
+            4
+            * per_head
+            * sum(count * kinds.traffic(window) for row in rows for window, count in row.items())
+        )
+
+    every = [dict.fromkeys((None, *MENU), heads)] * layers
+    # Activations are computed again; what the first layer is sent has no gradient.
+    for run, expected in (
+        (lambda: objective.evaluate(mask), sent(mask.heads_per_layer(MENU))),
+        (lambda: objective.gate_gradient(mask), 2 * sent(every) + sent(every[1:])),
+    ):
+        split.communicator.sent_bytes = 0
+        run()
+        total = torch.tensor(split.communicator.sent_bytes)
+        dist.all_reduce(total)
+        # Beside them the states at the answer, or the gradients of the gates.
+        assert expected < total <= 1.05 * expected, (int(total), expected)
+
+
+def search_on_ranks(*families: str) -> None:
+    torch.set_num_threads(1)
+    split = ContextParallel(dist.group.WORLD)
+    for family in families:
+        compare_search(family, split)
+    count_bytes(split)
+
+
+def compare_reading(model: Any, shared: SharedReading, name: str) -> None:
+    """Caches, bytes that they hold, generated tokens and losses of a model."""
+    for lengths in LENGTHS:
+        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        for row, length in enumerate(lengths):
+            ids[row, ids.shape[1] - length :] = tokens(1, length, seed=row)
+        mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - torch.tensor(lengths)[:, None]).long()
+        positions = (mask.cumsum(1) - 1).clamp_min(0)  # as `generate` has them
+        cache = shared.cache(model, ids, mask)
+        expected = HybridCache.of(model)
+        with torch.inference_mode():
+            past = {"position_ids": positions[:, :-1], "past_key_values": expected}
+            model(ids[:, :-1], attention_mask=mask[:, :-1], **past)
+            assert (cache is not None) == shared.is_first
+            if cache is not None:
+                assert held_bytes(cache) == held_bytes(expected), name
+                now = {"attention_mask": mask, "position_ids": positions[:, -1:]}
+                logits = [
+                    model(ids[:, -1:], past_key_values=one, **now).logits
+                    for one in (cache, expected)
+                ]
+                torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
+    for lengths in (*LENGTHS, (1,)):
+        questions = [
+            Question(n, np.asarray(tokens(1, length, seed=n)[0], np.int32), [])
+            for n, length in enumerate(lengths)
+        ]
+        model.generation_config.eos_token_id = None
+        ours, theirs = (
+            list(generate(model, TOKENIZER, questions, 9, 3, shared=one)) for one in (shared, None)
+        )
+        assert ours == theirs, name
+    document = np.asarray(tokens(1, 61)[0])
+    losses = [token_losses(model, document, one) for one in (shared, None)]
+    assert len(losses[0]) == 60
+    np.testing.assert_allclose(*losses, atol=1e-6, rtol=1e-6, err_msg=name)
+
+
+def reading_on_ranks(*families: str) -> None:
+    """Of each family the original, and hybrids with one window and with two."""
+    torch.set_num_threads(1)
+    shared = SharedReading()
+    for family in families:
+        base = shared.load(lambda name=family: small_model(name), Runtime())
+        compare_reading(base, shared, family)
+        for windows in (Window(5, 2), (Window(19, 3), Window(6, 3))):
+            mask = mask_of(base.config)
+            if isinstance(windows, tuple):
+                choices = mask.choices * np.arange(1, 3).repeat(mask.num_key_value_heads // 2)
+                mask = type(mask).of_choices(choices)
+            compare_reading(
+                materialize(small_model(family), mask, windows), shared, f"{family} {windows}"
+            )
+
+
+@pytest.mark.parametrize("work", ["search", "reading"])
+def test_split_sequences_give_what_one_process_gives(work: str) -> None:
     """Gemma 2 has layers with windows of their own and capped scores."""
-    done = run_module(module, ["qwen3", "gemma2"], 2)
-    assert done.returncode == 0, done.stdout
-    assert all(f"rank {rank} agrees" in done.stdout for rank in range(2))
+    on_ranks(2, f"{__name__}:{work}_on_ranks", "qwen3", "gemma2")
 
 
 def test_an_evaluation_by_two_processes_gives_the_answers_of_one(tmp_path: Path) -> None:

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
+from stages.measure.process import memory_meter
+from stages.train import run
 from stages.train.footprint import float32_bytes, load_host_bytes
-from tests.training_case import DEEPSPEED, SEQUENCE_LENGTH, make_case, train_in_processes
+from stages.train.loop import Loop
+from stages.train.storage import RestartPoints
+from tests.training_case import (
+    DEEPSPEED,
+    SEQUENCE_LENGTH,
+    main,
+    make_case,
+    stage_config,
+    train_in_processes,
+)
 
 HIDDEN, INTERMEDIATE = 768, 3072
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +42,15 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(tmp_path_factory.mktemp("case"))
 
 
-def measured(case: Path, work_dir: Path, **changes: Any) -> list[dict[str, Any]]:
-    done = train_in_processes(case, work_dir, 2, module="tests.measured_training", **changes)
+def held_by(function: str, case: Path, work_dir: Path, **changes: Any) -> list[dict[str, Any]]:
+    """What a function below writes on each of two ranks."""
+    done = train_in_processes(case, work_dir, 2, module=f"{__name__}:{function}", **changes)
     assert done.returncode == 0, done.stderr
-    return [json.loads((work_dir / f"measured.{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((work_dir / f"held.{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def say(work_dir: Path, held: dict[str, Any]) -> None:
+    (work_dir / f"held.{os.environ['RANK']}.json").write_text(json.dumps(held))
 
 
 def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs(
@@ -39,13 +61,10 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
     parameters = sum(value.numel() for value in weights.values())
     layers, hidden = 2, 32
     for accumulation, micro in ((1, 2), (2, 1)):
-        ranks = measured(
-            case,
-            tmp_path / str(accumulation),
+        ranks = held_by(
+            "measured_steps", case, tmp_path / str(accumulation),
             train={"total_tokens": 256, "checkpoint_tokens": [], "mixed_precision": "bf16"},
-            runtime={
-                "sharding": "fsdp", "micro_batch_size": micro, "checkpointing": "full",
-            },
+            runtime={"sharding": "fsdp", "micro_batch_size": micro, "checkpointing": "full"},
         )  # fmt: skip
         for rank in ranks:
             assert len(rank["gradients"]) == 2 * accumulation
@@ -56,6 +75,58 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
             # the normed states and their gradient.
             inputs = layers * micro * SEQUENCE_LENGTH * hidden * 2
             assert max(rank["layer_inputs"]) <= inputs * (layers + 4) / layers, (accumulation, rank)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    storages = [t.untyped_storage() for t in local if t.device.type != "meta"]
+    return sum({one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}.values())
+
+
+def gradient_bytes() -> int:
+    """Bytes of gradients that wait for the optimiser, whole ones that FSDP sets aside included."""
+    alive = gc.get_objects()
+    tensors = [one for one in alive if issubclass(type(one), torch.Tensor)]
+    gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    for one in alive:
+        if type(one).__name__ == "FSDPParam" and one.unsharded_accumulated_grad is not None:
+            gradients.append(one.unsharded_accumulated_grad)
+    return _bytes(gradients)
+
+
+def measured_steps(*_: str) -> None:
+    """Train, and note gradients after each micro-batch, and inputs and outputs of layers."""
+    held: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
+    loss_of, backward = Loop.loss_of, Accelerator.backward
+
+    def measured_backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        backward(self, *args, **kwargs)
+        held["gradients"].append(gradient_bytes())
+
+    def note_output(layer: Any, args: Any, output: torch.Tensor) -> None:
+        held["layer_outputs"].append(str(output.dtype))
+
+    def measured_loss(self: Loop, batch: Any, predicted: int) -> Any:
+        shape = (*batch["input_ids"].shape, self.unwrapped.config.hidden_size)
+        saved: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tuple(tensor.shape) == shape:
+                saved.append(tensor)
+            return tensor
+
+        layers = self.unwrapped.get_decoder().layers
+        hooks = [layer.register_forward_hook(note_output) for layer in layers]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            result = loss_of(self, batch, predicted)
+        for hook in hooks:
+            hook.remove()
+        held["layer_inputs"].append(_bytes(saved))
+        return result
+
+    Accelerator.backward = measured_backward
+    Loop.loss_of = measured_loss  # type: ignore[method-assign]
+    say(main(), held)
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +151,8 @@ def test_loading_takes_little_more_than_one_bf16_model_per_node(
     large: Path, tmp_path: Path, sharding: str
 ) -> None:
     """Beyond the float32 shards the ranks keep, which on a GPU are not in the host's memory."""
-    done = train_in_processes(
-        large, tmp_path, 2, module="tests.measured_load",
-        runtime={"sharding": sharding, "micro_batch_size": 1},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads((tmp_path / f"load.{rank}.json").read_text()) for rank in (0, 1)]
+    runtime = {"sharding": sharding, "micro_batch_size": 1}
+    ranks = held_by("measured_load", large, tmp_path, runtime=runtime)
     parameters = ranks[0]["parameters"]
     saved = load_host_bytes(parameters, 2, 2, sharding, processes=2, on_gpu=False)
     shard = float32_bytes(parameters, shards=2)
@@ -93,3 +160,33 @@ def test_loading_takes_little_more_than_one_bf16_model_per_node(
     assert all(0.9 * shard < rank["kept"] < 1.5 * shard for rank in ranks)
     one_weight = 4 * HIDDEN * INTERMEDIATE  # in float32, on each rank
     assert sum(rank["peak"] - rank["kept"] for rank in ranks) < 1.2 * saved + 2 * one_weight
+
+
+def measured_load(case: str, work_dir: str, changes: str) -> None:
+    """Load a model for training; resident bytes since the load began, and parameters.
+
+    A weight that is freed is given back: it lies in a mapping of its own.
+    """
+    # Without it glibc raises the threshold to the size of what was freed first, and pieces that
+    # are kept hold together what was freed between them: as much as the shards themselves.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
+    work, config = Path(work_dir), stage_config(**json.loads(changes))
+    inputs = {name: Path(case, name) for name in ("prepare", "materialize")}
+    load, meter, before = run.load_for_training, memory_meter(torch.device("cpu")), 0
+
+    def load_from_here(*args: Any, **options: Any) -> Any:
+        nonlocal before
+        gc.collect()
+        meter.restart()
+        before = meter.now()
+        return load(*args, **options)
+
+    run.load_for_training = load_from_here
+    # DeepSpeed's copies for its optimizer are no part of loading.
+    Accelerator.prepare = lambda self, *parts: parts
+    run.check_sharding_runs = lambda *parts: None
+    loop = run.build_loop(config, inputs, work, RestartPoints(work, config.section))
+    gc.collect()
+    held = {"peak": meter.peak() - before, "kept": meter.now() - before}
+    held["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in loop.model.parameters())
+    say(work, held)

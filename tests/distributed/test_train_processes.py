@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
 import shutil
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from bosch import ranks
 from bosch.files import file_digest
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
+from stages.context import Runtime
+from stages.train import decisions
+from stages.train.checkpoint import CheckpointWriter
 from stages.train.footprint import restart_point_bytes
+from stages.train.loop import Loop
+from stages.train.parallel import leave, make_accelerator
+from stages.train.schedule import make_schedule
+from stages.train.stage import TrainConfig
+from stages.train.storage import RestartPoints
 from tests.front_case import nested_front
 from tests.rank_processes import run_module
 from tests.training_case import (
     DEEPSPEED,
     SHARDINGS,
+    main,
     make_case,
     metrics,
     stage_config,
     train_here,
     train_in_processes,
 )
+
+_PASSES = 8
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +124,38 @@ def tensor_bytes(point: Path) -> int:
     return sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors)
 
 
+def checked_checkpoints(*_: str) -> None:
+    """Train, and leave beside each checkpoint its weights by other means.
+
+    `expected-<tokens>`, gathered by torch or DeepSpeed as a whole and written by transformers, and
+    the number of files that each rank wrote: `files-<tokens>.<rank>`.
+    """
+    written: list[Any] = []
+    write, group = Loop.write_checkpoint, CheckpointWriter.write_group
+
+    def checked_checkpoint(self: Loop, tokens: int, averaged: list[int]) -> None:
+        if self.runtime.sharding == "deepspeed":
+            state = self.model._zero3_consolidated_16bit_state_dict()
+        else:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(self.model, options=options)
+        work_dir = self.restarts.directory.parent
+        if self.accelerator.is_main_process:
+            state.pop("lm_head.weight")  # tied
+            self.unwrapped.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
+        written.clear()
+        write(self, tokens, averaged)
+        (work_dir / f"files-{tokens}.{dist.get_rank()}").write_text(str(len(written)))
+
+    def counted_group(self: CheckpointWriter, *args: Any) -> None:
+        written.append(args)
+        group(self, *args)
+
+    Loop.write_checkpoint = checked_checkpoint  # type: ignore[method-assign]
+    CheckpointWriter.write_group = counted_group  # type: ignore[method-assign]
+    main()
+
+
 @pytest.mark.parametrize("sharding", ["none", "fsdp", DEEPSPEED])
 def test_two_processes_train_like_one_and_resume(
     case: Path, alone: Path, tmp_path: Path, sharding: str
@@ -114,7 +165,7 @@ def test_two_processes_train_like_one_and_resume(
     Checkpoints have three files, which the ranks write in turn, with the bits of whole weights.
     """
     changes: dict[str, Any] = {
-        "module": "tests.checked_checkpoints",
+        "module": f"{__name__}:checked_checkpoints",
         "train": {"document_masking": True},
         "runtime": {"sharding": sharding, "micro_batch_size": 1, "save_every_steps": 4},
         "max_shard_size": "40KB",  # a layer
@@ -206,20 +257,20 @@ def test_after_a_lost_node_more_processes_go_on_from_a_whole_point(
 def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_path: Path) -> None:
     """One row over two processes: the second has empty shards alone of such weights."""
     changes: dict[str, Any] = {
-        "train": {"lora": {"rank": 1}},
+        "train": {"lora": {"rank": 1}, "total_tokens": 512, "checkpoint_tokens": []},
         "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
     }
-    whole = train_in_processes(case, tmp_path / "whole", 2, **changes)
-    assert whole.returncode == 0, whole.stderr
-    assert train_in_processes(case, tmp_path / "cut", 2, kill_at_step=4, **changes).returncode
-    done = train_in_processes(case, tmp_path / "cut", 2, **changes)
+    assert train_in_processes(case, tmp_path, 2, kill_at_step=4, **changes).returncode
+    before = losses(tmp_path)
+    done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    assert "resuming from step-2" in done.stderr
+    assert losses(tmp_path) == pytest.approx(before, rel=1e-6)
 
 
 def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path) -> None:
     done = train_in_processes(
-        case, tmp_path, 2, module="tests.checked_checkpoints", max_shard_size="40KB",
+        case, tmp_path, 2, module=f"{__name__}:checked_checkpoints", max_shard_size="40KB",
         train={"averaged_checkpoints": 2}, runtime={"sharding": "fsdp"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -258,14 +309,71 @@ def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:
         )
 
 
+def _sum_of_outputs(model: torch.nn.Module) -> torch.Tensor:
+    """Its gradient for each weight is 256 on the first rank and 1 on the other."""
+    value = 256.0 if dist.get_rank() == 0 else 1.0
+    return model(torch.full((1, 2), value, dtype=torch.bfloat16)).sum()
+
+
+def _summed_by_fsdp(policy: MixedPrecisionPolicy) -> float:
+    """The gradient of a weight, averaged over the ranks, after all passes."""
+    model = fully_shard(torch.nn.Linear(2, 1, bias=False), mp_policy=policy)
+    for _ in range(_PASSES):
+        _sum_of_outputs(model).backward()
+    return float(model.weight.grad.full_tensor()[0, 0])
+
+
+def _summed_by_deepspeed(accelerator: Accelerator, changes: dict[str, object]) -> float:
+    """The same, read from a step of plain gradient descent, for which DeepSpeed keeps float32."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    layer = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(layer.weight)
+    plugin = accelerator.state.deepspeed_plugin
+    shipped = copy.deepcopy(plugin.hf_ds_config.config)
+    plugin.hf_ds_config.config |= changes
+    model, _ = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+    plugin.hf_ds_config.config = shipped
+    for _ in range(_PASSES):
+        with accelerator.accumulate(model):
+            accelerator.backward(_PASSES * _sum_of_outputs(model))  # which divides by their number
+    return -float(safe_get_full_fp32_param(next(model.parameters()))[0, 0])
+
+
+def gradient_sums(sharding: str) -> None:
+    """On each of two ranks: what training's own settings give, beside sums in bf16.
+
+    The ranks' gradients, 256 and 1, are bf16 numbers; their sum is none.
+    """
+    train = TrainConfig(
+        total_tokens=32 * 2 * _PASSES, batch_tokens=32 * 2 * _PASSES, checkpoint_tokens=[],
+        mixed_precision="bf16", max_grad_norm=1e9,
+    )  # fmt: skip
+    runtime = Runtime(sharding=sharding, micro_batch_size=1)
+    schedule = make_schedule(train, runtime, 32, 2, False)
+    assert schedule.accumulation == _PASSES
+    accelerator = make_accelerator(train, runtime, schedule, 2)
+    if sharding == "fsdp":
+        gradients = [
+            _summed_by_fsdp(accelerator.state.fsdp_plugin.mixed_precision_policy),
+            _summed_by_fsdp(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)),
+        ]
+    else:
+        gradients = [
+            _summed_by_deepspeed(accelerator, {}),
+            _summed_by_deepspeed(accelerator, {"communication_data_type": "bf16"}),
+            _summed_by_deepspeed(accelerator, {"data_types": {"grad_accum_dtype": "bf16"}}),
+        ]
+    shipped, *in_bf16 = gradients
+    assert shipped == _PASSES * (256 + 1) / 2 and shipped not in in_bf16, gradients
+    leave()
+
+
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
 def test_gradients_are_summed_in_float32(sharding: str) -> None:
     """Over ranks and passes: a sum in bf16, of either, is another."""
-    done = run_module("tests.gradient_sums", [sharding], 2)
+    done = run_module(f"{__name__}:gradient_sums", [sharding], 2)
     assert done.returncode == 0, done.stderr
-    shipped, *in_bf16 = map(float, done.stdout.rpartition("gradients ")[2].splitlines()[0].split())
-    assert shipped == 8 * (256 + 1) / 2
-    assert in_bf16 and shipped not in in_bf16
 
 
 def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
@@ -286,8 +394,8 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
             },
             "runtime": {"collective_timeout_minutes": limits[slow], "save_every_steps": 3},
         }
-        arguments = [str(case), str(tmp_path / slow), json.dumps(changes)]
-        return run_module("tests.slow_ranks", arguments, 2, {"SLOW": slow})
+        arguments = [str(case), str(tmp_path / slow), json.dumps(changes), slow]
+        return run_module(f"{__name__}:slow_training", arguments, 2)
 
     with ThreadPoolExecutor() as pool:  # they wait for most of their time
         step, late_step, save = pool.map(train, limits)
@@ -296,3 +404,25 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
         assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
     assert save.returncode == 0, save.stderr
     assert len(losses(tmp_path / "save")) == 4
+
+
+def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
+    """On each rank: the second one hangs in a step, or the first one saves and tidies slowly."""
+
+    def late(call: Any, when: Any = lambda _: True) -> Any:
+        def wait_and_call(self: Any, *args: Any) -> Any:
+            if when(self):
+                time.sleep(9.0)
+            return call(self, *args)
+
+        return wait_and_call
+
+    ranks.REPORT_SECONDS = 1.0
+    decisions.MIN_STEP_TIMEOUT, decisions.TIMEOUT_FACTOR = 5 / 60, 0
+    if slow == "save":
+        RestartPoints.publish = late(RestartPoints.publish)  # type: ignore[method-assign]
+        RestartPoints.remove = late(RestartPoints.remove)  # type: ignore[method-assign]
+    elif os.environ["RANK"] == "1":
+        number = {"step": 3, "late step": 8}[slow]
+        Loop.loss_of = late(Loop.loss_of, lambda loop: loop.step == number)
+    main()
