@@ -110,7 +110,8 @@ def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch)
     manager = harness_tasks.task_manager(["gsm8k"])
     [task] = harness_tasks.load_tasks(manager, "gsm8k", section).tasks.values()
     lm = harness_suite.language_model(model, tokenizer, 2)
-    alone = simple_evaluate(lm, tasks=[task], bootstrap_iters=0)["samples"]["gsm8k"]
+    result = simple_evaluate(lm, tasks=[task], task_manager=manager, bootstrap_iters=0)
+    alone = result["samples"]["gsm8k"]
     prompts = {one["doc_id"]: one["arguments"][0][0] for one in alone}
     assert len(set(prompts.values())) == 4
     assert {prompt.count("Answer:") for prompt in prompts.values()} == {6}
@@ -151,8 +152,8 @@ def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
     sampled = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
     sampled = {"repeats": 2, "generation_kwargs": sampled}
     section = _harness(
-        folder, "gsm8k", "longbench_trec", "longproc_countdown", "hellaswag", max_length=300,
-        settings={"gsm8k": sampled}, optional=["longproc_countdown"],
+        folder, "gsm8k", "longbench_trec", "humaneval", "hellaswag", max_length=300,
+        settings={"gsm8k": sampled}, optional=["humaneval"],
     )  # fmt: skip
     config = StageConfig(
         EvaluateConfig(
@@ -172,13 +173,20 @@ def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
         scores = Scores.read(work)
         assert scores.prompts == "in the tokenizer's chat template"
         assert scores.missing["needle"].keys() == {"qa_1"}
-        assert scores.missing["harness"].keys() == {"longproc_countdown", "hellaswag"}
-        assert "runs code that the model writes" in scores.missing["harness"]["longproc_countdown"]
+        assert scores.missing["harness"].keys() == {"humaneval", "hellaswag"}
+        assert "runs code that the model writes" in scores.missing["harness"]["humaneval"]
         records = list(read_samples(work))
         asked = [record["question"] for record in records if record["task"] == "gsm8k"]
         assert all("</user><assistant>" in question for question in asked) and len(asked) == 4
         outputs.append([record["output"] for record in records])
     assert outputs[0] == outputs[1]
+
+
+def test_tasks_are_looked_for_in_the_folders_of_their_names_before_the_whole_index(monkeypatch):
+    """Of a group lm-eval must know the members, wherever they are."""
+    monkeypatch.setattr(harness_tasks, "whole_index", lambda: "whole")
+    names = ("gsm8k", "longproc_countdown", "no_such_folder")
+    assert [harness_tasks.task_manager([name]) == "whole" for name in names] == [False, True, True]
 
 
 def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
