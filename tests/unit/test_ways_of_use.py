@@ -27,8 +27,6 @@ from transformers import (
     Qwen3ForCausalLM,
     StaticCache,
     TextStreamer,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -254,6 +252,8 @@ def test_more_embeddings(tmp_path: Path) -> None:
 
 
 def test_the_trainer_trains_and_saves_a_hybrid(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments  # they load peft and the inductor
+
     model, rows = _hybrid(), tokens(4, LENGTH)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     data = [{"input_ids": row, "labels": row} for row in rows]
