@@ -56,7 +56,10 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "search.method=apl", "train=null", "evaluate={harness: {tasks: [gsm8k]}}",
         "model.dtype=float32", "runtime.processes=4",
     )),
-    ("qwen3_1p7b_r075", "h100x8", ("train=null", "evaluate={needle: null, mrcr: {data_dir: m}}")),
+    ("qwen3_1p7b_r075", "h100x8", (
+        "search.method=front", "train=null", "runtime.eval_batch_size=2",
+        "evaluate={needle: null, mrcr: {data_dir: m}, budgets: [0.5]}",
+    )),
 )  # fmt: skip
 
 
