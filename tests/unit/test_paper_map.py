@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def rows() -> list[list[str]]:
     return [row for row in cells if row[0] != "paper"]
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
     """Functions, classes, methods as Class.method, and assigned names of a module."""
     names = set()
