@@ -284,66 +284,40 @@ def test_planned_variants_are_the_grid_after_the_original() -> None:
     ]
 
 
-def test_options_that_do_not_fit_the_model_are_one_sentence(folder: Path) -> None:
-    with pytest.raises(
-        UserError, match="--lengths: a sequence of 32 tokens is shorter than a window"
-    ):
-        planned_variants(small_config("qwen3"), MeasureSettings(lengths=(32, 99), windows=(8, 64)))
-    config = load_config(str(folder / "hybrid"))
-    with pytest.raises(UserError, match="--ratios: the model is a hybrid"):
-        planned_variants(config, MeasureSettings(ratios=(0.5,)))
-
-
 @pytest.mark.parametrize(
-    ("model", "options", "sentence"),
+    ("model", "original", "options", "sentence"),
     [
-        ("model", {"attention": "flex"}, "--attention: flex computes no passes with a KV cache, a"),
-        (
-            "model",
-            {"attention": "flash", "device": "cpu"},
-            "--attention: flash runs on a GPU only, --device is cpu; choose sdpa",
-        ),
-        (
-            "model",
-            {"attention": "flash", "dtype": "float32"},
-            "and bfloat16, --dtype is float32; choose",
-        ),
-        ("model", {"attention": "flash", "sinks": 2}, "flash has no sinks, --sinks asks for 2"),
-        ("hybrid", {"attention": "flash"}, "--attention: flash has no sinks, the model has 2"),
-        ("model", {"attention": "varlen"}, "varlen computes no passes with a KV cache"),
+        ("model", None, {"lengths": (32, 99), "windows": (8, 64)},
+         "--lengths: a sequence of 32 tokens is shorter than a window"),
+        ("hybrid", None, {"ratios": (0.5,)}, "--ratios: the model is a hybrid"),
+        # Backends that are here.
+        ("model", None, {"attention": "flex"},
+         "--attention: flex computes no passes with a KV cache, a"),
+        ("model", None, {"attention": "flash", "device": "cpu"},
+         "--attention: flash runs on a GPU only, --device is cpu; choose sdpa"),
+        ("model", None, {"attention": "flash", "dtype": "float32"},
+         "and bfloat16, --dtype is float32; choose"),
+        ("model", None, {"attention": "flash", "sinks": 2},
+         "flash has no sinks, --sinks asks for 2"),
+        ("hybrid", None, {"attention": "flash"}, "flash has no sinks, the model has 2"),
+        ("model", None, {"attention": "varlen"}, "varlen computes no passes with a KV cache"),
+        # No model of ours, and no original of it.
+        ("model", "model", {},
+         "^--original: .*/model is itself an original model"),
+        ("hybrid", "hybrid", {},
+         "^--original: .*/hybrid is a hybrid model; expected its full-attention base"),
+        ("hybrid", "wide", {},
+         r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2"),
+        ("gpt2", None, {}, "models of type 'gpt2' are not supported"),
+        ("damaged", None, {}, "layer_types must hold .* for each of 2 layers"),
     ],
-)
-def test_a_backend_that_is_here_and_cannot_be_measured_is_refused_before_any_run(
-    model: str, options: Any, sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before_any_run(
+    model: str, original: str | None, options: Any, sentence: str,
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     for name in ("flex", "flash", "varlen"):
         monkeypatch.setitem(BACKENDS, name, BACKENDS[name]._replace(usable=lambda: True))
-    with pytest.raises(UserError, match=sentence):
-        measurement.measure(str(folder / model), None, MeasureSettings(**options), folder / "none")
-    assert not (folder / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("model", "original", "sentence"),
-    [
-        ("model", "model", "^--original: .*/model is itself an original model"),
-        (
-            "hybrid",
-            "hybrid",
-            "^--original: .*/hybrid is a hybrid model; expected its full-attention base",
-        ),
-        (
-            "hybrid",
-            "wide",
-            r"^--original: .*/wide has 2 layers of 4 KV heads, .*/hybrid has 2 of 2",
-        ),
-        ("gpt2", None, "models of type 'gpt2' are not supported"),
-        ("damaged", None, "layer_types must hold .* for each of 2 layers"),
-    ],
-)
-def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run(
-    model: str, original: str | None, sentence: str, folder: Path, tmp_path: Path
-) -> None:
     for name, base, own in (
         ("wide", "model", {"num_key_value_heads": 4}),
         ("gpt2", "model", {"model_type": "gpt2"}),
@@ -353,8 +327,9 @@ def test_what_is_no_model_of_ours_or_no_original_of_it_is_refused_before_any_run
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config | own))
     original_dir = None if original is None else str(folder / original)
+    settings = MeasureSettings(**options)
     with pytest.raises(UserError, match=sentence):
-        measurement.measure(str(folder / model), original_dir, MeasureSettings(), tmp_path / "none")
+        measurement.measure(str(folder / model), original_dir, settings, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
