@@ -107,30 +107,23 @@ def test_mask_cannot_be_changed_nor_follow_its_source() -> None:
         mask.is_full[0, 0] = False
 
 
-@pytest.mark.parametrize("bits", [np.ones(3), np.ones((0, 3)), np.full((2, 2), 0.5)])
-def test_what_is_no_mask_is_refused(bits: np.ndarray) -> None:
-    with pytest.raises(ValueError):
-        HeadMask(bits)
-
-
-@pytest.mark.parametrize("choice", [-1, 16, 0.5])
-def test_what_is_no_choice_is_refused(choice: float) -> None:
-    with pytest.raises(ValueError, match="one of at most 15 windows"):
-        HeadMask.of_choices([[0, choice]])
+_KEYS = ("", "1x3", "1x9:e0", "1x3:ff", "1x3:e000", "1x3:E0", "1x3/3:012", "1x3/1:011")
 
 
 @pytest.mark.parametrize(
-    "key", ["", "1x3", "1x9:e0", "1x3:ff", "1x3:e000", "1x3:E0", "1x3/3:012", "1x3/1:011"]
+    ("made", "of", "said"),
+    [
+        (HeadMask, (np.ones(3), np.ones((0, 3)), np.full((2, 2), 0.5)), ""),
+        (HeadMask.of_choices, ([[0, -1]], [[0, 16]], [[0, 0.5]]), "one of at most 15 windows"),
+        (HeadMask.from_key, _KEYS, "is not the key of a head mask"),
+        (lambda heads: HeadMask.from_swa_kv_heads(heads, 3), ([[0, 0]], [[3]], [[-1]]), "layer 0"),
+    ],
+    ids=["bits", "choices", "keys", "heads"],
 )
-def test_what_is_no_key_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="is not the key of a head mask"):
-        HeadMask.from_key(key)
-
-
-@pytest.mark.parametrize("heads", [[[0, 0]], [[3]], [[-1]]])
-def test_impossible_head_indices_are_refused(heads: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="layer 0"):
-        HeadMask.from_swa_kv_heads(heads, 3)
+def test_what_is_no_mask_is_refused(made: Any, of: tuple[Any, ...], said: str) -> None:
+    for one in of:
+        with pytest.raises(ValueError, match=said):
+            made(one)
 
 
 @given(st.integers(1, 2000), st.integers(0, 1000))
@@ -196,12 +189,9 @@ def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
         ("one", {"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
         ("one", {"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
         ("one", {"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
-        ("one", {"seed": True}, "seed has an unexpected value True"),
-        ("one", {"score": float("inf")}, "score is inf, expected a finite"),
         ("one", {"num_key_value_heads": 10**9}, "heads is 1000000000; that is no model"),
         ("one", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ("one", {"score": 10**400}, "score is 1.*expected a finite number below"),
-        ("one", {"window_size": 2**40}, "expected fewer than 2.31 in all"),
         ("one", {"sinks": 2**31}, "expected fewer than 2.31 in all"),
         (
             "one",
@@ -209,8 +199,7 @@ def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
             "5,000 layers; that is no model",
         ),
         ("one", {"swa_kv_heads": [[0] * 200_000, []]}, "more than 200,000 values"),
-        ("several", {"window_sizes": [8, 4]}, r"must rise from each to the next, found \[8, 4\]"),
-        ("several", {"window_sizes": [8, 8]}, "window_sizes must rise"),
+        ("several", {"window_sizes": [8, 8]}, r"must rise from each to the next, found \[8, 8\]"),
         ("several", {"window_sizes": [0, 8]}, "window_size must be an integer of at least 1"),
         ("several", {"window_sizes": []}, "a list of head indices for each of 0 windows"),
         (
@@ -218,7 +207,6 @@ def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
             {"window_sizes": list(range(1, 301)), "swa_kv_heads": [[[]] * 300] * 2},
             "window_sizes has 300 windows, a mask has at most 15",
         ),
-        ("several", {"window_sizes": [4, 10**30]}, "expected fewer than 2.31 in all"),
         ("several", {"window_sizes": 8}, "window_sizes has an unexpected value 8"),
         (
             "several",
@@ -226,7 +214,6 @@ def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
             "for each layer a list of head indices for each of 2 win",
         ),
         ("several", {"swa_kv_heads": [[[0], [0]], [[], []]]}, "layer 0 names a KV head twice"),
-        ("several", {"swa_kv_heads": [[[0], [4]], [[], []]]}, "names KV head 4"),
         ("bias", {"sink_bias": [[0.0] * 8]}, "must hold 2 lists of finite numbers"),
         ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 7]}, "must hold 2 lists"),
         ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 4]}, "must hold 2 lists"),

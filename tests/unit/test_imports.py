@@ -73,6 +73,7 @@ LAZY = {
 }
 
 
+@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

@@ -152,6 +152,9 @@ def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) 
         Journal(tmp_path / "file" / "journal.jsonl").append({})
     with pytest.raises(RunError, match="cannot be read"):
         Journal(tmp_path).read_new(dict)
+    os.mkfifo(tmp_path / "journal.jsonl")  # not waited for
+    with pytest.raises(RunError, match=r"journal\.jsonl: cannot be read \(is a pipe"):
+        Journal(tmp_path / "journal.jsonl").read_new(dict)
 
 
 def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> None:
@@ -165,12 +168,6 @@ def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> N
     journal = Journal(path)
     assert journal.read_new(lambda entry: operator.index(entry["step"])) == [1, 4]
     assert journal.damaged == 5
-
-
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "journal.jsonl")
-    with pytest.raises(RunError, match=r"journal\.jsonl: cannot be read \(is a pipe"):
-        Journal(tmp_path / "journal.jsonl").read_new(dict)
 
 
 def never() -> dict[str, object]:

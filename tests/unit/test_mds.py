@@ -31,14 +31,10 @@ def text(ids) -> str:
 
 
 @pytest.mark.parametrize("name", ["plain", "packed_zstd", "dynamic"])
-def test_all_samples_are_read(name):
+def test_all_samples_and_spans_are_read(name):
     whole = ["".join(t * times for t in TEXTS) for times in range(1, 7)]
     assert [text(sample["input_ids"]) for sample in samples(name)] == whole
-
-
-@pytest.mark.parametrize("name", ["packed_zstd", "dynamic"])
-def test_spans_are_read(name):
-    for times, sample in enumerate(samples(name), start=1):
+    for times, sample in enumerate(samples(name) if name != "plain" else (), start=1):
         pieces = [text(sample["input_ids"][begin:end]) for begin, end in sample["indices"]]
         assert pieces == [t * times for t in TEXTS]
 
@@ -195,24 +191,17 @@ def test_shard_in_a_subfolder_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ("shards", {}), ("shards", None), ("shards", DELETE), ("shards.0", []),
-        ("shards.0.version", "2"), ("shards.0.version", True), ("shards.0.version", 3),
-        ("shards.0.format", "xml"),
-        ("shards.0.samples", -1), ("shards.0.samples", 10**30), ("shards.0.samples", 2.5),
-        ("shards.0.samples", "3"), ("shards.0.samples", DELETE), ("shards.0.raw_data", None),
-        ("shards.0.raw_data", "x"), ("shards.0.raw_data.basename", 7),
-        ("shards.0.raw_data.basename", ""), ("shards.0.raw_data.basename", "a\x00b"),
-        ("shards.0.raw_data.basename", "a\x1b[2Jb"), ("shards.0.raw_data.basename", "a" * 256),
-        ("shards.0.raw_data.basename", "\ud800"), ("shards.0.raw_data.bytes", -5),
-        ("shards.0.raw_data.bytes", 2**40), ("shards.0.raw_data.bytes", None),
-        ("shards.0.raw_data.hashes", []), ("shards.0.raw_data.hashes", {"sha1": 5}),
+        ("shards", {}), ("shards", DELETE), ("shards.0", []), ("shards.0.version", "2"),
+        ("shards.0.version", 3), ("shards.0.format", "xml"), ("shards.0.samples", -1),
+        ("shards.0.samples", 10**30), ("shards.0.samples", "3"), ("shards.0.samples", DELETE),
+        ("shards.0.raw_data", None), ("shards.0.raw_data.basename", 7),
+        ("shards.0.raw_data.basename", ""), ("shards.0.raw_data.basename", "a\x1b[2Jb"),
+        ("shards.0.raw_data.basename", "a" * 256), ("shards.0.raw_data.basename", "\ud800"),
+        ("shards.0.raw_data.bytes", 2**40), ("shards.0.raw_data.hashes", {"sha1": 5}),
         ("shards.0.raw_data.hashes", {"crc": "0"}), ("shards.0.zip_data", DELETE),
-        ("shards.0.zip_data", 3), ("shards.0.column_names", "str"),
-        ("shards.0.column_names", []), ("shards.0.column_names", ["a"]),
-        ("shards.0.column_names", ["a", "a", "a"]), ("shards.0.column_names.0", None),
-        ("shards.0.column_encodings", None), ("shards.0.column_encodings.0", 5),
-        ("shards.0.column_sizes", [None]), ("shards.0.column_sizes.1", -8),
-        ("shards.0.column_sizes.1", 10**400), ("shards.0.column_sizes.1", "8"),
+        ("shards.0.column_names", []), ("shards.0.column_names", ["a", "a", "a"]),
+        ("shards.0.column_encodings.0", 5), ("shards.0.column_sizes", [None]),
+        ("shards.0.column_sizes.1", 10**400),
     ],
 )  # fmt: skip
 def test_index_of_wrong_values(tmp_path, place, value):
@@ -286,28 +275,21 @@ IDS = u32(*range(10))
     ("columns", "message"),
     [
         ({"input_ids": IDS, "indices": u32(0, 11, shape=(1, 2))}, "a span outside the record's 10"),
-        ({"input_ids": IDS, "indices": u32(0, 11, 0, 3, shape=(2, 2))}, "a span outside the"),
         ({"input_ids": IDS, "indices": u32(7, 3, shape=(1, 2))}, "a span outside the record"),
         ({"input_ids": IDS, "indices": ("json", b"[[-3, 5]]")}, "a span outside the record"),
         ({"input_ids": IDS, "indices": ("json", b"[[0, 1e3]]")}, "does not hold whole numbers"),
         ({"input_ids": IDS, "indices": ("json", b"[[0, 1], [2]]")}, "not hold whole numbers"),
         ({"input_ids": IDS, "indices": ("json", b"[0, 4]")}, "expected pairs"),
         ({"input_ids": IDS, "indices": ("json", b"[" * 9000)}, "sample 0 is damaged"),
-        ({"input_ids": IDS, "indices": ("json", b"[[0, 1" + b"0" * 5000 + b"]]")}, "is damaged"),
         ({"input_ids": IDS, "indices": ("json", b"[[0, 1" + b"0" * 50 + b"]]")}, "whole numbers"),
-        ({"input_ids": IDS, "indices": ("json", b'"\xff"')}, "sample 0 is damaged"),
-        ({"input_ids": ("json", b'{"a": 1}')}, "input_ids does not hold whole numbers"),
         ({"input_ids": ("ndarray:float32", b"\x04\x01" + b"\0" * 4)}, "not hold whole numbers"),
-        ({"input_ids": ("json", b"5")}, "input_ids has 0 dimensions"),
         ({"input_ids": u32(1, 2, 3, 4, shape=(2, 2))}, "input_ids has 2 dimensions"),
         ({"input_ids": ("json", b"[-4]")}, "token -4 is not in the vocabulary"),
-        ({"input_ids": u32(2**32 - 1)}, "token 4294967295 is not in the vocabulary"),
         ({"input_ids": u32(511, 512)}, "token 512 is not in the vocabulary"),
         ({"input_ids": ("ndarray", b"")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray", b"\x07\x04\x01")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:uint32", b"\x07" + b"\xff" * 8 + b"abcd")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:uint32:7", b"abcd")}, "sample 0 is damaged"),
-        ({"input_ids": ("ndarray:uint32:x", b"abcd")}, "sample 0 is damaged"),
         ({"input_ids": ("ndarray:object", b"abcd")}, "encoding ndarray:object, which is not read"),
         ({"input_ids": ("pkl", b"abcd")}, "encoding pkl, which is not read"),
         ({"input_ids": ("ndarray:u4:1:1", b"abcd")}, "which is not read"),

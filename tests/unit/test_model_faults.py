@@ -52,7 +52,6 @@ from tests.pipeline_case import Case, truncate, write_safetensors
             "has 10,001 tokens",
         ),
         (lambda c: c.change_config(attn_implementation="org/kernel"), "would load code"),
-        (lambda c: c.change_config(_attn_implementation="org/kernel@v1:f"), "would load code"),
         (lambda c: c.change_config(_attn_implementation={"": "org/kernel"}), "would load code"),
         (
             lambda c: c.change_config(text_config={"a": [{"attn_implementation": "org/kernel"}]}),

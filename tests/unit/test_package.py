@@ -94,7 +94,6 @@ def test_an_index_shows_the_description(site: Path) -> None:
 
 
 def test_the_library_s_commands_work_without_the_checkout(site: Path, tmp_path: Path) -> None:
-    assert _bosch(site, "--version").stdout == f"bosch {VERSION}\n"
     listing = _bosch(site)
     assert listing.returncode == 0 and "mask " in listing.stdout and "show " in listing.stdout
     materialize(small_model(), random_mask(), Window(6)).save_pretrained(tmp_path)
