@@ -80,6 +80,17 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def suite_of(section: HarnessEvaluation, **given: Any) -> HarnessSuite:
+    """The suite of one process."""
+    alone = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1, **given}
+    return HarnessSuite(name="harness", section=section, **alone)
+
+
+def local(folder: Path, *tasks: str, **section: Any) -> HarnessEvaluation:
+    """A section whose data are in a folder alone."""
+    return HarnessEvaluation(tasks=[*tasks], data_dir=str(folder), hub=False, **section)
+
+
 @pytest.mark.usefixtures("stubs")
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_group_has_the_tasks_that_lm_eval_gives_it(manager: TaskManager, name: str) -> None:
@@ -159,8 +170,7 @@ def test_a_documents_score_is_its_first_metric_under_the_first_filter() -> None:
 
 @pytest.mark.parametrize(("most", "samples"), [(None, 3), (2, 2), (4, 3)])
 def test_samples_of_a_task_and_which_of_them_share_a_text(most: int | None, samples: int) -> None:
-    given: Any = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1}
-    suite = HarnessSuite(name="harness", section=HarnessEvaluation(samples=most), **given)
+    suite = suite_of(HarnessEvaluation(samples=most))
     documents = [{"context": text} for text in "aab"]
     for name, distinct in (("infinitebench_x", 2), ("longbench_x", 2), ("gsm8k", 1)):
         subtask = Subtask(name, 0)
@@ -177,12 +187,9 @@ def test_a_prompt_whose_ends_grow_when_they_are_joined_fits_the_positions(
     monkeypatch.setattr(
         harness_suite.longbench, "truncated_ids", lambda _, text, most: [0] * (most + 5)
     )
-    given: Any = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1}
     for positions, tokens in ((None, 95), (158, 95), (150, 87)):
-        suite = HarnessSuite(
-            name="harness", section=HarnessEvaluation(max_length=90),
-            places=Places(Path(), Path(), None, positions), **given,
-        )  # fmt: skip
+        places = Places(Path(), Path(), None, positions)
+        suite = suite_of(HarnessEvaluation(max_length=90), places=places)
         assert len(suite._longbench_ids("qasper", "text", 64)) == tokens
 
 
@@ -199,8 +206,7 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
     monkeypatch.setattr("lm_eval.evaluator.evaluate", evaluate)
     monkeypatch.setattr(harness_suite, "language_model", lambda *_: None)
     monkeypatch.setattr(harness_suite, "is_cut", lambda lm, request: request.args == (3, 1))
-    suite = HarnessSuite(name="harness", section=HarnessEvaluation(), tokenizer=None, answers=None,
-                         rank=0, world=1, batch_size=1)  # fmt: skip
+    suite = suite_of(HarnessEvaluation())
     subtask, places = Subtask("own", 0), range(2, 72)
     suite._tasks[subtask] = SimpleNamespace(
         aggregation=lambda: {"acc": np.mean}, eval_docs=range(80)
@@ -247,10 +253,7 @@ def test_a_chat_template_is_around_some_tasks_of_longbench(
         return [7, *ids]
 
     chat = SimpleNamespace(ids=around)
-    suite = HarnessSuite(
-        name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, chat=chat, answers=None,
-        rank=0, world=1, batch_size=1,
-    )  # fmt: skip
+    suite = suite_of(HarnessEvaluation(), tokenizer=tokenizer, chat=chat)
     document = {"context": "c", "input": "q", "answers": ["q"], "all_classes": ["q"]}
     task = SimpleNamespace(config=SimpleNamespace(doc_to_text="{{context}}"), eval_docs=[document])
     first: list[int] = []
@@ -277,10 +280,7 @@ def test_a_template_without_system_turns_leaves_out_a_tasks_description(
         "{% for one in messages %}{% if one.role in ('system', 'tool') %}"
         "{{ raise_exception('no') }}{% endif %}<{{ one.role }}>{{ one.content }}{% endfor %}"
     )
-    suite = HarnessSuite(
-        name="harness", section=HarnessEvaluation(), tokenizer=tokenizer, answers=None,
-        chat=ChatTemplate(tokenizer), rank=0, world=1, batch_size=1,
-    )  # fmt: skip
+    suite = suite_of(HarnessEvaluation(), tokenizer=tokenizer, chat=ChatTemplate(tokenizer))
     asked: list[str] = []
 
     def build_all_requests(*, chat_template: Any, **options: Any) -> None:
@@ -316,10 +316,7 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
         chat: Any = None, tokenizer: Any = tokenizer, folder: str = "one", **section: Any
     ) -> str:
         section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / folder), **section}
-        suite = HarnessSuite(
-            name="harness", section=HarnessEvaluation(**section), tokenizer=tokenizer,
-            answers=None, rank=0, world=1, batch_size=1, chat=chat,
-        )  # fmt: skip
+        suite = suite_of(HarnessEvaluation(**section), tokenizer=tokenizer, chat=chat)
         suite.prepare()
         [subtask] = suite.subtasks
         return subtask.digest
@@ -353,18 +350,14 @@ def test_documents_and_their_digest_are_those_of_every_process(
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     wrong = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
     rows = [{"Question": f"{n}?", "Correct Answer": "right", **wrong} for n in range(9)]
-    _write(tmp_path / "gpqa_main_zeroshot/train.jsonl", rows)
+    task = "gpqa_main_zeroshot"
+    _write(tmp_path / task / "train.jsonl", rows)
     subtasks, documents = set(), []
     for drawn in range(2):  # each process has drawn other numbers, and has functions of its own
         random.seed(drawn)
         options = {"doc_to_text": partial(lambda document: document["Question"])}
-        suite = HarnessSuite(
-            name="harness", tokenizer=tokenizer, answers=None, rank=drawn, world=2, batch_size=1,
-            section=HarnessEvaluation(
-                tasks=["gpqa_main_zeroshot"], data_dir=str(tmp_path), hub=False,
-                settings={"gpqa_main_zeroshot": options},
-            ),
-        )  # fmt: skip
+        section = local(tmp_path, task, settings={task: options})
+        suite = suite_of(section, tokenizer=tokenizer, rank=drawn, world=2)
         suite.prepare()
         [subtask] = suite.subtasks
         subtasks.add(subtask)
@@ -398,13 +391,9 @@ def test_documents_are_made_once_for_all_models(
     monkeypatch.setattr(harness_suite, "CHUNK", 2)
     rows = [{"ctx": f"q{n}", "endings": ["a", "b" * (n + 2)], "label": "0"} for n in range(7)]
     _write(tmp_path / "hellaswag/validation.jsonl", rows)
-    suite = HarnessSuite(
-        name="harness", tokenizer=tokenizer, answers=None, rank=0, world=1, batch_size=1,
-        section=HarnessEvaluation(
-            tasks=["hellaswag"], data_dir=str(tmp_path), hub=False, num_fewshot=0,
-            settings={"hellaswag": {"process_docs": documents, "training_split": None}},
-        ),
-    )  # fmt: skip
+    settings = {"hellaswag": {"process_docs": documents, "training_split": None}}
+    section = local(tmp_path, "hellaswag", num_fewshot=0, settings=settings)
+    suite = suite_of(section, tokenizer=tokenizer)
     suite.prepare()
     assert not suite.missing
     [subtask] = suite.subtasks
@@ -432,14 +421,9 @@ def test_a_task_whose_answers_fill_the_model_is_missing_and_others_are_asked(
 
     def prepared(most: int | None) -> HarnessSuite:
         settings = {"gsm8k": {"generation_kwargs": {"max_gen_toks": most}}} if most else {}
-        suite = HarnessSuite(
-            name="harness", tokenizer=tokenizer, answers=None, rank=0, world=1, batch_size=1,
-            places=Places(tmp_path, tmp_path, None, 256),
-            section=HarnessEvaluation(
-                tasks=["gsm8k", "mmlu_anatomy"], data_dir=str(tmp_path), hub=False,
-                settings=settings,
-            ),
-        )  # fmt: skip
+        section = local(tmp_path, "gsm8k", "mmlu_anatomy", settings=settings)
+        places = Places(tmp_path, tmp_path, None, 256)
+        suite = suite_of(section, tokenizer=tokenizer, places=places)
         suite.prepare()
         return suite
 
@@ -459,8 +443,7 @@ def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_pat
         _write(tmp_path / f"mmlu_{subject}/test.jsonl", [{**row, "answer": answer}] * 2)
     # The folder of the group is that of none of its subjects.
     _write(tmp_path / "mmlu/test.jsonl", [{"question": "?", "choices": [*"abcd"], "answer": 2}])
-    section = HarnessEvaluation(tasks=["mmlu"], data_dir=str(tmp_path), hub=False)
-    loaded = load_tasks(manager, "mmlu", section)
+    loaded = load_tasks(manager, "mmlu", local(tmp_path, "mmlu"))
     assert loaded.tasks.keys() == {"mmlu_anatomy", "mmlu_astronomy"}
     for name, task in loaded.tasks.items():
         subject = name.removeprefix("mmlu_")
@@ -500,10 +483,7 @@ def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path:
     _write(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
     _write(tmp_path / "mnli/own.jsonl", [row] * 2)
     for settings, count in (({}, 3), ({"mnli": {"validation_split": "own"}}, 2)):
-        section = HarnessEvaluation(
-            tasks=["mnli"], data_dir=str(tmp_path), hub=False, settings=settings
-        )
-        loaded = load_tasks(manager, "mnli", section)
+        loaded = load_tasks(manager, "mnli", local(tmp_path, "mnli", settings=settings))
         assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
 
 
@@ -514,8 +494,7 @@ def test_a_task_with_a_record_that_lacks_a_field_has_no_score(
     row = {"question": "1 + 1?", "answer": "2 #### 2"}
     _write(tmp_path / "gsm8k/train.jsonl", [row] * 5)
     _write(tmp_path / "gsm8k/test.jsonl", [row, {"question": "2 + 2?"}])
-    section = HarnessEvaluation(tasks=["gsm8k"], data_dir=str(tmp_path), hub=False)
-    loaded = load_tasks(manager, "gsm8k", section)
+    loaded = load_tasks(manager, "gsm8k", local(tmp_path, "gsm8k"))
     assert loaded.tasks == {}
     assert "test.jsonl, line 2: lacks the field answer" in loaded.missing["gsm8k"]
 
@@ -539,8 +518,7 @@ def test_records_of_longbench_hold_what_it_asks_and_scores(
     row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None}
     other = {key: one for key, one in {**row, name: value}.items() if one is not ...}
     _write(tmp_path / "longbench/hotpotqa.jsonl", [row, other])
-    section = HarnessEvaluation(tasks=["longbench"], data_dir=str(tmp_path), hub=False)
-    loaded = load_tasks(manager, "longbench_hotpotqa", section)
+    loaded = load_tasks(manager, "longbench_hotpotqa", local(tmp_path, "longbench"))
     if fault is None:
         assert len(loaded.tasks["longbench_hotpotqa"].eval_docs) == 2
     else:
