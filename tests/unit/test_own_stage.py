@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from bosch.errors import UserError
 from pipeline.cli import main
-from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import in_order
 from pipeline.run.runner import Runner, RunOptions
@@ -83,36 +81,3 @@ def test_it_may_read_all_stages_or_the_report_itself(
 def test_a_stage_that_needs_what_is_no_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="stage words needs serach, which is no stage"):
         in_order([*fake_table(), replace(own_stage.STAGE, needs=("prepare", "serach"))])
-
-
-def test_its_section_decides_its_key(case: Case) -> None:
-    Runner(load(case), RunOptions(), in_process).run()
-    assert states(case, "words.most=5")["words"] == "to run (words.most changed 10 → 5)"
-    assert states(case, "words.most=5")["evaluate"] == "cached"
-    (case.corpus / "b.txt").write_text("more")
-    assert states(case)["words"] == "to run (words.folder: b.txt is new; input prepare changed)"
-
-
-@pytest.mark.parametrize(
-    ("override", "fault"),
-    [
-        ("words.mots=5", "words.mots: unknown key; did you mean most?"),
-        ("words.most=1M", "words.most: 1,048,576 is more than prepare.train_tokens"),
-        ("words.folder=no/where", "words.folder: there is no folder"),
-    ],
-)
-def test_its_faults_are_reported_with_the_others(case: Case, override: str, fault: str) -> None:
-    with pytest.raises(UserError, match=r"search\.swa_ratio") as caught:
-        load(case, override, "search.swa_ratio=2")
-    if "unknown key" in fault:
-        assert fault in str(caught.value)
-    with pytest.raises(UserError) as caught:
-        load(case, override)
-    assert fault in str(caught.value)
-
-
-def test_its_cost_stands_in_the_plan(case: Case) -> None:
-    lines = list(plan_lines(load(case), "h100x8"))
-    place = next(n for n, line in enumerate(lines) if line.startswith("  words"))
-    assert lines[place].split(maxsplit=1)[1] == "100 B on disk"
-    assert lines[place + 1].strip() == "- 10 words on 8 x h100"
