@@ -162,15 +162,6 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
     assert cost.hours("h100", 8) <= cost.hours("h100", 1) / min(4, cost.jobs[0])
 
 
-def test_samples_of_a_group_are_those_of_each_of_its_tasks(case: Case) -> None:
-    """MMLU has 57 tasks, ARC two; a limit above their documents changes nothing."""
-    short = "evaluate={needle: null, presets: [short], harness: {samples: %d}}"
-    for samples, mmlu, arc, hellaswag in ((5, 285, 10, 5), (5000, 14_042, 3_548, 5_000)):
-        facts = " ".join(_costs(_load(case, short % samples))["evaluate"].facts)
-        assert f"MMLU: {mmlu:,} documents" in facts and f"ARC: {arc:,} documents" in facts
-        assert f"HellaSwag: {hellaswag:,} documents" in facts
-
-
 @pytest.mark.parametrize(
     ("harness", "samples", "expected"),
     [
@@ -200,30 +191,6 @@ def test_a_model_too_large_for_a_device_is_noted(
         for hardware in ("rtx4090", "cpux6"):
             lines = list(plan_lines(_load(case), hardware))
             assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
-
-
-def test_hours_count_the_devices_that_a_stage_uses(case: Case) -> None:
-    by_one = "runtime.eval_batch_size=1"
-    costs = _costs(_load(case, by_one))
-    assert {name for name, cost in costs.items() if cost.speedup(1000) > 1} == {
-        "search",
-        "train",
-        "original",
-        "evaluate",
-    }
-    # Four rounds of one example each: gradients, and masks that may lose early, take one.
-    for method, race, speedups in (
-        ("bosch_plus", False, [1] * 5),
-        ("bosch", True, [1] * 5),
-        ("fisher", True, [1, 2, 2, 4, 4]),
-        ("bosch", False, [1, 2, 2, 4, 4]),
-    ):
-        loaded = _load(case, by_one, f"search.method={method}", f"search.race={race}")
-        search = _costs(loaded)["search"]
-        assert [search.speedup(n) for n in (1, 2, 3, 4, 8)] == speedups
-    (line,) = [line for line in plan_lines(loaded, "h100x8") if line.startswith("  search ")]
-    assert "on 4 of them" in line
-    assert not any("of them" in line for line in plan_lines(loaded, "h100x4"))
 
 
 def test_counts_of_one_are_singular(case: Case) -> None:
@@ -344,26 +311,6 @@ def test_what_helps_fits_with_the_margin_of_fragmentation() -> None:
     (settings,) = re.findall("does not fit\n.*it fits with (.*)", text)
     helped = _paper("qwen3_30b_a3b", *settings.split(" and "))
     assert "GiB of 80 GiB: fits" in "\n".join(plan_lines(helped, "h100x8"))
-
-
-@pytest.mark.parametrize(
-    ("memory", "length", "chosen"), [(80, 32, "full"), (80, 16, "attention"), (800, 32, "none")]
-)
-def test_the_first_way_of_checkpointing_that_fits_is_chosen(
-    memory: int, length: int, chosen: str
-) -> None:
-    """And it fits with the margin, which the one before would not."""
-    ways = {}
-    for way in ("auto", "none", "attention", "full"):
-        loaded = _paper(
-            "qwen3_14b", f"runtime.checkpointing={way}", f"prepare.sequence_length={length}k"
-        )
-        ways[way] = training_budget(loaded, 16, memory * GIB, True)
-    assert ways["auto"].runtime.checkpointing == chosen and ways["auto"].is_safe
-    peaks = [ways[way].memory.peak for way in ("none", "attention", "full")]
-    assert peaks == sorted(peaks, reverse=True) and ways["auto"].memory == ways[chosen].memory
-    names = list(ways)
-    assert chosen == "none" or not ways[names[names.index(chosen) - 1]].is_safe
 
 
 def test_the_margin_of_fragmentation_is_a_gpus_and_checkpointing_leaves_it() -> None:
