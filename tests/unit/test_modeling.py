@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import bosch
@@ -217,21 +217,10 @@ def test_what_hybrid_attention_cannot_honour_is_refused(
     else:
         with pytest.raises(ValueError, match=fault):
             attention_forward(module, *states, **options)
-
-
-@pytest.mark.parametrize(
-    "option", [{"sliding_window": WINDOW + 1}, {"position_bias": torch.zeros(1)}]
-)
-def test_attention_that_is_split_or_patched_refuses_the_same(option: dict[str, Any]) -> None:
-    model = small_model()
-    prepare_for_search(model)
-    module = attention_modules(model)[0]
-    query, key = torch.randn(1, 2 * KV_HEADS, 9, 8), torch.randn(1, KV_HEADS, 9, 8)
-    with (
-        replace_attention(module, lambda module, call: call.query),
-        pytest.raises(ValueError, match=r"a window of its own|does not support position_bias"),
-    ):
-        attention_forward(module, query, key, key, None, **option)
+    if fault is not None and "attention_mask" not in kwargs:
+        patched = replace_attention(module, lambda module, call: call.query)
+        with patched, pytest.raises(ValueError, match=fault):
+            attention_forward(module, *states, **options)
 
 
 @pytest.mark.parametrize(
@@ -271,16 +260,6 @@ def test_a_hybrid_takes_no_other_mask() -> None:
         pass
 
 
-def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
-    small_model().save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    weights = load_file(path)
-    del weights["model.layers.1.self_attn.k_proj.weight"]
-    save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="1 weights are missing"):
-        load_model(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -288,6 +267,7 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         ({"vocab_size": 62}, r"of another shape than config\.json's, .*embed_tokens"),
         ({"is_encoder_decoder": True}, "expected a decoder alone"),
         ({"hidden_act": "other"}, "cannot load the model: unknown value 'other'"),
+        ({"_attn_implementation": "org/kernel"}, "= 'org/kernel' would load code"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused_in_one_sentence(
@@ -302,8 +282,6 @@ def test_a_configuration_that_does_not_fit_is_refused_in_one_sentence(
 
 
 def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such model directory"):
-        load_model(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"no config\.json"):
         load_model(tmp_path)
     small_model().save_pretrained(tmp_path)
@@ -311,28 +289,19 @@ def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(UserError, match="header asks for"):
         load_model(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(UserError, match="cannot be read as JSON"):
-        load_model(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["org/kernel", "flash_attention_2"])
-def test_a_configuration_loads_no_kernel(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_loads_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would fetch native code from the hub, where the package `kernels` is there."""
     small_model().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "_attn_implementation": name}))
+    own = {"_attn_implementation": "flash_attention_2"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
     monkeypatch.setattr(
-        "transformers.modeling_utils.lazy_import_flash_attention", lambda *a, **k: pytest.fail(name)
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *_, **__: pytest.fail()
     )
     monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: True)
-    if "/" in name:
-        with pytest.raises(UserError, match=r"_attn_implementation = 'org/kernel' would load code"):
-            load_model(tmp_path)
-    else:
-        assert load_model(tmp_path).config._attn_implementation == "sdpa"
+    assert load_model(tmp_path).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("error", [ValueError, ImportError])
@@ -364,6 +333,7 @@ def _state(model: Any) -> Any:
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_head_mask_for_a_while_is_wholly_undone(prepared: bool) -> None:
+    """Also where something fails while it is applied, or as it is."""
     model, ids = small_model(), tokens(2, 40)
     if prepared:
         prepare_for_search(model, "eager")
@@ -379,14 +349,6 @@ def test_a_head_mask_for_a_while_is_wholly_undone(prepared: bool) -> None:
     expected = small_model()
     apply_head_mask(expected, random_mask(), Window(WINDOW, 2))
     torch.testing.assert_close(logits_of(expected, ids), inside, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_head_mask_is_undone_where_something_fails(prepared: bool) -> None:
-    model = small_model()
-    if prepared:
-        prepare_for_search(model)
-    before = _state(model)
     with pytest.raises(KeyError), bosch.head_mask(model, random_mask(), Window(WINDOW), "eager"):
         raise KeyError
     assert _state(model) == before
