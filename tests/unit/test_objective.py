@@ -125,24 +125,24 @@ def masks_of_a_search():
     yield FULL, 0
 
 
-@pytest.mark.parametrize("reuse_bytes", [20_000, 1 << 30])
-def test_reuse_changes_no_bit_and_its_savings_are_real(reuse_bytes):
+def test_reuse_changes_no_bit_and_its_savings_are_real():
     model, calibration = searchable()
     plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
     expected = [plain.evaluate(mask) for mask, _ in masks_of_a_search()]
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=reuse_bytes)
-    objective.evaluate(FULL)
-    with counted_flops() as counter:
-        measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
-    for ours, theirs in zip(measured, expected, strict=True):
-        assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
-        assert ours.whole_pass_equivalents == theirs.whole_pass_equivalents
-    reported = sum(e.full_forward_equivalents for e in measured)
-    assert reported < 0.9 * sum(e.full_forward_equivalents for e in expected)
-    assert objective.cache.peak_bytes <= reuse_bytes
-    assert objective.cache.bytes == sum(e.nbytes for e in objective.cache.entries.values())
-    whole = objective.whole_pass_operations(FULL)
-    assert round(reported * whole) == counter.get_total_flops()
+    for room in (20_000, 1 << 30):
+        objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=room)
+        objective.evaluate(FULL)
+        with counted_flops() as counter:
+            measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
+        for ours, theirs in zip(measured, expected, strict=True):
+            assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
+            assert ours.whole_pass_equivalents == theirs.whole_pass_equivalents
+        reported = sum(e.full_forward_equivalents for e in measured)
+        assert reported < 0.9 * sum(e.full_forward_equivalents for e in expected)
+        assert objective.cache.peak_bytes <= room
+        assert objective.cache.bytes == sum(e.nbytes for e in objective.cache.entries.values())
+        whole = objective.whole_pass_operations(FULL)
+        assert round(reported * whole) == counter.get_total_flops()
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
@@ -562,16 +562,6 @@ def change_logits(model, change):
         return output
 
     model.forward = changed
-
-
-def test_a_soft_cap_is_honoured():
-    model, calibration = searchable()
-    plain = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
-    change_logits(model, lambda logits: torch.tanh(logits / 2.0) * 2.0)
-    model.config.final_logit_softcapping = 2.0
-    evaluation = Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
-    assert evaluation.score == 1.0
-    assert evaluation.log_likelihood < plain.log_likelihood
 
 
 def test_a_calibration_set_of_other_tokens_is_refused():
