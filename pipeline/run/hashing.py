@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bosch.files import Stamp, file_digest, file_stamp, read_json, write_text
+from bosch.files import Stamp, file_digest, file_stamp, open_regular, write_text
 from pipeline.run.locks import hold_briefly
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,11 @@ class FileHasher:
 
 
 def _read_cache(path: Path) -> dict[str, list[Any]]:
-    content = read_json(path)
+    try:
+        with open_regular(path) as file:  # of any size: 300,000 files take 64 MiB
+            content = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return {}
     if not isinstance(content, dict):
         return {}
     return {

@@ -352,6 +352,10 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first.save()
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
     [known] = json.loads(cache.read_text()).values()
+    with cache.open("a") as more:  # a corpus of 300,000 files
+        more.truncate(cache.stat().st_size - 2)
+        more.write(f',"{"x" * 2**26}":{json.dumps(known)}}}')
+    assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
     for place in range(len(known) - 1):  # size, both times, inode, device
         other = [value + (at == place) for at, value in enumerate(known[:-1])]
         cache.write_text(json.dumps({str(file): [*other, digest]}))
@@ -360,7 +364,8 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.write_text("two")
     assert FileHasher(cache).sha256(file) != digest
     second = FileHasher(tmp_path / "other.json", budget_bytes=3).sha256(file)
-    for damaged in ("{ torn", "[]", json.dumps({str(file): 5}), json.dumps({str(file): [5]})):
+    others = (json.dumps({str(file): 5}), json.dumps({str(file): [5]}))
+    for damaged in ("{ torn", "[]", "[" * 100_000, *others):
         cache.write_text(damaged)
         assert FileHasher(cache).sha256(file) == second != digest
 
