@@ -104,7 +104,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Temporary path for a file or folder, which replaces `path` at the end of the block.
 
     The temporary path is in the same folder and has the suffix of `path`. It is synced before it is
-    renamed; if the block raises, it is removed and `path` is unchanged.
+    renamed; if the block raises, it is removed and `path` is unchanged. An OSError names `path`.
     """
     make_folder(path.parent)
     name = f"{TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
@@ -113,8 +113,10 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # as in writes and syncs
-            error.filename = str(temporary)
+        if isinstance(error, OSError):
+            refused = error.filename  # writes and syncs name no file
+            if refused is None or name in str(refused):
+                error.filename = str(path)
         with contextlib.suppress(OSError):
             remove(temporary)
         raise

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bosch.files import TEMPORARY
-
 PROGRAM = "bosch"
 # The beginning of a module's command in its source.
 _COMMAND = re.compile(r'^COMMAND = \w+\(\s*("[^"\n]*")', re.MULTILINE)
@@ -99,17 +97,18 @@ def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
         return "the current directory was removed; change to one that is there"
     names = (error.filename, error.filename2)  # numbers, if a descriptor was refused
     refused = {Path(os.fsdecode(name)) for name in names if isinstance(name, str | bytes | Path)}
-    # A file has a temporary name in the same folder while it is written.
-    while inner := {path for path in refused if TEMPORARY in str(path)}:
-        refused = refused - inner | {path.parent for path in inner}
     if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also if a folder above it was refused
         refused |= {parent for path in refused for parent in path.parents if parent.name}
+    places = []
     for argument in arguments:
         option, _, value = argument.partition("=")
         path = Path(value if option.startswith("--") and value else argument)
-        if refused & {path, *(parent for parent in path.parents if parent.name)}:
-            return f"{argument}: {error.strerror}; name another file or folder"
-    return None
+        above = [parent for parent in path.parents if parent.name]
+        places += [(n, argument) for n, place in enumerate((path, *above)) if place in refused]
+    if not places:
+        return None
+    _, nearest = min(places, key=lambda found: found[0])
+    return f"{nearest}: {error.strerror}; name another file or folder"
 
 
 def print_json(value: Any) -> None:

@@ -103,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--output {file}: exists; remove it or name another file")
     if not file.absolute().parent.is_dir():
         raise UserError(f"--output {file}: there is no folder {file.parent}")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise UserError(f"--output {file}: {file.absolute().parent} cannot be written to")
     info, faults = read_model(options.model, None, Path.cwd(), fetch=False, files=False)
     if faults:
         raise UserError(

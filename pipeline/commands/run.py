@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 
 from bosch.errors import UserError, is_disk_full
 from bosch.files import make_folder
@@ -73,7 +74,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     page = results / "report" / PAGE
     if "report" in runner.chosen and page.exists():
         print(f"report: {typed_path(page)}")
-        if loaded.world.node_rank == 0:
+        # A run with nothing to do may have an output root that is read-only.
+        if loaded.world.node_rank == 0 and (ran or os.access(loaded.output_root, os.W_OK)):
             # Imported here, since it loads templates.
             importlib.import_module("stages.report.index").write_index(loaded.output_root)
     if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:

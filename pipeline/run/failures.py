@@ -20,7 +20,6 @@ from bosch.errors import (
     is_disk_full,
     is_out_of_memory,
 )
-from bosch.files import TEMPORARY
 from bosch.this_process import STOP_SIGNALS
 
 DISK_FULL_STATUS = 28
@@ -105,7 +104,7 @@ def _full_folder(error: BaseException) -> Path | None:
             name = cause.filename2 or cause.filename  # the second name is the target of a copy
             if isinstance(name, str | bytes):
                 above = Path(os.path.abspath(os.fsdecode(name))).parents
-                return next(path for path in above if TEMPORARY not in str(path) and path.is_dir())
+                return next(path for path in above if path.is_dir())
     return None
 
 

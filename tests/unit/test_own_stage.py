@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,9 @@ def test_it_may_read_all_stages_or_the_report_itself(
     assert set(summary["inputs"]) == read
     assert main(["run", str(case.file)], stages) == 0
     assert f"report: {case.output('report')}" in capsys.readouterr().out
+    assert indexed == [case.runs]
+    monkeypatch.setattr(os, "access", lambda *given: False)  # somebody else's results
+    assert main(["run", str(case.file)], stages) == 0
     assert indexed == [case.runs]
 
 

@@ -109,6 +109,32 @@ def test_a_command_that_has_no_space_says_where(
     assert os.listdir(folder) == []
 
 
+@pytest.mark.parametrize("below", ["a/b", "."])
+def test_a_target_that_may_not_be_written_is_named(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], below: str
+) -> None:
+    """And not the source, in the folder that refuses or deeper in it."""
+    mask = Path(below, "mask.json")
+    monkeypatch.chdir(case.folder)
+    HeadMaskFile.of(
+        HeadMask.all_sliding(4, 4), Window(8), model="m", method="given", swa_ratio=1.0
+    ).save(mask)  # fmt: skip
+
+    def refuse(path: Path, mode: int = 0) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    assert cli.main(["mask", "export", str(mask), "out", "--format", "duoattention"]) == 2
+    said = "error: out: Permission denied; name another file or folder\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setattr(os, "access", lambda path, mode: path != case.folder)
+    assert cli.main(["new", str(case.model)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: --output my_model.yaml: {case.folder} cannot be written to\n"
+    )
+
+
 def test_a_disk_without_inodes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its free space would tell a person that it is not full."""
     left = SimpleNamespace(f_files=9, f_favail=0)
