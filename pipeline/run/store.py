@@ -304,8 +304,11 @@ def _share_files(folder: Path) -> None:
     """
     for name in files_below(folder):
         path = folder / name
-        if not path.is_symlink():
-            path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o666)
+        mode = path.lstat().st_mode
+        shared = mode | path.parent.stat().st_mode & 0o666
+        # Only its owner may: somebody else of the group may have begun this work.
+        if shared != mode:
+            path.chmod(shared)
 
 
 def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:

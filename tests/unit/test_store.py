@@ -75,6 +75,19 @@ def test_published_files_are_as_open_as_their_folders(store: Store, umask: int, 
     assert store.damage("search", KEY, store.hasher()) is None
 
 
+def test_work_that_somebody_else_has_begun_is_published(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group that shares the store; the files' owner alone may change their permissions."""
+
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", path)
+
+    fill(store)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    assert store.publish("search", DOCUMENT, {}, store.hasher()).exists()
+
+
 def test_checking_an_untouched_output_reads_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
