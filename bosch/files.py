@@ -26,10 +26,11 @@ _OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 # Size, times and inode of a file, and time and inode of the link that leads to it.
 Stamp = list[int]
 _ALMOST_FULL_BYTES = 1024**2
-# A file server that is away, or a process at its limits: the file itself may be intact.
+# A file server that is away, another user's file, a process at its limits: it may be intact.
 _NOT_OF_THE_FILE = frozenset(
-    {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-)
+    {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EACCES, errno.EPERM, errno.EMFILE,
+     errno.ENFILE, errno.ENOMEM}
+)  # fmt: skip
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
 SCANNED_BYTES = 2**20
 # For scanning JSON: bytes that precede a value; change of depth by brackets.
@@ -113,10 +114,9 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError):
-            refused = error.filename  # writes and syncs name no file
-            if refused is None or name in str(refused):
-                error.filename = str(path)
+        # Writes and syncs name no file.
+        if isinstance(error, OSError) and name in str(error.filename or name):
+            error.filename = str(path)
         with contextlib.suppress(OSError):
             remove(temporary)
         raise

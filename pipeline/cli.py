@@ -107,7 +107,8 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         if (full := no_space(error, root)) is not None:
             return _say(f"error: {full}", 1)
         if isinstance(error, OSError) and root is not None and _refused(error, root):
-            return _say(f"error: runtime.output_root: {root} cannot be written to", 2)
+            why = f"{error.strerror}: {error.filename}"
+            return _say(f"error: runtime.output_root: {root} cannot be used ({why})", 2)
         if isinstance(error, OSError) and root is not None and (place := _obstacle(error, root)):
             return _say(f"error: {place}: is in the way of the run's own files; move it away", 1)
         typed = sys.argv[1:] if arguments is None else arguments
@@ -129,7 +130,7 @@ def _terminated(signum: int, frame: object) -> None:
 
 
 def _refused(error: OSError, root: Path) -> bool:
-    """Whether the user may not write the output root or something below it."""
+    """Whether the user may not read or write the output root or something below it."""
     where = Path(str(error.filename))
     inside = root == where or root in where.parents or where in root.parents
     return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and inside

@@ -490,7 +490,7 @@ def test_what_is_in_the_way_of_a_runs_files_is_named(
         (OSError(errno.ENOSPC, "No space", "/none/x"), 1, "error: the disk of / is full; free"),
         (OSError(errno.ENOSPC, "No space", "RUNS/x", None, "/x"), 1, "error: the disk of / is"),
         (OSError(errno.EFBIG, "too large", "RUNS/x"), 1, "error: a file grew beyond what the file"),
-        (OSError(errno.EROFS, "no", "RUNS/x"), 2, "error: runtime.output_root: RUNS cannot be w"),
+        (OSError(errno.EROFS, "no", "RUNS/x"), 2, "error: runtime.output_root: RUNS cannot be u"),
         (OSError(errno.ENOTDIR, "no", "RUNS/file/a/b"), 1, "error: RUNS/file: is in the way"),
         (OSError(errno.EROFS, "no", "/a"), 1,
          "error: unexpected OSError: [Errno 30] no: '/a'; the traceback is in RUNS/logs/bosch-"),

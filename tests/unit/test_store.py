@@ -542,13 +542,14 @@ def test_what_a_server_loses_for_a_moment_is_neither_gone_nor_empty(
     assert Manifest.read(folder).hashes.keys() == {"b.txt", "sub/a.txt"}
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EPERM])
 @pytest.mark.parametrize("name", ["manifest.json", "b.txt"])
-def test_what_a_server_cannot_read_for_a_moment_is_no_damage(
-    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+def test_what_cannot_be_read_for_a_moment_or_by_this_user_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     folder = publish(store)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-        lose(patch, folder / name)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+        lose(patch, folder / name, number)
         store.damage("search", KEY, store.hasher())
     with monkeypatch.context() as patch:
         lose(patch, folder / name, errno.EIO)  # the disk says so
