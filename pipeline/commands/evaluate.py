@@ -148,11 +148,11 @@ def _checkpoints(
 ) -> tuple[dict[str, Path], list[str]]:
     """Checkpoints by name (all without `names`), and the names that do not exist."""
     available = evaluation.available()
-    there = ", ".join(available) or "nothing"
-    faults = [
-        f"--checkpoints {name}: not there yet; there is {there}"
+    faults = _never_made(evaluation, names)
+    faults += [
+        f"--checkpoints {name}: not there yet; there is {', '.join(available) or 'nothing'}"
         for name in names or ()
-        if name not in available
+        if name not in available and name in _planned(evaluation)
     ]
     if not names and not available:
         faults = [
@@ -162,19 +162,28 @@ def _checkpoints(
     return {n: f for n, f in available.items() if not names or n in names}, faults
 
 
+def _planned(evaluation: Evaluation) -> list[str]:
+    """Names of all checkpoints of the recipe, those to come included."""
+    train = evaluation.runner.loaded.recipe.get(TrainConfig)
+    return [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]
+
+
+def _never_made(evaluation: Evaluation, names: Sequence[str] | None) -> list[str]:
+    planned = _planned(evaluation)
+    return [
+        f"--checkpoints {name}: the recipe makes no such checkpoint; it makes {', '.join(planned)}"
+        for name in names or ()
+        if name not in planned and name not in evaluation.available()
+    ]
+
+
 def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScores:
     """Evaluate checkpoints as they appear, until training and all evaluations are finished.
 
     Raises UserError for a name that no checkpoint will have, RunError if no run is training.
     """
-    train = evaluation.runner.loaded.recipe.get(TrainConfig)
-    planned = [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]
-    for name in names or ():
-        if name not in planned:
-            raise UserError(
-                f"--checkpoints {name}: the recipe makes no such checkpoint; it makes "
-                f"{', '.join(planned)}"
-            )
+    if faults := _never_made(evaluation, names):
+        raise UserError("\n".join(faults))
     evaluated: set[str] = set()
     scores: SelectedScores | None = None
     idle_polls = 0

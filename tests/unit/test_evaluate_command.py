@@ -94,10 +94,12 @@ def test_what_is_not_there_is_named_and_the_rest_is_evaluated(
 ) -> None:
     _publish(case, "materialize", "model")
     _publish(case, "train", "checkpoints/tokens-8", finished=False)
-    assert run(case, checkpoints=["tokens-9", "tokens-8", "typo"]) == 1
-    lines = capsys.readouterr().out.splitlines()[-2:]
-    end = "not there yet; there is hybrid, tokens-8"
-    assert lines == [f"--checkpoints {name}: {end}" for name in ("tokens-9", "typo")]
+    assert run(case, checkpoints=["tokens-1024", "tokens-8", "typo"]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "--checkpoints typo: the recipe makes no such checkpoint; it makes hybrid, tokens-1024, "
+        "tokens-2048",
+        "--checkpoints tokens-1024: not there yet; there is hybrid, tokens-8",
+    ]
     place = _model(case, case.folder / "tokens-16")
     assert run(case, model=[str(case.file), str(place), "~nobody-here/x"]) == 1
     lines = capsys.readouterr().out.splitlines()[-2:]
