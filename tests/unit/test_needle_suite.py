@@ -76,26 +76,30 @@ def test_a_task_that_cannot_be_made_is_missing_where_it_may_be_on_every_rank(
     suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Common words of 128k tokens need more words than there are."""
-    make, gathered = SampleFolder.make, list[list[dict[str, str]]]()
+    make, gathered, counts = SampleFolder.make, list[tuple[str, str]](), list[int]()
 
-    def refuse(self: SampleFolder, *arguments: Any) -> None:
-        if self.task == "cwe":
-            raise UserError("too few words")
-        make(self, *arguments)
+    def refuse(self: SampleFolder, count: int, *arguments: Any) -> None:
+        counts.append(count)
+        if self.task in ("cwe", "vt"):
+            raise UserError(f"too few words for {self.task}")
+        make(self, count, *arguments)
 
-    def gather(own: list[dict[str, str]]) -> list[dict[str, str]]:
-        gathered.append(own)
-        return [one for failures in gathered for one in failures]
+    def gather(own: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        gathered.extend(own)
+        return gathered
 
     monkeypatch.setattr(SampleFolder, "make", refuse)
     monkeypatch.setattr(needle_suite, "gather_object", gather)
     for rank in (0, 1):
         one = suite(rank, tasks=["cwe", *TASKS], optional=["cwe"])
         one.prepare()
-        assert one.missing == {"cwe": "too few words"}
+        assert one.missing == {"cwe": "too few words for cwe"}
         assert {subtask.task for subtask in one.subtasks} == {*TASKS}
-    with pytest.raises(UserError, match="too few words"):
-        suite(tasks=["cwe"]).prepare()
+    gathered.clear()
+    counts.clear()
+    with pytest.raises(UserError, match=r"for cwe\ntoo few words for vt"):
+        suite(tasks=["cwe", "vt", "niah_multikey_1"]).prepare()
+    assert counts == [1, 1, 1]  # all are named before more than a first sample is made
 
 
 def test_samples_are_made_in_turn_and_answered_by_their_rank(

@@ -80,20 +80,25 @@ class NeedleSuite(Suite):
     def prepare(self) -> None:
         """Make the samples of every `world`-th subtask.
 
-        Raises UserError when a task does not fit, or its data is missing or damaged; an optional
-        task becomes `missing` instead, on all ranks.
+        Raises UserError on all ranks for every task that does not fit, or whose data is missing or
+        damaged; an optional task becomes `missing` instead.
         """
-        mine, faults = self.subtasks[self.rank :: self.world], dict[str, str]()
+        mine = self.subtasks[self.rank :: self.world]
         with progress(len(mine) * self.section.samples, "RULER samples", "samples") as bar:
-            for subtask in mine:
-                try:
-                    self._folders[subtask].make(self.section.samples, bar.update)
-                except UserError as fault:
-                    if subtask.task not in self.section.optional:
-                        raise
-                    faults[subtask.task] = str(fault)
-        for rank_faults in gather_object([faults]):
-            self.missing |= rank_faults
+            for count in (1, self.section.samples):  # the first samples show what does not fit
+                faults = []
+                for subtask in mine:
+                    if subtask.task in self.missing:
+                        continue
+                    try:
+                        self._folders[subtask].make(count, bar.update)
+                    except UserError as fault:
+                        faults.append((subtask.task, str(fault)))
+                faults = gather_object(faults)
+                needed = [fault for task, fault in faults if task not in self.section.optional]
+                if needed:
+                    raise UserError("\n".join(needed))
+                self.missing |= dict(faults)
         self._folders = {
             subtask: folder
             for subtask, folder in self._folders.items()
