@@ -51,9 +51,19 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
             row
             for stage, manifest in results.manifests.items()
             if manifest.summary
-            for row in flatten(manifest.summary, stage)
+            for row in flatten(_found(stage, manifest, results), stage)
         ],
     )
+
+
+def _found(stage: str, manifest: Manifest, results: Results) -> dict[str, Any]:
+    """What a stage found; a search for a front has written another point's scores than chosen."""
+    names = "best_score", "best_log_likelihood"
+    chosen = dict(zip(names, results.search.score_and_log_likelihood, strict=True))
+    return {
+        name: chosen.get(name, value) if stage == "search" else value
+        for name, value in manifest.summary.items()
+    }
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

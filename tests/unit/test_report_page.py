@@ -333,6 +333,20 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
+def test_what_the_search_found_is_of_the_point_that_was_chosen(tmp_path: Path) -> None:
+    inputs = report_fixture.publish_front(tmp_path)
+    results = load_results(inputs)
+    summary = {"evaluations": 9, "best_log_likelihood": -9}
+    manifest = results.manifests["search"].model_copy(update={"summary": summary})
+    results = replace(results, manifests={"search": manifest, "train": manifest})
+    found = dict(collect_provenance(report_fixture.config(inputs), results).summaries)
+    chosen = results.search.score_and_log_likelihood[1]
+    assert found == {
+        "search.evaluations": "9", "search.best_log_likelihood": str(chosen),
+        "train.evaluations": "9", "train.best_log_likelihood": "-9",
+    }  # fmt: skip
+
+
 def test_windows_that_no_head_has_are_not_named(results: Results) -> None:
     choices, menu = 2 * results.search.mask.mask.choices, [Window(128), Window(16)]
     mask = HeadMaskFile.of(
