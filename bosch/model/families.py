@@ -267,6 +267,19 @@ def most_positions(config: Any) -> int | None:
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
+def drop_idle_window(config: Any) -> None:
+    """Set a window of every layer to None where no position lies beyond it.
+
+    Phi-3.5's and Phi-4-mini's is twice as long as their positions.
+    """
+    if str(config.model_type).removeprefix(HYBRID_PREFIX) not in FAMILIES:
+        return
+    text, most = text_config(config), most_positions(config)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    if kinds is None and None not in (window, most) and window >= most:
+        text.sliding_window = None
+
+
 def decoder_layers(config: Any) -> DecoderLayers:
     """The kinds of a decoder's layers and the sizes of their heads."""
     text = text_config(config)

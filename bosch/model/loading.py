@@ -22,7 +22,7 @@ from bosch.errors import UserError
 from bosch.files import check_hub_cache
 from bosch.model.configuration import base_content, is_hybrid
 from bosch.model.deploy_mode import check_weights, deploy_layouts
-from bosch.model.families import FAMILIES, HYBRID_PREFIX
+from bosch.model.families import FAMILIES, HYBRID_PREFIX, drop_idle_window
 from bosch.model.registration import register_model
 from bosch.model.untrusted import DEQUANTISED, check_faults, model_file_fault, model_file_faults
 from bosch.weight_files import weight_faults
@@ -50,6 +50,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         )
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(f"{path}: is an encoder and a decoder; expected a decoder alone")
+        drop_idle_window(config)
         return config
     except _UNREADABLE as error:
         check_hub_cache(error)

@@ -21,6 +21,7 @@ from bosch.model.families import (
     Family,
     attention_needs,
     decoder_layers,
+    drop_idle_window,
     family_of,
 )
 
@@ -113,7 +114,7 @@ class StoredConfig:
         if content.pop("hybrid_attention", None) is not None:
             content = _of_base(content)
         try:
-            return CONFIG_MAPPING[self._model_type].from_dict(
+            config = CONFIG_MAPPING[self._model_type].from_dict(
                 json.loads(json.dumps(content), object_hook=_without_floats_by_name)
             )
         except Exception as error:  # each configuration class raises its own errors
@@ -122,6 +123,8 @@ class StoredConfig:
                 f"model.path: transformers cannot read config.json as one of type "
                 f"'{self._model_type}' ({type(error).__name__}: {reason:.200})"
             ) from error
+        drop_idle_window(config)
+        return config
 
     @property
     def takes_more_than_text(self) -> bool:

@@ -138,6 +138,7 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
     "config",
     [
         {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "phi3", "sliding_window": 2**20},  # beyond the model's positions
         {"sliding_window": 9},
         {"sliding_window": 9, "use_sliding_window": False},
         {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},

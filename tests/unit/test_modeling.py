@@ -16,6 +16,7 @@ import bosch
 from bosch.attention import AttentionContext
 from bosch.errors import UserError
 from bosch.heads import HeadMask
+from bosch.model.families import family_of
 from bosch.model.interface import (
     attention_forward,
     attention_modules,
@@ -23,7 +24,7 @@ from bosch.model.interface import (
     head_state,
     layouts_of,
 )
-from bosch.model.loading import load_model
+from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, head_mask, prepare_for_search
 from bosch.objective.patching import replace_attention
@@ -56,6 +57,24 @@ def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int)
         hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(WINDOW))
         options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
         assert torch.equal(hybrid.generate(ids, **options), theirs.generate(ids, **options))
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_a_window_that_no_position_lies_beyond_is_none(family: str, tmp_path: Path) -> None:
+    theirs = small_model(family, sliding_window=40, max_position_embeddings=40)
+    theirs.save_pretrained(tmp_path / "base")
+    model = load_model(tmp_path / "base", dtype="float32")
+    mask, ids = HeadMask.all_full(LAYERS, KV_HEADS), tokens(2, 40)
+    materialize(model, mask, Window(WINDOW)).save_pretrained(tmp_path / "hybrid")
+    hybrid = load_model(tmp_path / "hybrid", dtype="float32")
+    prepare_for_search(model)
+    apply_head_mask(model, mask, Window(WINDOW))
+    for one in (model, hybrid):
+        torch.testing.assert_close(logits_of(one, ids), logits_of(theirs, ids), **_NEAR)
+    theirs.config.sliding_window = 39
+    theirs.save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match=r"its own \(39 tokens\) in every layer"):
+        family_of(load_config(str(tmp_path / "base")))
 
 
 def test_packed_documents_equal_each_document_alone() -> None:
