@@ -43,7 +43,8 @@ class LayerFlops:
     output: int
     feed_forward: int
     gate: int = 0  # part of `query` that is computed again when attention is reused
-    third: int = 0  # part of `feed_forward` whose output a gradient's recomputation needs
+    # Blocks whose output a gradient's recomputation needs; less a last map outside of blocks.
+    third: int = 0
 
     @property
     def linear(self) -> int:
@@ -137,10 +138,11 @@ class Flops:
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
         """Operations of a gate gradient: attention of every choice, no gradients of weights.
 
-        With `recompute` the backward pass recomputes every layer that it reaches, and twice a
-        feed-forward block whose output it needs. Backward through a linear map costs as much as
-        forward, through attention 2.5 times as much. It ends at the attention outputs of the lowest
-        full layer and does not reach blocks parallel to that attention.
+        With `recompute` the backward pass recomputes every layer that it reaches (without its last
+        map, if that is in no block), and twice a feed-forward block whose output it needs. Backward
+        through a linear map costs as much as forward, through attention 2.5 times as much. It ends
+        at the attention outputs of the lowest full layer and does not reach blocks parallel to that
+        attention.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         lowest = above[0]
@@ -193,6 +195,10 @@ def _third(layer: nn.Module, text: Any) -> int:
     # Recomputation ends before the last block, unless a norm needs that block's output.
     blocks = [getattr(layer, name, None) for name in FEED_FORWARD]
     costs = [_all_linear(block, text) for block in blocks if block is not None]
+    if not costs:
+        # Of OPT's norms before and after the blocks the latter take the last map's output.
+        maps = [linear_flops(module, text) for module in layer.modules()]
+        return -[cost for cost in maps if cost][-1] * getattr(layer, "do_layer_norm_before", True)
     norm_follows = any(
         name.startswith(_NORMS_AFTER) and "Norm" in type(module).__name__
         for name, module in layer.named_children()

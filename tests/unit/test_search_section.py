@@ -351,6 +351,7 @@ def test_only_results_that_a_mend_changed_have_another_key(
     ("family", "method", "mended"),
     [
         ("phi", "bosch_plus", {"counts_gradients"}),
+        ("opt", "bosch_plus", {"counts_gradients"}),
         ("phi", "one_gradient", set()),
         ("llama", "bosch_plus", set()),
     ],

@@ -308,12 +308,22 @@ class StudiedModel:
         }
         if menu is not None:
             key |= {**_windows_key(menu), "slots": self.slots(ratio)}
+        key |= self._choices(method, settings.head_granularity)
         under_way = self.folder / f"under-way-{digest_of(key)}.jsonl"
         record = self.finished.once(
             key, lambda: self._run_search(method, settings, calibration, menu, log, under_way)
         )
         under_way.unlink(missing_ok=True)
         return SearchOutcome(**{**record, "mask": HeadMask.from_key(record["mask"])})
+
+    def _choices(self, method: str, head_granularity: int) -> Record:
+        """What tells the stage's masks of a method from those before a mend, in its key too."""
+        assert SEARCH.choices is not None
+        changes = {"method": method, "head_granularity": head_granularity, "budget": None}
+        section = self.recipe[SearchConfig].model_copy(update=changes)
+        recipe = self.recipe.model_copy(update={"search": section})
+        choices = SEARCH.choices(replace(self.loaded, recipe=recipe))
+        return {"choices": choices} if choices else {}
 
     def slots(self, ratio: float) -> int:
         """KV slots of masks with this ratio and the recipe's window, at the longest example."""
