@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import exists, file_hashes, load_json, remove, write_json
-from bosch.model.families import most_positions
+from bosch.model.families import most_positions, text_config
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
@@ -152,7 +152,8 @@ def _suites(
     loaded = load_config(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
-    chat, tables["prompts"] = _chat_template(section, tokenizer)
+    embeddings = text_config(loaded).vocab_size
+    chat, tables["prompts"] = _chat_template(section, tokenizer, embeddings)
     common = {
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
@@ -170,10 +171,22 @@ def _suites(
     return suites
 
 
-def _chat_template(section: EvaluateConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:
-    """The chat template for prompts, if any, and its description in scores.json."""
+def _chat_template(
+    section: EvaluateConfig, tokenizer: Any, embeddings: int
+) -> tuple[ChatTemplate | None, str]:
+    """The chat template for prompts, if any, and its description in scores.json.
+
+    Raises UserError if it contains a token without an embedding.
+    """
     if section.chat_template:
-        return ChatTemplate(tokenizer), "in the tokenizer's chat template"
+        chat = ChatTemplate(tokenizer)
+        if (token := max(chat.ids([]), default=0)) >= embeddings:
+            raise UserError(
+                f"evaluate.chat_template: the template of {tokenizer.name_or_path} makes token "
+                f"{token}, and the model has {embeddings:,} embeddings; resize them "
+                "(resize_token_embeddings), or set it to false"
+            )
+        return chat, "in the tokenizer's chat template"
     if tokenizer.chat_template:
         logger.warning(
             "the tokenizer has a chat template, which evaluate.chat_template: true would apply: "

@@ -180,6 +180,11 @@ def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
         assert all("</user><assistant>" in question for question in asked) and len(asked) == 4
         outputs.append([record["output"] for record in records])
     assert outputs[0] == outputs[1]
+    tokenizer = load_tokenizer(TokenizerSpec(str(tmp_path / "model"), None, False))
+    tokenizer.add_tokens("<assistant>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"makes token 512, and the model has 512 embeddings"):
+        original.run(config, {}, tmp_path)
 
 
 def test_tasks_are_looked_for_in_the_folders_of_their_names_before_the_whole_index(monkeypatch):
