@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from bosch.model.families import (
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
+from bosch.objective.block_bytes import BlockBytes, block_bytes
 from bosch.objective.flops import Flops, linear_flops
 from bosch.window import Window, block_size
 
@@ -70,6 +71,7 @@ class DecoderShape:
     softcap: bool = False  # of attention scores, which fused kernels do not support
     head_logits: bool = False  # which sdpa computes without a fused kernel
     capped: bool = False  # soft-capped logits of the output head
+    model: Any = field(default=None, repr=False, compare=False)  # on the meta device
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
@@ -117,10 +119,11 @@ class DecoderShape:
                 sum("Norm" in type(module).__name__ for module in layer.children())
                 for layer in decoder.layers
             ),
-            norm_follows=any(layer.third for layer in flops.layers),
+            norm_follows=any(layer.third > 0 for layer in flops.layers),
             softcap="softcap" in needs,
             head_logits="head_logits" in needs,
             capped=logit_scale(model.config).cap is not None,
+            model=model,
         )
 
     def keeps_scores(self, backend: str) -> bool:
@@ -141,6 +144,10 @@ class DecoderShape:
         else:
             kept = heads * length * min(length, window.most_keys + block_size(window.size))
         return kept * (8 + self.softcap * value_bytes)
+
+    def blocks(self, value_bytes: int) -> BlockBytes:
+        """Memory of the blocks beside attention, with values of 2 or 4 bytes."""
+        return block_bytes(self.model, value_bytes)
 
     @property
     def full_layers(self) -> int:

@@ -16,6 +16,7 @@ from bosch.attention.causal import DENSE_MASK_ENTRIES
 from bosch.errors import RunError
 from bosch.hardware import free_host_memory
 from bosch.model.interface import attention_modules, head_state
+from bosch.objective.block_bytes import BlockBytes
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window, Windows, block_size, window_menu
 
@@ -28,23 +29,23 @@ RECOMPUTED_TOKENS = 512
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """Values per token of a decoder's layer, and the bytes of one value.
+    """Values per token of a decoder's layer, the bytes of one value, and those of other blocks.
 
-    `query` and `key_value` are the widths of all heads, `feed_forward` the width that one token
-    passes through. If a model is sharded over `shards` processes, each holds a share of these
-    three. If sequences are shared by `sharing` processes, each holds its tokens, and the keys and
-    values of all while a layer attends.
+    `query` and `key_value` are the widths of all heads. If a model is sharded over `shards`
+    processes, each holds a share of these two and of the `blocks`. If sequences are shared by
+    `sharing` processes, each holds its tokens, and the keys and values of all while a layer
+    attends. `attending` is the number of layers with attention.
     """
 
     layers: int
     hidden: int
     query: int
     key_value: int
-    feed_forward: int
+    blocks: BlockBytes
     value_bytes: int
     shards: int
     sharing: int
-    experts_per_token: int = 0
+    attending: int
     norm_follows: bool = False
     kept_scores: DecoderShape | None = None  # set if attention stores its scores
 
@@ -61,8 +62,9 @@ class ActivationSizes:
         keeps_scores = shape.keeps_scores("sdpa" if attention == "auto" else attention)
         return cls(
             shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
-            shape.active_width, value_bytes, shards, sharing, shape.experts_per_token,
-            shape.norm_follows, shape if keeps_scores else None,
+            shape.blocks(value_bytes), value_bytes, shards, sharing,
+            shape.full_layers + len(shape.kinds.windows), shape.norm_follows,
+            shape if keeps_scores else None,
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:
@@ -80,40 +82,56 @@ class ActivationSizes:
     def plain_pass(self, tokens: int) -> int:
         """Peak bytes of activations in a pass without gradients: those of one feed-forward block.
 
-        If gate and width are one map, four parts are alive together; each expert of a token has a
-        copy of its input and output. Scores without a fused kernel are computed in pieces.
-
-        If sequences are shared, the peak may be an attention with only full heads: all keys and
-        values as received, and in order.
+        Scores without a fused kernel are computed in pieces. If sequences are shared, the peak may
+        be an attention with only full heads: all keys and values as received, and in order.
         """
-        local_tokens = self._own(tokens)
-        copies = 4 + 2 * self.experts_per_token
-        work = local_tokens * (copies * self.hidden + 4 * self._per_shard(self.feed_forward))
+        own = self._own(tokens)
+        work = own * 5 * self.hidden * self.value_bytes + self._of_blocks(tokens, "plain")
         if self.sharing > 1:
-            attention = local_tokens * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
-            work = max(work, attention + 2 * 2 * self.key_value * tokens)
+            attention = own * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
+            attention += 2 * 2 * self.key_value * tokens
+            work = max(work, attention * self.value_bytes)
         softcap = self.kept_scores is not None and self.kept_scores.softcap
-        return work * self.value_bytes + self._piece(tokens) * (
-            8 * (1 + softcap) + self.value_bytes
-        )
+        return work + self._piece(tokens) * (8 * (1 + softcap) + self.value_bytes)
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
         """Peak bytes of a gate gradient over `rows` examples of `length` tokens.
 
         `windows` are the sizes of the menu.
 
-        Every layer's input, plus the larger of one layer's attention with what its backward pass
-        needs and a feed-forward block that is recomputed in pieces. If a norm follows that block,
-        both exist together.
+        Every layer's input, plus the largest of: the forward pass; one layer's attention with what
+        its backward pass needs; and what that attention stores together with another block of its
+        layer, of which the feed-forward block is recomputed in pieces. If a norm follows that
+        block, both exist together.
         """
-        attention = self._attention(rows, length, windows)
+        tokens = rows * length
+        attention, plain = self._attention(rows, length, windows), self.plain_pass(tokens)
+        kept = self._kept(rows, length, windows) + self._of_blocks(tokens, "norms")
+        whole = self._of_blocks(tokens, "whole")
         if self.norm_follows:
-            width = 3 * self._per_shard(self.feed_forward)
-            attention += self._own(rows * length) * width * self.value_bytes
-        attention += 4 * self._piece(rows * length)  # their gradients
-        recomputed = rows * min(length, RECOMPUTED_TOKENS) * 7 * self._per_shard(self.feed_forward)
-        block = self.plain_pass(rows * length) + self.value_bytes * recomputed
-        return self.layers * self.state(rows * length) + math.ceil(max(attention, block))
+            again = self._of_blocks(tokens, "again")
+            attention, whole = attention + again, whole + again * bool(whole)
+        attention += 4 * self._piece(tokens)  # their gradients
+        slices = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
+        kept += max(self._of_blocks(slices, "sliced"), whole) + 6 * self.state(tokens)
+        most = max(attention, max(plain, kept) + 2 * self.state(tokens))
+        return self.layers * self.state(tokens) + math.ceil(most)
+
+    def _kept(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
+        """What autograd keeps of a layer's attention.
+
+        Each choice keeps its outputs and their difference from the narrowest window's.
+        """
+        query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
+        size = self.value_bytes * (2 * (1 + len(windows)) * query + 2 * key_value)
+        size += self._normed_heads()
+        return self._own(rows * length) * size + self._scores(rows, length, windows)
+
+    def _normed_heads(self) -> int:
+        """Of a token: norms compute queries and keys in float32."""
+        if not self.blocks.norms_of_heads:
+            return 0
+        return 4 * (self._per_shard(self.query) + self._per_shard(self.key_value))
 
     def _attention(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
         """The attention of one layer, with what its backward pass needs.
@@ -131,14 +149,17 @@ class ActivationSizes:
             for window in windows
         )
         size = self.value_bytes * (tokens * values + bands + self._exchanged(rows, length, windows))
-        if self.value_bytes < 4:  # norms compute in float32
-            size += 4 * tokens * (2 * self.hidden + query + key_value)
-        if (shape := self.kept_scores) is not None:
-            heads = rows * self._heads(shape)
-            menu = (None, *map(Window, windows))
-            kept = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
-            size += sum(kept) / self.sharing
-        return size
+        if self.value_bytes < 4:
+            size += tokens * (self.blocks.norms + self._normed_heads())
+        return size + self._scores(rows, length, windows)
+
+    def _scores(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
+        """Attention's scores of every choice, where no kernel is fused."""
+        if (shape := self.kept_scores) is None:
+            return 0.0
+        heads, menu = rows * self._heads(shape), (None, *map(Window, windows))
+        kept = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
+        return sum(kept) / self.sharing
 
     def _exchanged(self, rows: int, length: int, windows: tuple[int, ...]) -> int:
         """Values of received keys and values in a gradient of one layer's attention.
@@ -155,13 +176,17 @@ class ActivationSizes:
     def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
         """Bytes of a gate gradient that stores the activations of every layer.
 
-        Per layer, what its backward pass needs and its feed-forward block.
+        Per layer, what its backward pass needs; and what the backward pass through one attention or
+        one block adds.
         """
-        tokens = rows * length
-        attention = math.ceil(self._attention(rows, length, windows))
-        width = 7 * self._per_shard(self.feed_forward)
-        feed_forward = self._own(tokens) * width * self.value_bytes
-        return self.layers * (self.state(tokens) + attention + feed_forward)
+        tokens, kept = rows * length, self._kept(rows, length, windows)
+        attention = self._attention(rows, length, windows) - kept
+        added = max(attention - self._of_blocks(tokens, "norms"), self._of_blocks(tokens, "added"))
+        held = self.attending * kept + self.layers * self._of_blocks(tokens, "saved")
+        return 2 * self.state(tokens) + math.ceil(held + added)
+
+    def _of_blocks(self, tokens: int, what: str) -> int:
+        return math.ceil(self._own(tokens) * getattr(self.blocks, what) / self.shards)
 
     def _piece(self, tokens: int) -> int:
         """Number of scores that are computed together without a fused kernel."""

@@ -114,8 +114,10 @@ def budget_of(
 
     def budget(checkpointing: str) -> Budget:
         settled = runtime.model_copy(update={"checkpointing": checkpointing})
+        # `auto` is sdpa on a CPU; on a GPU it takes what fuses the model's scores where it can.
+        attends = {} if on_gpu or runtime.attention != "auto" else {"attention": "sdpa"}
         memory = training_memory(
-            shape, train, settled, processes=processes,
+            shape, train, settled.model_copy(update=attends), processes=processes,
             tokens=schedule.micro_batch_size * length, accumulation=schedule.accumulation,
             length=length, layers=layers,
         )  # fmt: skip

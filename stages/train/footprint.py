@@ -347,9 +347,14 @@ def _activations(
     saved = tokens * _saved_by_a_layer(shape, element_bytes, residual, mlp, train)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
+    # Layers with states have a recurrence, as torch computes it: kernels take less.
+    blocks = shape.blocks(element_bytes) if shape.kinds.states else None
     if runtime.checkpointing == "none":
         kept, added = zip(*exchanged, strict=True)
         held = shape.layers * saved + sum(kept) + sum(scores)
+        if blocks is not None:
+            held += shape.layers * tokens * blocks.others
+            backward = max(backward, tokens * blocks.added)
         return _Activations(held, backward, max(added))
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
@@ -362,6 +367,8 @@ def _activations(
         # Attention's outputs, and log-sum-exps in float32.
         layer_inputs += tokens * (element_bytes * widths + _FLOAT32 * shape.layers * heads)
     layer = saved + max(scores) + backward
+    if blocks is not None:
+        layer = max(layer, tokens * blocks.whole + saved)
     return _Activations(layer_inputs, layer, max(map(sum, exchanged)), offloaded)
 
 

@@ -2,7 +2,7 @@
 
     pytest -s tests/benchmarks/test_gradient_memory.py
 
-T = 2,048, random models. Bytes are those of all tensors alive at once (`tests/peak_memory.py`).
+T = 2,048, random models. Bytes are those of all tensors alive at once (`bosch/objective/block_bytes.py`).
 
 One process: W = 1,024, the proportions of a 14B: F = 3.4 C, 5 query heads to a KV head, HQ x D = C.
 The ratio is with the weights in memory, as a device holds them. C is 640: at 5,120 activations are
@@ -24,12 +24,12 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import batch_of
+from bosch.objective.block_bytes import PeakMemory
 from bosch.objective.calibration import CalibrationExample
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
 from bosch.objective.memory import activation_sizes
 from bosch.window import Window
-from tests.peak_memory import PeakMemory
 from tests.rank_processes import on_ranks
 
 pytestmark = pytest.mark.slow

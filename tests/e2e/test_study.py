@@ -351,6 +351,7 @@ def test_a_study_searches_again_where_a_mend_has_changed_the_methods_masks(
 ) -> None:
     recipe, found = load_recipe(RECIPE, SMALL, env={}), []
     for mended in ("", "dcam", "rand", "rand"):
+
         def choices(loaded: LoadedRecipe, mended: str = mended) -> dict[str, Any]:
             return {"search": True} if loaded.recipe[SearchConfig].method == mended else {}
 

@@ -32,11 +32,11 @@ from bosch.model.interface import context_of_pass
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.model.static_cache import StaticHybridCacheLayer
+from bosch.objective.block_bytes import PeakMemory
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import WIDTHS, Case, cases, full_first
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
-from tests.peak_memory import PeakMemory
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 

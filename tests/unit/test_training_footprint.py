@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from bosch.model.families import DecoderLayers
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
+from stages.train.fit import budget_of
 from stages.train.footprint import (
     chunk_tokens,
     exchanged_bytes,
@@ -24,6 +26,7 @@ from stages.train.footprint import (
     training_memory,
 )
 from stages.train.stage import TrainConfig
+from tests.hybrid_case import small_config
 
 # Two layers of 1,500 parameters, two tables of 100 x 10, and a norm.
 SHAPE = DecoderShape(
@@ -229,6 +232,28 @@ def test_what_a_process_holds_is_the_sum_that_is_written_down(name: str) -> None
         "ahead": memory.ahead,
     }  # fmt: skip
     assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_a_recurrence_takes_what_its_blocks_do() -> None:
+    shape = DecoderShape.of(small_config("bamba"))  # the layer in the middle has one
+    without = replace(shape, kinds=replace(shape.kinds, states={}))
+    blocks = shape.blocks(2)
+    for checkpointing, more in (("none", 3 * blocks.others), ("full", 0)):
+        options = {"checkpointing": checkpointing}
+        found, plain = (held({}, options, shape=one) for one in (shape, without))
+        assert found.layer_inputs - plain.layer_inputs == pytest.approx(TOKENS * more)
+    assert TOKENS * blocks.whole < found.layer < 1.5 * TOKENS * blocks.whole
+
+
+def test_extra_logits_are_kept_on_a_cpu_where_auto_is_sdpa() -> None:
+    train = TrainConfig(batch_tokens=TOKENS, total_tokens=TOKENS, checkpoint_tokens=[])
+    needs = {}
+    for on_gpu, attention in product((False, True), ("auto", "sdpa")):
+        runtime = Runtime(checkpointing="none", attention=attention)
+        needs[on_gpu, attention] = budget_of(train, runtime, TOKENS, HEAD_LOGITS, 1, 1e9, on_gpu)
+    peaks = {name: one.memory.peak for name, one in needs.items()}
+    assert peaks[False, "auto"] == peaks[False, "sdpa"] == peaks[True, "sdpa"] > peaks[True, "auto"]
+    assert needs[False, "auto"].runtime.attention == "auto"
 
 
 @pytest.mark.parametrize(
