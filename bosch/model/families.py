@@ -276,7 +276,7 @@ def drop_idle_window(config: Any) -> None:
         return
     text, most = text_config(config), most_positions(config)
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    if kinds is None and None not in (window, most) and window >= most:
+    if kinds is None and window is not None and most is not None and window >= most:
         text.sliding_window = None
 
 

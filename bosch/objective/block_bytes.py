@@ -21,7 +21,7 @@ from bosch.objective.flops import FEED_FORWARD, linear_flops
 _TOKENS = 256
 
 
-class PeakMemory(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations allocate inside the context, until they are freed.
 
     `peak` is the most bytes that were alive at once, `largest` the biggest single one. What lay in
@@ -30,7 +30,7 @@ class PeakMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = self.largest = 0
         self._alive: dict[int, Any] = {}
 
@@ -99,7 +99,7 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
     attending, attention = {*kinds.full, *kinds.windows}, known_family(model.config).attention
     measured: dict[Any, _Block] = {}
     layers, norms = model.get_decoder().layers, 0.0
-    sliced, others = [], []
+    sliced, others = list[_Block](), list[_Block]()
     for number, layer in enumerate(layers):
         for name, child in _blocks_of(layer):
             maps = sum(linear_flops(module, text) for module in child.modules()) // 2
@@ -131,10 +131,12 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
 
 def _blocks_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of a layer by name; two maps that stand in no block, and what is between, as one."""
-    maps = [name for name, child in layer.named_children() if isinstance(child, nn.Linear)]
+    children = dict(layer.named_children())
+    maps = [name for name, child in children.items() if isinstance(child, nn.Linear)]
     if maps == ["fc1", "fc2"]:
-        yield "fc", nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
-    yield from ((n, child) for n, child in layer.named_children() if n not in ("fc1", "fc2"))
+        first, second = (children.pop(name) for name in maps)
+        yield "fc", nn.Sequential(first, children["activation_fn"], second)
+    yield from children.items()
 
 
 def _measured(block: nn.Module, hidden: int, maps: int, value_bytes: int) -> _Block:

@@ -35,7 +35,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=23,
+    version=24,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     completed=ReportConfig.completed,
     needs=None,

@@ -2,11 +2,12 @@
 
     pytest -s tests/benchmarks/test_gradient_memory.py
 
-T = 2,048, random models. Bytes are those of all tensors alive at once (`bosch/objective/block_bytes.py`).
+T = 2,048, random models. Bytes are those of all tensors alive at once (`PeakMemory` of
+`bosch/objective/block_bytes.py`).
 
 One process: W = 1,024, the proportions of a 14B: F = 3.4 C, 5 query heads to a KV head, HQ x D = C.
 The ratio is with the weights in memory, as a device holds them. C is 640: at 5,120 activations are
-smaller part of it. Two processes that share examples: W = 256, the proportions of an 8B: F = 3 C,
+a smaller part of it. Two processes that share examples: W = 256, the proportions of an 8B: F = 3 C,
 4 query heads to a KV head; messages count, on the process with the most.
 """
 
