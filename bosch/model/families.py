@@ -275,8 +275,8 @@ def drop_idle_window(config: Any) -> None:
     if str(config.model_type).removeprefix(HYBRID_PREFIX) not in FAMILIES:
         return
     text, most = text_config(config), most_positions(config)
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    if kinds is None and window is not None and most is not None and window >= most:
+    window: int | None = getattr(text, "sliding_window", None)
+    if getattr(text, "layer_types", None) is None and window and most and window >= most:
         text.sliding_window = None
 
 

@@ -132,10 +132,8 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
 def _blocks_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of a layer by name; two maps that stand in no block, and what is between, as one."""
     children = dict(layer.named_children())
-    maps = [name for name, child in children.items() if isinstance(child, nn.Linear)]
-    if maps == ["fc1", "fc2"]:
-        first, second = (children.pop(name) for name in maps)
-        yield "fc", nn.Sequential(first, children["activation_fn"], second)
+    if "fc1" in children:
+        yield "fc", nn.Sequential(*map(children.pop, ("fc1", "activation_fn", "fc2")))
     yield from children.items()
 
 
