@@ -586,17 +586,6 @@ def test_numbers_that_are_not_finite_end_the_search():
         objective.evaluate(FULL)
 
 
-def change_logits(model, change):
-    forward = model.forward
-
-    def changed(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.logits = change(output.logits)
-        return output
-
-    model.forward = changed
-
-
 def test_a_calibration_set_of_other_tokens_is_refused():
     for highest in (small_model().config.vocab_size, 999):
         examples = CalibrationSet.from_records([([4] * 40 + [highest], 1)])
@@ -736,6 +725,12 @@ def scaled_states(model, input_ids, use_cache=None):
     return SimpleNamespace(logits=model.get_output_embeddings()(1.05 * states))
 
 
+def scaled_logits(forward, *args, **kwargs):
+    output = forward(*args, **kwargs)
+    output.logits = 1.05 * output.logits
+    return output
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_does_more_than_its_layers_and_head_is_refused(dtype):
     model, calibration = searchable()
@@ -745,7 +740,7 @@ def test_a_model_that_does_more_than_its_layers_and_head_is_refused(dtype):
     if dtype == torch.float32:
         model.forward = partial(scaled_states, model)
     else:
-        change_logits(model, lambda logits: 1.05 * logits)
+        model.forward = partial(scaled_logits, model.forward)
     with pytest.raises(UserError, match="head, or its logits after it, in a way this search"):
         Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
 
