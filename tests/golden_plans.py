@@ -43,7 +43,8 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("qwen3_30b_a3b_r075", "h200x16", (
         "search.window_size=4k", "runtime.micro_batch_size=1", "evaluate.presets=[long,reasoning]",
-        "measure={lengths: [24k], decode_tokens: 8k}",
+        "measure={lengths: [24k], decode_tokens: 8k}", "train.freeze=attention_only",
+        "runtime.heldout_every_steps=200", "runtime.heldout_sequences=5",
     )),
     ("qwen3_14b_r075", "h100x8", (
         "search.method=front", "search.swa_ratio=null", "search.head_granularity=2",

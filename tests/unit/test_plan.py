@@ -13,7 +13,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bosch.budget import window_shares
 from bosch.errors import UserError
 from bosch.hardware import cpu_cores
 from bosch.heads import HeadMask, HeadMaskFile
@@ -25,7 +24,6 @@ from pipeline.commands import plan
 from pipeline.commands.plan import find_hardware, plan_costs, plan_devices, plan_lines
 from pipeline.recipe.load import load_recipe
 from stages.cost import Cost, Devices, memory_here
-from stages.search.stage import SearchConfig
 from stages.shape import shape_of, stored_shape
 from stages.stage import LoadedRecipe, ModelInfo, World
 from stages.train import fit
@@ -98,43 +96,6 @@ def test_layers_are_computed_again_and_the_output_head_is_not(case: Case) -> Non
         for way in ("none", "full")
     )
     assert again - once == pytest.approx(once / 3 - 2 * 256 * 64 * 2048)
-
-
-@pytest.mark.parametrize(
-    ("options", "passes", "length"),
-    [
-        (["needle_every_steps=3", "needle_samples=5"], 2 * 6, 256),
-        (["heldout_every_steps=2", "heldout_sequences=1"], 2 * 2, 128),
-    ],
-)
-def test_the_work_of_scores_while_training_is_counted(
-    case: Case, options: list[str], passes: int, length: int
-) -> None:
-    """Of four steps; the last one is scored too, and both processes run equally many samples."""
-    room, env = "prepare.train_tokens=4k", {"NPROC_PER_NODE": "2"}  # for what is held out
-    plain = _load(case, room, **env)
-    scored = _load(case, room, *(f"runtime.{option}" for option in options), **env)
-    kinds = shape_of(scored).kinds
-    shares = window_shares(scored.recipe[SearchConfig].kv_heads(kinds, "float32"))
-    work = _costs(scored)["train"].flops - _costs(plain)["train"].flops
-    assert work == pytest.approx(shape_of(scored).forward_flops(passes * length, length, shares))
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_the_work_of_training_leaves_out_gradients_of_frozen_weights(
-    case: Case, checkpointing: str
-) -> None:
-    """Of the case's four layers: queries and outputs of 64 x 64, keys and values of 64 x 32."""
-    ways = ("freeze=none", "freeze=attention_only", "lora={rank: 2}")
-    every, attention, adapters = (
-        _costs(_load(case, f"train.{way}", f"runtime.checkpointing={checkpointing}"))["train"].flops
-        for way in ways
-    )
-    layer, mlp = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 128
-    weights = 4 * (layer + mlp) + 256 * 64
-    sides = 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
-    assert every - attention == pytest.approx(2048 * 2 * (weights - 4 * layer), rel=1e-3)
-    assert every - adapters == pytest.approx(2048 * (2 * weights - 6 * 2 * sides))
 
 
 @pytest.mark.parametrize(
