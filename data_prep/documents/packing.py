@@ -31,7 +31,7 @@ class DocumentStream:
         counts = [block.documents for block in self._blocks]
         self._first = np.concatenate([[0], np.cumsum(counts)])
         self._seed = (seed, number)
-        self._numbers = self._rows = np.empty(0, np.int64)  # block and row of each
+        self._numbers = self._rows = np.empty(0, np.int64)  # block and row of each document
         self._next = 0
 
     @property

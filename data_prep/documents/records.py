@@ -29,7 +29,7 @@ MAX_RECORD_BYTES = 64 * 2**20
 RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, most_depth=1000)
 # A shorter line cannot exceed the limit of values.
 _COUNTED_BYTES = 2**20
-# Most decompressed bytes of any file, and per compressed byte: 3 to 20 for text.
+# A file may decompress to the first, and to the second for each of its bytes: text has 3 to 20.
 MAX_DECOMPRESSED = 2**26
 MAX_RATIO = 256
 _MAX_EMPTY_LINES = 1_000_000

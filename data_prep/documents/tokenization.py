@@ -191,7 +191,7 @@ def in_order(
 
 
 def _begin_worker(parent: int) -> None:
-    """Set up a worker: a single thread, and no longer life than the parent process."""
+    """Set up a worker, which has a single thread and ends with the parent process."""
     die_with_parent(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -200,7 +200,7 @@ def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Map
     """The stamps of a part's files."""
     if source.path is None or not stamps:
         return {}
-    if part.paths and part.shard is None:  # no files: counts as changed
+    if part.paths and part.shard is None:  # a file without a stamp, [], counts as changed
         return {str(path): stamps.get(str(path), []) for path in part.paths}
     # A dataset, or an index with hashed shards: all files below the source.
     below = Path(source.path).expanduser()

@@ -225,7 +225,7 @@ class _Window:
 
 def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]:
     text = _Buffer(pieces)
-    begin, first = 0, 0  # begin of the window; its first token to emit
+    begin, first = 0, 0  # where the window begins; its first token to emit
     window = _Window.encode(backend, text.read(begin, begin + WINDOW), begin)
     while text.goes_on(begin + WINDOW):
         end = begin + WINDOW

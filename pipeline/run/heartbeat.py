@@ -1,7 +1,7 @@
 """Heartbeats of a stage's processes, by which the others notice a process that has stopped.
 
 A collective's timeout bounds only the steps that all processes do together. While one of them
-loads, saves or makes samples, the others would wait for it without end.
+loads, saves or makes samples, the others wait for as long as such work may take.
 """
 
 from __future__ import annotations

@@ -108,5 +108,5 @@ class PromptEvaluation(SuiteSection):
         return work, [f"{self.title}: up to {counted(samples, 'sample')} at each length"]
 
     def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
-        """The samples of all lengths; a length includes the tokens of a chat template."""
+        """The samples of all lengths; their prompts include what a chat template adds."""
         return call(f"{type(self).__module__}.samples:samples", self, tokenizer, seed, chat)

@@ -164,7 +164,7 @@ def build_model(
 ) -> MeasuredModel:
     """The model of `variant`: from `path`, or the original from `original` if given.
 
-    Raises UserError when it cannot be loaded, RunError when it has not the requested attention.
+    Raises UserError when it cannot be loaded, RunError when it lacks the requested attention.
     """
     config = load_config(path)
     if variant.kind == "original":

@@ -43,7 +43,7 @@ from stages.versions import installed_versions
 logger = logging.getLogger(__name__)
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
-# The checkout comes first: a yaml.py in the current directory must not be imported.
+# -P keeps the current directory, where a yaml.py may be, out of the path; the checkout is added.
 _PROCESS = f"import sys; sys.path.insert(0, {str(_CHECKOUT)!r}); "
 _PROCESS += "from stages.measure.process import main; main()"
 

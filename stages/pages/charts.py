@@ -127,7 +127,7 @@ class Style(NamedTuple):
 
 
 def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> dict[str, Style]:
-    """A style for each series: from `known`, or one of 40 others that `known` does not use."""
+    """A style for each series: from `known`, or one of 42 that `known` does not use."""
     known, names = known or {}, list(dict.fromkeys(names))
     every = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
     free = [style for style in every if style not in known.values()]

@@ -126,7 +126,7 @@ class CheckpointWriter:
         """Names in groups of at most `max_shard_size` that never split a layer.
 
         transformers combines some weights of a layer when it saves them, and an adapter is merged
-        into its weight; weights outside the layers form one group too.
+        into its weight; weights outside the layers stay together, too.
         """
         layers: dict[str, list[str]] = {}
         for name in state:

@@ -191,7 +191,7 @@ class TrainingMemory:
     optimizer: float
     layer_inputs: float
     gathered: float  # whole weights, copies in the precision of training, and DDP's buckets
-    layer: float  # a layer's activations in its backward pass, or gradients
+    layer: float  # a layer's activations in its backward pass or gradients, plus whole gradients
     attention: float
     loss: float
     tables: float  # whole gradients of embedding and head

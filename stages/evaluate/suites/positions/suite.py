@@ -132,10 +132,10 @@ def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = Non
 def position_table(
     length: int, answers: Sequence[Sequence[float]], original: Sequence[Sequence[float]] | None
 ) -> dict[str, Any]:
-    """Mean loss of each bin with a 95 % interval over documents, and the original's difference.
+    """Mean loss of each bin, and its difference to the original's, with 95 % intervals.
 
-    `answers` [documents, bins] in nats per token; the difference is over the same documents. Up to
-    four documents have no interval.
+    `answers` [documents, bins] in nats per token; the difference is over the same documents.
+    Intervals are over documents; up to four have none.
     """
     values = np.asarray(answers)
     table: dict[str, Any] = {
