@@ -140,8 +140,8 @@ def compare(
 
     The interval of the difference combines those of the gains and of the losses; that of the ratio
     has every r for which first - r second may be 0 (Fieller 1954). The p-value comes from flipping
-    the signs of the samples' differences; if it is not significant, the intervals include no
-    difference. A document of several samples (`Documents`) counts once, weighted by its samples.
+    the signs of the samples' differences; if it is not significant, the intervals contain equality
+    (0 or 1). A document of several samples (`Documents`) counts once, weighted by its samples.
     Raises ValueError if the numbers of samples differ or are 0, or a score is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
@@ -192,7 +192,7 @@ def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
 
 
 def student(values: npt.ArrayLike) -> Estimate:
-    """Student's interval of the mean of independent values [n], at least five.
+    """Student's interval of the mean of independent values [n]; fewer than five have none.
 
     For fewer than 30 values it is the 99.5 % interval, for fewer than 60 that of 99 %, for fewer
     than 200 that of 98 %: with values as skewed as a log-normal of sigma 1 these cover in 93 % of
@@ -217,10 +217,10 @@ def crossed_mean(
 
     The half-width is the root of the sum of squares of both means' half-widths, each with its own
     t; that of examples' losses is wider, as in `student`. A score's interval is that of a share
-    with this variance (Korn and Graubard 1998), of at most E samples. A single result has no
-    interval. With `counts` the examples are those of consecutive subtasks with equal weights;
-    `weights` are the examples' weights within their subtask, with a mean of 1. Raises ValueError if
-    there are no results or one is not finite.
+    with this variance (Korn and Graubard 1998), of at most E samples. With one seed it is the
+    interval of this seed's result; a single result has none. With `counts` the examples are those
+    of consecutive subtasks with equal weights; `weights` are the examples' weights within their
+    subtask, with a mean of 1. Raises ValueError if there are no results or one is not finite.
     """
     values = _weighed(_matrix(results), counts, weights)
     mean = float(values.mean())
@@ -247,8 +247,8 @@ def crossed_difference(
 
     The difficulty of examples cancels. The seeds of both sides are independent, since seed 3 of one
     method is unrelated to seed 3 of another, unless `has_paired_seeds`. Scores that agree on every
-    example may differ on the next one, so the interval is at least the exact one of no event in E.
-    Raises ValueError if the numbers of examples differ.
+    example may differ on the next one, so the interval is at least as wide as the exact one of no
+    event in E. Raises ValueError if the numbers of examples differ.
     """
     a, b = _matrix(first), _matrix(second)
     mean, (by_example, *by_seed) = _paired_parts(a, b)
@@ -473,9 +473,10 @@ def _axis_variances(values: Values) -> list[tuple[float, int]]:
 
 
 def _half_width(parts: Sequence[tuple[float, int]], tail: float = _TAIL) -> float | None:
-    """Half-width of a sum of means with these variances and degrees of freedom; None if unknown.
+    """Half-width of a sum of means with these variances and degrees of freedom.
 
-    Each has its own t, as in MOVER, since two seeds may agree by chance.
+    None if none of them is known. Each has its own t, as in MOVER, since two seeds may agree by
+    chance.
     """
     known = [_t(freedom, tail) ** 2 * variance for variance, freedom in parts if freedom > 0]
     return math.sqrt(sum(known)) if known else None

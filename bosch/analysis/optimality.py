@@ -19,9 +19,9 @@ from bosch.objective.evaluation_log import Evaluation
 
 @dataclass(frozen=True)
 class Standing:
-    """A mask's place among all masks on its budget; rank 1 is the best, equal masks share a rank.
+    """A mask's place among all on its budget; rank 1 is the best, and equal values share a rank.
 
-    `score_gap` and `log_likelihood_gap` are the differences from the best mask by each measure.
+    `score_gap` and `log_likelihood_gap` are how far it is below the best mask by each measure.
     `best_by_score` counts the masks that share the highest score.
     """
 

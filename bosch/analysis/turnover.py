@@ -54,8 +54,8 @@ def turnover(small: HeadMask, large: HeadMask) -> Turnover:
 def swapped(small: HeadMask, large: HeadMask, seed: int) -> HeadMask:
     """A'_l: random members of A_l make room for all of A_s \\ A_l (BOSCH C.1).
 
-    A'_l has as many heads as `large`, and is `large` itself without turnover. The same seed gives
-    the same mask. Raises ValueError when the masks differ in shape or A_l is the smaller set.
+    A'_l has as many sliding heads as `large`, and is `large` itself without turnover. The same seed
+    gives the same mask. Raises ValueError when the masks differ in shape or A_l is the smaller set.
     """
     a, b = _sliding_sets(small, large)
     if a.sum() > b.sum():

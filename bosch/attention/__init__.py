@@ -150,7 +150,7 @@ def compute_attention(call: AttentionCall) -> Tensor:
 
 
 def _needs(call: AttentionCall) -> dict[str, str]:
-    """Abilities that a call needs of a backend, with the beginning of the message about each."""
+    """Abilities that a call needs of a backend, with the reasons, for `lacking`."""
     query, transform, needs = call.query, call.transform, {}
     if transform.softcap is not None:
         needs["softcap"] = "the model has"

@@ -29,7 +29,7 @@ _NO_DOCUMENT = -1
 
 
 class Communicator:
-    """Collective operations between the processes of a split; `sent_bytes` counts this one's."""
+    """Collective operations of the processes of a split; `sent_bytes` is what this one has sent."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -170,9 +170,9 @@ class SplitPass:
     def _slots_before(self, chunk: int, window: Window) -> tuple[Tensor, Tensor]:
         """Slots of the keys before a chunk that its queries may see, and which are keys: [B, K].
 
-        First the sinks of the document that reaches into the halo, then the halo. So within each
-        document the distances to keys in the window, and which keys are sinks, are the same as in
-        the whole sequence. Rows with fewer sinks are padded on the left.
+        First the sinks before the halo, of the document that reaches into it, then the halo. So
+        within each document the distances to keys in the window, and which keys are sinks, are the
+        same as in the whole sequence. Rows with fewer sinks are padded on the left.
         """
         start = self.split.halo_start(chunk, window)
         halo = torch.arange(start, chunk * self.split.chunk).expand(self.rows, -1)

@@ -111,7 +111,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _blocks_seen(
     layout: HeadLayout, reaches: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks that heads of each group see in part, and whole: [B or 1, groups, nq, nk].
+    """Blocks that heads of each group see at least in part, and whole: [B or 1, groups, nq, nk].
 
     `reaches` [groups] is the number of keys that a head of each group sees.
     """

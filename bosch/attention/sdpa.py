@@ -183,8 +183,7 @@ def _attend_bands(
     """Attention of blocks [n, H, C, D] to their sinks [n, H, S, D] and bands, which are views.
 
     `mask` is [n or 1, C, S + C + W]. Sinks and bands are copied into one tensor, for few blocks at
-    a
-    time: without gradients the copies never take more memory than the keys.
+    a time: without gradients the copies never take more memory than the keys.
     """
     if not sinks[0].shape[2]:
         return masked_attention(queries, keys, values, transform, dropout, mask[:, None])

@@ -15,7 +15,7 @@ from bosch.errors import UserError
 
 WIDEST_HEAD = 256  # most dimensions of a head in flash-attn's and torch's kernels
 
-# Abilities that a backend may lack, with the end of the message that begins with its name.
+# Abilities that a backend may lack, with the text that follows its name in the message.
 _LACKS = {
     "sinks": "has no sinks",
     "float32": "computes in float16 and bfloat16",

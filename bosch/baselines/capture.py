@@ -34,7 +34,8 @@ class LayerStates:
     """One layer on one example: query [HQ, T, D], key and value [HKV, T, D], detached.
 
     `output_gradient` [HQ, T, D] is dL/dO, where O is the attention output before the output
-    projection; None in a pass without gradients. `transform` is the logit transform of full heads.
+    projection; None in a pass without gradients. `transform` is that of full heads, with
+    the `head_logits` of all HQ.
     """
 
     query: Tensor

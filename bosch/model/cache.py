@@ -175,7 +175,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         cached.sink_values = gather_sinks(cached.values, cached.sink_values, context, count)
 
     def _evict(self) -> None:
-        """Copies what is kept, since a slice would keep all of it in memory."""
+        """Copy what is kept, since a slice would keep the whole tensor in memory."""
         for cached in self.groups:
             cached.keys = _last(cached.keys, cached.group.window)
             cached.values = _last(cached.values, cached.group.window)

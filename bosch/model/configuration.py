@@ -127,7 +127,7 @@ def _restored(content: dict[str, Any], config_class: Any, is_hybrid: bool) -> di
             content[name] = value
     types = config_class.attribute_map.get("layer_types", "layer_types")
     if types in config_class.__dataclass_fields__ and is_hybrid and content.get(types) is None:
-        # A missing pattern must not be replaced by the family's default, so it is set to None.
+        # A missing pattern must not be replaced by the family's default; an empty one is refused.
         content[types] = []
     return content
 

@@ -387,8 +387,8 @@ def _prepare_pass(
     """Arguments of a decoder's pass, with a hybrid cache if the pass would make a cache.
 
     Raises ValueError for packed documents that this pass would not separate: transformers finds
-    their borders in position_ids only without a cache, and in some families never. Without
-    `use_cache`, such a pass makes no cache.
+    their borders in position_ids only without a cache, and in some families never. If
+    `use_cache` is not passed, such a pass makes no cache.
     """
     decoder_class: Any = type(decoder)
     kwargs = dict(zip(_parameters(decoder_class), args, strict=False)) | kwargs

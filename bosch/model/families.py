@@ -25,8 +25,8 @@ class Family:
     further parameters with equally many entries for each head.
     `norms_over_heads`: query and key norms have weights for every head, instead of one head's
     weights for all. `caps_scores`: attention scores are soft-capped. `separates_documents`: its
-    masks separate packed documents according to position_ids. `mixes_states`: some layers are
-    linear attention, and vLLM's own class computes them. `layers_return_weights`: a layer returns
+    masks separate packed documents according to position_ids. `mixes_states`: it also has
+    linear attention, which vLLM's own class computes. `layers_return_weights`: a layer returns
     attention weights, or None, after its hidden states. `logit_factor` and `logit_divisor`: fields
     of the configuration that multiply and divide the logits. `logits_by_text`: these and the cap
     are in the text decoder's configuration.

@@ -6,8 +6,8 @@ have each of them. With `sink: bias` each query head of a sliding head has an ex
 softmax, in the parameter `sink_bias` [query heads] of its layer's attention.
 
 A model that serves several budgets has these counts and `kv_slots`, at `context` tokens, in each of
-`budgets`. `chosen` has the slots of the default budget, if the configuration's `kv_budget` is not
-set.
+`budgets`. `chosen` has the slots of the default budget, which is used if the configuration's
+`kv_budget` is not set.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def model_file_fault(path: Path) -> Iterator[str]:
 
 
 def config_faults(content: Any) -> Iterator[str]:
-    """At most one message, about a field that no configuration may have."""
+    """At most one message, about content that no configuration may have."""
     yield from itertools.islice(itertools.chain(_code_faults(content), _count_faults(content)), 1)
 
 

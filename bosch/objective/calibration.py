@@ -57,7 +57,7 @@ class CalibrationSet:
 
     @classmethod
     def load(cls, path: Path, advice: str = "run prepare again") -> CalibrationSet:
-        """Read `calibration.jsonl`; raises UserError, with `advice`, if it is invalid."""
+        """Read `calibration.jsonl`; raises UserError, with `advice`, if it is missing or bad."""
         if path.is_dir():
             path = path / "calibration.jsonl"
         try:

@@ -286,8 +286,7 @@ class BatchPass:
         """The last layer only at the positions that predict answers: [E, M, C].
 
         Their queries need only the keys and values of the other positions. So the layer's forward
-        runs
-        twice: over all positions until its keys and values are known, then over the answers'
+        runs twice: over all positions until its keys and values are known, then over the answers'
         positions with an attention that uses them. The cache holds input and attention at the
         answers' positions; if they are cached, the first run is skipped.
         """
@@ -328,7 +327,7 @@ def answer_attention(
     transform: LogitTransform,
     max_logits: int = 2**27,
 ) -> Tensor:
-    """Attention [E, M, HQ, D] of queries [E, HQ, M, D] at `columns` [E, M], with equal heads.
+    """Attention [E, M, HQ, D] of queries [E, HQ, M, D] at `columns` [E, M], with one window.
 
     key and value [E, HKV, T, D]; `layout` has one group. Few fused kernels support a mask, and
     without one all logits are in memory. So examples are computed in groups of at most `max_logits`

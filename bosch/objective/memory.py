@@ -74,7 +74,7 @@ class ActivationSizes:
     def layer_entry(self, tokens: int, windows: int) -> int:
         """Bytes that reuse stores for a layer: its input and its attention for every choice.
 
-        It is all that reuse keeps of a layer.
+        `windows` is the number of windows.
         """
         outputs = (1 + windows) * self._per_shard(self.query)
         return self._own(tokens) * (self.hidden + outputs) * self.value_bytes

@@ -284,7 +284,7 @@ class Objective:
         return values, seconds, float(operations.sum()) / self.full_pass_operations
 
     def _keeps_activations(self, index: int) -> bool:
-        """Whether a backward pass of this batch fits into memory, with its activations."""
+        """Whether the activations of this batch's backward pass fit beside what reuse caches."""
         windows = [window.size for window in self.windows]
         needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, *windows)
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
@@ -318,7 +318,7 @@ class Objective:
         return {"cache_bytes_limit": self.cache.max_bytes, "cache_bytes": self.cache.peak_bytes}
 
     def savings(self) -> dict[str, bool]:
-        """Names of the active savings; all are exact."""
+        """Which savings are on; all are exact."""
         return self._forward.savings
 
     def _incremental_forward(

@@ -333,7 +333,8 @@ def head_selection(
 ) -> HeadMask:
     """Choose sliding units within the sum of `quotas` of each group (Algorithm 3).
 
-    `quotas` are M of line 5. Starts with all heads full. Groups of ratio 0 and 1 are not searched.
+    `quotas` are M of line 5. Starts with all heads full. Groups of ratio 0 and 1 are set, not
+    searched.
     """
     num_layers, units = evaluator.shape
     mask = HeadMask.all_full(num_layers, units)  # line 4

@@ -53,7 +53,7 @@ _ELIMINATION_SHARE = 0.4
 _FIRST_EXCHANGES = 2
 # Gradients reserved for the exchanges of a track.
 _EXCHANGES = 5
-# With a small budget: gradients for learned gates, and the largest share of them and their mask.
+# With a small budget: gradients for learned gates, and the largest share for them and their mask.
 _GATES = 4
 _GATES_SHARE = 0.55
 # With a large budget: fewest and most of these gradients, and their share of the passes left by the
@@ -201,7 +201,7 @@ class _Search:
         return count if count >= _MIN_GATES else 0
 
     def _track(self, bits: Bits, name: str, moves: list[Move]) -> _Track | None:
-        """A new track from a measured mask; None if another track has that mask."""
+        """A new track from a mask, which is measured; None if another track has that mask."""
         if bits.tobytes() in self._tried:
             return None
         self._tried.add(bits.tobytes())
@@ -298,7 +298,7 @@ class _Search:
             )  # fmt: skip
 
     def _eliminated(self, bits: Bits, passes: float) -> Bits:
-        """Make the units of least value sliding, with new gradients before each step.
+        """Slide the units of least value down to the budget, with new gradients before each step.
 
         Each step keeps the same share of the full units. If `passes` allow it, gradients over
         several parts of the examples are averaged.

@@ -19,8 +19,8 @@ Steps are small, each with gradients over another part of the calibration exampl
    exchanges followed by exchanges by gradients; the neighbouring budget's layout, grown or shrunk.
    Kinds of moves that succeeded more often for their cost are tried more often. What wins at one
    budget is tried at all larger ones.
-5. A budget whose layout is not nested with the others gets the best nested one, if its score is not
-   lower. Held-out examples score every point.
+5. A budget whose layout is not nested with the others gets the best nested one, if it loses almost
+   no score. Held-out examples score every point.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from bosch.search.loss import Anchors
 from bosch.search.settings import SearchSettings
 
 # Gradients of the starts: their share of the passes left by the first masks of all budgets, the
-# largest number for the descent when there are gates, and the gates' share.
+# largest share for the descent when there are gates, and the gates' share of these gradients.
 _START_SHARE, _DESCENT_SHARE, _GATES_SHARE = 0.75, 0.4, 0.55
 # Most levels of the descent.
 _LEVELS = 20
@@ -62,10 +62,10 @@ def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Find masks for all budgets, with at most 1.5 times the passes of `bosch_plus` for one.
 
     The budgets are those of `evaluator.slot_budgets`; by default eight, and the slots of a mask
-    that has the ratio's full units and all others at the narrowest window. Gradients count at their
-    cost, held-out passes at their share of examples. Raises UserError if there is nothing to search
-    for, a budget or window is impossible at the context, or the passes do not suffice for a
-    gradient.
+    that has the ratio's full units and all others at the narrowest window; this mask's budget is
+    that of the result. Gradients count at their cost, held-out passes at their share of examples.
+    Raises UserError if there is nothing to search for, a budget or window is impossible at the
+    context, or the passes do not suffice for a gradient.
     """
     anchors = evaluator.anchors(settings.swa_ratio, len(evaluator.windows))
     anchors.check()
@@ -255,7 +255,7 @@ class FrontSearch(Moves):
         return self._affordable(choices) and self._measure(number, choices, name)
 
     def nest(self) -> None:
-        """Replace points that do not nest with the chosen one by nested masks of equal score."""
+        """Replace points that do not nest with the chosen one by nested masks that lose little."""
         if not self.points:
             return
         numbers = sorted(self.points)
@@ -273,7 +273,7 @@ class FrontSearch(Moves):
                 chain.append(choices)
 
     def _nested(self, number: int, chain: list[Choices]) -> Choices | None:
-        """The best layout of a budget that is nested with a chain, if it is known already."""
+        """The best layout of a budget nested with a chain; None if it loses over `_NESTED_LOSS`."""
         point = self.points[number]
         loss = max(_NESTED_LOSS, self.evaluator.scorer.quantum)
 

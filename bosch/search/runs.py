@@ -175,7 +175,7 @@ def _read_settings(method: Method, settings: SearchSettings) -> dict[str, Any]:
 def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMask:
     """Mask of a static ranking; notes ties at the budget, and sinks that the ranking ignored."""
     objective, started = _objective(name, evaluator), time.perf_counter()
-    # All ranks use the first rank's scores: another device may round differently.
+    # All ranks use the first one's ranking: another device may round differently.
     ranked = objective.ranks.from_first(
         static_mask(name, objective.model, objective.calibration, objective.window.size, settings)
     )

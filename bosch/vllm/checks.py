@@ -68,7 +68,7 @@ def check_engine() -> None:
 
 
 def untested_version(version: str) -> str:
-    """A warning for versions of vLLM with which the plugin was not tested, else None."""
+    """A warning for versions of vLLM with which the plugin was not tested, else empty."""
     tested = {name.rpartition(".")[0] for name in (OLDEST_TESTED, NEWEST_TESTED)}
     if ".".join(version.split(".")[:2]) in tested:
         return ""

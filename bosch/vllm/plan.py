@@ -20,7 +20,7 @@ from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 
-# vLLM makes groups as large as the largest kind if this pads the others by less than this share.
+# vLLM makes groups as large as the largest kind if this pads the others by less than this factor.
 _PADDED_UP_TO = 1.5
 
 SERVED_RANKS, SERVED_TOKENS = (1, 2, 4, 8), (32 * 1024, 128 * 1024)

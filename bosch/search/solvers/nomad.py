@@ -7,7 +7,7 @@ completed to the quota along a random order of the units, and a flip becomes a s
 
 NOMAD counts points, this module counts evaluations. A run ends after a few polls, before NOMAD
 revisits known points; the next run starts from the best mask with a new order, until the budget is
-spent. Quadratic models are off, since with 32 variables they cost 0.2 s per evaluation.
+spent. Quadratic models are off, since with 32 variables they cost over 0.2 s per evaluation.
 """
 
 from __future__ import annotations
