@@ -185,7 +185,7 @@ def make_folder(folder: Path) -> None:
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
     """Remove temporary files from a folder (not from subfolders) that nobody writes any more.
 
-    Their process has ended, or it is on another machine and they are older than `seconds`.
+    Their process, on this machine, has ended, or they are older than `seconds`.
     """
     for path in list(folder.glob(f"{TEMPORARY}*")):
         match = _OF_PROCESS.match(path.name)

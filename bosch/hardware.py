@@ -21,7 +21,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 class Device:
     """Peak of dense bf16 matrix products in TFLOP/s, memory in GiB, and bandwidth in GB/s.
 
-    For a CPU they are those of one core. The bandwidth is None if no plan needs it.
+    For a CPU they are those of one core. The bandwidth is 0 if no plan needs it.
     """
 
     tflops: float

@@ -1,10 +1,10 @@
 """Registration of the hybrid models with transformers, at their first use.
 
 transformers has no entry points for models, and importing it (with torch) takes seconds, which is
-too long for a command that only reads a mask. So transformers' table of model types is replaced by
-one that registers a hybrid model at the first look-up of its `hybrid_…` type, in whatever order
-bosch and transformers are imported. Other families are not imported, and nothing of transformers is
-imported while transformers is loading.
+too long for a command that only reads a mask. So transformers' dictionary of registered model
+types is replaced by one that registers a hybrid model at the first look-up of its `hybrid_…` type,
+in whatever order bosch and transformers are imported. Other families are not imported, and nothing
+of transformers is imported while transformers is loading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONFIGS = "transformers.models.auto.configuration_auto"
 
 
 class _ModelTypes(dict[str, Any]):
-    """Table of model types that registers a hybrid type when it is looked up."""
+    """Registered model types; a missing hybrid type is registered when it is looked up."""
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
@@ -36,7 +36,7 @@ class _ModelTypes(dict[str, Any]):
 
 
 def _prepare(configs: ModuleType) -> None:
-    """Replace the table of model types in transformers' auto classes by `_ModelTypes`."""
+    """Replace the registered model types of transformers' auto classes by `_ModelTypes`."""
     table = configs.CONFIG_MAPPING
     if not isinstance(table._extra_content, _ModelTypes):
         table._extra_content = _ModelTypes(table._extra_content)
