@@ -238,7 +238,7 @@ def test_granularity_study_compares_units_with_single_heads(
     for line in units:
         counts = HeadMask.from_key(line["result"]["mask"]).full_kv_heads_per_layer
         assert sum(counts) == 6 and not any(count % 2 for count in counts)
-    for sizes, sentence in (("4", "of 3 layers of 4 KV heads no mask"), ("1", "name one above 1")):
+    for sizes, sentence in (("4", "for 3 layers of 4 KV heads no mask"), ("1", "name one above 1")):
         assert study("granularity", searched, *options, "--granularities", sizes) == 2
         assert sentence in capsys.readouterr().err
 

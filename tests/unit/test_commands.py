@@ -265,7 +265,7 @@ def test_new_says_which_files_are_not_read(here: Case, capsys: pytest.CaptureFix
         (["new", "empty/m"], "empty/m: there is no directory empty/m; expected a model directory"),
         (["new", "model", "--data", "no/data/here"], "--data no/data/here: there is no such file"),
         (["new", "model", "--data", "empty"], "--data empty: is an empty folder"),
-        (["new", "model", "--output", "tiny.yaml"], "--output tiny.yaml: is there already"),
+        (["new", "model", "--output", "tiny.yaml"], "--output tiny.yaml: exists"),
         (["new", "model", "--output", "my d\u00e4ta.yaml"], "cannot name a folder; use 1 to 100"),
         (["new", "model", "--output", "no/a.yaml"], "--output no/a.yaml: there is no folder no"),
         (["new", "x" * 5000], _TOO_LONG),
@@ -274,7 +274,7 @@ def test_new_says_which_files_are_not_read(here: Case, capsys: pytest.CaptureFix
         (["new", "model", "--data", "pipe", "--output", "a.yaml"], "only regular files are read"),
         (["new", "model", "--output", "/proc/a.yaml"], "/proc/a.yaml: No such file"),
         (["new", "model", "--output=/proc/a.yaml"], "--output=/proc/a.yaml: No such file"),
-        (["new", "model", "--output", "dangling"], "is there already"),
+        (["new", "model", "--output", "dangling"], "exists"),
         (["new", "a\nb"], "holds a line break"),
         (["upload", "x" * 5000, "a/b"], _TOO_LONG),
         # Replaced, a device would be a file, and a folder without a name has no place beside it.

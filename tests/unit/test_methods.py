@@ -396,7 +396,7 @@ class Fixed:
         (0.0, 0.0, 0.5, "answers none of the calibration examples"),
         (0.5, 0.5, 0.5, "no lower than with full attention .* there is nothing to search for"),
         (0.5, 0.6, 0.5, "no lower than with full attention .* there is nothing to search for"),
-        (1.0, 0.0, float("nan"), "not finite"),
+        (1.0, 0.0, float("nan"), "finite numbers"),
     ],
 )
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.searches])
