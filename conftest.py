@@ -48,6 +48,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_what_a_module_leaves() -> Iterator[None]:
+    """Exclude what a module has left, too: transformers collects garbage in every batch."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def _gpu_present() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -20,11 +19,6 @@ from tests.ruler_case import TOKENIZER
 # A loaded machine is no fault of what is tested; no test asserts a time.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
-
-
-def pytest_collection_finish() -> None:
-    """No garbage is looked for among what is imported: transformers collects it in every batch."""
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
