@@ -41,9 +41,9 @@ if [ -z "$versions" ]; then
     mypy=$!
     trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
 fi
-# Three test files on two cores: ranks and runs wait for each other a third of the time. In the order
-# of pyproject's testpaths: by number of tests, files of few slow ones would run last and alone.
-check "$bin/python" -m pytest -q -n "$((($(nproc) * 3 + 1) / 2))" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+# A test file on each core: each more costs as much to import as it gains. In the order of
+# pyproject's testpaths: by number of tests, files of few slow ones would run last and alone.
+check "$bin/python" -m pytest -q -n "$(nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 if [ -n "$types" ]; then
     echo "== $bin/mypy"
     wait "$mypy" || failed=1
