@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from bosch.model.families import decoder_layers, known_family, text_config
 from bosch.objective.flops import FEED_FORWARD, linear_flops
+
+logger = logging.getLogger(__name__)
 
 # Tokens of a measurement: a whole chunk of every recurrence that is computed in chunks.
 _TOKENS = 256
@@ -109,11 +112,11 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
             shapes = type(child), tuple(weight.shape for weight in child.parameters())
             if shapes not in measured:
                 measured[shapes] = _measured(child, text.hidden_size, maps, value_bytes)
-            found = measured[shapes]
+            block = measured[shapes]
             if is_norm:  # its input at least, which is what layers pass on
-                norms += max(found.saved, text.hidden_size * value_bytes)
+                norms += max(block.saved, text.hidden_size * value_bytes)
             else:
-                (sliced if name in FEED_FORWARD else others).append(found)
+                (sliced if name in FEED_FORWARD else others).append(block)
     every = [*sliced, *others]
     first = getattr(layers[kinds.full[0]], attention)
     return BlockBytes(
@@ -140,22 +143,32 @@ def _blocks_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _measured(block: nn.Module, hidden: int, maps: int, value_bytes: int) -> _Block:
     """A block's bytes.
 
-    Grouped experts have a meta kernel for bf16 alone. Of what cannot be called with hidden states
-    alone the `maps` tell a width: that of a feed-forward block with as many parameters.
+    Grouped experts have a meta kernel only for bf16. If a block cannot be run on hidden states
+    alone, its bytes are estimated from the parameters of its `maps`, as those of a feed-forward
+    block with as many, and a warning says so.
     """
-    own = torch.float32 if value_bytes == 4 else torch.bfloat16
-    for dtype in dict.fromkeys((own, torch.bfloat16)):
+    own_dtype = torch.float32 if value_bytes == 4 else torch.bfloat16
+    inputs = block.in_features if isinstance(block, nn.Linear) else hidden
+    for dtype in dict.fromkeys((own_dtype, torch.bfloat16)):
         try:
-            found = _run(copy.deepcopy(block).to(dtype), hidden, dtype)
-        except Exception:  # of any module of transformers', and any kernel
+            sizes = _run(copy.deepcopy(block).to(dtype), inputs, dtype)
+        except Exception as error:  # of any module of transformers' and any kernel
+            fault = f"{type(error).__name__}: {error}".partition("\n")[0]
             continue
-        return _Block(*(size * value_bytes / dtype.itemsize for size in found))
+        return _Block(*(size * value_bytes / dtype.itemsize for size in sizes))
+    _warn_of_estimate(type(block).__name__, fault)
     width = maps / (3 * hidden) * value_bytes
     return _Block(4 * width, 3 * width, 7 * width)
 
 
-def _run(block: nn.Module, hidden: int, dtype: torch.dtype) -> _Block:
-    states = torch.empty(1, _TOKENS, hidden, device="meta", dtype=dtype)
+@functools.cache
+def _warn_of_estimate(block: str, fault: str) -> None:
+    """Once a process: every length and batch of a plan asks for the same model."""
+    logger.warning("the memory of %s is estimated, it cannot be measured (%s)", block, fault)
+
+
+def _run(block: nn.Module, width: int, dtype: torch.dtype) -> _Block:
+    states = torch.empty(1, _TOKENS, width, device="meta", dtype=dtype)
     with torch.no_grad(), PeakMemory() as plain:
         block(states)
     block.requires_grad_(False)

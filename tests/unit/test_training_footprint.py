@@ -245,6 +245,24 @@ def test_a_recurrence_takes_what_its_blocks_do() -> None:
     assert TOKENS * blocks.whole < found.layer < 1.5 * TOKENS * blocks.whole
 
 
+def test_a_block_that_cannot_be_measured_is_estimated_and_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for family in ("gemma4_text", "mixtral"):  # a map of other inputs, experts without float32
+        assert DecoderShape.of(small_config(family)).blocks(4).saved > 0
+    assert not caplog.messages
+    shape = DecoderShape.of(small_config("bamba"))
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a kernel for CUDA alone")
+
+    block = shape.model.get_decoder().layers[1].mamba
+    monkeypatch.setattr(type(block), "forward", refused)
+    assert shape.blocks(2).others > 0
+    [message] = caplog.messages
+    assert type(block).__name__ in message and "a kernel for CUDA alone" in message
+
+
 def test_extra_logits_are_kept_on_a_cpu_where_auto_is_sdpa() -> None:
     train = TrainConfig(batch_tokens=TOKENS, total_tokens=TOKENS, checkpoint_tokens=[])
     needs = {}
