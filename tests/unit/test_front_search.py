@@ -115,6 +115,20 @@ def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
     assert tried > 25
 
 
+def test_units_of_a_failed_swap_come_last() -> None:
+    """Of eight units that promise the same: four swaps, then none of them is left."""
+    moves: Any = object.__new__(Moves)
+    moves.shape, moves.kinds, moves.costs, moves._tried = (2, 4), 2, np.array([20.0, 3.0]), set()
+    choices = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
+    worth = np.stack([np.ones((2, 4)), np.zeros((2, 4))], axis=2)
+    moves.gradients = SimpleNamespace(at=lambda layout: worth)
+    point = Point(92, choices, Evaluation(0.0, 0.0, 0.0, 1.0, 1.0), 0.0, np.zeros((2, 4)))
+    moves.points = {0: point}
+    for swaps in range(1, 5):
+        assert (moves._swap(0) != choices).sum() == 2
+        assert point.failed.sum() == (point.failed > 0).sum() == 2 * swaps
+
+
 def test_units_that_stay_as_they_are_grow_in_no_step() -> None:
     """Of those that could, half, drawn at random; full units have nowhere to grow."""
     rng = np.random.default_rng(7)

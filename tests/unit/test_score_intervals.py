@@ -232,9 +232,13 @@ def test_a_test_of_methods_agrees_with_its_interval_and_covers() -> None:
 
 
 def test_a_test_of_methods_is_exact_for_few_samples_that_differ() -> None:
-    """Five of 35 are lost: by signs alone p = 2 / 2^5. Of 30 by Hoeffding's bound."""
+    """Five of 35 are lost: by signs alone p = 2 / 2^5. Of 30 by Hoeffding's bound.
+
+    And five subtasks of one sample each.
+    """
     lost, ones = np.array([[0.0] * 5 + [1.0] * 30] * 2), np.ones((2, 35))
     assert crossed_test(lost, ones).p_value == pytest.approx(2 / 2**5, abs=0.01)
+    assert compare([[1.0]] * 5, [[0.0]] * 5).p_value == pytest.approx(2 / 2**5, abs=0.01)
     won = crossed_test(ones[:, :30], 0 * ones[:, :30])
     assert won.p_value == pytest.approx(2 * np.exp(-30 / 2))
     assert compare(ones[:, :30], 0 * ones[:, :30]).p_value == 1 / 4001

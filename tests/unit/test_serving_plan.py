@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -26,7 +27,6 @@ from bosch.vllm.checks import (
     grouping_of,
     original_plan,
     plan_of,
-    untested_version,
 )
 from bosch.vllm.groups import groups_of_modules, module_name
 from bosch.vllm.plan import (
@@ -357,19 +357,30 @@ def test_all_masks_of_a_budget_hold_the_same(heads: int, counts: list[int]) -> N
             assert other == cache
 
 
+def be_installed(patch: pytest.MonkeyPatch, version: str, attention: type) -> None:
+    """Let this version of vLLM, with this class of attention modules, be the installed one."""
+    layers = "vllm.model_executor.layers.attention"
+    patch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    for name in ("vllm.model_executor", "vllm.model_executor.layers", layers):
+        patch.setitem(sys.modules, name, SimpleNamespace(Attention=attention))
+
+
 def test_an_engine_without_windows_for_each_module_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layers = "vllm.model_executor.layers.attention"
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
-    for name in ("vllm.model_executor", "vllm.model_executor.layers", layers):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(Attention=_OldAttention))
+    be_installed(monkeypatch, "0.32.0", _OldAttention)
     with pytest.raises(UserError, match=r"takes no per_layer_sliding_window.* install vLLM 0\.32"):
         check_engine()
 
 
 class _OldAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, prefix: str) -> None: ...
+
+
+class _Attention:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, per_layer_sliding_window: int, prefix: str
+    ) -> None: ...
 
 
 def serve_two_layers(
@@ -653,8 +664,17 @@ def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
     ("version", "tested"),
     [("0.32.0", True), ("0.33.1+cpu", True), ("0.3.2", False), ("0.34.0rc1", False)],
 )
-def test_a_version_that_was_not_tested_is_named_in_a_warning(version: str, tested: bool) -> None:
-    assert bool(untested_version(version)) is not tested
+def test_a_version_that_was_not_tested_is_named_in_a_warning(
+    version: str,
+    tested: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm.bosch"), "propagate", True)
+    be_installed(monkeypatch, version, _Attention)
+    check_engine()
+    warned = [record.getMessage() for record in caplog.records]
+    assert [f"vLLM {version}: " in message for message in warned] == [True] * (not tested)
 
 
 def test_a_refusal_that_ends_the_process_is_one_sentence(
