@@ -1,4 +1,4 @@
-"""A tokenizer whose normalizer or decoder makes much of little is refused before it is loaded."""
+"""A tokenizer that makes much of little is refused, and models of the hub's cache are checked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bosch.errors import UserError
+from bosch.model.loading import load_config
 from data_prep.documents.tokenizer import TokenizerSpec, check_growth, load_tokenizer
 
 
@@ -64,20 +65,37 @@ def test_exploding_parts_are_refused(part: str, steps: dict[str, Any], expected:
         check_growth("tokenizer.json", {part: steps})
 
 
-def test_a_tokenizer_of_the_hub_is_checked_before_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files that the repository lacks, such as config.json here, stop no check of the others."""
-    repository = tmp_path / "models--some--one"
+def hub_snapshot(cache: Path, patch: pytest.MonkeyPatch) -> Path:
+    """An empty snapshot of some/one in a cache of the hub."""
+    repository = cache / "models--some--one"
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(snapshot.name)
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return snapshot
+
+
+def test_a_tokenizer_of_the_hub_is_checked_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the repository lacks, such as config.json here, stop no check of the others."""
+    snapshot = hub_snapshot(tmp_path, monkeypatch)
     steps = sequence(*[replace({"String": "e"}, "ee")] * 9)
     (snapshot / "tokenizer.json").write_text(json.dumps({"normalizer": steps}))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"tokenizer\.json: its normalizer .* 512 times longer"):
         load_tokenizer(TokenizerSpec("some/one"))
+
+
+def test_a_model_of_the_hub_needs_no_generation_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = hub_snapshot(tmp_path, monkeypatch)
+    (snapshot / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    assert load_config("some/one").num_hidden_layers == 3
+    (snapshot / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        load_config("some/one")
 
 
 def test_a_damaged_vocabulary_is_named(tmp_path: Path) -> None:
