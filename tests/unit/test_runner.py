@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from bosch.errors import DamagedWorkError, LostRankError, RunError, StoppedError, UserError
 from bosch.files import write_json
@@ -792,6 +793,18 @@ def test_processes_are_named_with_their_nodes_where_there_are_several(
         if value is not None:
             monkeypatch.setenv(variable, value)
     assert name_processes(ranks) == name
+
+
+def test_a_process_that_has_finished_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    lost: list[str] = []
+    with heartbeat.heartbeats(1, lost.append):
+        pass
+    assert store.add("bosch/heartbeat/1", 0) >= heartbeat.ENDED and not lost
 
 
 class _Checks:
