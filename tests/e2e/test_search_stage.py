@@ -73,6 +73,8 @@ def test_a_method_of_each_kind_writes_its_files(inputs, tmp_path, method, ratio)
         assert len(points) == len(measured) + 1  # the final mask's has a mark of its own
     assert file.score == summary["best_score"]
     assert summary["anchors"]["all_full"] == 1.0
+    assert all(summary["savings"].values())
+    assert 0 < summary["cache_bytes"] <= summary["cache_bytes_limit"]
     lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     entries = [
         entry for entry in map(json.loads, lines) if not {"gradient", "held_out"} & entry.keys()
