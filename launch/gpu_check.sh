@@ -3,7 +3,8 @@
 #
 #   launch/gpu_check.sh [page.md]
 #
-# Half an hour on one GPU with 80 GB. Without a GPU it runs what of it needs none, and says so.
+# Takes half an hour on one GPU with 80 GB. Without a GPU it runs only the parts that need none, and
+# says so.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 page=$(realpath -m "${1:-gpu_check.md}")

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Writes launch/tested/: what launch/setup.sh installs, every package with its version and the hashes
-# of its files. Needs uv (pip install uv). Run it after the tests passed in .venv.
+# Writes launch/tested/, the list of packages that launch/setup.sh installs, with versions and hashes of
+# files. Needs uv (pip install uv). Run it after the tests have passed in .venv, whose versions it takes.
 #
-# pipeline.txt is what every run needs; gpu.txt and test.txt are what the extras gpu and test need
-# besides. Where .venv has a package its version is taken. torch is not among them, nor what only its
-# plain wheel needs: its CPU build comes from another index, under another version and hash.
+# pipeline.txt has the packages that every run needs; gpu.txt and test.txt have the additional ones of
+# the extras gpu and test. torch and the packages that only its plain wheel needs are left out: its CPU
+# build comes from another index, with another version and hash.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 installed=$(mktemp)
 trap 'rm -f "$installed"' EXIT
-# Not +cpu: there is no such version on the index of all the rest.
+# Without +cpu: the index of the other packages has no such version.
 .venv/bin/python -m pip freeze --exclude-editable | sed "s/+cpu//" >"$installed"
 mkdir -p launch/tested
 
@@ -17,7 +17,7 @@ pin() {
     uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
         --constraint "$installed" "$@" pyproject.toml
 }
-# Without the entries whose first line stands in the files named, and without torch and its own.
+# Removes torch, its own packages, and the packages that are listed in the files named.
 without() {
     awk '
         FILENAME != "-" { if (/==/) have[$0] = 1; next }

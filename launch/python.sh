@@ -1,8 +1,8 @@
-# Sourced with $root set: leaves in $python an interpreter that can run the project.
-# BOSCH_PYTHON names one. Else .venv comes first; another Python is used only where it has all
-# packages and there is no .venv.
+# To be sourced with $root set. Sets $python to an interpreter that can run the project: the one in
+# BOSCH_PYTHON; otherwise that of .venv; without .venv, another Python that has all packages; if there
+# is none, .venv is set up.
 
-# An empty entry means the current directory, from which nothing is to be imported.
+# Remove empty entries: they mean the current directory, from which nothing must be imported.
 PYTHONPATH=$(tr -s : <<<"${PYTHONPATH-}" | sed 's/^://;s/:$//')
 export PYTHONPATH PYTHONSAFEPATH=1
 python=${BOSCH_PYTHON-}

@@ -15,13 +15,14 @@ if [ $# -eq 0 ] || [ -z "${SLURM_JOB_ID:-}" ]; then
     echo "usage: sbatch --nodes=N --gpus-per-node=G launch/slurm.sh RECIPE [key.path=value ...]" >&2
     exit 2
 fi
-# Slurm runs a copy of this file from its spool folder; the checkout is where sbatch was called.
+# Slurm runs a copy of this file from its spool folder, so the checkout is the folder where sbatch was
+# called.
 root=${BOSCH_ROOT:-$SLURM_SUBMIT_DIR}
 if [ ! -f "$root/launch/torchrun.sh" ]; then
     echo "error: $root is no checkout of this project; call sbatch from it or set BOSCH_ROOT" >&2
     exit 2
 fi
-# Read only when the job has ended, which may be in days.
+# Checked now, because it is used only when the job ends, which may be days later.
 case ${BOSCH_REQUEUES:-0} in
     *[!0-9]*) echo "error: BOSCH_REQUEUES=$BOSCH_REQUEUES: expected a count of times" >&2; exit 2 ;;
 esac
@@ -30,14 +31,14 @@ esac
 export NNODES=$SLURM_JOB_NUM_NODES
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
-# A port of this job's own, so that two jobs on one node do not meet.
+# Each job has its own port, so two jobs on one node do not collide.
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export BOSCH_LAUNCHER="$root/launch/torchrun.sh"
-# srun ends with the highest status of all nodes, that of those it killed after the first had ended:
-# the first node to end leaves its status in this file.
+# srun returns the highest status of all nodes, which includes nodes that it killed after the first one
+# ended. So the first node to end writes its status to this file.
 export BOSCH_STATUS="$SLURM_SUBMIT_DIR/bosch-$SLURM_JOB_ID.status"
 rm -f "$BOSCH_STATUS"
-# Slurm's signals are for the processes below srun: the scripts wait for what they make of them.
+# Slurm's signals are handled by the processes below srun; the scripts only wait for them.
 trap true TERM USR1
 status=0
 srun --export=ALL --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
@@ -48,8 +49,8 @@ srun --export=ALL --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
     exit $status' bosch "$@" || status=$?
 [ ! -s "$BOSCH_STATUS" ] || status=$(cat "$BOSCH_STATUS")
 rm -f "$BOSCH_STATUS"
-# How often a job may be queued again. 75: training has saved its work; 143: another stage was
-# stopped, which resumes from its records; both at every time limit. 76: a process or node was lost.
+# How often a job may be queued again. At a time limit the status is 75 (training has saved its work)
+# or 143 (another stage was stopped and resumes from its records). 76: a process or node was lost.
 case $status in
     75 | 143) most=${BOSCH_REQUEUES:-100} ;;
     76) most=${BOSCH_REQUEUES:-10} ;;

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Sets itself up, then checks style and types and runs every test this machine can run. Style and
-# types are checked with the tested versions alone: those of ruff and mypy decide what they say.
+# Installs the packages, checks style and types, and runs every test that this machine can run. With
+# oldest and newest, style and types are not checked: other versions of ruff and mypy report other
+# errors.
 #
 #   launch/test.sh [pytest options]
 #   launch/test.sh oldest [pytest options]    with the lowest versions that pyproject.toml admits
-#   launch/test.sh newest [pytest options]    with the highest
+#   launch/test.sh newest [pytest options]    with the highest versions
 #   launch/test.sh vllm [pytest options]      only the tests that serve models with vLLM
 #   launch/test.sh mlx [pytest options]       only those that run models with mlx-lm
 #   launch/test.sh liger [pytest options]     only those of Liger's kernels, in Triton's interpreter
@@ -24,8 +25,8 @@ esac
 launch/setup.sh test $versions
 bin="$root/.venv${versions:+-$versions}/bin"
 
-export BOSCH_PYTHON="$bin/python" # what launch/torchrun.sh runs in the tests
-export PYTHONDONTWRITEBYTECODE="" # what the tests import is compiled once
+export BOSCH_PYTHON="$bin/python" # the interpreter of launch/torchrun.sh in the tests
+export PYTHONDONTWRITEBYTECODE="" # imported modules are compiled once, not in every process
 failed=0
 check() {
     echo "== $*"
@@ -35,14 +36,15 @@ types=
 if [ -z "$versions" ]; then
     check "$bin/ruff" check .
     check "$bin/ruff" format --check .
-    # On one core for a minute or more: beside the tests, which wait for each other at times.
+    # mypy takes a minute or more on one core, so it runs beside the tests, which do not always use all.
     types=$(mktemp)
     "$bin/mypy" >"$types" 2>&1 &
     mypy=$!
     trap 'kill $mypy 2>/dev/null || true; rm -f "$types"' EXIT
 fi
-# A test file on each core: each more costs as much to import as it gains. In the order of
-# pyproject's testpaths: by number of tests, files of few slow ones would run last and alone.
+# One worker per core: another one would cost as much for its imports as it gains. Files run in the
+# order of testpaths in pyproject.toml: ordered by their number of tests, files with a few slow tests
+# would run last and alone.
 check "$bin/python" -m pytest -q -n "$(nproc)" --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 if [ -n "$types" ]; then
     echo "== $bin/mypy"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs a recipe from a fresh checkout: sets up .venv when it is needed, uses the GPUs it finds.
+# Runs a recipe, also from a fresh checkout: sets up .venv if needed, and uses all visible GPUs.
 #
 #   launch/torchrun.sh RECIPE [key.path=value ...] [--until STAGE] [--from STAGE] [--force STAGE] [--dry-run]
 #
-# torchrun's own variables are taken: NPROC_PER_NODE, and on several nodes NNODES, NODE_RANK,
-# MASTER_ADDR, MASTER_PORT (the same command on every node, the checkout on a shared disk).
+# Uses torchrun's variables: NPROC_PER_NODE, and on several nodes NNODES, NODE_RANK, MASTER_ADDR,
+# MASTER_PORT (the same command on every node, the checkout on a shared disk).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -16,5 +16,5 @@ fi
 # shellcheck source=launch/python.sh
 . "$root/launch/python.sh"
 # exec: Ctrl-C and other signals reach the runner itself, which ends every process it has started.
-# As a file: with -m, Python would import from the current directory first.
+# Started as a file: with -m, Python would import from the current directory first.
 exec "$python" "$root/pipeline/__main__.py" run "$@"
