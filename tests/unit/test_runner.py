@@ -1,4 +1,4 @@
-"""Stages that run, stages that do not, and the stated reason; all in this process."""
+"""Stages that run, stages that do not run, and the stated reasons. All in this process."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from stages.stage import LoadedRecipe, World
 from tests import fake_stages
 from tests.pipeline_case import Case, fake_table, in_process, lose, runner, write_safetensors
 
-# Those that the recipe asks for.
+# The stages that the recipe asks for.
 NAMES = ["prepare", "search", "materialize", "original", "train", "evaluate", "report"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A case whose stages have run, for tests that change none of it."""
+    """A case whose stages have run, for tests that change nothing in it."""
     case = Case(tmp_path_factory.mktemp("finished") / "case")
     runner(case).run()
     return case
@@ -59,14 +59,14 @@ def load(case: Case, *overrides: str, distributed: bool = False, **world: int) -
 
 
 def launching(case: Case, launcher: Any, *overrides: str, **options: Any) -> Runner:
-    """A runner whose stages another function starts."""
+    """A runner that starts stages with `launch`."""
     current = runner(case, *overrides, **options)
     current.launcher = launcher
     return current
 
 
 def fail(case: Case, stage: str, *overrides: str, **options: Any) -> None:
-    """Run until a stage fails."""
+    """Run until the named stage fails."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="the loss diverged"):
         patch.setenv("FAKE_FAIL", f"{stage}=run")
         runner(case, *overrides, **options).run()
@@ -100,7 +100,7 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     output = published(case, "train", "output.json")
     assert set(output["inputs"]) == {"prepare", "materialize"}
     assert output["upstream"] == ["materialize", "prepare", "search"]
-    # The page shows sections by their place in the recipe: `original` has that of evaluate.
+    # The page shows sections by name: `original` has the section evaluate.
     report = json.loads((case.output("report") / "output.json").read_text())
     assert set(report["upstream"]) < set(case.content) | {"materialize"}
     manifest = published(case, "train")
@@ -114,7 +114,9 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
 
 
-def test_a_stage_gets_everything_in_its_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_gets_its_config_inputs_and_folder(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configs: dict[str, StageConfig[Any]] = {}
     run = fake_stages.run
 
@@ -137,8 +139,8 @@ def test_a_stage_gets_everything_in_its_order(case: Case, monkeypatch: pytest.Mo
     assert configs["ReportConfig"].model_identity is None
 
 
-def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
-    # The fake table starts no stage on several processes; train alone keeps its own if asked.
+def test_a_manifest_has_the_number_of_gpus_of_its_stage(case: Case) -> None:
+    # In the fake table only train may run on several processes, if asked.
     loaded = load(case, distributed=True, nodes=2, processes_per_node=8, gpus=8)
     assert loaded.world.used_gpus == 16
     assert World(processes_per_node=4, gpus=8).used_gpus == 4
@@ -148,7 +150,7 @@ def test_a_manifest_says_on_how_many_gpus_its_stage_ran(case: Case) -> None:
     assert [(one["processes"], one["gpus"]) for one in manifests] == [(1, 0), (1, 1), (16, 16)]
 
 
-def test_the_commit_of_a_manifest_says_whether_files_differ(
+def test_a_manifest_says_whether_the_checkout_differs_from_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def git(*arguments: str) -> str:
@@ -165,7 +167,7 @@ def test_the_commit_of_a_manifest_says_whether_files_differ(
     (tmp_path / "code.py").write_text("1")
     git("add", ".")
     git("commit", "-qm", "x")
-    (tmp_path / "notes").touch()  # which is no part of it
+    (tmp_path / "notes").touch()  # not a part of the checkout
     assert commit() == git("rev-parse", "HEAD")
     (tmp_path / "code.py").write_text("2")
     assert commit() == git("rev-parse", "HEAD") + "+"
@@ -185,7 +187,7 @@ def test_the_commit_of_a_manifest_says_whether_files_differ(
         ("prepare.sources.0.weight=2", "prepare", "prepare.sources.0.weight changed 1 → 2"),
     ],
 )
-def test_a_changed_field_reruns_its_stage_and_what_follows(
+def test_a_changed_field_reruns_its_stage_and_the_stages_after_it(
     finished: Case, override: str, first: str, reason: str
 ) -> None:
     shown = states(finished, override)
@@ -198,7 +200,7 @@ def test_a_changed_field_reruns_its_stage_and_what_follows(
     assert [name for name in NAMES if shown[name] != "cached"] == follows
 
 
-def test_three_changes_are_shown_and_the_others_counted(finished: Case) -> None:
+def test_status_shows_three_changes_and_counts_the_others(finished: Case) -> None:
     changes = [f"train.{name}" for name in (
         "learning_rate=1e-4", "weight_decay=0.2", "warmup_ratio=0.5", "total_tokens=1k"
     )]  # fmt: skip
@@ -206,7 +208,7 @@ def test_three_changes_are_shown_and_the_others_counted(finished: Case) -> None:
     assert shown.count("changed") == 3 and shown.endswith("; and 1 more)")
 
 
-def test_runtime_is_no_part_of_any_key(finished: Case) -> None:
+def test_runtime_is_in_no_key(finished: Case) -> None:
     changes = [f"runtime.{one}" for one in ("eval_batch_size=1", "log_level=debug")]
     assert to_run(finished, *changes, "runtime.data_workers=2") == []
 
@@ -241,8 +243,8 @@ def test_a_changed_stage_version_reruns_it(finished: Case) -> None:
     assert shown["train"] == f"to run (the code of train changed: {change})"
 
 
-def test_a_forced_run_that_was_stopped_resumes(case: Case) -> None:
-    """A queue gives the same command again, at every time limit; what it has made stays."""
+def test_a_stopped_forced_run_resumes_with_the_same_command(case: Case) -> None:
+    """A scheduler repeats the command at every time limit; finished stages are kept."""
     runner(case).run()
     for name, calls, train in (
         ("train", [2, 1], "to run (--force; resumes what was begun)"),
@@ -253,16 +255,16 @@ def test_a_forced_run_that_was_stopped_resumes(case: Case) -> None:
         assert runner(case, force=("train",)).run() == (3 if name == "train" else 2)
         assert [case.calls("train"), case.calls("evaluate")] == calls
     assert states(case, force=("train",))["train"] == "to run (--force)"
-    # One that another run finished is over.
+    # A forced run that another run finished is over.
     fail(case, "report", force=("train",))
     runner(case).run()
     assert runner(case, force=("train",)).run() == 3
 
 
-def test_what_was_made_of_an_output_that_is_made_again_is_made_again_where_it_differs(
+def test_an_output_is_made_again_if_a_rebuilt_input_differs(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training on a GPU ends with other weights each time, and scores are those of one of them."""
+    """Training on a GPU ends with other weights each time; scores must be those of one of them."""
     runner(case).run()
 
     def damage(name: str) -> None:
@@ -274,10 +276,10 @@ def test_what_was_made_of_an_output_that_is_made_again_is_made_again_where_it_di
     assert runner(case).run() == 1
     monkeypatch.setenv("FAKE_ROUNDING", "other")
     damage("train")
-    assert to_run(case) == ["train"]  # what it will hold is not known yet
+    assert to_run(case) == ["train"]  # its new content is not known yet
     assert runner(case).run() == 3
     assert to_run(case) == []
-    # Stopped in between, it goes on from there.
+    # After a stop in between, the run continues from there.
     monkeypatch.setenv("FAKE_ROUNDING", "a third")
     assert runner(case, force=("train",), until="train").run() == 1
     assert states(case)["evaluate"] == ("to run (input train was made again, and is not as it was)")
@@ -288,10 +290,10 @@ def test_what_was_made_of_an_output_that_is_made_again_is_made_again_where_it_di
     assert [case.calls("train"), case.calls("evaluate")] == [1, 2]
 
 
-def test_what_another_run_has_made_again_meanwhile_is_taken(
+def test_an_output_that_another_run_has_rebuilt_meanwhile_is_used(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two runs that find an input made again, only the first trains on it."""
+    """Of two runs that find a changed input, only the first trains again."""
     runner(case).run()
     monkeypatch.setenv("FAKE_ROUNDING", "other")
     runner(case, force=("search",), until="search").run()
@@ -307,7 +309,7 @@ def test_what_another_run_has_made_again_meanwhile_is_taken(
     assert to_run(case) == []
 
 
-def test_work_that_a_crash_left_complete_is_of_the_inputs_as_they_are(
+def test_complete_work_left_by_a_crash_is_checked_against_the_current_inputs(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner(case).run()
@@ -332,7 +334,9 @@ def test_two_recipes_share_equal_stages(case: Case) -> None:
     assert to_run(case) == []
 
 
-def test_until_from_and_force(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_until_from_and_force_choose_the_stages(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert runner(case, until="search").run() == 2
     assert to_run(case) == NAMES[2:]
     with pytest.raises(UserError, match="--from train: the earlier stage materialize is not there"):
@@ -384,7 +388,7 @@ def test_damaged_outputs_are_set_aside_and_rebuilt(case: Case) -> None:
     assert to_run(case) == []
 
 
-def test_what_is_added_to_an_output_is_set_aside_and_nothing_is_made_again(case: Case) -> None:
+def test_files_added_to_an_output_are_moved_out_and_nothing_is_rebuilt(case: Case) -> None:
     runner(case).run()
     added = case.output("materialize") / "model.safetensors"
     added.touch()
@@ -399,7 +403,7 @@ def test_what_is_added_to_an_output_is_set_aside_and_nothing_is_made_again(case:
     assert to_run(case) == []
 
 
-def test_an_input_damaged_while_a_run_is_under_way_is_not_read(case: Case) -> None:
+def test_an_input_damaged_during_a_run_is_not_read(case: Case) -> None:
     def adding(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         if order["stage"] == "materialize":
             (case.output("prepare") / "added").touch()
@@ -407,10 +411,10 @@ def test_an_input_damaged_while_a_run_is_under_way_is_not_read(case: Case) -> No
 
     with pytest.raises(RunError, match=r"train: its input prepare is damaged \(added was added"):
         launching(case, adding).run()
-    assert runner(case).run() == 4  # prepare, whose addition goes, and what was not made
+    assert runner(case).run() == 4  # prepare (added file moved out), and unmade stages
 
 
-def test_another_node_waits_until_a_damaged_output_is_mended(case: Case) -> None:
+def test_other_nodes_wait_until_a_damaged_output_is_rebuilt(case: Case) -> None:
     runner(case, until="prepare").run()
     file = case.output("prepare") / "output.json"
     good = file.read_text()
@@ -421,7 +425,7 @@ def test_another_node_waits_until_a_damaged_output_is_mended(case: Case) -> None
     assert timer.finished.is_set() and file.read_text() == good
 
 
-def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
+def test_a_stage_restarts_after_it_set_damaged_work_aside(
     case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
     starts = []
@@ -441,7 +445,7 @@ def test_a_stage_starts_again_without_the_damaged_work_it_set_aside(
         on_node(case, 0, damaged, distributed=True).run()
 
 
-def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
+def test_a_deleted_output_is_made_again(case: Case) -> None:
     runner(case).run()
     shutil.rmtree(case.output("materialize").resolve())
     assert states(case)["materialize"] == "to run (its output is gone)"
@@ -451,8 +455,8 @@ def test_an_output_that_was_deleted_is_made_again(case: Case) -> None:
     assert runner(case).run() == 7
 
 
-def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(case: Case) -> None:
-    """`status` reads no large files to say that it runs."""
+def test_input_hashes_are_saved_before_the_first_stage_ends(case: Case) -> None:
+    """So `status` need not read large files again during a run."""
     for path in (case.corpus / "a.txt", case.model / "tokenizer.json"):
         os.utime(path, (1, 1))
     fail(case, "prepare")
@@ -463,7 +467,7 @@ def test_hashes_of_the_inputs_are_kept_while_the_first_stage_runs(case: Case) ->
 def test_a_failure_is_reported_and_its_work_kept(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full disk, where the note of what happened fails too, it is reported."""
+    """Also on a full disk, where the note of the failure cannot be written either."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -495,7 +499,7 @@ def test_an_interrupted_stage_resumes_in_its_work_directory(case: Case) -> None:
     assert published(case, "search")["attempts"] == 2
 
 
-def test_every_attempt_counts_the_gpus_that_it_ran_on(case: Case) -> None:
+def test_every_attempt_counts_its_own_gpus(case: Case) -> None:
     """Eight for an hour, then two: not ten hours on two."""
 
     def killed(order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -521,7 +525,7 @@ def test_every_attempt_counts_the_gpus_that_it_ran_on(case: Case) -> None:
     assert older.gpu_hours == 1.0
 
 
-def test_a_stage_that_another_run_makes_is_reported(case: Case) -> None:
+def test_a_stage_that_another_run_is_making_is_reported(case: Case) -> None:
     runner(case, until="prepare").run()
     current = runner(case)
     node = next(one for one in current.nodes if one.name == "search")
@@ -534,21 +538,21 @@ def test_a_stage_that_another_run_makes_is_reported(case: Case) -> None:
     assert runner(case).run() == 6
 
 
-def test_links_of_what_no_longer_belongs_are_taken_away(case: Case) -> None:
+def test_links_of_stages_that_the_recipe_no_longer_has_are_removed(case: Case) -> None:
     runner(case).run()
     fail(case, "train", "search.swa_ratio=0.75")
     assert case.output("materialize").is_symlink()
     assert not case.output("train").is_symlink()
     assert not case.output("report").is_symlink()
-    # The keys of the last run are still known, so the reasons stay precise.
+    # The keys of the last run are still known, so the stated reasons are exact.
     shown = states(case, "search.swa_ratio=0.75", "evaluate.needle.samples=3")
     assert shown["evaluate"].startswith("to run (evaluate.needle.samples changed 2 → 3")
     fail(case, "search", "search.swa_ratio=0.25")
     assert not case.output("search").is_symlink()
 
 
-def test_links_lead_to_one_run_also_where_all_its_stages_are_cached(case: Case) -> None:
-    """Else a model would be sent to the hub with another's scores."""
+def test_all_links_lead_to_the_same_run_even_if_its_stages_were_cached(case: Case) -> None:
+    """Otherwise a model could be uploaded with another model's scores."""
     other = "search.swa_ratio=0.75"
     runner(case).run()
     runner(case, other, until="materialize").run()
@@ -560,7 +564,7 @@ def test_links_lead_to_one_run_also_where_all_its_stages_are_cached(case: Case) 
     assert runner(case).run() == 0 and case.output("report").is_symlink()
 
 
-def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None:
+def test_keys_do_not_depend_on_the_order_or_spelling_of_fields(case: Case) -> None:
     def keys(*overrides: str) -> list[str | None]:
         loaded = load_recipe(case.file, overrides, env={})
         return [node.key for node in resolve(loaded, runner(case).hasher)]
@@ -574,11 +578,11 @@ def test_keys_do_not_depend_on_the_order_of_keys_or_spelling(case: Case) -> None
     assert len(set(plain)) == 7
 
 
-def test_every_real_stage_comes_after_what_it_needs() -> None:
+def test_every_real_stage_comes_after_the_stages_it_needs() -> None:
     names = [stage.name for stage in STAGES]
     for index, stage in enumerate(STAGES):
         assert {*(stage.needs or ()), *stage.after} <= set(names[:index])
-    # An evaluation that cannot be made is found before training: the original model answers the
+    # A faulty evaluation must be found before training: the original model answers the
     # same samples as the trained ones, of the same lengths.
     assert names.index("original") < names.index("train")
 
@@ -606,7 +610,7 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
     assert shared_of() not in (first, None)
 
 
-def test_what_a_later_stage_refuses_is_reported_before_the_first_one_runs(case: Case) -> None:
+def test_faults_of_later_stages_are_reported_before_the_first_stage_runs(case: Case) -> None:
     stages = [
         replace(one, refusal="tests.fake_stages:refuse") if one.name == "search" else one
         for one in fake_table()
@@ -620,8 +624,8 @@ def test_what_a_later_stage_refuses_is_reported_before_the_first_one_runs(case: 
     assert Runner(loaded, RunOptions(), in_process).run() == 5
 
 
-def test_what_differs_between_the_documents_of_two_keys_is_reported_in_order() -> None:
-    """A hash is not shown, whatever stood or stands in its place."""
+def test_differences_between_two_key_documents_are_listed_in_order() -> None:
+    """A hash is never shown, neither the old nor the new value."""
     one, other = 64 * "0", 64 * "1"
     old = {
         "config": {"gone": 1, "same": None, "value": None},
@@ -657,7 +661,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("looked_before", [True, False])
-def test_a_node_ends_when_the_first_has_failed_also_before_it_looked(
+def test_a_node_ends_if_the_first_node_failed_even_before_it_looked(
     case: Case, impatient: None, looked_before: bool
 ) -> None:
     follower = on_node(case, 1) if looked_before else None
@@ -672,14 +676,12 @@ def test_a_node_ends_when_the_first_has_failed_also_before_it_looked(
         (follower or on_node(case, 1)).run()
 
 
-def test_a_node_does_not_wait_for_a_first_one_that_is_not_there(
-    case: Case, impatient: None
-) -> None:
+def test_a_node_does_not_wait_for_an_absent_first_node(case: Case, impatient: None) -> None:
     with pytest.raises(LostRankError, match="the first node sent no heartbeat in"):
         on_node(case, 1).run()
 
 
-def test_an_old_record_that_cannot_be_read_for_a_moment_is_no_sign_of_life(tmp_path: Path) -> None:
+def test_an_old_heartbeat_that_is_briefly_unreadable_is_no_sign_of_life(tmp_path: Path) -> None:
     file = tmp_path / "first_node.json"
     write_json(file, {"run": "1", "ended": "the disk is full", "lost": False})
     watcher, record = first_node.FirstNodeWatcher(file), file.read_text()
@@ -689,7 +691,7 @@ def test_an_old_record_that_cannot_be_read_for_a_moment_is_no_sign_of_life(tmp_p
     assert not watcher.alive
 
 
-def test_a_node_does_not_wait_for_a_stage_that_the_first_leaves_out(
+def test_a_node_does_not_wait_for_a_stage_that_the_first_node_skips(
     case: Case, impatient: None
 ) -> None:
     follower, leader = on_node(case, 1), on_node(case, 0)
@@ -699,7 +701,7 @@ def test_a_node_does_not_wait_for_a_stage_that_the_first_leaves_out(
         follower.run()
 
 
-def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None) -> None:
+def test_a_node_waits_while_the_first_node_is_alive(case: Case, impatient: None) -> None:
     follower = on_node(case, 1)
 
     def slowly(order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -711,7 +713,7 @@ def test_a_node_waits_as_long_as_the_first_one_lives(case: Case, impatient: None
         assert follower.run() == leading.result() == 5
 
 
-def test_another_node_does_not_take_what_the_first_makes_again(
+def test_another_node_does_not_use_an_output_that_the_first_node_is_rebuilding(
     case: Case, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner(case).run()
@@ -726,7 +728,7 @@ def test_another_node_does_not_take_what_the_first_makes_again(
     assert case.output("search").resolve().stat().st_ino != before
 
 
-def test_a_node_joins_the_stages_that_use_every_process(
+def test_a_node_joins_only_distributed_stages(
     case: Case, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.run.runner.POLL_SECONDS", 0.02)
@@ -756,7 +758,7 @@ def test_a_node_joins_the_stages_that_use_every_process(
 
 
 def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a destructor, or a callback of the import system, raises goes nowhere."""
+    """Python drops exceptions that a destructor or an import callback raises."""
 
     class Signals:
         def __del__(self) -> None:
@@ -769,7 +771,7 @@ def test_a_signal_in_a_destructor_still_ends_the_stage(monkeypatch: pytest.Monke
         time.sleep(1)
 
 
-def test_no_signal_but_sigkill_ends_a_process_that_ends_by_itself() -> None:
+def test_a_process_that_is_ending_can_only_be_ended_by_sigkill() -> None:
     stops = heeded(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     failures.ignore_stops()
     assert heeded(*stops) == []
@@ -784,7 +786,7 @@ def test_no_signal_but_sigkill_ends_a_process_that_ends_by_itself() -> None:
         ([4], "8", "4", "node 1 (process 4)"),
     ],
 )
-def test_processes_are_named_with_their_nodes_where_there_are_several(
+def test_processes_are_named_with_their_nodes_if_there_are_several(
     ranks: list[int], size: str | None, per_node: str | None, name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -808,7 +810,7 @@ def test_a_process_that_has_finished_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class _Checks:
-    """Stands for a heartbeat's event and passes its time, for 50 checks at most."""
+    """A heartbeat's event that makes time pass, for 50 checks at most."""
 
     def __init__(self, heartbeat: Heartbeat, counts: Any) -> None:
         self.heartbeat, self.counts, self.passed = heartbeat, counts, 0
@@ -826,12 +828,12 @@ class _Checks:
         (lambda n: (n, 1, min(n, 10), n), "process 1 of this run"),
         (lambda n: (5, 5, 5, min(n, 3)), "the first node of this run, or its launcher,"),
         (lambda n: (1, n, 1, n), "process 0, 2 of this run"),
-        # One that has finished sends none, nor does the store when its node has.
+        # A finished process sends no heartbeat, nor does the store after its node has ended.
         (lambda n: (n, heartbeat.ENDED + 1, n, n), None),
         (lambda n: (heartbeat.ENDED, 5, 5, min(n, 3)), None),
     ],
 )
-def test_only_the_process_that_is_frozen_is_named(counts: Any, who: str | None) -> None:
+def test_only_the_frozen_process_is_named(counts: Any, who: str | None) -> None:
     heart, said = object.__new__(Heartbeat), []
     heart._minutes, heart._interval, heart._lost = 1, 6, said.append
     heart._counts, heart._exchanges = [0, 0, 0], 0
@@ -841,7 +843,7 @@ def test_only_the_process_that_is_frozen_is_named(counts: Any, who: str | None) 
     assert [one.partition(" has sent no heartbeat for 1 minutes")[0] for one in said] == (
         [who] if who else []
     )
-    # Ten checks take the minute, and the first has nothing to compare with.
+    # Ten checks take a minute, and the first has nothing to compare with.
     assert who is None or checks.passed == 11
 
 
@@ -850,7 +852,7 @@ def test_only_the_process_that_is_frozen_is_named(counts: Any, who: str | None) 
     [("2", None, [1]), ("2", StoppedError("saved"), [1]), ("2", RunError("nan"), []),
      ("1", None, [])],
 )  # fmt: skip
-def test_a_process_that_fails_goes_silent(
+def test_a_failing_process_sends_no_more_heartbeats(
     size: str, error: Exception | None, ended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[int] = []
@@ -863,10 +865,9 @@ def test_a_process_that_fails_goes_silent(
     assert ends == ended
 
 
-def test_a_summary_that_is_no_number_is_refused(
+def test_a_summary_with_nan_is_refused_in_the_stages_process(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its own process, which can tell."""
 
     def refused(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         with pytest.raises(ValueError, match="Out of range float values"):
@@ -878,7 +879,7 @@ def test_a_summary_that_is_no_number_is_refused(
         launching(case, refused).run()
 
 
-def test_an_output_that_would_take_long_to_hash_counts_as_there(case: Case) -> None:
+def test_an_output_too_large_to_hash_quickly_counts_as_complete(case: Case) -> None:
     current = runner(case, until="prepare")
     current.run()
     (case.runs / "store" / "hashes.json").unlink()
@@ -887,7 +888,7 @@ def test_an_output_that_would_take_long_to_hash_counts_as_there(case: Case) -> N
     assert (first.state, first.reason.partition(":")[0]) == ("cached", "not yet checked")
 
 
-def test_an_output_that_a_server_loses_for_a_moment_is_not_made_again(
+def test_an_output_that_is_briefly_unreadable_is_not_rebuilt(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case.make(until="search")

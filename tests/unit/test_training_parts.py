@@ -95,8 +95,8 @@ def test_too_little_data_is_refused_with_both_counts(case: Path) -> None:
     assert "prepare.train_tokens" in str(error.value)
 
 
-def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_path: Path) -> None:
-    """Counted again from the start after a restart; the boards get a number for each source."""
+def test_tokens_of_each_source_are_counted_from_the_sequences_read(tmp_path: Path) -> None:
+    """Also recounted after a restart; tensorboard gets a number for each source."""
     rng = np.random.default_rng(0)
     rows = [
         Packed(np.zeros(SEQUENCE_LENGTH, np.int32), [cut, SEQUENCE_LENGTH - cut], [0, int(two)])
@@ -125,7 +125,7 @@ def test_the_tokens_of_each_source_so_far_are_those_of_the_sequences_read(tmp_pa
     assert dict(numbers({"loss": None, "parts": [None, 2.5]})) == {"parts/1": 2.5}
 
 
-def test_experts_are_computed_in_one_product_whatever_the_configuration_says(
+def test_experts_use_grouped_products_whatever_the_configuration_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Qwen3MoeForCausalLM(
@@ -153,7 +153,7 @@ def write_metrics(folder: Path, steps: int) -> Path:
     return folder / "metrics.jsonl"
 
 
-def test_norms_and_biases_do_not_decay_by_whatever_name() -> None:
+def test_norms_and_biases_do_not_decay_whatever_their_names() -> None:
     def linear() -> torch.nn.Linear:
         return torch.nn.Linear(4, 4, bias=False)
 
@@ -198,7 +198,7 @@ def test_metrics_after_the_restart_point_are_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checksummed", [False, True])
 @pytest.mark.parametrize("lost", [[2], [3], [1, 2, 3]])
-def test_training_continues_without_the_records_that_are_lost(
+def test_training_continues_if_metrics_records_are_lost(
     tmp_path: Path, lost: list[int], checksummed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_metrics(tmp_path, 3)
@@ -221,7 +221,7 @@ def test_training_continues_without_the_records_that_are_lost(
     )
 
 
-def test_a_final_loss_whose_record_is_lost_is_none(tmp_path: Path) -> None:
+def test_final_loss_is_none_if_its_record_is_lost(tmp_path: Path) -> None:
     path = write_metrics(tmp_path, 10)
     assert MetricsLog(tmp_path, schedule(), 10).final_loss == 0.1
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
@@ -241,14 +241,14 @@ def save_point(points: RestartPoints, step: int, sharding: str = "none") -> Path
 
 
 def checkpointed(folder: Path, step: int) -> tuple[RestartPoints, Path]:
-    """Restart points of a run, and the checkpoint that it has written after a step."""
+    """Restart points of a run, and the checkpoint it has written after a step."""
     checkpoint = folder / "checkpoints" / f"tokens-{128 * step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_text("weights")
     return restart_points(folder, checkpoint_tokens=[128 * step]), checkpoint
 
 
-def test_the_latest_two_restart_points_are_there_and_nothing_half_written(tmp_path: Path) -> None:
+def test_only_the_latest_two_complete_restart_points_are_kept(tmp_path: Path) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
     assert points.latest() is None
     for step in (8, 16, 104):
@@ -274,7 +274,7 @@ def test_the_latest_two_restart_points_are_there_and_nothing_half_written(tmp_pa
         lambda point: (point / "whole.json").unlink(),
     ],
 )
-def test_damaged_restart_points_are_left_for_the_one_before(
+def test_a_damaged_restart_point_is_skipped_for_the_one_before(
     tmp_path: Path, harm: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
@@ -296,7 +296,7 @@ def test_damaged_restart_points_are_left_for_the_one_before(
     assert not list(points.directory.glob("unreadable-*"))
 
 
-def test_a_restart_point_under_the_name_of_another_is_damaged(tmp_path: Path) -> None:
+def test_a_restart_point_renamed_to_another_step_counts_as_damaged(tmp_path: Path) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
     older, newer = save_point(points, 8), save_point(points, 16)
     older.rename(tmp_path / "older")
@@ -306,7 +306,7 @@ def test_a_restart_point_under_the_name_of_another_is_damaged(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("step", [12, 16])
-def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path, step: int) -> None:
+def test_training_goes_back_before_a_damaged_checkpoint(tmp_path: Path, step: int) -> None:
     points, checkpoint = checkpointed(tmp_path, 12)
     before = save_point(points, 8)
     points.record_checkpoint(128 * 12)
@@ -316,7 +316,7 @@ def test_training_goes_back_before_a_checkpoint_that_is_damaged(tmp_path: Path, 
     assert points.latest() == before
 
 
-def test_a_checkpoint_that_is_gone_ends_training_and_costs_no_restart_point(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_ends_training_and_costs_no_restart_point(tmp_path: Path) -> None:
     points, checkpoint = checkpointed(tmp_path, 4)
     points.record_checkpoint(128 * 4)
     first, second = save_point(points, 8), save_point(points, 16)
@@ -337,15 +337,15 @@ def test_a_checkpoint_that_is_gone_ends_training_and_costs_no_restart_point(tmp_
         RuntimeError("CUDA error: out of memory"),
     ],
 )  # fmt: skip
-def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
+def test_a_load_error_that_is_not_damage_keeps_the_restart_point(
     tmp_path: Path, error: Exception
 ) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
     point = save_point(points, 8)
-    # As it is, and as torch tells it of some process of all.
+    # The error itself, and as torch wraps the error of any process.
     for raised in (error, CheckpointException("read", {1: (error, None)})):  # type: ignore[dict-item]
         if isinstance(error, RunError | UserError) and raised is not error:
-            continue  # torch raises none of ours
+            continue  # torch does not wrap the project's own errors
         with pytest.raises(type(error)) as caught, points.loading(point):
             raise raised
         assert caught.value is error
@@ -353,7 +353,7 @@ def test_a_load_that_fails_for_another_reason_leaves_the_restart_point(
 
 
 @pytest.mark.parametrize("lost", ["", "step-16", "step-16/whole.json", "step-16/__0_0.distcp"])
-def test_a_restart_point_that_a_server_loses_for_a_moment_stays(
+def test_a_restart_point_that_is_briefly_unreadable_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
@@ -365,7 +365,7 @@ def test_a_restart_point_that_a_server_loses_for_a_moment_stays(
     assert points.latest() == newest
 
 
-def test_what_the_writing_of_a_point_ended_with_is_raised_once_it_has_ended(
+def test_a_failed_background_write_of_a_restart_point_is_raised_at_the_next_check(
     tmp_path: Path,
 ) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
@@ -378,16 +378,16 @@ def test_what_the_writing_of_a_point_ended_with_is_raised_once_it_has_ended(
     points.check()
     points._pending = Future()
     points._pending.set_exception(OSError(28, "No space left on device"))
-    with pytest.raises(RunError, match="No space left on device"):  # and before the next one
+    with pytest.raises(RunError, match="No space left on device"):  # also at the next save
         points.save({}, 8, {}, 1.0)
 
 
-def test_a_checkpoint_without_its_record_is_not_published(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_record_of_hashes_is_not_published(tmp_path: Path) -> None:
     points, checkpoint = checkpointed(tmp_path, 200)
     points.make_room()
     with pytest.raises(RunError, match=r"tokens-25600\.json is missing or damaged"):
         points.checkpoint_hashes()
-    (checkpoint / "empty").mkdir()  # which no hash would tell of
+    (checkpoint / "empty").mkdir()  # no hash covers an empty folder
     points.record_checkpoint(128 * 200)
     assert not (checkpoint / "empty").exists()
     assert points.checkpoint_hashes() == {
@@ -395,7 +395,9 @@ def test_a_checkpoint_without_its_record_is_not_published(tmp_path: Path) -> Non
     }
 
 
-def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_of_a_restart_point_is_hashed_by_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = [".metadata", *(f"__{number}_0.distcp" for number in range(16))]
     monkeypatch.setattr(storage, "processes", lambda: 16)
     shares = []
@@ -408,11 +410,11 @@ def test_each_file_is_hashed_by_one_process(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
-    points.check_layout({"sharding": "fsdp", "processes": 1, "fixed": True})  # of no point
+    points.check_layout({"sharding": "fsdp", "processes": 1, "fixed": True})  # no point yet
     save_point(points, 1, "fsdp")
     save_point(points, 2)
     points.writing.mkdir()
-    points.publish(3, {"sharding": "none"})  # which does not say all of its layout
+    points.publish(3, {"sharding": "none"})  # a layout without the number of processes
     points.check_layout({"sharding": "none", "processes": 1, "fixed": False})
     with pytest.raises(UserError, match=r"runtime\.sharding = none.*fsdp"):
         points.check_layout({"sharding": "fsdp", "processes": 2, "fixed": False})
@@ -424,7 +426,7 @@ def test_restart_point_of_another_sharding_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_process: bool
 ) -> None:
-    """Before the first step, too, when nothing but a tensor of each process is written."""
+    """Also before the first step, when each process only writes a small tensor."""
     error: BaseException = OSError(28, "No space left on device")
     if of_a_process:
         error = CheckpointException("write", {1: (error, None)})  # type: ignore[dict-item]
@@ -446,7 +448,7 @@ def test_a_full_disk_is_reported_in_one_sentence(
 def test_every_process_waits_until_a_restart_point_is_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else one begins the next point in the folder of this, while the first still moves it."""
+    """Otherwise one would write the next point into a folder that the first is still moving."""
     calls: list[str] = []
     monkeypatch.setattr(storage, "rank", lambda: 1)
     monkeypatch.setattr(storage, "hash_together", lambda *_: calls.append("hashed"))
@@ -458,7 +460,7 @@ def test_every_process_waits_until_a_restart_point_is_in_place(
 def test_a_disk_that_nodes_do_not_share_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a process reads is not there, though it could write."""
+    """Each process writes its file but cannot read that of the next one."""
     points, load = restart_points(tmp_path, checkpoint_tokens=[]), storage.dcp.load
 
     def elsewhere(*args: Any, checkpoint_id: Path, **options: Any) -> None:
@@ -479,7 +481,7 @@ def test_a_disk_that_nodes_do_not_share_is_named(
         (OSError(errno.EACCES, "Permission denied"), 0, False),
     ],
 )
-def test_a_full_disk_is_distinguished_from_one_that_refuses(
+def test_a_full_disk_is_distinguished_from_a_write_that_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int, is_full: bool
 ) -> None:
     """torch's writer of archives does not say why a write failed."""
@@ -491,10 +493,10 @@ def test_a_full_disk_is_distinguished_from_one_that_refuses(
     assert str(failure.value).endswith(f"GB free): {error}")
 
 
-def test_a_folder_that_is_gone_is_a_fault_of_the_disk_and_that_of_a_gpu_or_a_rank_is_none(
+def test_a_missing_folder_is_a_disk_error_but_an_error_of_a_gpu_or_a_rank_is_not(
     tmp_path: Path,
 ) -> None:
-    """Saving waits for the others; gloo's own words, which training turns into a lost rank."""
+    """gloo's error at saving is one that training reports as a lost rank."""
     gone = tmp_path / "run" / "train"
     with pytest.raises(RunError, match=r"GB free\): .*No such file"), disk_errors("x", gone):
         (gone / "file").touch()
@@ -516,7 +518,7 @@ def test_a_folder_that_is_gone_is_a_fault_of_the_disk_and_that_of_a_gpu_or_a_ran
         ("deepspeed", "adamw", True),
     ],
 )  # fmt: skip
-def test_shards_that_are_not_cut_again_fix_the_number_of_processes(
+def test_restart_points_that_cannot_be_resharded_fix_the_number_of_processes(
     sharding: Any, optimizer: Any, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -524,7 +526,9 @@ def test_shards_that_are_not_cut_again_fix_the_number_of_processes(
     assert found == {"sharding": sharding, "processes": 3, "fixed": fixed}
 
 
-def test_a_process_may_hold_its_share_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_may_use_its_share_of_the_hosts_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(parallel, "host_memory", lambda: 100)
@@ -550,7 +554,9 @@ def test_sharding_that_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         parallel.check_sharding_possible(Runtime(sharding="deepspeed"))
 
 
-def test_another_sharding_than_asked_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_raised_if_accelerate_chose_another_sharding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     plain = torch.nn.Linear(2, 2)
     parallel.check_sharding_runs(plain, Runtime(sharding="none"))
@@ -585,7 +591,7 @@ def test_liger_must_patch_every_norm_and_mlp(case: Path) -> None:
         check_liger_runs(model)
 
 
-def test_liger_need_not_patch_a_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_need_not_patch_the_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     def patched() -> None: ...
 
     monkeypatch.setattr(patched, "__module__", "liger_kernel.transformers.swiglu")
@@ -597,7 +603,7 @@ def test_liger_need_not_patch_a_vision_tower(monkeypatch: pytest.MonkeyPatch) ->
     check_liger_runs(model)
 
 
-def test_a_liger_that_does_not_know_this_transformers_is_refused(
+def test_a_liger_that_does_not_support_this_transformers_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def patch(**_: Any) -> None:
@@ -622,7 +628,7 @@ def test_a_liger_that_does_not_know_this_transformers_is_refused(
         ("bf16", {"attention": "eager"}, "eager"),
     ],
 )
-def test_training_takes_the_fastest_backend_that_has_what_it_needs(
+def test_training_takes_the_fastest_backend_that_supports_the_model(
     case: Path,
     precision: str,
     runtime: dict[str, Any],
@@ -643,10 +649,9 @@ def test_training_takes_the_fastest_backend_that_has_what_it_needs(
     ("sharding", "device", "weights"),
     [("none", "cpu", True), ("fsdp", None, False), ("deepspeed", None, True)],
 )
-def test_how_a_model_is_loaded_for_training(
+def test_models_load_in_float32_on_their_device_or_without_weights_under_fsdp(
     sharding: Any, device: str | None, weights: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, onto its device where it is not sharded, and without weights under FSDP."""
     asked: list[Any] = []
 
     def load(folder: Path, **options: Any) -> Any:
@@ -665,7 +670,7 @@ def test_how_a_model_is_loaded_for_training(
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_a_backend_is_asked_for_all_that_the_model_has(
+def test_a_backend_is_asked_for_every_ability_the_model_needs(
     is_nested: bool, case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
@@ -673,7 +678,7 @@ def test_a_backend_is_asked_for_all_that_the_model_has(
     config = load_config(str(folder))
     config.attention_dropout = 0.1
     config.hybrid_attention["sinks"] = 3
-    if is_nested:  # as in a model that takes images
+    if is_nested:  # as in a model with images
         text, table = config, config.hybrid_attention
         config = SimpleNamespace(hybrid_attention=table, get_text_config=lambda decoder: text)
     monkeypatch.setattr(model, "load_config", lambda *_, **options: config)
@@ -697,7 +702,7 @@ def test_saved_precision_is_read_from_the_directory(tmp_path: Path) -> None:
 
 
 def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> None:
-    """Parameters take no memory before they are sharded; buffers are computed, not read."""
+    """Until then parameters take no memory; buffers are computed, not read."""
     config = stage_config(runtime={"sharding": "fsdp"})
     model_dir = case / "materialize" / "model"
     model = load_for_training(model_dir, config.model, config.section, config.runtime)
@@ -712,8 +717,8 @@ def test_under_fsdp_a_model_has_no_weights_before_it_is_sharded(case: Path) -> N
     assert {value.dtype for value in weights.values()} == {saved_dtype(model_dir)}
 
 
-def test_sharding_brings_the_buffers_that_a_checkpoint_holds() -> None:
-    """Experts are chosen by them; one that the checkpoint lacks is none of the model's own."""
+def test_sharding_loads_the_buffers_of_the_checkpoint() -> None:
+    """The buffers by which experts are chosen; a checkpoint without them is refused."""
     source, model = small_model("glm4_moe"), small_model("glm4_moe", seed=1)
     for buffer in source.buffers():
         if buffer.is_floating_point():
@@ -734,10 +739,10 @@ def test_sharding_brings_the_buffers_that_a_checkpoint_holds() -> None:
 
 
 @pytest.mark.parametrize("family", ["dots1", "flint", "ernie4_5_moe"])
-def test_a_teacher_without_weights_has_the_types_of_one_with_them(
+def test_a_teacher_without_weights_has_the_dtypes_of_one_with_weights(
     tmp_path: Path, family: str
 ) -> None:
-    """What is sent to its shards is rounded to these: biases by which experts are chosen, sinks."""
+    """Weights sent to its shards are rounded to these: biases that choose experts, sinks."""
     small_model(family).bfloat16().save_pretrained(tmp_path)
     types = [
         {name: value.dtype for name, value in load_model(tmp_path, **how).state_dict().items()}
@@ -747,8 +752,8 @@ def test_a_teacher_without_weights_has_the_types_of_one_with_them(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
-def test_what_sees_images_is_not_trained_on_text(family: str) -> None:
-    """Without gradients DDP would wait for them, and restart points lack their moments."""
+def test_vision_weights_are_not_trained_on_text(family: str) -> None:
+    """DDP would wait for their gradients, and restart points would lack their moments."""
     model = small_model(family)
     restrict_training(model, TrainConfig(total_tokens=1024, batch_tokens=512))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -760,10 +765,10 @@ def test_what_sees_images_is_not_trained_on_text(family: str) -> None:
     ("family", "name"),
     [("afmoe", "expert_bias"), ("laguna", "e_score_correction_bias"), ("qwen3_moe", None)],
 )
-def test_what_a_familys_own_code_leaves_out_is_not_trained(
+def test_weights_that_the_familys_own_code_never_trains_are_not_trained(
     tmp_path: Path, family: str, name: str | None
 ) -> None:
-    """from_pretrained makes the biases that balance experts trainable; they have no gradient."""
+    """from_pretrained makes the biases that balance experts trainable; they get no gradient."""
     small_model(family).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
     train = TrainConfig(total_tokens=1024, batch_tokens=512)
@@ -774,8 +779,8 @@ def test_what_a_familys_own_code_leaves_out_is_not_trained(
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_every_adapter_has_a_gradient() -> None:
-    """Mamba's layers read a weight without calling its map."""
+def test_every_adapter_gets_a_gradient() -> None:
+    """Mamba's layers use a projection's weight without calling the projection."""
     model = small_model("jamba")
     train = TrainConfig(total_tokens=1024, batch_tokens=512, lora=LoraConfig(rank=2))
     restrict_training(model, train)
@@ -784,7 +789,7 @@ def test_every_adapter_has_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("family", ["dots1", "glm4_moe"])
-def test_a_checkpoint_in_bf16_keeps_what_its_base_has_in_float32(
+def test_a_checkpoint_in_bf16_keeps_float32_where_the_base_has_it(
     tmp_path: Path, family: str
 ) -> None:
     base = small_model(family)
@@ -803,10 +808,10 @@ def test_a_checkpoint_in_bf16_keeps_what_its_base_has_in_float32(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
+def test_a_checkpoint_in_several_files_equals_what_transformers_saves(
     tmp_path: Path, family: str
 ) -> None:
-    """Experts too, whose weights are one in the model and many in the files, and whole numbers."""
+    """Also experts (one weight in the model, many in the files) and integers."""
     model = materialize(small_model(family), random_mask(), Window(8))
     model.register_buffer("count", torch.tensor([3]))
     model.register_buffer("scratch", torch.ones(2))
@@ -821,7 +826,7 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
     names = json.loads((written / "model.safetensors.index.json").read_text())["weight_map"]
     expected = load_file(start / "model.safetensors")
     assert names.keys() == expected.keys() and len(set(names.values())) > 1
-    # Not the weights of the start, which are loaded rather than several files.
+    # The weights at the start must not be loaded instead of the several files.
     assert {file.name for file in written.glob("*.safetensors")} == set(names.values())
     assert (written / "templates" / "tool.jinja").read_text() == "a template"
     for file in set(names.values()):
@@ -831,7 +836,7 @@ def test_a_checkpoint_in_several_files_holds_what_transformers_saves(
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
-def test_a_checkpoint_is_written_in_the_memory_of_one_file(
+def test_writing_a_checkpoint_needs_the_memory_of_one_file(
     tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     start, most = tmp_path / "start", 200_000
@@ -847,7 +852,7 @@ def test_a_checkpoint_is_written_in_the_memory_of_one_file(
 
 
 def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
-    """Of 256 and twice 1; bf16 has no 257. Whole numbers are none to average."""
+    """The mean of 256, 1 and 1 needs 257, which bf16 lacks. Integers are not averaged."""
     folders = []
     for name, value in (("last", 256), ("before", 1), ("first", 1)):
         folders.append(tmp_path / name)
@@ -866,10 +871,10 @@ def test_the_mean_of_checkpoints_is_summed_in_float32(tmp_path: Path) -> None:
         average_into([file], folders[1:])
 
 
-def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
+def test_ddp_does_not_look_for_unused_weights_or_send_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both would cost time at every step: every weight has a gradient, and buffers never change."""
+    """Both would cost time at every step: every weight has a gradient, and buffers are constant."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(parallel, "Accelerator", lambda **options: made.update(options))
     parallel.make_accelerator(TrainConfig(), Runtime(), schedule(), 32)
@@ -881,7 +886,7 @@ def test_data_parallel_gradients_are_summed_without_looking_for_unused_weights(
     assert made["fsdp_plugin"] is made["deepspeed_plugin"] is None
 
 
-def test_the_line_of_a_step_says_all_that_is_known_of_it(
+def test_the_log_line_of_a_step_has_all_its_numbers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -902,7 +907,7 @@ def test_the_line_of_a_step_says_all_that_is_known_of_it(
     assert last == "step 10/10: loss 2.0000, lr 1.00e-05, grad norm 0.500, N tokens/s, 0.0 s left"
 
 
-def test_seconds_that_went_elsewhere_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_spent_outside_of_steps_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 5.0, 7.0])
     monkeypatch.setattr("stages.train.metrics.time", SimpleNamespace(monotonic=lambda: next(clock)))
     watch = Stopwatch()
@@ -912,7 +917,7 @@ def test_seconds_that_went_elsewhere_count_once(monkeypatch: pytest.MonkeyPatch)
     assert watch.read() == (2.0, {})
 
 
-def test_random_numbers_of_a_step_are_those_of_its_seed_number_and_process() -> None:
+def test_random_numbers_of_a_step_depend_on_seed_step_and_process() -> None:
     def drawn(seed: int, step: int, process: int) -> int:
         loop: Any = SimpleNamespace(
             seed=seed, step=step, accelerator=SimpleNamespace(process_index=process),
@@ -930,10 +935,10 @@ def test_random_numbers_of_a_step_are_those_of_its_seed_number_and_process() -> 
     ("sharding", "is_first", "state"),
     [("none", True, {"a": 1}), ("none", False, {}), ("fsdp", False, {"a": 1})],
 )
-def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
+def test_a_step_writes_its_checkpoints_before_its_restart_point(
     sharding: Any, is_first: bool, state: dict[str, int]
 ) -> None:
-    """The last one, which has the mean, needs no point. Unsharded, the first process has all."""
+    """The last step needs no point. Unsharded, only the first process writes weights."""
     calls: list[Any] = []
     loop: Any = SimpleNamespace(
         runtime=Runtime(sharding=sharding, timeout_minutes=9), step=3, train=TrainConfig(),
@@ -958,8 +963,8 @@ def test_a_step_writes_its_checkpoints_and_then_a_restart_point(
     assert calls == [(40, [39]), "check"]
 
 
-def test_speed_leaves_out_saving_and_scores(tmp_path: Path) -> None:
-    """Of ten seconds five; under several budgets with the operations of the step's own."""
+def test_speed_leaves_out_saving_and_scoring(tmp_path: Path) -> None:
+    """Five of ten seconds. With several budgets, a step counts its own budget's operations."""
     written: dict[str, Any] = {}
     spent = {"checkpoint": 2.0, "scores": 3.0, "data": 0.25}
     loop: Any = SimpleNamespace(
@@ -979,7 +984,7 @@ def test_speed_leaves_out_saving_and_scores(tmp_path: Path) -> None:
 
 
 def test_leaving_ends_the_process_group(tmp_path: Path) -> None:
-    """Another stage, or another training in the same process, can start."""
+    """So that another stage or training can start in the same process."""
     for _ in range(2):
         file = (tmp_path / "store").as_uri()
         parallel.dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)
