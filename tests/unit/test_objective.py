@@ -1,4 +1,4 @@
-"""S(z) against a plain re-implementation, exact reuse of lower layers, and what is refused."""
+"""S(z) against a plain re-implementation, exact reuse of lower layers, and refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 
 
 def plain_score_of(model, calibration, mask, windows):
-    """One example at a time, all logits, the definition word for word."""
+    """S(z) by its definition: one example at a time, with all logits."""
     apply_head_mask(model, mask, windows)
     exact, log_likelihood = 0, 0.0
     for example in calibration.examples:
@@ -72,19 +72,19 @@ def plain_score_of(model, calibration, mask, windows):
 
 
 def attention_flops(query, key, value, *args, **kwargs):
-    """Every pair of query and key that the CPU's kernel is asked for: products, then sums."""
+    """Operations on every pair of query and key that the CPU's kernel computes: logits, sums."""
     batch, heads, queries, dim = query
     return 4 * batch * heads * queries * key[2] * dim
 
 
 def attention_backward_flops(gradient, query, key, value, *args, **kwargs):
-    """Five products of the forward kernel's two: scores once more, and four gradients."""
+    """Five products where the forward pass has two: logits again, and four gradients."""
     return attention_flops(query, key, value) * 5 // 2
 
 
 @contextlib.contextmanager
 def counted_flops():
-    """What torch itself counts; before 2.15 it has no formulas for the CPU's attention kernels."""
+    """Operations by torch's count; before 2.15 torch lacks the CPU's attention kernels."""
     kernels = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -92,7 +92,7 @@ def counted_flops():
         ),
     }
     counter = FlopCounterMode(display=False, custom_mapping=kernels)
-    # By module it cannot count layers that no gradient reaches.
+    # torch cannot count by module if no gradient reaches a layer.
     counter.mod_tracker = contextlib.nullcontext()
     counter.mod_tracker.parents = {"Global"}
     with counter:
@@ -111,7 +111,7 @@ def test_pairs_of_a_sliding_head_are_those_its_kernel_computes(window, sinks):
 
 
 def masks_of_a_search():
-    """As in Algorithm 1 the top layer first, then layers 1 and 2 with layer 0 changed before."""
+    """As in Algorithm 1: the top layer first, then layers 1 and 2 with layer 0 changed before."""
     rng = np.random.default_rng(1)
     mask = FULL
     for layer in (2, 1, 0):
@@ -126,7 +126,7 @@ def masks_of_a_search():
     yield FULL, 0
 
 
-def test_reuse_changes_no_bit_and_its_savings_are_real():
+def test_reuse_changes_no_bit_and_saves_operations():
     model, calibration = searchable()
     plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
     expected = [plain.evaluate(mask) for mask, _ in masks_of_a_search()]
@@ -147,8 +147,8 @@ def test_reuse_changes_no_bit_and_its_savings_are_real():
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-def test_a_losing_mask_is_first_measured_where_masks_before_it_were_worst():
-    """By running means, of which the latest mask counts half."""
+def test_a_mask_is_measured_first_on_the_examples_with_the_worst_earlier_results():
+    """By running means in which the latest mask counts half."""
     model, calibration = searchable(examples=4)
     objective = Objective(model, calibration, Window(WINDOW), batch_size=1)
     for means in ((0.0, -8.0, 0.0, None), (-1.0, 0.0, 0.0, 0.0)):
@@ -160,7 +160,7 @@ def test_a_losing_mask_is_first_measured_where_masks_before_it_were_worst():
 
 
 def test_attention_of_both_kinds_is_computed_once(monkeypatch):
-    """By the first pass of a batch, in its first layer; later ones with the rows below reuse it."""
+    """By the first pass of a batch, in its first layer; later passes reuse it."""
     model, calibration = searchable()
     calls = []
     attention = incremental_forward.compute_attention
@@ -181,8 +181,8 @@ def test_attention_of_both_kinds_is_computed_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("shared", "kept"), [(1, [True, True]), (0, [False, True])])
-def test_a_higher_layers_attention_is_kept_where_passes_start_there(shared, kept):
-    """At once where the search says that they will, else at the second one."""
+def test_attention_is_cached_in_higher_layers_where_passes_start(shared, kept):
+    """At once if the search announces it, otherwise at the second pass."""
     torch.set_num_threads(1)
     objective = Objective(*searchable(), Window(WINDOW))
     objective.evaluate(FULL)
@@ -193,8 +193,8 @@ def test_a_higher_layers_attention_is_kept_where_passes_start_there(shared, kept
 
 
 @pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
-def test_operations_are_counted_as_torch_counts_them(family):
-    """Also the last layer's answers and the reuse of attention outputs, in every family."""
+def test_operations_equal_torchs_count(family):
+    """Also for the last layer's answers and reused attention outputs, in every family."""
     model, sinks = small_model(family), 2 * (family == "qwen3")
     layers = mask_shape(model.config)[0]
     full = HeadMask.all_full(layers, KV_HEADS)
@@ -215,7 +215,7 @@ def test_operations_are_counted_as_torch_counts_them(family):
     assert ours.savings()["layer_inputs"]
     experts = any(parameter.ndim == 3 for parameter in model.parameters())
     if experts or decoder_layers(model.config).states:
-        return  # torch does not count what experts compute, nor are recurrences counted
+        return  # torch counts neither grouped products of experts nor recurrences
     reported = sum(e.full_forward_equivalents for e in measured)
     assert round(reported * whole.whole_pass_operations(full)) == counter.get_total_flops()
     with counted_flops() as counter:
@@ -247,9 +247,9 @@ def test_operations_are_counted_as_torch_counts_them(family):
         ("stablelm", 0, {"use_parallel_residual": True}),
     ],
 )
-def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, changes, room):
+def test_operations_of_a_gradient_equal_torchs_count(family, sinks, changes, room):
     model = small_model(family, **changes)
-    model.set_experts_implementation("eager")  # grouped products are not counted
+    model.set_experts_implementation("eager")  # torch does not count grouped products
     calibration = answered(model, examples=5)
     objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2, reuse_bytes=room)
     mask = mask_of(model.config)
@@ -266,8 +266,8 @@ def test_a_gradients_operations_are_counted_as_torch_counts_them(family, sinks, 
 
 
 @pytest.mark.parametrize("menu", [[WINDOW], [WINDOW, 5], [WINDOW, 5, 3]])
-def test_what_reuse_keeps_of_a_layer_is_what_plan_says(menu):
-    """Of an example at a layer where passes start, which has an input and attention."""
+def test_cached_bytes_of_a_layer_are_those_that_plan_states(menu):
+    """For an example at a layer where passes start: its input and its attention."""
     model, _ = searchable()
     calibration = CalibrationSet.from_records(([1, 2] * 12 + [row], 1) for row in range(3))
     windows = [Window(size) for size in menu]
@@ -281,7 +281,7 @@ def test_what_reuse_keeps_of_a_layer_is_what_plan_says(menu):
 
 
 def blocks_of(value_bytes):
-    """A feed-forward block of 16 numbers, and two norms of 8 that keep float32 of half ones."""
+    """An MLP of 16 numbers, and two norms of 8 that keep float32 of half precision."""
     block = [16 * number * value_bytes for number in (4, 3, 4, 7)]
     return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, again=block[0])
 
@@ -294,7 +294,7 @@ def searchable_with(family, reuse_bytes=0, **changes):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "granitemoe", "cohere"])
-def test_recomputed_layers_give_the_same_gradients_to_the_bit(family):
+def test_recomputed_layers_give_bit_identical_gradients(family):
     results = [
         searchable_with(family, room)[0].gate_gradient(random_mask(0)) for room in (0, 2**30)
     ]
@@ -312,7 +312,7 @@ def test_a_window_must_be_shorter_than_the_longest_example():
 
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
-    """One byte less than the formula says, and the layers are recomputed."""
+    """With one byte less than the formula says, layers are recomputed."""
     objective, calibration = searchable_with("qwen3", 2**30, num_hidden_layers=layers)
     mask = HeadMask.all_sliding(layers, KV_HEADS)
     objective.gate_gradient(mask)
@@ -329,8 +329,8 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
 
 
 @pytest.mark.parametrize("family", ["apertus", "nemotron", "granitemoe", "bamba"])
-def test_the_memory_of_blocks_of_every_kind_is_stated(family):
-    """A pass, a gradient that recomputes layers, and one that keeps them."""
+def test_memory_of_blocks_of_every_kind_is_stated(family):
+    """For a pass, a gradient that recomputes layers, and one that keeps them."""
     model = small_model(family, hidden_size=128, intermediate_size=256)
     calibration = CalibrationSet.from_records([(tokens(1, 256)[0].tolist(), 4)])
     objective = Objective(model, calibration, Window(64), reuse_bytes=0)
@@ -356,8 +356,10 @@ def test_the_memory_of_blocks_of_every_kind_is_stated(family):
         (4, 1, 2, [8], 47616, 65536),
     ],
 )  # fmt: skip
-def test_the_formula_of_a_gradients_memory(value_bytes, shards, sharing, windows, needed, kept):
-    """Numbers as when tests/benchmarks/test_gradient_memory.py last compared it with peaks."""
+def test_memory_of_a_gradient_by_formula_has_not_changed(
+    value_bytes, shards, sharing, windows, needed, kept
+):
+    """Values of the last comparison with peaks (tests/benchmarks/test_gradient_memory.py)."""
     sizes = memory.ActivationSizes(
         2, 8, 8, 4, blocks_of(value_bytes), value_bytes, shards, sharing, 2
     )
@@ -365,7 +367,7 @@ def test_the_formula_of_a_gradients_memory(value_bytes, shards, sharing, windows
     assert sizes.kept_gradient(2, 32, *windows) == kept
 
 
-def test_few_tokens_at_a_time_give_the_same_gradients(monkeypatch):
+def test_gradients_do_not_depend_on_how_many_tokens_are_recomputed_at_a_time(monkeypatch):
     objective, _ = searchable_with("qwen3")
     ours = np.array(objective.gate_gradient(random_mask(0)).values)
     monkeypatch.setattr("bosch.objective.patching.RECOMPUTED_TOKENS", 7)
@@ -373,7 +375,7 @@ def test_few_tokens_at_a_time_give_the_same_gradients(monkeypatch):
     assert np.allclose(measured, ours, rtol=1e-4, atol=1e-6 * np.abs(ours).max())
 
 
-def test_a_gradient_keeps_the_input_of_each_layer_and_no_more():
+def test_a_gradient_keeps_only_the_input_of_each_layer():
     peaks = []
     for layers in (2, 6):
         objective, calibration = searchable_with("qwen3", num_hidden_layers=layers)
@@ -386,7 +388,7 @@ def test_a_gradient_keeps_the_input_of_each_layer_and_no_more():
     assert peaks[1] - peaks[0] <= 1.25 * 4 * state
 
 
-def test_a_layer_that_is_no_function_of_its_input_switches_reuse_off(caplog):
+def test_reuse_is_switched_off_if_a_layer_is_no_function_of_its_input(caplog):
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     calls = []
@@ -398,7 +400,9 @@ def test_a_layer_that_is_no_function_of_its_input_switches_reuse_off(caplog):
     apply_head_mask(model, FULL, Window(WINDOW))
     objective.check_output_head(FULL)
     model.get_decoder().layers[2].register_forward_hook(drift)
-    for _ in range(2):  # attention of both kinds first, then the layers' inputs too
+    for _ in range(
+        2
+    ):  # also where attention of both kinds fails first and the layers' inputs second
         objective.evaluate(FULL, shared_layers=1)
         objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
     assert "switched off" in caplog.text
@@ -407,8 +411,10 @@ def test_a_layer_that_is_no_function_of_its_input_switches_reuse_off(caplog):
     assert costs[0] == costs[1] > 0.7
 
 
-def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monkeypatch, caplog):
-    """As where a kernel's last bits depend on the heads that are computed together."""
+def test_inputs_of_layers_are_reused_even_if_attention_of_both_kinds_is_not_exact(
+    monkeypatch, caplog
+):
+    """A kernel's last bits may depend on the heads that are computed together."""
     torch.set_num_threads(1)
     model, calibration = searchable()
     plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
@@ -418,7 +424,9 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
 
     def noisy(self, row, outputs):
         mixed = mix(self, row, outputs)
-        return mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)  # not at the answers alone
+        return (
+            mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)
+        )  # at all positions, not only at the answers
 
     monkeypatch.setattr(incremental_forward.BatchPass, "mix", noisy)
     measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
@@ -430,7 +438,7 @@ def test_where_both_kinds_are_not_exact_the_layers_inputs_are_still_reused(monke
     assert "layers' inputs are still reused" in caplog.text
 
 
-def test_room_for_reuse_is_what_is_free_beside_a_gradient(monkeypatch):
+def test_memory_for_reuse_is_the_free_memory_less_a_gradient(monkeypatch):
     model = small_model()
     needed = memory.activation_sizes(model).gradient(2, 64, WINDOW)
     monkeypatch.setattr(memory, "free_host_memory", lambda: 4 * needed + 100)
@@ -445,7 +453,7 @@ _UNLIMITED = 2**63 - 4096
     ("group", "files", "total", "free", "cores"),
     [
         ("", {}, 100, 50, 64),
-        # Version 2: at the root in a container, else a folder; the innermost is not the least.
+        # cgroups version 2, at the root in a container, else in a folder: the smallest limit counts.
         ("0::/", {"memory.max": "40960", "memory.current": "30720"}, 40, 10, 64),
         ("0::/", {"cpu.max": "250 100"}, 100, 50, 3),
         ("0::/", {"memory.max": "max", "memory.current": "9", "cpu.max": "max 100"}, 100, 50, 64),
@@ -459,7 +467,7 @@ _UNLIMITED = 2**63 - 4096
             40, 20, 1,
         ),
         ("0::/../../of/the/host", {"memory.max": "40960", "memory.current": "0"}, 40, 40, 64),
-        # Version 1, alone or beside version 2 without limits of its own.
+        # Version 1, alone or together with a version 2 that sets no limits.
         (
             "4:memory:/docker/1\n2:cpu,cpuacct:/docker/1\n0::/",
             {
@@ -482,10 +490,10 @@ _UNLIMITED = 2**63 - 4096
         ),
     ],
 )  # fmt: skip
-def test_memory_and_cores_are_the_machines_or_its_containers(
+def test_memory_and_cores_are_those_of_the_machine_or_its_container(
     tmp_path, monkeypatch, group, files, total, free, cores
 ):
-    """In KiB, of a machine of 100 with 50 free, and of 64 cores."""
+    """In KiB, on a machine with 100 KiB, of which 50 are free, and 64 cores."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable: 50 kB\n")
@@ -499,7 +507,7 @@ def test_memory_and_cores_are_the_machines_or_its_containers(
     assert hardware.cpu_cores(proc, cgroups) == cores
 
 
-def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
+def test_no_memory_is_stated_if_the_machine_does_not_report_it(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="does not say the MemTotal"):
         hardware.host_memory(tmp_path)
     monkeypatch.setattr(memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
@@ -509,7 +517,7 @@ def test_a_machine_that_does_not_say_its_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_masks_of_several_windows_are_scored_by_definition(sinks):
-    """With reuse and without, and with the operations of a plain pass as torch counts them."""
+    """With and without reuse, and with the operations that torch counts in a plain pass."""
     model, calibration = searchable()
     windows = [Window(size, sinks) for size in (WINDOW, 2 * WINDOW, 3)]
     reusing = Objective(model, calibration, windows, batch_size=4)
@@ -535,14 +543,14 @@ def test_masks_of_several_windows_are_scored_by_definition(sinks):
         scored.add(ours.log_likelihood)
     assert len(scored) == 2 * LAYERS and reusing.savings()["attention_of_both_kinds"]
     assert reusing.context.window_size == [2 * WINDOW, WINDOW, 3]
-    # What one window gives is what it gives in a menu, to the bit.
+    # One window gives bit-identical results alone and in a menu.
     one = Objective(model, calibration, windows[0], batch_size=4).evaluate(random_mask())
     menu = Objective(model, calibration, windows[::2], batch_size=4)
     assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory(is_full):
+def test_answers_are_computed_in_groups_if_their_logits_would_fill_the_memory(is_full):
     query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 2), (2, 9), (2, 9)))
     columns = torch.tensor([[3, 4], [7, 8], [5, 5]])
     layout = by_rows([is_full] * 2, Window(3, 1))
@@ -570,7 +578,7 @@ def test_answers_are_computed_in_groups_where_their_logits_would_fill_the_memory
                 torch.testing.assert_close(whole[row, number, head], expected)
 
 
-def test_numbers_that_are_not_finite_end_the_search():
+def test_nan_or_infinite_results_end_the_search():
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW))
     objective.evaluate(FULL)
@@ -586,7 +594,7 @@ def test_numbers_that_are_not_finite_end_the_search():
         objective.evaluate(FULL)
 
 
-def test_a_calibration_set_of_other_tokens_is_refused():
+def test_a_calibration_set_in_other_tokens_is_refused():
     for highest in (small_model().config.vocab_size, 999):
         examples = CalibrationSet.from_records([([4] * 40 + [highest], 1)])
         with pytest.raises(
@@ -595,21 +603,21 @@ def test_a_calibration_set_of_other_tokens_is_refused():
             Objective(small_model(), examples, Window(WINDOW))
 
 
-def test_the_fingerprint_follows_weights_and_types():
+def test_the_fingerprint_depends_on_weights_and_dtypes():
     one, same, other = small_model(seed=0), small_model(seed=0), small_model(seed=1)
     assert model_fingerprint(one) == model_fingerprint(same)
     assert model_fingerprint(one) != model_fingerprint(other)
     assert model_fingerprint(one) != model_fingerprint(same.bfloat16())
     norm = one.model.norm.weight
     prints = {model_fingerprint(one)}
-    for index in range(len(norm)):  # of small weights each value counts
+    for index in range(len(norm)):  # for small weights, on every value
         with torch.no_grad():
             norm[index] += 1
         prints.add(model_fingerprint(one))
     assert len(prints) == 1 + len(norm)
 
 
-def test_the_fingerprint_follows_what_the_configuration_alone_says():
+def test_the_fingerprint_depends_on_the_configuration():
     one = small_model()
     before = model_fingerprint(one)
     for name, value in (("use_cache", False), ("_name_or_path", "elsewhere")):
@@ -619,14 +627,14 @@ def test_the_fingerprint_follows_what_the_configuration_alone_says():
     assert model_fingerprint(one) != before
 
 
-def test_calibration_files(tmp_path):
+def test_calibration_files_are_read_or_refused_with_the_reason(tmp_path):
     path = tmp_path / "calibration.jsonl"
     record = {"task": "x", "index": 0, "seed": 1, "input_ids": [1, 2, 3], "answer_length": 1}
     path.write_text(f"{json.dumps(record)}\n \n" + json.dumps({**record, "input_ids": [1, 2]}))
     loaded = CalibrationSet.load(path)
     assert (len(loaded), loaded.max_length) == (2, 3)
     assert loaded == CalibrationSet.from_records([([1, 2, 3], 1, "x"), ([1, 2], 1, "x")])
-    assert loaded == CalibrationSet.load(tmp_path)  # as prepare leaves it
+    assert loaded == CalibrationSet.load(tmp_path)  # as prepare writes it
     few = [([1, 2, 3], 1), ([1, 2, 3], 2), ([1, 2, 4], 1)]
     assert len({CalibrationSet.from_records([one]).fingerprint for one in few}) == 3
     for damage in (
@@ -656,7 +664,7 @@ def test_calibration_files(tmp_path):
         CalibrationSet.load(tmp_path / "pipe.jsonl")
 
 
-def test_results_of_each_example_have_the_evaluations_means() -> None:
+def test_results_by_example_have_the_mean_of_the_evaluation() -> None:
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     mask = HeadMask(np.arange(12).reshape(3, 4) % 3 > 0)
@@ -671,8 +679,8 @@ def test_results_of_each_example_have_the_evaluations_means() -> None:
         assert results[place].tolist() == pytest.approx([own.score, own.log_likelihood], rel=1e-4)
 
 
-def test_the_least_recently_used_activations_make_room() -> None:
-    """Of two inputs that no late pass used, the one stays that was looked up last."""
+def test_least_recently_used_activations_are_evicted() -> None:
+    """Of two inputs that no late pass used, the one that was looked up last stays."""
     mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 12)
     for layer in (1, 2, 3):
         cache.begin(mask, 0)
@@ -686,7 +694,7 @@ def test_the_least_recently_used_activations_make_room() -> None:
     assert [layer for layer, *_ in cache.entries] == [3, 1, 4] and cache.bytes == 12
 
 
-def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room() -> None:
+def test_activations_of_the_last_two_passes_stay_unless_coming_passes_need_room() -> None:
     mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 8)
     cache.begin(mask, 0)
     for layer in (1, 2, 3):
@@ -694,22 +702,22 @@ def test_activations_of_the_last_two_passes_stay_unless_those_to_come_need_room(
     cache.begin(mask, 0)
     cache.add(mask, 3, 0, torch.zeros(1))
     assert [layer for layer, *_ in cache.entries] == [1, 2]
-    cache.begin(mask, 4)  # passes to come start at layer 4
+    cache.begin(mask, 4)  # coming passes start at layer 4
     assert cache.is_pinned(4) and not cache.is_pinned(1)
     cache.add(mask, 4, 0, torch.zeros(1))
     assert [layer for layer, *_ in cache.entries] == [2, 4]
     for layer, batch, size in (
-        (4, 1, 2),  # more than there is without dropping what is pinned
-        (5, 0, 3),  # more than all that may be kept
+        (4, 1, 2),  # more than is free without evicting what is pinned
+        (5, 0, 3),  # more than may be cached in all
     ):
         assert not cache.has_room(mask, layer, batch, 4 * size)
         cache.add(mask, layer, batch, torch.zeros(size))
-        assert [layer for layer, *_ in cache.entries] == [2, 4]  # nothing is dropped in vain
+        assert [layer for layer, *_ in cache.entries] == [2, 4]  # nothing is evicted in vain
     assert cache.has_room(mask, 4, 1, 4) and cache.bytes == cache.peak_bytes == 8
 
 
-def test_attention_under_every_choice_is_computed_only_where_it_can_be_kept() -> None:
-    """With too little memory for a layer's, a search costs no more than without any."""
+def test_attention_of_every_choice_is_computed_only_if_it_can_be_cached() -> None:
+    """With too little memory for it, a search costs no more than without reuse."""
     costs = []
     for room in (0, 2000, 2**30):
         model, calibration = searchable(examples=4)
@@ -732,7 +740,7 @@ def scaled_logits(forward, *args, **kwargs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_does_more_than_its_layers_and_head_is_refused(dtype):
+def test_a_model_that_computes_more_than_layers_and_head_is_refused(dtype):
     model, calibration = searchable()
     model.to(dtype)
     set_sink_bias(model, np.linspace(-1, 1, LAYERS * 8).reshape(LAYERS, 8).tolist())
@@ -745,21 +753,21 @@ def test_a_model_that_does_more_than_its_layers_and_head_is_refused(dtype):
         Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
 
 
-def test_states_of_two_kernels_in_half_precision_are_the_same():
+def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():
     states = torch.randn(200, 64)
     other = states + 0.005 * torch.randn(200, 64)
     assert equal_but_rounding(states, other, torch.bfloat16)
     assert not equal_but_rounding(states, other, torch.float32)
     assert equal_but_rounding(states, other, torch.float32, 10)
-    other[:, 7] = -torch.inf  # as where a model leaves words of its vocabulary out
+    other[:, 7] = -torch.inf  # as in a model that masks words of its vocabulary
     assert not equal_but_rounding(other, states, torch.bfloat16)
     assert not equal_but_rounding(states, other, torch.bfloat16)
     assert equal_but_rounding(other, other.clone(), torch.float32)
 
 
-def test_a_norm_after_the_block_or_scores_that_are_kept_take_more_of_a_gradient():
+def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     """32 tokens x 2; of 8 query heads of 2 numbers 1,024 scores a row, a window's 24 a token."""
-    blocks = replace(blocks_of(4), sliced=0)  # so that the attention takes the most
+    blocks = replace(blocks_of(4), sliced=0)  # so that attention needs the most memory
     plain = memory.ActivationSizes(2, 8, 8, 4, blocks, 4, 1, 1, 2)
     follows = replace(plain, norm_follows=True)
     assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.again

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """Four with two needles and two with four, each of some 100 to 300 tokens of the tiny model."""
+    """Four with two needles and two with four, each of 100 to 300 tokens of the tiny model."""
     rows = []
     for number in range(6):
         needles = 2 if number < 4 else 4
@@ -92,13 +92,13 @@ def template(tokenizer: Any) -> ChatTemplate:
     return ChatTemplate(tokenizer)
 
 
-def test_the_places_of_a_question_of_nolima_are_one_document(folder: Path) -> None:
-    """A score that depends on the question alone is as uncertain as its questions are few."""
+def test_all_places_of_a_nolima_question_count_as_one_document(folder: Path) -> None:
+    """If only the question decides the score, its uncertainty is that of a few questions."""
     data = folder / "nolima"
     section = Nolima(data_dir=str(data), lengths=[100], depths=3)
     samples = section.make(nolima_case.tokenizer(), 0)
     tests = nolima.needle_tests(data / "needle_set.json", None)
-    # Three depths of two books.
+    # Three depths in two books.
     assert Counter(one.document for one in samples) == {test.name: 6 for test in tests}
 
 
@@ -126,7 +126,7 @@ def helmet_samples(folder: Path, **section: Any) -> list[PromptSample]:
 
 @pytest.mark.parametrize("first", ["", "a"])
 @pytest.mark.parametrize("length", [400, 4000])
-def test_nolimas_prompts_are_upstreams_to_the_character(
+def test_nolima_prompts_equal_upstreams_to_the_character(
     folder: Path, length: int, first: str
 ) -> None:
     """Also with a tokenizer that puts a token before every text."""
@@ -148,7 +148,7 @@ def test_nolimas_prompts_are_upstreams_to_the_character(
     assert digests == RECORDED[str(length)]
 
 
-def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_ends(
+def test_a_distractor_is_a_fifth_of_the_context_away_from_the_needle_and_the_ends(
     folder: Path,
 ) -> None:
     tests = nolima.needle_tests(folder / "nolima" / "needle_set.json", None)
@@ -170,7 +170,7 @@ def test_a_distractor_is_a_fifth_of_the_context_away_from_its_needle_and_the_end
         assert abs(distractor - depth) >= 0.2 - 1e-9
 
 
-def test_a_book_that_is_too_short_is_named_before_a_model_is_loaded(folder: Path) -> None:
+def test_a_book_that_is_too_short_is_reported_before_a_model_is_loaded(folder: Path) -> None:
     section = Nolima(data_dir=str(folder / "nolima"), lengths=[400_000])
     with pytest.raises(UserError, match=r"txt: its .* no room for a context of 400,000 at depth 0"):
         section.make(nolima_case.tokenizer(), 0)
@@ -222,7 +222,7 @@ def test_a_faulty_needle_set_is_named(
         nolima.needle_tests(tmp_path / "set.json", None)
 
 
-def test_a_question_that_stands_twice_is_named(tmp_path: Path) -> None:
+def test_a_question_that_occurs_twice_is_reported(tmp_path: Path) -> None:
     first = nolima_case.NEEDLE_SET[0]
     path = tmp_path / "set.json"
     path.write_text(json.dumps([first, {**first, "id": "0999"}]))
@@ -232,7 +232,7 @@ def test_a_question_that_stands_twice_is_named(tmp_path: Path) -> None:
         nolima.needle_tests(path, None)
 
 
-def test_a_row_that_stands_twice_counts_once(
+def test_a_row_that_occurs_twice_counts_once(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = conversations()
@@ -250,16 +250,16 @@ def test_a_row_that_stands_twice_counts_once(
     assert len(list(mrcr.read_samples(files[:1], 1000))) == 3 and not caplog.text
 
 
-def test_scores_are_upstreams() -> None:
+def test_scores_equal_upstreams() -> None:
     assert nolima.score("It was Yuki.", ["Yuki"]) == 1 and nolima.score("yuki", ["Yuki"]) == 0
     answer, prefix = "aB1Tapir 1 sleeps.", "aB1"
     assert mrcr.score(f"  {answer}\n", answer, prefix) == 1
-    assert mrcr.score("Tapir 1 sleeps.", answer, prefix) == 0  # without the random string
+    assert mrcr.score("Tapir 1 sleeps.", answer, prefix) == 0  # the answer lacks the random string
     partly = SequenceMatcher(None, "Tapir 2 naps", "Tapir 1 sleeps.").ratio()
     assert mrcr.score("aB1Tapir 2 naps", answer, prefix) == partly
 
 
-def test_all_are_evaluated_and_answered_once(
+def test_all_suites_are_evaluated_and_answered_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section: dict[str, Any] = {
@@ -282,13 +282,13 @@ def test_all_are_evaluated_and_answered_once(
     asked = [one["document"] for one in records if one["suite"] == "nolima"]
     assert len(asked) == 6 and sum(counts["nolima"].values()) == len({*asked})
     assert all(one["question"].endswith("Assistant:") for one in records if one["suite"] == "mrcr")
-    # Other runs on the same data ask nothing.
+    # Other runs on the same data need no new answers.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     assert score_original(folder, tmp_path / "again", **section).checkpoints == scores.checkpoints
 
 
 @pytest.mark.parametrize("is_applied", [True, False])
-def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
+def test_the_chat_template_is_used_if_the_recipe_says_so(
     folder: Path,
     tmp_path: Path,
     is_applied: bool,
@@ -327,7 +327,7 @@ def test_an_instruct_model_is_asked_in_its_template_where_the_recipe_says_so(
     assert ("an instruct model is asked in raw text" in caplog.text) is not is_applied
 
 
-def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> None:
+def test_a_length_without_samples_is_reported_as_missing(folder: Path, tmp_path: Path) -> None:
     assert mrcr_suite(folder, tmp_path).missing == {}
     fault = f"evaluate.mrcr.lengths: {folder / 'mrcr'} has no sample of 65,536 tokens"
     assert mrcr_suite(folder, tmp_path, lengths=(512, 65536)).missing == {"65,536 tokens": fault}
@@ -335,9 +335,7 @@ def test_a_length_without_samples_is_missing(folder: Path, tmp_path: Path) -> No
         mrcr_suite(folder, tmp_path, lengths=(65536, 32768))
 
 
-def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_keys_of_answers_hold_all_that_the_answers_depend_on(folder: Path, tmp_path: Path) -> None:
     def digests(data: Path = folder, **changes: Any) -> set[str]:
         return {one.digest for one in mrcr_suite(data, tmp_path, **changes).subtasks}
 
@@ -345,7 +343,7 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
     with (tmp_path / "mrcr" / "4needle.jsonl").open("a") as file:
         file.write("\n")
     [plain] = digests()
-    assert digests(lengths=(512,)) == {plain}  # another length asks nothing again
+    assert digests(lengths=(512,)) == {plain}  # another length needs no new answers
     assert digests(lengths=(256, 4096)) == {plain}
     other = nolima_case.tokenizer()
     other.add_tokens(["another token"])
@@ -357,7 +355,7 @@ def test_answers_to_prompts_are_told_apart_by_what_they_depend_on(
     assert len({plain}.union(*changed)) == 6
 
 
-def test_another_task_or_length_of_helmet_asks_nothing_again(folder: Path, tmp_path: Path) -> None:
+def test_another_task_or_length_of_helmet_reuses_answers(folder: Path, tmp_path: Path) -> None:
     data = shutil.copytree(folder / "helmet", tmp_path / "helmet")
     for file in [*data.rglob("*_k50_*")]:
         shutil.copy(file, file.with_name(file.name.replace("_k50_", "_k105_")))
@@ -372,7 +370,7 @@ def test_another_task_or_length_of_helmet_asks_nothing_again(folder: Path, tmp_p
     assert not more & subtasks(["kilt_nq"], [8192], samples=1)
 
 
-def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
+def test_the_longest_right_answer_limits_all_answers_of_a_subtask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = conversations()[:2]
@@ -398,10 +396,10 @@ def test_all_answers_of_a_subtask_may_be_as_long_as_the_longest(
 @pytest.mark.parametrize(
     ("factor", "offset", "is_in"), [(1, 0, True), (1, -1, False), (2, -1, True), (2, 0, False)]
 )
-def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
+def test_samples_of_an_mrcr_length_take_more_than_half_and_at_most_all_of_it(
     tmp_path: Path, factor: int, offset: int, is_in: bool, is_instruct: bool
 ) -> None:
-    """Tokens of the prompt, in a chat template or plain and opened, and of the answer."""
+    """In tokens of the prompt (with or without chat template) and of the answer."""
     row, tokenizer = conversations()[0], nolima_case.tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="! $A", special_tokens=[("!", tokenizer.vocab["!"])]
@@ -417,7 +415,7 @@ def test_a_length_of_mrcr_takes_up_to_it_and_more_than_half(
     ] * is_in
 
 
-def test_data_that_is_missing_is_named_at_validate(tmp_path: Path) -> None:
+def test_validate_names_missing_data(tmp_path: Path) -> None:
     case = Case(tmp_path)
     (tmp_path / "empty").mkdir()
     case.content["evaluate"]["nolima"] = {"data_dir": "empty", "lengths": [512]}
@@ -436,7 +434,7 @@ def test_data_that_is_missing_is_named_at_validate(tmp_path: Path) -> None:
     assert "evaluate.mrcr.data_dir: " in fault and "no Parquet or JSONL file" in fault
 
 
-def test_a_preset_says_which_data_nobody_named(tmp_path: Path) -> None:
+def test_a_preset_names_the_data_that_the_recipe_lacks(tmp_path: Path) -> None:
     case = Case(tmp_path)
     nolima_case.write_case(tmp_path / "data")
     case.content["evaluate"] |= {"presets": ["long"], "harness": {"max_length": 512}}
@@ -453,7 +451,7 @@ def test_a_preset_says_which_data_nobody_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
+def test_an_invalid_row_of_mrcr_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     whole = conversations()[0]
     for change, sentence in (
@@ -480,7 +478,7 @@ def test_a_row_that_is_not_mrcrs_is_named(tmp_path: Path) -> None:
             list(mrcr.read_samples([path], 1000))
 
 
-def test_parquet_of_other_columns_is_named(tmp_path: Path) -> None:
+def test_parquet_with_other_columns_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
     assert [one.needles for one in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
@@ -499,8 +497,8 @@ def test_parquet_of_other_columns_is_named(tmp_path: Path) -> None:
         list(mrcr.read_samples([path], 1000))
 
 
-def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
-    """Two kilobytes that would be 400 GB of text, one after another."""
+def test_a_text_that_parquet_repeats_is_decoded_once(tmp_path: Path) -> None:
+    """Two kilobytes that would become 400 GB of text."""
     rows, path = 20_000, tmp_path / "a.parquet"
     columns = {name: pa.array([conversations()[0][name]] * rows) for name in mrcr.FIELDS}
     long = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * 20_000_000])
@@ -511,8 +509,8 @@ def test_a_text_that_a_small_file_repeats_is_made_once(tmp_path: Path) -> None:
     assert time.process_time() - started < 20
 
 
-def test_a_needle_set_is_hashed_wherever_it_lies(tmp_path: Path) -> None:
-    """Answers to another set would be taken for its own."""
+def test_a_needle_set_is_hashed_wherever_it_is(tmp_path: Path) -> None:
+    """Otherwise answers to another needle set would be reused."""
     nolima_case.write_case(tmp_path / "data")
     (tmp_path / "set.json").write_text(json.dumps(nolima_case.NEEDLE_SET))
     (tmp_path / "data" / "set").write_text(json.dumps(nolima_case.NEEDLE_SET))
@@ -522,7 +520,7 @@ def test_a_needle_set_is_hashed_wherever_it_lies(tmp_path: Path) -> None:
         assert "it is named by its place in this folder" in fault
 
 
-def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
+def test_the_needle_set_decides_the_questions(folder: Path) -> None:
     section = Nolima(data_dir=str(folder / "nolima"), lengths=[400], depths=4)
     samples = section.make(nolima_case.tokenizer(), 0)
     assert len(samples) == len(RECORDED["400"])
@@ -543,7 +541,7 @@ def test_the_needle_set_decides_what_is_asked(folder: Path) -> None:
     ],
 )
 def test_a_chat_model_gets_nolimas_system_turn(folder: Path, text: str, system: str | None) -> None:
-    """Also in the place of a set's own; some templates refuse any."""
+    """Instead of the needle set's own; some templates refuse any system turn."""
     tokenizer = nolima_case.tokenizer()
     tokenizer.chat_template = text
     section = Nolima(data_dir=str(folder / "nolima"), lengths=[400], depths=2)
@@ -555,8 +553,8 @@ def test_a_chat_model_gets_nolimas_system_turn(folder: Path, text: str, system: 
         assert other.turns() == [*expected, one.turns()[-1]]
 
 
-def test_helmets_prompts_are_its_own(folder: Path) -> None:
-    """Two worked examples which all depths of a question share; those of PopQA are of others."""
+def test_helmet_prompts_equal_upstreams(folder: Path) -> None:
+    """All depths of a question share two worked examples; PopQA's are of other questions."""
     samples = helmet_samples(folder)
     texts = {name: [one.plain(one.turns()) for one in samples if one.task == name]
              for name in HELMET_TASKS}  # fmt: skip
@@ -589,7 +587,7 @@ def test_helmets_prompts_are_its_own(folder: Path) -> None:
     )
 
 
-def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
+def test_helmet_questions_are_drawn_as_upstream(folder: Path) -> None:
     samples = helmet_samples(folder, tasks=["kilt_nq"], samples=2)
     questions = sorted(f"How many tapirs has island {n} of nq-dev-multikilt?" for n in range(3))
     drawn = set(random.Random(42).sample(questions, 2))
@@ -600,8 +598,8 @@ def test_helmets_questions_are_drawn_as_there(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["$A", "a $A", "$A b", "a $A b"])
-def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path, form: str) -> None:
-    """Also with a tokenizer that puts a token before every text or, as no prompt has it, behind."""
+def test_a_long_helmet_prompt_loses_its_last_passages(folder: Path, form: str) -> None:
+    """Also with a tokenizer that adds a token before every text, or behind it."""
     task = HELMET_TASKS["kilt_nq"]
     row = next(read_rows(folder / "helmet" / task.file.format(k=50), ()))
     sample = helmet.rag_sample(task, row, [])
@@ -621,8 +619,8 @@ def test_a_long_prompt_of_helmet_loses_its_last_passages(folder: Path, form: str
     assert helmet.fitted(sample, whole - context, tokenizer) == sample.prompt("")
 
 
-def test_a_prompt_of_helmet_fits_where_a_token_spans_the_end_of_its_context() -> None:
-    """As in the vocabularies of Qwen3 and Llama 3, where a stop and an empty line are one."""
+def test_a_helmet_prompt_fits_if_a_token_spans_the_end_of_its_context() -> None:
+    """In the vocabularies of Qwen3 and Llama 3, a stop and an empty line are one token."""
     tokenizer = nolima_case.tokenizer()
     tokenizer.add_tokens([".\n\n"])
     sample = helmet.HelmetSample("{context}\n\n{question}", "One, two.", "", "Which?", ":", ("1",))
@@ -640,18 +638,18 @@ def test_a_prompt_of_helmet_fits_where_a_token_spans_the_end_of_its_context() ->
     [
         (" The 3 Tapirs.", 1),
         ("They are 3 of them, I think", 1),
-        ("\n3 tapirs", 1),  # its code stops at no line's end
+        ("\n3 tapirs", 1),  # upstream's code does not stop at the end of a line
         ("3 a tapirs", 1),
         ("3, an tapirs", 1),
         ("33", 0),
     ],
 )
-def test_helmets_score_is_that_an_answer_is_contained(output: str, score: int) -> None:
+def test_a_helmet_answer_scores_if_the_output_contains_it(output: str, score: int) -> None:
     assert helmet.score(output, ("The 3 tapirs", "3 of them")) == score
 
 
-def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:
-    """The names of its archive; k is the count of passages or pairs."""
+def test_helmet_files_are_found_by_task_and_length(tmp_path: Path) -> None:
+    """The names in its archive; k is the number of passages or pairs."""
     section = Helmet(
         data_dir=str(tmp_path), lengths=[8192, 16384, 32768, 65536, 131072], samples=10
     )
@@ -674,21 +672,21 @@ def test_files_of_helmet_by_task_and_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "samples", "tokens", "generated"),
     [
-        # An answer stands beside NoLiMa's context, and within the lengths of the others.
+        # NoLiMa's lengths leave out the answer, those of the others include it.
         (Nolima(data_dir="d", lengths=[512], samples=4, max_new_tokens=32), 4, 4 * (512 + 32), 128),
         (Mrcr(data_dir="d", lengths=[1024], samples=5), 15, 15 * 1024, 15 * 600),
         (Helmet(data_dir="d", lengths=[8192], samples=2, tasks=["kilt_nq", "json_kv"]),
          14, 14 * 8192, 12 * 20 + 2 * 100),
     ],
 )  # fmt: skip
-def test_the_work_of_prompts_counts_each_answer_once(
+def test_planned_tokens_count_each_answer_once(
     section: PromptEvaluation, samples: int, tokens: int, generated: int
 ) -> None:
     ((work,), _) = section.work()
     assert (work.samples, work.tokens, work.logits) == (samples, tokens, generated)
 
 
-def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) -> None:
+def test_lengths_of_helmet_include_template_and_answer(tmp_path: Path) -> None:
     folder, tokenizer = helmet_case.write_case(tmp_path / "helmet"), nolima_case.tokenizer()
     keys = folder / "json_kv" / "test_k105_dep6.jsonl"
     row = json.loads(keys.read_text().partition("\n")[0])
@@ -698,12 +696,12 @@ def test_prompt_template_and_answer_of_helmet_take_its_length(tmp_path: Path) ->
     assert len(tokenizer(sample.plain(sample.turns()))["input_ids"]) == 8192 - sample.new_tokens
     (sample,) = section.make(tokenizer, 0, template(tokenizer))
     prompt = len(tokenizer(template(tokenizer).text(sample.turns()))["input_ids"])
-    # Where a template follows the prompt, nothing begins the answer.
+    # If a template follows the prompt, the answer has no given beginning.
     assert prompt == 8192 - sample.new_tokens
     assert not sample.turns()[-1]["content"].endswith(HELMET_TASKS["json_kv"].ending)
 
 
-def test_helmets_data_is_checked(tmp_path: Path) -> None:
+def test_faults_in_helmet_data_are_reported(tmp_path: Path) -> None:
     folder = helmet_case.write_case(tmp_path / "helmet")
     section = Helmet(data_dir=str(folder), lengths=[8192, 16384])
     missing = list(section.missing_files(folder))

@@ -33,8 +33,8 @@ from stages.stage import World
 from tests.pipeline_case import ROOT, Case, truncate
 
 
-def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
-    """The largest seed and lengths that there may be among its values."""
+def test_a_valid_recipe_has_typed_values_and_absolute_paths(case: Case) -> None:
+    """Among its values are the largest seed and the largest lengths."""
     changes = ["search.swa_ratio=0.75", "train.learning_rate=1e-5", "seed=2147483647"]
     loaded = load_recipe(case.file, [*changes, "evaluate.needle.lengths=[1024]"], env={})
     assert (loaded.recipe.name, loaded.recipe.seed) == ("tiny", 2**31 - 1)
@@ -45,7 +45,7 @@ def test_valid_recipe_is_typed_and_absolute(case: Case) -> None:
     assert load_recipe(case.file, ["seed=0", f"name={'n' * 100}"], env={}).recipe.seed == 0
 
 
-def test_relative_paths_start_where_they_were_written(
+def test_relative_paths_start_at_the_recipe_or_the_current_directory(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the file at its folder, on the command line at the current directory."""
@@ -72,7 +72,7 @@ def test_relative_paths_start_where_they_were_written(
             load_recipe(case.file, [f"model.path={path}"], env={}, fetch=False)
 
 
-def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
+def test_brackets_in_the_name_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
     case = Case(tmp_path / "data [1]")
     (tmp_path / "data 1" / "corpus").mkdir(parents=True)
     (tmp_path / "data 1" / "corpus" / "b.txt").write_text("another text")
@@ -187,7 +187,7 @@ def test_brackets_of_a_recipes_folder_are_no_glob(tmp_path: Path) -> None:
         ("model.path=nobody/nothing", "model.path: nobody/nothing is neither a directory nor"),
     ],
 )
-def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> None:
+def test_a_single_fault_gives_one_sentence(case: Case, override: str, expected: str) -> None:
     message = case.fault(override)
     assert expected in message
     assert "\n" not in message or "faults" in message.splitlines()[0]
@@ -215,7 +215,9 @@ def test_one_fault_is_one_sentence(case: Case, override: str, expected: str) -> 
         (split, "a, b", ["a", "b"]), (split, 5, 5), (ordered, (2, 1, 2), (1, 2)),
     ],
 )  # fmt: skip
-def test_texts_of_fields(parse: Callable[[Any], Any], text: Any, value: Any) -> None:
+def test_text_fields_are_refused_or_cleaned(
+    parse: Callable[[Any], Any], text: Any, value: Any
+) -> None:
     if value is None:
         with pytest.raises(ValueError, match=r"."):
             parse(text)
@@ -223,8 +225,8 @@ def test_texts_of_fields(parse: Callable[[Any], Any], text: Any, value: Any) -> 
         assert repr(parse(text)) == repr(value)
 
 
-def test_a_section_at_fault_brings_no_fault_of_its_defaults(case: Case) -> None:
-    """The default lengths of the needle tasks are longer than this model's positions."""
+def test_an_invalid_section_causes_no_faults_by_its_defaults(case: Case) -> None:
+    """The default lengths of needle tasks are longer than this model's positions."""
     assert "\n" not in case.fault("evaluate=[]")
     assert "\n" not in case.fault("evaluate.needle=[]")
     assert "\n" not in case.fault("prepare.calibration=[]")
@@ -342,7 +344,9 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
     ],
     ids=["block", "maps", "cycle", "long", "laughs"],
 )
-def test_yaml_that_explodes_is_refused_at_once(tmp_path: Path, text: str, expected: str) -> None:
+def test_yaml_that_expands_without_limit_is_refused_at_once(
+    tmp_path: Path, text: str, expected: str
+) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     started = time.monotonic()
@@ -376,8 +380,8 @@ def test_yaml_up_to_its_limits_is_read(most: str, more: str) -> None:
         parse_yaml(f"a: {more}", "file")
 
 
-def test_unquoted_words_are_what_they_say(case: Case) -> None:
-    """YAML 1.1 takes `no` for a flag; a recipe's fields know which words they hold."""
+def test_unquoted_words_are_read_as_text(case: Case) -> None:
+    """YAML 1.1 reads `no` as false; the types of a recipe's fields decide."""
     loaded = load_recipe(
         case.file,
         [
@@ -407,7 +411,7 @@ def test_bad_overrides_are_named(case: Case, override: str, expected: str) -> No
     assert expected in str(caught.value)
 
 
-def test_an_override_sets_one_place_of_what_an_alias_repeats() -> None:
+def test_an_override_changes_only_its_own_place_of_an_alias() -> None:
     content = parse_yaml("a: [&s {n: {m: 1}}, *s]\nb: {<<: *s}", "file")
     changed = apply_overrides(content, ["a.0.n.m=2", "b.n.m=3"])
     assert changed == {"a": [{"n": {"m": 2}}, {"n": {"m": 1}}], "b": {"n": {"m": 3}}}
@@ -428,7 +432,7 @@ def test_an_override_sets_one_place_of_what_an_alias_repeats() -> None:
         ("{a: 'Run #5'}", {"a": "Run #5"}),
     ],
 )
-def test_an_override_has_no_comments(text: str, value: object) -> None:
+def test_a_hash_sign_in_an_override_starts_no_comment(text: str, value: object) -> None:
     assert apply_overrides({}, [f"report.title={text}"]) == {"report": {"title": value}}
 
 
@@ -452,7 +456,7 @@ def test_empty_and_truncated_corpora_are_refused(case: Case, tmp_path: Path) -> 
     ("target", "what"),
     [(None, "a file"), ("gone", "a link that leads now"), ("itself", "a link that leads now")],
 )
-def test_what_is_no_folder_for_results_is_named(
+def test_an_output_root_that_is_no_folder_is_reported(
     case: Case,
     capsys: pytest.CaptureFixture[str],
     command: str,
@@ -468,7 +472,7 @@ def test_what_is_no_folder_for_results_is_named(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
-def test_what_is_in_the_place_of_a_stages_link_is_named_and_stays(
+def test_a_file_in_the_place_of_a_stages_link_is_reported_and_kept(
     case: Case, make: Callable[[Path], None]
 ) -> None:
     (case.folder / "runs/tiny").mkdir(parents=True)
@@ -497,7 +501,7 @@ def test_what_is_in_the_place_of_a_stages_link_is_named_and_stays(
 def test_results_are_not_read_as_documents(
     case: Case, kind: str, path: str, root: str, refused: bool
 ) -> None:
-    """The data's key would change with every file that the run writes."""
+    """Otherwise the data's key would change with every file that the run writes."""
     source = {"name": "a", "kind": kind, "path": str(case.folder / path)}
     case.content["prepare"]["sources"] = [source]
     (case.runs / "corpus").mkdir(parents=True)
@@ -507,12 +511,12 @@ def test_results_are_not_read_as_documents(
         load_recipe(case.file, env={}, input_files=False)
 
 
-def test_folders_named_like_the_kernels_are_no_fault(case: Case) -> None:
+def test_a_folder_whose_name_begins_with_proc_is_accepted(case: Case) -> None:
     loaded = load_recipe(case.file, ["runtime.output_root=/processed/runs"], env={})
     assert loaded.output_root == Path("/processed/runs")
 
 
-def test_processes_come_from_torchrun_variables(case: Case) -> None:
+def test_the_number_of_processes_comes_from_torchruns_variables(case: Case) -> None:
     env = {
         "NPROC_PER_NODE": "2",
         "NNODES": "2",
@@ -551,13 +555,13 @@ def test_processes_come_from_torchrun_variables(case: Case) -> None:
         (5, {}, World(processes_per_node=5, gpus=3)),
         *((5, {"NPROC_PER_NODE": any_}, World(1, 0, 5, gpus=3)) for any_ in ("gpu", "", " ")),
         (5, {"NPROC_PER_NODE": "1", "NODE_RANK": "0"}, World(processes_per_node=1, gpus=3)),
-        # What another launcher left is not read where there is one node.
+        # Variables that another launcher left are not read on a single node.
         (1, {"NNODES": "1", "MASTER_ADDR": "h", "MASTER_PORT": "no"}, World(gpus=3)),
         ("auto", {"NNODES": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
          World(2, 0, 3, "h", 1, 3)),
     ],
 )  # fmt: skip
-def test_processes_are_as_many_as_gpus_unless_somebody_says(
+def test_there_is_one_process_per_gpu_by_default(
     configured: Any, env: dict[str, str], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = [Path(f"/dev/nvidia{name}") for name in ("0", "1", "2", "ctl", "-uvm")]
@@ -574,7 +578,7 @@ def test_processes_are_as_many_as_gpus_unless_somebody_says(
         "FSDP_OFFLOAD_PARAMS",
     ],
 )  # fmt: skip
-def test_stages_do_not_see_variables_of_other_launchers(name: str) -> None:
+def test_stages_do_not_get_variables_of_other_launchers(name: str) -> None:
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "ib0",
             "OMP_NUM_THREADS": "4", "SLURM_JOB_ID": "7", "HF_HOME": "/h", "SIZE": "1"}  # fmt: skip
     assert without_others({**kept, name: "2"}) == kept
@@ -593,7 +597,7 @@ def test_stages_do_not_see_variables_of_other_launchers(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("backend", ["flex", "flash", "varlen", "sdpa", "auto"])
-def test_a_models_attention_needs_a_backend_that_has_it(
+def test_a_backend_that_lacks_what_the_models_attention_needs_is_refused(
     case: Case, config: dict[str, Any], lacking: str, backend: str
 ) -> None:
     case.change_config(**config)
@@ -604,7 +608,9 @@ def test_a_models_attention_needs_a_backend_that_has_it(
 
 
 @pytest.mark.parametrize("backend", ["flex", "varlen"])
-def test_attention_dropout_needs_a_backend_that_has_it(case: Case, backend: str) -> None:
+def test_a_backend_without_attention_dropout_is_refused_if_the_model_has_it(
+    case: Case, backend: str
+) -> None:
     case.change_config(attention_dropout=0.1)
     sentence = f"{backend} has no attention dropout, the model's config.json asks for 0.1; choose"
     assert sentence in case.fault(f"runtime.attention={backend}")
@@ -614,10 +620,10 @@ def test_attention_dropout_needs_a_backend_that_has_it(case: Case, backend: str)
     load_recipe(case.file, ["runtime.attention=flex"])
 
 
-def test_unknown_tasks_of_the_harness_are_refused_where_recipes_are_validated(
+def test_validate_refuses_unknown_tasks_of_the_harness(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # gpqa stands in files without a suffix alone, as the tag that others include.
+    # gpqa is only in files without a suffix, as a tag that others include.
     known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa], max_length: 512}"
     assert main(["validate", str(case.file), known]) == 0
     # boolq is a task of the folder super_glue.
@@ -638,7 +644,7 @@ def test_validate_reads_the_first_document_of_each_source(
     said = "prepare.sources.1: {}, line 1: no field `text` (there is body); set text_field"
     assert said.format(case.folder / "b.jsonl") in capsys.readouterr().err
     source["text_field"] = "body"
-    # Its tokenizer may be on the hub, where validating does not look.
+    # Its tokenizer may be on the hub, which validate does not ask.
     place = str(ROOT / "tests" / "data" / "mds" / "plain")
     shards = {"name": "c", "kind": "mds", "path": place, "tokenizer": "nobody/nothing"}
     case.content["prepare"]["sources"].append(shards)
@@ -657,7 +663,7 @@ def test_validate_reads_the_first_document_of_each_source(
          "train.document_masking: attention of models of type 'afmoe' does not stop at"),
     ],
 )  # fmt: skip
-def test_what_a_model_cannot_have_is_refused(
+def test_settings_that_the_model_does_not_support_are_refused(
     case: Case, config: dict[str, Any], override: str, fault: str
 ) -> None:
     case.change_config(**config)
@@ -665,7 +671,7 @@ def test_what_a_model_cannot_have_is_refused(
     assert case.fault(override).startswith(fault)
 
 
-def test_a_loss_of_the_router_is_refused_before_anything_runs(case: Case) -> None:
+def test_a_router_loss_is_refused_before_anything_runs(case: Case) -> None:
     case.change_config(model_type="qwen3_moe", num_experts=4, output_router_logits=True)
     fault = "model.path: the model's config.json has output_router_logits = true"
     assert case.fault().startswith(fault)

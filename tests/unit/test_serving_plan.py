@@ -54,21 +54,21 @@ from tests.tools.vllm_planner import RECORD, by_plan, cases, two_kinds
 _ROWS = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 
 
-def test_the_record_is_of_these_cases() -> None:
+def test_the_recorded_cases_are_those_of_this_file() -> None:
     assert [row["case"] for row in _ROWS] == cases()
 
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: str(row["case"]["num_key_value_heads"]))
-def test_the_plan_predicts_what_vllms_planner_gives(row: dict[str, Any]) -> None:
+def test_the_plan_equals_vllms_planner_in_all_recorded_cases(row: dict[str, Any]) -> None:
     assert by_plan(row["case"]) == row["planner"]
 
 
 @pytest.mark.parametrize(
     ("counts", "sizes"),
     [
-        # A module of each kind where their groups fill the blocks.
+        # One module of each kind, if their groups fill the blocks.
         ([1, 3, 2], [(1, 3), (3, 1), (2, 2)]),
-        # Two full heads fill no block of four: the others are cut to the same.
+        # Two full heads do not fill a block of four: the other modules are cut to the same size.
         ([0, 1, 0, 1], [(2, 2), (1, 2, 1), (2, 2), (1, 2, 1)]),
     ],
 )
@@ -85,12 +85,12 @@ def test_unequal_modules_are_as_few_as_fill_the_blocks(
 
 
 def test_groups_are_filled_from_the_largest_module_down() -> None:
-    """Filled as they come, a block of two heads would have no room for one of two and one."""
+    """In another order, a block of two heads would have no room for two and one."""
     modules, blocks = {None: [1, 1, 2], 10: [2]}, {None: 10, 10: 10}
     assert packed_groups(modules, blocks) == (2, {None: [[2], [0, 1]], 10: [[0]]})
 
 
-def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
+def test_own_groups_fill_blocks_that_vllm_would_pad() -> None:
     """Thirty full and twenty sliding modules: vLLM makes groups of twenty, ours hold thirty."""
     counts = [3] * 10
     by_engine, own = (
@@ -112,11 +112,11 @@ def test_groups_of_our_own_fill_blocks_that_the_engines_pad() -> None:
         ([4, 6], 4, 1, 2),
         ([3, 8], 2, 1, 1),
         ([1, 1, 0], 8, 1, 14),
-        # Ranks 0 and 1 have four full heads each, 2 and 3 none: one module of padding on each.
+        # Ranks 0 and 1 have four full heads each, 2 and 3 none: each gets one module of padding.
         ([4, 4, 0], 2, 2, 0),
     ],
 )
-def test_what_ranks_cannot_share_is_padded(
+def test_unequal_numbers_of_full_heads_on_ranks_are_padded(
     counts: list[int], ranks: int, unit: int, padded: int
 ) -> None:
     plan = module_plan(two_kinds(counts, 8, [10] * len(counts)), ranks)
@@ -124,7 +124,7 @@ def test_what_ranks_cannot_share_is_padded(
 
 
 def check_ranks(plan: Any, layers: Any, ranks: int, heads: int) -> None:
-    """Every head has its own window on its rank, and a cache that holds whatever it sees."""
+    """Every head has its window on its rank, and a cache for all the tokens that it sees."""
     shards = min(ranks, heads)
     for layer, counts in enumerate(layers):
         own = [window for window, count in counts.items() for _ in range(count)]
@@ -142,7 +142,7 @@ def check_ranks(plan: Any, layers: Any, ranks: int, heads: int) -> None:
                 for kinds in (plan.windows(layer, rank), plan.caches[layer])
             )
             assert windows == [own[head] for head in share]
-            # A cache holds whatever its head sees.
+            # A cache holds all tokens that its head sees.
             assert all(
                 c is None or (w is not None and w <= c)
                 for w, c in zip(windows, caches, strict=True)
@@ -172,7 +172,7 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
     assert grouping == "unequal" or sizes == {plan.unit}
     shards = min(ranks, heads)
     if not several or shards == 1:
-        # No rank could hold less: each has at least its share of the full heads, in whole heads.
+        # The minimum: each rank has at least its share of the full heads, in whole heads.
         assert plan.padded_kv_heads == sum(-layer[None] % shards for layer in layers)
     request = Request(4096, 16, 256)
     held = sum(plan.groups(request).values())
@@ -189,12 +189,12 @@ def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
     [
         (5, 100, 90, False),
         (5, 120, 90, True),
-        # Options that waste the memory are at fault, or the length, but not the ranks.
+        # The error names options that waste memory, or the length, but not the ranks.
         (5, 120, 110, False),
         (4, 120, 120, False),
     ],
 )
-def test_padding_is_refused_only_where_it_costs_more_than_full_heads(
+def test_padding_is_refused_only_if_it_costs_more_than_full_heads(
     full: int, held: int, share: int, refused: bool
 ) -> None:
     refusal = padding_refusal(module_plan(two_kinds([full], 8, [10]), ranks=2), 100, held, share)
@@ -203,8 +203,8 @@ def test_padding_is_refused_only_where_it_costs_more_than_full_heads(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_the_worst_mask_of_a_budget_holds_the_most(ranks: int) -> None:
-    """Against all masks of three layers of four or eight heads."""
+def test_the_worst_mask_of_a_budget_holds_the_most_bytes(ranks: int) -> None:
+    """Compared with all masks of three layers of four or eight heads."""
     request = Request(4096, 16, 16)
     for heads, most in ((4, 4), (8, 8)):
         shards = min(ranks, heads)
@@ -232,7 +232,7 @@ def test_the_worst_mask_of_a_budget_holds_the_most(ranks: int) -> None:
     ("device", "gibibytes", "engine"),
     [("cpu", 4, CPU), ("h100", 80, LARGE_GPU), ("a100", 80, SMALL_GPU), ("rtx4090", 24, SMALL_GPU)],
 )
-def test_the_engine_of_a_device(device: str, gibibytes: float, engine: object) -> None:
+def test_default_engine_settings_of_a_device(device: str, gibibytes: float, engine: object) -> None:
     assert engine_on(device, gibibytes) is engine
 
 
@@ -246,14 +246,14 @@ def test_the_engine_of_a_device(device: str, gibibytes: float, engine: object) -
         (set(), 1, (2048, 4096, 16384)),
     ],
 )
-def test_the_tokens_in_flight_follow_the_window(
+def test_tokens_in_flight_follow_the_window(
     windows: set[int], ranks: int, in_flight: tuple[int, int, int]
 ) -> None:
     engines = (CPU, SMALL_GPU, LARGE_GPU)
     assert tuple(engine.tokens_in_flight(windows, ranks) for engine in engines) == in_flight
 
 
-def test_requests_are_as_long_as_the_model_takes() -> None:
+def test_requests_are_as_long_as_the_model_allows() -> None:
     assert served_tokens(2048) == (2048,)
     assert served_tokens(32_768) == (32_768,)
     assert served_tokens(40_960) == (32_768, 40_960)
@@ -261,8 +261,8 @@ def test_requests_are_as_long_as_the_model_takes() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2", "phi3", "gpt_oss", "cohere"])
-def test_reordered_weights_are_the_same_function(family: str) -> None:
-    """Any order of KV heads is the same model, as long as all that belongs to a head moves."""
+def test_weights_with_reordered_heads_compute_the_same_function(family: str) -> None:
+    """Any order of KV heads is the same model if all weights of a head move together."""
     model = small_model(family)
     heads = model.config.num_key_value_heads
     generator = np.random.default_rng(0)
@@ -283,11 +283,11 @@ def test_sinks_are_refused_in_one_sentence() -> None:
     layouts = [full_first(4, 4, Window(16, 3)), full_first(2, 4, Window(16, 3))]
     with pytest.raises(UserError, match=r"hybrid_attention\.sinks is 3: .*sink: bias"):
         plan_of(layouts, 1)
-    # Sinks of a layer without sliding heads are never used.
+    # A layer without sliding heads does not use its sinks.
     assert plan_of([full_first(4, 4, Window(16, 3))], 1).caches == ((None,),)
 
 
-def test_what_cannot_be_reordered_is_refused_on_several_ranks() -> None:
+def test_weights_that_cannot_be_reordered_are_refused_on_several_ranks() -> None:
     layouts = [full_first(2, 4, Window(16))]
     plain, quantised = SimpleNamespace(), SimpleNamespace(quantization_config={"bits": 4})
     one, two = (plan_of(layouts, ranks) for ranks in (1, 2))
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
     check_complete(tmp_path / "org/name-of-the-hub")
 
 
-def test_every_number_of_ranks_has_figures() -> None:
+def test_plan_has_figures_for_every_number_of_ranks() -> None:
     caches = list(
         served_caches(two_kinds([4, 0, 8], 8, [1024] * 3), bytes_per_head=512, engine=LARGE_GPU)
     )
@@ -320,7 +320,7 @@ def test_every_number_of_ranks_has_figures() -> None:
     for cache in caches:
         assert not cache.refusal
         assert cache.original * cache.ranks == 24 * 512 * cache.tokens
-        # Twelve of 24 heads are full, of eight ranks all of the first layer's.
+        # Twelve of 24 heads are full; on eight ranks, all of the first layer's.
         full = (12 if cache.ranks < 8 else 16) / 24
         assert full * cache.original < cache.hybrid < (full + 0.2) * cache.original
         assert (cache.padded > 0) == (cache.ranks == 8)
@@ -340,7 +340,7 @@ def test_every_number_of_ranks_has_figures() -> None:
     heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
     counts=st.lists(st.integers(0, 32), min_size=1, max_size=8),
 )
-def test_all_masks_of_a_budget_hold_the_same(heads: int, counts: list[int]) -> None:
+def test_all_masks_of_a_budget_hold_the_same_bytes(heads: int, counts: list[int]) -> None:
     counts = [count % (heads + 1) for count in counts]
     windows = [1024] * len(counts)
     example = any_mask(sum(counts), len(counts), heads)
@@ -365,7 +365,7 @@ def be_installed(patch: pytest.MonkeyPatch, version: str, attention: type) -> No
         patch.setitem(sys.modules, name, SimpleNamespace(Attention=attention))
 
 
-def test_an_engine_without_windows_for_each_module_is_refused(
+def test_an_engine_without_a_window_per_module_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     be_installed(monkeypatch, "0.32.0", _OldAttention)
@@ -386,7 +386,7 @@ class _Attention:
 def serve_two_layers(
     patch: pytest.MonkeyPatch, cpu: bool, full: Sequence[int] = (1, 1), window: int = 64
 ) -> None:
-    """Let the engine's model have two layers of eight heads, the others sliding."""
+    """Give the engine's model two layers of eight heads, with the others sliding."""
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
     patch.setitem(sys.modules, "vllm.platforms", platforms)
     layouts = [full_first(count, 8, Window(window)) for count in full]
@@ -410,7 +410,7 @@ _BOTH = ("max_num_batched_tokens", "max_num_seqs")
         (False, _BOTH, "balanced", (8192, 1024, 16)),
     ],
 )
-def test_only_what_no_option_says_is_chosen(
+def test_the_plugin_sets_only_options_that_the_user_left_out(
     cpu: bool,
     said: tuple[str, ...],
     mode: str,
@@ -444,10 +444,10 @@ def test_only_what_no_option_says_is_chosen(
 @pytest.mark.parametrize(
     ("cpu", "steps", "refused"), [(True, 1, False), (True, 2, True), (False, 1, True)]
 )
-def test_the_ranks_are_refused_with_the_tokens_of_all_steps_at_once(
+def test_ranks_are_refused_with_the_tokens_of_all_concurrent_steps(
     cpu: bool, steps: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks share five full heads and three: a GPU takes two steps at a time."""
+    """Two ranks share five full heads and three: a GPU has two steps in flight."""
     serve_two_layers(monkeypatch, cpu, (5, 3), 1024)
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
@@ -463,7 +463,7 @@ def test_the_ranks_are_refused_with_the_tokens_of_all_steps_at_once(
         cache_settings.choose_cache_settings(config)
 
 
-def test_an_original_models_own_windows_are_in_its_plan() -> None:
+def test_the_plan_includes_the_windows_of_the_original_model() -> None:
     plan = original_plan(small_model("gpt_oss").config, 1)
     assert (plan.unit, plan.caches) == (4, ((None,), (5,), (None,)))
 
@@ -479,7 +479,7 @@ def test_an_original_models_own_windows_are_in_its_plan() -> None:
         ("UNKNOWN", None, "equal"),
     ],
 )
-def test_unequal_modules_need_blocks_that_are_outermost_and_compact(
+def test_unequal_modules_need_compact_blocks_that_are_outermost(
     configured: str | None, variable: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts = {
@@ -513,11 +513,11 @@ def test_unequal_modules_need_blocks_that_are_outermost_and_compact(
         (256, 16, False, "INFO",
          (8, 16, " with --max-num-batched-tokens 8, which reads prompts slower")),
         (256, 256, False, "WARNING", (256, 16, " with --block-size 16")),
-        (40, 16, False, "INFO", None),  # steps of 8 hold 1.09 times as many
+        (40, 16, False, "INFO", None),  # with steps of 8 tokens: 1.09 times as many
         (8, 16, False, "INFO", None),
     ],
 )  # fmt: skip
-def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
+def test_the_log_states_the_cache_and_options_that_would_hold_more(
     step: int,
     block_size: int,
     is_off: bool,
@@ -526,12 +526,12 @@ def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A group of full heads and seven of sliding ones."""
+    """One group of full heads and seven of sliding heads."""
     serve_two_layers(monkeypatch, cpu=False)
     size, head, length = 2**30, 512, 4096
 
     def tokens(step: int, block: int) -> int:
-        held = min(63 + 2 * step, length)  # of two steps at once
+        held = min(63 + 2 * step, length)  # two steps are in flight
         blocks = -(-length // block) + 7 * (-(-held // block) + 1)
         return int(size // (2 * block * head) / blocks * length)
 
@@ -569,7 +569,7 @@ def test_the_log_says_what_the_cache_holds_and_which_options_hold_more(
         assert not caplog.records
 
 
-def test_vllms_functions_are_wrapped_once_and_log_the_caches_of_hybrids_alone(
+def test_vllms_functions_are_wrapped_once_and_log_only_caches_of_hybrids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
@@ -589,7 +589,7 @@ def test_vllms_functions_are_wrapped_once_and_log_the_caches_of_hybrids_alone(
 @pytest.mark.parametrize(
     ("is_off", "draft", "ours"), [(False, False, True), (True, False, False), (False, True, False)]
 )
-def test_modules_of_one_kind_share_groups_of_ours(
+def test_modules_of_one_kind_share_our_groups(
     is_off: bool, draft: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Spec(NamedTuple):
@@ -616,13 +616,13 @@ def test_modules_of_one_kind_share_groups_of_ours(
     if draft:
         specs["draft.attention"] = Spec(4)
     found = groups_of_modules(SimpleNamespace(scheduler_config=scheduler), specs)
-    # A group of each kind with four heads leaves nothing unused.
+    # A group of each kind with four heads leaves no memory unused.
     groups = [("unequal", "a.module0", "b.module0", ["a.module0", "b.module0"]),
               ("equal", "a.module1", "b.module1")]  # fmt: skip
     assert found == (groups if ours else ["vLLM's own"])
 
 
-def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
+def test_the_plugin_checks_before_and_sets_options_after_the_familys_own_hook(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     registered: dict[str, str] = {}
@@ -664,7 +664,7 @@ def test_the_plugin_checks_before_and_chooses_after_the_familys_own_hook(
     ("version", "tested"),
     [("0.32.0", True), ("0.33.1+cpu", True), ("0.3.2", False), ("0.34.0rc1", False)],
 )
-def test_a_version_that_was_not_tested_is_named_in_a_warning(
+def test_an_untested_version_gives_a_warning(
     version: str,
     tested: bool,
     monkeypatch: pytest.MonkeyPatch,
