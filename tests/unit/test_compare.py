@@ -76,7 +76,7 @@ def table() -> tuple[Stage[Any], ...]:
 
 
 class Launches:
-    """Runs stages here, remembers which, and may stop at one of them or at a method's search."""
+    """Runs stages here, records which, and can stop at a stage or at a method's search."""
 
     def __init__(
         self, stop_at: int | str | None = None, error: type[BaseException] = RunError
@@ -110,7 +110,7 @@ def printed(
     *arguments: str,
     is_json: bool = False,
 ) -> tuple[int, str]:
-    """The exit status and output of the command, which gets its comparison from `compared`."""
+    """The exit status and output of the command; `compared` makes its comparison."""
     parser = argparse.ArgumentParser()
     compare.add_options(parser)
     options = parser.parse_args(arguments, argparse.Namespace(json=is_json))
@@ -121,19 +121,19 @@ def printed(
 
 
 def compared(case: Case) -> str:
-    """Page and CSV of three methods at two ratios by two seeds, with training."""
+    """Page and CSV of three methods at two ratios with two seeds, with training."""
     arguments = ("--methods", "bosch,bme,bosch_plus", "--ratios", "0.25,0.5", "--seeds", "1,2")
     folder = comparison(case, *arguments, "--with-training").folder
     page, scores = (folder / f"compare.{form}" for form in ("html", "csv"))
     return golden(page.read_text(encoding="utf-8")) + scores.read_text(encoding="utf-8")
 
 
-def test_the_page_is_the_golden_one(case: Case) -> None:
+def test_the_page_equals_the_golden_one(case: Case) -> None:
     """tests/golden_comparison.py writes the file again."""
     assert compared(case).splitlines() == COMPARED.read_text(encoding="utf-8").splitlines()
 
 
-def test_the_command_prints_the_report_as_json_alone_or_its_tables(
+def test_the_command_prints_json_or_tables(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = partial(compare.run_comparison, launcher=Launches())
@@ -147,7 +147,7 @@ def test_the_command_prints_the_report_as_json_alone_or_its_tables(
     assert "BOSCH" in text and text.endswith(f"compare: {file.with_suffix('.html')}\n")
 
 
-def test_methods_of_the_paper_have_its_order_and_come_before_others(
+def test_methods_of_the_paper_come_first_in_its_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert set(PAPER) <= set(METHODS)
@@ -156,7 +156,7 @@ def test_methods_of_the_paper_have_its_order_and_come_before_others(
     assert sorted({*ordered}, key=Combination.order) == ordered
 
 
-def test_combinations_share_what_they_can_and_a_second_run_does_nothing(
+def test_combinations_share_stages_and_a_second_run_does_nothing(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launches = Launches()
@@ -178,7 +178,7 @@ def test_combinations_share_what_they_can_and_a_second_run_does_nothing(
     ]
     assert originals == [97.0] * 4
     assert (first.folder / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    # The model is named without the folders of the machine.
+    # The model's name is shown without the machine's folders.
     for name in ("compare.md", "compare.json", "compare.html", "compare.csv"):
         assert str(case.runs.parent) not in (first.folder / name).read_text()
     assert model_label(str(ROOT / "recipes" / "quickstart")) == "recipes/quickstart"
@@ -195,7 +195,7 @@ def test_combinations_share_what_they_can_and_a_second_run_does_nothing(
     assert [order["stage"] for order in again.orders] == ["search", "materialize", "evaluate"]
 
 
-def test_pages_that_are_missing_or_of_older_code_are_written_again(case: Case) -> None:
+def test_missing_or_outdated_pages_are_written_again(case: Case) -> None:
     arguments = ("--methods", "bme", "--ratios", "0.5")
     folder = comparison(case, *arguments).folder
     [predictions] = folder.glob("bme-0.5/predictions-*.html")
@@ -224,9 +224,7 @@ def test_a_stopped_comparison_resumes(case: Case, stop_at: int) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [0, 3], ids=["prepare", "original"])
-def test_a_stage_of_all_combinations_that_fails_ends_the_comparison(
-    case: Case, stop_at: int
-) -> None:
+def test_a_failure_of_a_shared_stage_ends_the_comparison(case: Case, stop_at: int) -> None:
     with pytest.raises(RunError, match=r"BME at 0\.25: stopped"):
         comparison(case, "--methods", "bosch,bme", "--ratios", "0.25", launches=Launches(stop_at))
 
@@ -238,7 +236,7 @@ def test_a_stage_of_all_combinations_that_fails_ends_the_comparison(
 def test_a_full_disk_and_a_killed_process_end_the_comparison(
     case: Case, status: int, message: str
 ) -> None:
-    """They would stop the other combinations too."""
+    """They would stop the other combinations, too."""
 
     class Full(Launches):
         def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -255,7 +253,7 @@ def test_a_full_disk_and_a_killed_process_end_the_comparison(
 def test_a_model_without_scores_is_reported_with_the_reason(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A row of dashes alone would not say that its logits are NaN."""
+    """A row of dashes alone would not show that its logits are NaN."""
 
     class Failing(Launches):
         def __call__(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -278,10 +276,10 @@ def test_a_model_without_scores_is_reported_with_the_reason(
 
 
 @pytest.mark.parametrize(("refused", "error"), [("bme", RunError), ("bosch", UserError)])
-def test_a_search_that_fails_leaves_the_others_their_scores(
+def test_a_failed_search_leaves_the_other_combinations_their_scores(
     case: Case, refused: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """That of the first too, before stage original, which comes after and is the same for all."""
+    """Also if the first one fails, before the shared stage original."""
     launches = Launches(refused, error)
     result = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5", launches=launches)
     assert {one.method for one in result.results} == {"bosch", "bme"} - {refused}
@@ -291,12 +289,12 @@ def test_a_search_that_fails_leaves_the_others_their_scores(
         assert sentence in (result.folder / name).read_text()
     status, text = printed(case, monkeypatch, capsys, lambda *_: result)
     assert status == 1 and sentence in text
-    # Once mended, the comparison resumes with the combination that failed.
+    # After the fault is mended, the comparison resumes with the failed combination.
     again = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5")
     assert len(again.results) == 2 and not again.failures
 
 
-def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: Case) -> None:
+def test_a_front_is_searched_once_for_all_ratios(case: Case) -> None:
     case.content["search"] = {
         "method": "front", "windows": [16, 64], "points": [0.4, 0.6, 0.8],
         "budget": {"kv_cache": "0.6 @ 128", "context": 256, "cache_dtype": "float8"},
@@ -308,7 +306,7 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
     result = comparison(case, "--methods", "front", "--ratios", "0.5,0.75", launches=launches)
     assert len(result.results) == 2 and launches.count("search") == 1
     scores = [one.calibration_score for one in result.results.values()]
-    assert scores == [0.5, 0.75]  # of the point that each ratio takes
+    assert scores == [0.5, 0.75]  # of the point that each ratio uses
     made = [order for order in launches.orders if order["stage"] == "materialize"]
     budgets = [order["upstream"]["search"]["values"]["budget"] for order in made]
     assert [(one["ratio"], one["kv_cache"], one["context"]) for one in budgets] == [
@@ -317,10 +315,10 @@ def test_a_front_is_searched_once_for_all_ratios_as_the_recipe_counts_it(case: C
     assert {one["cache_dtype"] for one in budgets} == {"float8"}
 
 
-def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
+def test_sections_that_a_comparison_leaves_out_are_neither_run_nor_checked(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also left out is a stage of the user's that needs checkpoints: a comparison trains none."""
+    """Also a stage of the user's that needs checkpoints, if the comparison trains none."""
     own = replace(own_stage.STAGE, function="tests.fake_stages:run", needs=("prepare", "train"))
     stages_of_all = in_order([*table(), own])
     monkeypatch.setitem(globals(), "table", lambda: stages_of_all)
@@ -334,12 +332,12 @@ def test_sections_that_a_comparison_leaves_out_neither_run_nor_refuse_it(
     assert len(result.results) == 1 and not result.failures
     stages = ["prepare", "search", "materialize", "original", "evaluate"]
     assert [order["stage"] for order in launches.orders] == stages
-    # A method of one window takes the widest one of the front.
+    # A method with one window uses the front's widest one.
     mask = json.loads((result.folder / "bme-0.5/materialize/model/head_mask.json").read_text())
     assert mask["window_size"] == 64
 
 
-def test_a_combination_is_the_recipe_itself_where_both_agree(case: Case) -> None:
+def test_a_combination_shares_the_recipes_own_results(case: Case) -> None:
     """The original does not depend on rivals and windows, which a comparison leaves out."""
     case.content["evaluate"] |= {"rivals": ["intr"], "windows": [64]}
     case.save()
@@ -367,7 +365,7 @@ def test_random_layers_are_averaged_over_three_runs(case: Case) -> None:
     [random], [bosch] = rows["RAND"], rows["BOSCH"]
     assert random.startswith("21.0 (") and bosch == "80.0 (79.0–81.0)"
     low, high = map(float, random.partition(" ")[2].strip("()").split("–"))
-    assert low < 12 and high > 33  # three seeds, whose spread is one point, of 40 samples
+    assert low < 12 and high > 33  # three seeds, one point apart, with 40 samples
     assert (random.rank, bosch.rank) == (0, 1)
     assert list(rows) == ["Original", "RAND", "BME", "BOSCH"]
 
@@ -388,7 +386,7 @@ def test_random_layers_are_averaged_over_three_runs(case: Case) -> None:
     ],
     ids=["faulty", "unfit for the recipe"],
 )  # fmt: skip
-def test_every_option_at_fault_is_named_at_once(
+def test_all_invalid_options_are_reported_at_once(
     case: Case, options: list[str], faults: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     case.content["search"]["buckets"] = [0.0, 0.5]
@@ -402,7 +400,7 @@ def test_every_option_at_fault_is_named_at_once(
 
 
 def made_up(scores: Mapping[str, Mapping[float, float]], samples: int = 400) -> Comparison:
-    """Methods that answer the first samples of a task right, as many as their scores say."""
+    """Methods that answer the first samples of a task correctly, as many as their scores say."""
     combinations, results = [], {}
     for method, by_ratio in scores.items():
         for ratio, value in by_ratio.items():
@@ -423,8 +421,8 @@ def made_up(scores: Mapping[str, Mapping[float, float]], samples: int = 400) -> 
     return Comparison("r", "m", Path("x"), tuple(combinations), False, results)
 
 
-def test_the_highest_is_bold_only_where_all_others_are_significantly_lower(capsys: Any) -> None:
-    """At ρ = 0.75 the two highest differ by half a point of 400 samples."""
+def test_the_highest_is_bold_only_if_all_others_are_significantly_lower(capsys: Any) -> None:
+    """At ρ = 0.75 the two highest differ by half a point on 400 samples."""
     compared = made_up(
         {
             "bme": {0.5: 10.0, 0.75: 30.5},
@@ -454,7 +452,7 @@ def test_the_highest_is_bold_only_where_all_others_are_significantly_lower(capsy
     assert "Table 1" in shown and "Fisher" in shown and "ρ = 0.75" in shown
 
 
-def test_the_cache_in_vllm_is_shown_only_where_every_seed_has_one() -> None:
+def test_the_cache_in_vllm_is_shown_only_if_every_seed_has_one() -> None:
     compared = made_up({"rand": {0.5: 10.0, 0.75: 5.0}})
     results = {
         replace(one, seed=seed): replace(result, cache=cache)
@@ -467,13 +465,13 @@ def test_the_cache_in_vllm_is_shown_only_where_every_seed_has_one() -> None:
 
 
 def test_p_values_are_corrected_for_all_pairs_of_a_ratio() -> None:
-    """The highest is chosen by the same samples, so its tests count as all pairs."""
+    """The same samples select the highest method, so its tests count as all pairs."""
     ratios = [number / 20 for number in range(1, 19)]
     names = ("bme", "intr", "fisher", "dcam", "apl", "proxy", "razor", "qada", "rand", "bosch")
     plain = {name: dict.fromkeys(ratios, 100.0 * (name == "bosch")) for name in names}
     tests = made_up(plain).tests("untrained", "needle")
     assert len(tests) == 9 * 18 and all(one.is_lower for one in tests)
-    # Eight samples are answered by one of the two methods only.
+    # Each of eight samples is answered by only one of the two methods.
     few = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 42.0}})
     [pair] = few.tests("untrained", "needle")
     assert 0.001 < pair.p_holm < 0.01 and f"| {pair.p_holm:.3f} | yes |" in markdown(few)
@@ -484,7 +482,7 @@ def test_p_values_are_corrected_for_all_pairs_of_a_ratio() -> None:
         assert one.p_holm == pytest.approx(3 * pair.p_value)
 
 
-def test_documents_weigh_by_their_number_of_samples() -> None:
+def test_documents_are_weighted_by_their_number_of_samples() -> None:
     """Ten of 40 documents have nine samples each; a suite's average is the mean over samples."""
     compared = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 60.0}})
     right, counts = [1.0] * 10 + [0.0] * 30, [9] * 10 + [1] * 30
@@ -510,7 +508,7 @@ def test_documents_weigh_by_their_number_of_samples() -> None:
     assert uneven.average == 50.0
 
 
-def test_seeds_scored_on_different_samples_have_the_range_of_their_averages() -> None:
+def test_seeds_with_different_samples_get_the_range_of_their_averages() -> None:
     compared = made_up({"rand": {0.5: 20.0}})
     [(one, result)] = compared.results.items()
     original, row = result.rows
@@ -526,7 +524,7 @@ def test_seeds_scored_on_different_samples_have_the_range_of_their_averages() ->
 
 
 @pytest.mark.parametrize("more", [-1.0, 1.0])
-def test_averages_that_are_no_means_over_subtasks_are_not_tested(more: float) -> None:
+def test_averages_that_are_not_means_over_subtasks_are_not_tested(more: float) -> None:
     compared = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 60.0}})
     assert len(compared.tests("untrained", "needle")) == 1
     for result in compared.results.values():
@@ -539,7 +537,7 @@ def test_nothing_is_bold_with_five_samples() -> None:
     assert "**" not in text and "<u>100.0 (" in text and "<u>0.0 (" in text
 
 
-def test_nothing_is_bold_beside_a_method_with_other_samples() -> None:
+def test_nothing_is_bold_if_a_method_has_other_samples() -> None:
     compared = made_up({"bme": {0.5: 10.0}, "intr": {0.5: 79.5}, "fisher": {0.5: 80.0}})
     for one, result in compared.results.items():
         if one.method == "intr":
@@ -549,7 +547,7 @@ def test_nothing_is_bold_beside_a_method_with_other_samples() -> None:
     assert "<u>80.0 (" in text and "<u>79.5 (" in text and "| 10.0 (" in text and "**" not in text
 
 
-def test_the_title_has_the_training_tokens_of_a_combination_with_trained_scores() -> None:
+def test_the_title_states_training_tokens_if_a_combination_has_trained_scores() -> None:
     compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
     [first, (one, result)] = compared.results.items()
     for count, title in ((2048, "after training on 2,048 tokens"), (None, "after training")):
@@ -567,7 +565,7 @@ def test_the_page_shows_every_method_and_escapes_names() -> None:
     assert "<td><strong>20.0 (19.0–21.0)</strong></td><td><u>4.0 (3.0–5.0)</u></td>" in html
 
 
-def test_the_papers_scores_are_shown_where_model_and_setting_match(case: Case) -> None:
+def test_the_papers_scores_are_shown_if_model_and_settings_match(case: Case) -> None:
     compared = made_up({"intr": {0.5: 20.0}, "fisher": {0.5: 80.0}, "bosch_plus": {0.5: 90.0}})
     recipe = load_recipe(ROOT / "recipes/qwen3_8b_r075.yaml", fetch=False, input_files=False).recipe
     paper = paper_scores(recipe)
@@ -593,7 +591,7 @@ def test_every_score_of_a_task_links_to_its_predictions(case: Case) -> None:
     tables = list(task_tables(result))
     assert [table.name for table in tables] == ["tasks-0.5-untrained", "tasks-0.5-trained"]
     cells = [cell for table in tables for row in table.rows for cell in row[1:]]
-    # Untrained and trained, at two lengths: original, RAND over three seeds, BME.
+    # Untrained and trained, at two lengths: original, RAND with three seeds, BME.
     assert len(cells) == 2 * 2 * 3
     targets = [cell.target for cell in cells if cell.target]
     targets += [target for cell in cells for _, target in cell.more if target]

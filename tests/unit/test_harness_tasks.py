@@ -1,4 +1,4 @@
-"""Groups and tags of lm-eval: all of their tasks, each with its own prompts, files and rule."""
+"""Groups and tags of lm-eval: all their tasks, each with its own prompts, files and scoring."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def manager() -> TaskManager:
 
 
 class Stub(ConfigurableTask):
-    """A task that keeps its settings and has two documents."""
+    """A task that records its settings and has two documents."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = TaskConfig(**config)
@@ -73,7 +73,7 @@ class Stub(ConfigurableTask):
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks without data, and without the packages that some tasks' functions need."""
+    """Tasks without data and without the packages that some tasks' functions need."""
     monkeypatch.setattr(_factory, "ConfigurableTask", Stub)
     monkeypatch.setattr(
         _factory, "load_yaml", lambda path, resolve_func: load_yaml(path, resolve_func=False)
@@ -81,19 +81,19 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def suite_of(section: HarnessEvaluation, **given: Any) -> HarnessSuite:
-    """The suite of one process."""
+    """The suite of a single process."""
     alone = {"tokenizer": None, "answers": None, "rank": 0, "world": 1, "batch_size": 1, **given}
     return HarnessSuite(name="harness", section=section, **alone)
 
 
 def local(folder: Path, *tasks: str, **section: Any) -> HarnessEvaluation:
-    """A section whose data are in a folder alone."""
+    """A section whose data is only in a local folder."""
     return HarnessEvaluation(tasks=[*tasks], data_dir=str(folder), hub=False, **section)
 
 
 @pytest.mark.usefixtures("stubs")
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_group_has_the_tasks_that_lm_eval_gives_it(manager: TaskManager, name: str) -> None:
+def test_a_group_expands_to_lm_evals_tasks(manager: TaskManager, name: str) -> None:
     theirs = manager.load([name])
     ours = load_tasks(manager, name, HarnessEvaluation(tasks=[name]))
     assert len(theirs["tasks"]) > 1
@@ -109,16 +109,16 @@ def test_a_group_has_the_tasks_that_lm_eval_gives_it(manager: TaskManager, name:
 
 
 @pytest.mark.usefixtures("stubs")
-def test_settings_of_the_recipe_reach_every_task(manager: TaskManager) -> None:
+def test_settings_in_the_recipe_reach_every_task(manager: TaskManager) -> None:
     loaded = load_tasks(manager, "bbh", HarnessEvaluation(tasks=["bbh"], num_fewshot=1))
     assert {task.given["num_fewshot"] for task in loaded.tasks.values()} == {1}
-    # What was put in place of lm-eval's own builder is gone.
+    # lm-eval's own builder is back in its place.
     assert "_build_task" not in vars(manager._factory)
 
 
 @pytest.mark.usefixtures("stubs")
-def test_a_tasks_own_settings_go_before_those_of_its_group(manager: TaskManager) -> None:
-    """A mapping of them is laid over the task's, whose other values stay."""
+def test_a_tasks_own_settings_override_those_of_its_group(manager: TaskManager) -> None:
+    """Mappings are merged: the task keeps its other values."""
     own = "bbh_cot_fewshot_snarks"
     sampling = {name: {"generation_kwargs": {"temperature": value}} for name, value in
                 (("bbh", 0.5), (own, 0.7))}  # fmt: skip
@@ -131,8 +131,8 @@ def test_a_tasks_own_settings_go_before_those_of_its_group(manager: TaskManager)
 
 
 @pytest.mark.usefixtures("stubs")
-def test_settings_are_laid_over_what_a_group_gives_its_tasks(tmp_path: Path) -> None:
-    """A group that asks for other answers of a task keeps all that the recipe does not name."""
+def test_recipe_settings_are_merged_with_a_groups_settings(tmp_path: Path) -> None:
+    """Settings of a group that the recipe does not name stay in force."""
     (tmp_path / "task.yaml").write_text(
         "task: one\noutput_type: generate_until\ngeneration_kwargs: {max_gen_toks: 5, top_k: 3}\n"
     )
@@ -148,7 +148,7 @@ def test_settings_are_laid_over_what_a_group_gives_its_tasks(tmp_path: Path) -> 
 
 
 def logged(kind: str, **values: float) -> dict[str, Any]:
-    """What lm-eval logs of a document under one filter."""
+    """lm-eval's log entry for a document under one filter."""
     more = {"arguments": [["y" + "x" * 300]], "filtered_resps": ["a", "b"]}
     return {"filter": kind, "metrics": [*values], "target": "t", **values, **more}
 
@@ -169,7 +169,7 @@ def test_a_documents_score_is_its_first_metric_under_the_first_filter() -> None:
 
 
 @pytest.mark.parametrize(("most", "samples"), [(None, 3), (2, 2), (4, 3)])
-def test_samples_of_a_task_and_which_of_them_share_a_text(most: int | None, samples: int) -> None:
+def test_samples_of_a_task_and_those_that_share_a_text(most: int | None, samples: int) -> None:
     suite = suite_of(HarnessEvaluation(samples=most))
     documents = [{"context": text} for text in "aab"]
     for name, distinct in (("infinitebench_x", 2), ("longbench_x", 2), ("gsm8k", 1)):
@@ -180,10 +180,10 @@ def test_samples_of_a_task_and_which_of_them_share_a_text(most: int | None, samp
     assert suite.document(subtask, 0) is None
 
 
-def test_a_prompt_whose_ends_grow_when_they_are_joined_fits_the_positions(
+def test_a_cut_prompt_fits_even_if_joining_its_ends_makes_more_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cut through a character of three bytes makes more tokens of it."""
+    """A cut through a character of three bytes makes more tokens."""
     monkeypatch.setattr(
         harness_suite.longbench, "truncated_ids", lambda _, text, most: [0] * (most + 5)
     )
@@ -193,8 +193,8 @@ def test_a_prompt_whose_ends_grow_when_they_are_joined_fits_the_positions(
         assert len(suite._longbench_ids("qasper", "text", 64)) == tokens
 
 
-def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents 2 to 71 of 80, of two questions each; lm-eval counts those of a chunk."""
+def test_sampled_answers_have_a_seed_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents 2 to 71 of 80, of two questions each; lm-eval counts within a chunk."""
     chunks: list[tuple[int, list[tuple[int, str]]]] = []
 
     def evaluate(lm: Any, tasks: Any, samples: dict[str, list[int]], **_: Any) -> dict[str, Any]:
@@ -236,16 +236,16 @@ def test_answers_are_sampled_with_a_seed_of_each_chunk(monkeypatch: pytest.Monke
         ("loglikelihood", ("a" * 31, "bcd"), True),
     ],
 )
-def test_prompts_that_lm_eval_cuts_are_known(kind: str, arguments: Any, cut: bool) -> None:
+def test_prompts_that_lm_eval_cuts_are_recorded(kind: str, arguments: Any, cut: bool) -> None:
     lm = SimpleNamespace(max_length=32, tok_encode=lambda text, **_: list(text))
     request = Instance(kind, {}, arguments, 0, ("own", 0, 1))
     assert is_cut(lm, request) is cut
 
 
-def test_a_chat_template_is_around_some_tasks_of_longbench(
+def test_the_chat_template_is_used_for_some_tasks_of_longbench(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The benchmark asks those with worked examples, and those about code, without one."""
+    """The benchmark asks tasks with worked examples, or about code, without the template."""
     made: list[list[int]] = []
 
     def around(ids: list[int]) -> list[int]:
@@ -268,13 +268,13 @@ def test_a_chat_template_is_around_some_tasks_of_longbench(
         assert len(list(suite.answer(subtask, [0], None))) == 1
     assert [one == 7 for one in first] == [False, False, True, True]
     list(suite.answer(subtask, [0], None))
-    assert len(made) == 2 and first[-1] == 7  # the next model's prompt is the same one
+    assert len(made) == 2 and first[-1] == 7  # the prompt of the next model is the same
 
 
-def test_a_template_without_system_turns_leaves_out_a_tasks_description(
+def test_a_template_without_system_turns_drops_a_tasks_description(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As lm-eval does, where the whole suite would have no score."""
+    """As in lm-eval, where otherwise the whole suite would have no score."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for one in messages %}{% if one.role in ('system', 'tool') %}"
@@ -300,7 +300,7 @@ def test_a_template_without_system_turns_leaves_out_a_tasks_description(
     assert caplog.text.count("takes no system turn") == 1
 
 
-def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
+def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
     manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
@@ -328,7 +328,7 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
         digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
     }  # fmt: skip
     assert len(digests) == 6
-    # What scores the answers, each package alone.
+    # Scoring code, each package separately.
     for package in ("jieba", "rouge"):
         monkeypatch.setattr(
             harness_suite, "installed_versions",
@@ -343,17 +343,17 @@ def test_answers_to_lm_eval_are_told_apart_by_what_they_depend_on(
     assert {"lm-eval", "jieba", "rouge"} <= HarnessEvaluation().environment().keys()
 
 
-def test_documents_and_their_digest_are_those_of_every_process(
+def test_documents_and_their_digest_are_equal_in_all_processes(
     manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPQA draws the order of its options; settings may hold functions, parts of functions too."""
+    """GPQA shuffles its options; settings may hold functions and partial functions."""
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     wrong = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
     rows = [{"Question": f"{n}?", "Correct Answer": "right", **wrong} for n in range(9)]
     task = "gpqa_main_zeroshot"
     _write(tmp_path / task / "train.jsonl", rows)
     subtasks, documents = set(), []
-    for drawn in range(2):  # each process has drawn other numbers, and has functions of its own
+    for drawn in range(2):  # each process has other random numbers, and other function objects
         random.seed(drawn)
         options = {"doc_to_text": partial(lambda document: document["Question"])}
         section = local(tmp_path, task, settings={task: options})
@@ -407,10 +407,10 @@ def test_documents_are_made_once_for_all_models(
     assert counts[0] == counts[1]
 
 
-def test_a_task_whose_answers_fill_the_model_is_missing_and_others_are_asked(
+def test_a_task_whose_answers_fill_the_positions_is_missing_and_others_run(
     manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lm-eval would end the stage with an AssertionError; a choice writes nothing."""
+    """lm-eval would end the stage with an AssertionError; multiple choice generates nothing."""
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     row = {"question": "1 + 1?", "answer": "2 #### 2"}
     for split in ("train", "test"):
@@ -441,7 +441,7 @@ def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_pat
     for subject, answer in (("anatomy", 0), ("astronomy", 1)):
         row = {"question": f"A question of {subject}?", "choices": ["a", "b", "c", "d"]}
         _write(tmp_path / f"mmlu_{subject}/test.jsonl", [{**row, "answer": answer}] * 2)
-    # The folder of the group is that of none of its subjects.
+    # No subject uses the folder of the group.
     _write(tmp_path / "mmlu/test.jsonl", [{"question": "?", "choices": [*"abcd"], "answer": 2}])
     loaded = load_tasks(manager, "mmlu", local(tmp_path, "mmlu"))
     assert loaded.tasks.keys() == {"mmlu_anatomy", "mmlu_astronomy"}
@@ -456,7 +456,7 @@ def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_pat
     assert len(loaded.groups["mmlu_stem"].tasks) == 19
 
 
-def test_a_variant_reads_the_files_of_the_task_on_the_same_data(
+def test_a_variant_of_a_task_reads_the_files_of_the_original_task(
     manager: TaskManager, tmp_path: Path
 ) -> None:
     _write(tmp_path / "gsm8k/test.jsonl", [{}])
@@ -478,7 +478,7 @@ def test_a_variant_reads_the_files_of_the_task_on_the_same_data(
         assert harness_tasks.local_files(index, "own_other", str(tmp_path), {}).keys() == found
 
 
-def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path: Path) -> None:
+def test_splits_have_the_names_that_the_task_defines(manager: TaskManager, tmp_path: Path) -> None:
     row = {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}
     _write(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
     _write(tmp_path / "mnli/own.jsonl", [row] * 2)
@@ -487,10 +487,10 @@ def test_splits_have_the_names_that_the_task_has(manager: TaskManager, tmp_path:
         assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
 
 
-def test_a_task_with_a_record_that_lacks_a_field_has_no_score(
+def test_a_task_whose_record_lacks_a_field_has_no_score(
     manager: TaskManager, tmp_path: Path
 ) -> None:
-    """A prompt would have the text None in its place."""
+    """Otherwise a prompt would contain the text None."""
     row = {"question": "1 + 1?", "answer": "2 #### 2"}
     _write(tmp_path / "gsm8k/train.jsonl", [row] * 5)
     _write(tmp_path / "gsm8k/test.jsonl", [row, {"question": "2 + 2?"}])
@@ -512,7 +512,7 @@ def test_a_task_with_a_record_that_lacks_a_field_has_no_score(
         ("all_classes", ["a"], None),
     ],
 )
-def test_records_of_longbench_hold_what_it_asks_and_scores(
+def test_records_of_longbench_are_checked_for_the_fields_it_needs(
     manager: TaskManager, tmp_path: Path, name: str, value: Any, fault: str | None
 ) -> None:
     row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None}
@@ -545,7 +545,7 @@ def _write(path: Path, records: list[dict[str, Any]]) -> None:
         ("openllm", "openllm sets options of mmlu, which lm-eval would then take for one of its"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_by_its_settings(
+def test_tasks_that_cannot_be_scored_are_refused_by_their_settings(
     manager: TaskManager, name: str, fault: str
 ) -> None:
     with pytest.raises(UserError, match=f"evaluate.harness.tasks: .*{fault}"):
@@ -553,7 +553,7 @@ def test_what_cannot_be_scored_is_refused_by_its_settings(
 
 
 @pytest.mark.usefixtures("stubs")
-def test_metrics_that_are_no_mean_are_refused_before_an_answer(
+def test_metrics_that_are_no_mean_are_refused_before_the_first_answer(
     manager: TaskManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stub, "aggregation", lambda _: {"bleu": max})
@@ -591,13 +591,13 @@ def test_a_task_without_documents_or_worked_examples_has_no_score(
         (b'{"a": 1}\n{"b": 1, "a": 1}\n', "line 1: lacks the field b, which other lines have"),
     ],
 )
-def test_data_of_a_task_are_read_within_limits(tmp_path: Path, content: bytes, fault: str) -> None:
+def test_data_of_a_task_is_read_within_limits(tmp_path: Path, content: bytes, fault: str) -> None:
     (tmp_path / "test.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=rf"test\.jsonl.*{fault}"):
         read_records(tmp_path / "test.jsonl")
 
 
-def test_records_of_a_task(tmp_path: Path) -> None:
+def test_records_of_a_task_are_read_or_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_bytes(
         b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\r\n\n' + b"\n" * 10**6
     )

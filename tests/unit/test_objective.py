@@ -453,7 +453,7 @@ _UNLIMITED = 2**63 - 4096
     ("group", "files", "total", "free", "cores"),
     [
         ("", {}, 100, 50, 64),
-        # cgroups version 2, at the root in a container, else in a folder: the smallest limit counts.
+        # cgroups version 2, at the root in a container, else in a folder: the smallest limit holds.
         ("0::/", {"memory.max": "40960", "memory.current": "30720"}, 40, 10, 64),
         ("0::/", {"cpu.max": "250 100"}, 100, 50, 3),
         ("0::/", {"memory.max": "max", "memory.current": "9", "cpu.max": "max 100"}, 100, 50, 64),

@@ -1,4 +1,4 @@
-"""The report's page: complete, self-contained, and plain about what a recipe leaves out."""
+"""The report's page: complete, self-contained, and clear about stages that a recipe leaves out."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def page(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def inputs(published: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
-    """A copy that a test may change."""
+    """A copy of the inputs that a test may change."""
     shutil.copytree(published["search"].parent, tmp_path, dirs_exist_ok=True)
     return {stage: tmp_path / stage for stage in published}
 
 
 @pytest.fixture
 def only_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without the pictures and their script, which take most of a second to make."""
+    """Leave out pictures and the chart script, which take most of a second to make."""
     monkeypatch.setattr(template, "library", lambda: "")
     monkeypatch.setattr(Picture, "still", lambda picture, width: "")
-    monkeypatch.setattr("altair.utils.schemapi.DEBUG_MODE", False)  # it validates every part
+    monkeypatch.setattr("altair.utils.schemapi.DEBUG_MODE", False)  # validates every part
 
 
 def make(folder: Path, inputs: dict[str, Path], **section: Any) -> str:
@@ -99,13 +99,13 @@ def rows_of(picture: Picture | None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("publish", REPORTS)
-def test_the_page_is_the_golden_one(publish: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_the_page_equals_the_golden_one(publish: Callable[[Path], Any], tmp_path: Path) -> None:
     """Its text, its charts and the summary; tests/golden_page.py writes the files again."""
     report = golden_report(publish, tmp_path)
     assert report.splitlines() == REPORTS[publish].read_text(encoding="utf-8").splitlines()
 
 
-def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
+def test_the_page_is_well_formed_and_loads_nothing(page: str) -> None:
     parsed = outline(page)
     for tag, attributes in parsed.tags:
         assert tag not in ("link", "iframe", "img", "object")
@@ -116,7 +116,7 @@ def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
     assert any(row.get("class") == "total" for row in rows)
     style = page[page.index("<style>") : page.index("</style>")]
     assert not re.search(r"https?://|@import|url\(", style)
-    # The policy lets run the two scripts that are on the page: charts, and the page's own.
+    # The policy allows the two scripts on the page: charts, and the page's own.
     policy = next(a["content"] or "" for _, a in parsed.tags if "http-equiv" in a)
     scripts = [text for kind, text in parsed.scripts if kind is None]
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
@@ -124,7 +124,7 @@ def test_page_is_well_formed_and_loads_nothing(page: str) -> None:
     assert re.findall(r"'sha256-([^']+)'", policy) == hashes
 
 
-def test_every_picture_is_named_for_those_who_do_not_see_it(page: str) -> None:
+def test_every_picture_has_a_description_for_screen_readers(page: str) -> None:
     parsed = outline(page)
     ids = [attributes["id"] for _, attributes in parsed.tags if "id" in attributes]
     figures = [attributes for tag, attributes in parsed.tags if tag == "figure"]
@@ -148,7 +148,7 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     assert "aria-label" not in still  # of each mark: the figure has one for all
 
 
-def test_a_method_names_its_phases_as_it_likes(results: Results, tmp_path: Path) -> None:
+def test_a_method_may_name_its_phases_freely(results: Results, tmp_path: Path) -> None:
     view = LiveView(tmp_path, config_of(tmp_path, SearchConfig(swa_ratio=0.5, window_size=16)))
     evaluator = evaluator_of(Additive(np.ones((1, 3))))
     evaluator.watch = view.update
@@ -165,7 +165,7 @@ def test_a_method_names_its_phases_as_it_likes(results: Results, tmp_path: Path)
     assert series["draws"] != series["second draws"]
 
 
-def test_a_trace_ends_where_its_evaluations_do_and_marks_the_last_of_the_final_mask(
+def test_a_trace_ends_at_the_last_evaluation_and_marks_the_final_mask(
     results: Results,
 ) -> None:
     points = [
@@ -196,7 +196,7 @@ def test_every_chart_is_valid_vega_lite(results: Results) -> None:
         assert picture is not None and picture.chart.to_dict(validate=True)
 
 
-def test_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
+def test_the_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
     rows = rows_of(charts.head_mask(results.search))
     mask = results.search.mask
     assert len(rows) == mask.num_layers * mask.num_key_value_heads
@@ -204,7 +204,7 @@ def test_head_mask_shows_each_head_as_in_the_file(results: Results) -> None:
         assert (row["series"] == "sliding") == (row["y"] in mask.mask.swa_kv_heads[row["x"]])
 
 
-def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
+def test_every_score_of_every_suite_is_on_the_page_and_links_to_samples(
     page: str, results: Results
 ) -> None:
     places = {cell.anchor for one in samples_by_model(results.predictions) for cell in one.cells}
@@ -220,7 +220,7 @@ def test_every_score_of_every_suite_stands_on_the_page_and_leads_to_samples(
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(re.findall(r' id="([^"]+)"', page))
 
 
-def test_of_each_score_the_worst_samples_are_shown() -> None:
+def test_the_worst_samples_of_each_score_are_shown() -> None:
     place = {"checkpoint": "hybrid", "suite": "needle", "task": "vt", "length": 1024}
     text = {"question": "r" * 300, "answers": ["a", 7], "output": "x" * 400 + "y"}
     records = [
@@ -241,7 +241,9 @@ def test_of_each_score_the_worst_samples_are_shown() -> None:
     assert (cell.label, cell.table.rows) == ("fwe", [("0: 100.0", "?", "", "")])
 
 
-def test_where_the_numbers_come_from(published: dict[str, Path], results: Results) -> None:
+def test_the_page_states_the_provenance_of_its_numbers(
+    published: dict[str, Path], results: Results
+) -> None:
     later = results.manifests["train"].model_copy(
         update={"packages": {"torch": "3"}, "git_commit": "f" * 40, "gpus": None}
     )
@@ -270,7 +272,7 @@ def test_where_the_numbers_come_from(published: dict[str, Path], results: Result
     }  # fmt: skip
 
 
-def test_what_the_filter_hides_names_its_task_and_length(page: str) -> None:
+def test_hidden_rows_name_their_task_and_length(page: str) -> None:
     tags = outline(page).tags
     assert [attributes["name"] for tag, attributes in tags if tag == "select"] == ["task", "length"]
     [form] = [attributes for tag, attributes in tags if tag == "form"]
@@ -282,7 +284,7 @@ def test_what_the_filter_hides_names_its_task_and_length(page: str) -> None:
 def scores_of(
     first: Sequence[float], second: Sequence[float], positions: Sequence[float]
 ) -> dict[str, Any]:
-    """scores.json of a hybrid and the original with these scores, and losses of documents."""
+    """scores.json of a hybrid and the original with these scores and losses of documents."""
     mine, theirs = {("vt", 512): list(first)}, {("vt", 512): list(second)}
     suites = {name: suite_table(mine, theirs) for name in ("needle", "harness")}
     content: dict[str, Any] = {
@@ -310,7 +312,7 @@ def scores_of(
         ([1] * 12, [1] * 12, [0.21, 0.2, 0.22] * 2, "2: +0.21 [+0.19, +0.23] nats against the", ""),
     ],
 )  # fmt: skip
-def test_the_verdict_says_what_the_samples_do_not_decide(
+def test_the_verdict_says_if_there_are_too_few_samples(
     tmp_path: Path, first: list[float], second: list[float], positions: list[float], said: str,
     marked: str,
 ) -> None:  # fmt: skip
@@ -333,7 +335,7 @@ def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
     assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
 
 
-def test_what_the_search_found_is_of_the_point_that_was_chosen(tmp_path: Path) -> None:
+def test_search_figures_are_those_of_the_chosen_point(tmp_path: Path) -> None:
     inputs = report_fixture.publish_front(tmp_path)
     results = load_results(inputs)
     summary = {"evaluations": 9, "best_log_likelihood": -9}
@@ -347,7 +349,7 @@ def test_what_the_search_found_is_of_the_point_that_was_chosen(tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_windows_that_no_head_has_are_not_named(results: Results) -> None:
+def test_windows_that_no_head_has_are_not_mentioned(results: Results) -> None:
     choices, menu = 2 * results.search.mask.mask.choices, [Window(128), Window(16)]
     mask = HeadMaskFile.of(
         HeadMask.of_choices(choices), menu, model="m", method="front", swa_ratio=0.5
@@ -361,7 +363,7 @@ def test_windows_that_no_head_has_are_not_named(results: Results) -> None:
     assert replace(search, mask=full).window_sizes == "16 and 128"
 
 
-def test_speed_says_what_its_bytes_are_of(results: Results) -> None:
+def test_the_title_of_the_speed_table_states_dtype_and_batch_size(results: Results) -> None:
     assert results.efficiency is not None
     for settings, title in (
         ({}, "Measured on some GPU"),
@@ -373,7 +375,9 @@ def test_speed_says_what_its_bytes_are_of(results: Results) -> None:
         assert table is not None and table.title == title
 
 
-def test_vllm_serves_own_windows_of_equal_heads_and_no_states(results: Results) -> None:
+def test_cache_in_vllm_is_stated_with_own_windows_of_equal_heads_and_without_states(
+    results: Results,
+) -> None:
     """The search's layers have eight KV heads of 128 bytes a token."""
     mask = results.search.mask
 
@@ -382,7 +386,7 @@ def test_vllm_serves_own_windows_of_equal_heads_and_no_states(results: Results) 
         return served_bytes(cache, mask, LARGE_GPU, [2048])
 
     rows = engine_heads(mask.mask.heads_per_layer(mask.windows))
-    for heads, windows in ((8, [64]), (16, [64, 64])):  # of one layer, of two
+    for heads, windows in ((8, [64]), (16, [64, 64])):  # for one layer, for two
         expected = served_caches(rows, 128, windows, engine=LARGE_GPU, lengths=[2048])
         assert served(OwnWindow(heads, 64, 128)) == list(expected)
     for refused in (
@@ -392,7 +396,7 @@ def test_vllm_serves_own_windows_of_equal_heads_and_no_states(results: Results) 
 
 
 @pytest.mark.parametrize(("allowed", "end"), [(9, "within"), (8, "within"), (7, "more than")])
-def test_a_cache_as_large_as_its_budget_is_within_it(allowed: int, end: str) -> None:
+def test_a_cache_that_equals_its_budget_is_within_it(allowed: int, end: str) -> None:
     cache = BudgetedCache(
         engine="generate", ranks=1, tokens=4, bytes=8, original=32, allowed=allowed
     )
@@ -401,7 +405,7 @@ def test_a_cache_as_large_as_its_budget_is_within_it(allowed: int, end: str) -> 
 
 
 @pytest.mark.usefixtures("only_text")
-def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[str, Path]) -> None:
+def test_other_windows_have_a_curve_and_scores(tmp_path: Path, inputs: dict[str, Path]) -> None:
     report_fixture.evaluate(inputs["evaluate"], *report_fixture.AVERAGES)
     results = load_results(inputs)
     picture = charts.windows(results)
@@ -413,19 +417,19 @@ def test_other_windows_have_their_curve_and_scores(tmp_path: Path, inputs: dict[
     ]  # fmt: skip
     page = make(tmp_path / "report", inputs)
     assert "INTR, untrained, W = 256" in page
-    # A trained rival comes last, though its score is the lowest.
+    # A trained rival comes last, although its score is the lowest.
     assert [one.name for one in results.rivals] == ["intr", "intr-tokens-4000000"]
-    # Where it failed at the search's window, its curve has the others.
+    # If it failed at the search's window, its curve has the other windows.
     failed = replace(results, rivals=results.rivals[1:])
     shown = [(row["series"], row["x"]) for row in rows_of(charts.windows(failed))]
     assert shown[3:] == [("INTR", 64), ("INTR", 256)]
-    # They are neither points of the recovery nor rivals in the first picture.
+    # They are neither checkpoints nor rivals in the first picture.
     others = rows_of(charts.recovery(results)) + rows_of(charts.averages(results))
     assert 60.0 not in [row.get("y", row["x"]) for row in others]
 
 
 @pytest.mark.usefixtures("only_text")
-def test_large_numbers_have_no_exponents_and_known_evaluations_stand_apart(
+def test_large_numbers_have_no_exponents_and_reused_evaluations_are_listed_separately(
     tmp_path: Path, inputs: dict[str, Path]
 ) -> None:
     changes = {
@@ -443,11 +447,11 @@ def test_large_numbers_have_no_exponents_and_known_evaluations_stand_apart(
     work = "Model work | 12,345.6 full passes over D"
     assert f"Masks evaluated | 1,200\n{known}\n{work}" in outline(page).text
     assert "1,234,567.8 full passes" in page
-    # As `bosch measure` writes it.
+    # In the form of `bosch measure`.
     assert ">12.3k<" in page and "e+0" not in page
 
 
-def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(results: Results) -> None:
+def test_gpu_hours_have_a_price_only_if_the_recipe_states_one(results: Results) -> None:
     free, priced = cost_table(results, None, "USD"), cost_table(results, 2.5, "EUR")
     assert free is not None and "EUR" not in free.header and free.title == "GPU hours"
     seconds = sum(s * report_fixture.GPUS.get(n, 8) for n, s in report_fixture.SECONDS.items())
@@ -459,7 +463,7 @@ def test_gpu_hours_have_a_price_only_where_the_recipe_states_one(results: Result
 
 
 @pytest.mark.usefixtures("only_text")
-def test_paths_below_the_checkout_are_shown_as_recipes_write_them(
+def test_paths_below_the_checkout_are_shown_relative_to_it(
     tmp_path: Path, inputs: dict[str, Path]
 ) -> None:
     root = Path(__file__).resolve().parents[2]
@@ -476,7 +480,7 @@ def test_paths_below_the_checkout_are_shown_as_recipes_write_them(
 
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("without", [("train",), ("original", "train", "evaluate")])
-def test_absent_stages_are_reported_as_absent(
+def test_stages_that_a_recipe_leaves_out_are_reported_as_absent(
     tmp_path: Path, without: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     inputs = report_fixture.publish(tmp_path, without=without)
@@ -495,10 +499,10 @@ def test_absent_stages_are_reported_as_absent(
 
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("failed", ["hybrid", "tokens-4000000", "intr"])
-def test_what_has_no_score_is_reported_with_the_reason(
+def test_a_missing_score_is_reported_with_its_reason(
     tmp_path: Path, inputs: dict[str, Path], capsys: pytest.CaptureFixture[str], failed: str
 ) -> None:
-    """On the page's first screen and on the terminal; another checkpoint does not stand for it."""
+    """On the first screen and on the terminal; no other checkpoint takes its place."""
     file = inputs["evaluate"] / "scores.json"
     scores = json.loads(file.read_text())
     scores["checkpoints"][failed] = {}
@@ -523,7 +527,7 @@ def test_what_has_no_score_is_reported_with_the_reason(
         assert summary["needle"]["trained"] is None
 
 
-def test_tasks_that_only_one_model_has_stand_in_the_table(
+def test_tasks_that_only_one_model_has_are_in_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inputs = report_fixture.publish(tmp_path, without=("train",))
@@ -541,8 +545,8 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
     assert [row[0] for row in table.rows] == ["one", "two", "both (2 of 2 tasks)"]
     assert [row[1] for row in table.rows] == ["50.0", "–", "50.0"]
     assert [as_cell(row[1]).share for row in table.rows] == [0.5, 0.0, 0.5]
-    # Every suite has a sentence, a tile and a table, whatever its name; with a length of any task
-    # it has a column for each.
+    # Every suite has a sentence, a tile and a table, whatever its name. If any of its tasks has
+    # a length, the table has a column for each length.
     mixed = one | {("four", 512): [1.0, 1.0]}
     scores["checkpoints"]["hybrid"]["another"] = suite_table(mixed, mixed)
     scores["missing"] = {"another": {"three": "it is gone"}}
@@ -564,7 +568,7 @@ def test_tasks_that_only_one_model_has_stand_in_the_table(
 
 
 @pytest.mark.usefixtures("only_text")
-def test_layer_rules_and_evaluations_without_needles_still_make_a_page(
+def test_a_page_is_made_for_layer_rules_and_evaluations_without_needles(
     tmp_path: Path, inputs: dict[str, Path]
 ) -> None:
     path = inputs["search"] / "summary.json"
@@ -639,5 +643,7 @@ def test_damaged_inputs_are_named(
     ("low", "high", "is_shown"),
     [(0.0, 0.2, False), (-0.2, 0.0, False), (0.01, 0.2, True), (-0.2, -0.01, True)],
 )
-def test_an_interval_that_ends_at_0_shows_nothing(low: float, high: float, is_shown: bool) -> None:
+def test_an_interval_that_ends_at_0_is_not_significant(
+    low: float, high: float, is_shown: bool
+) -> None:
     assert Difference("", "nats", (low + high) / 2, low, high).is_shown == is_shown

@@ -1,4 +1,4 @@
-"""Watching a training: bad steps, speed, needle scores, boards, averaged checkpoints."""
+"""Monitoring of a training: bad steps, speed, needle scores, boards, averaged checkpoints."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work_dir
 
 
-def test_a_spike_is_many_times_the_median_of_the_steps_before() -> None:
+def test_a_spike_is_a_multiple_of_the_median_of_earlier_steps() -> None:
     rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     assert all(rule.judge(norm) is None for norm in [1.0, 2.0] * 10)
     fault = rule.judge(5.0)
     assert fault is not None and "train.spike_factor = 3 times 1.5" in fault
-    assert rule.judge(6.0) is None  # three times 2, the median with the last one
+    assert rule.judge(6.0) is None  # three times 2, the median that includes the last norm
     assert rule.judge(float("nan")) == "grad_norm is nan"
     resumed = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     resumed.restore(json.loads(json.dumps(rule.state)))
     assert resumed.state == rule.state and resumed.judge(9.0) == rule.judge(9.0) is not None
 
 
-def test_norms_that_stay_high_are_no_spikes_for_ever() -> None:
-    """Left out or not, a step's norm counts in the median of the last 100."""
+def test_norms_that_stay_high_stop_counting_as_spikes() -> None:
+    """Skipped or not, a step's norm counts in the median of the last 100."""
     rule = SpikeRule(TrainConfig(spike_factor=3.0), 1000)
     faults = [rule.judge(norm) for norm in [1.0] * 20 + [9.0] * 40]
     assert faults[20] is not None and faults[-1] is None
@@ -88,7 +88,7 @@ def test_norms_that_stay_high_are_no_spikes_for_ever() -> None:
     assert [few.judge(norm) for norm in [1.0] * 19 + [9.0]] == [None] * 20
 
 
-def test_without_a_factor_only_what_is_not_finite_is_bad() -> None:
+def test_without_a_factor_only_nan_and_infinite_norms_are_bad() -> None:
     rule = SpikeRule(TrainConfig(), 1000)
     assert [rule.judge(norm) for norm in [1.0] * 30 + [1e9]] == [None] * 31
     assert rule.judge(float("inf")) == "grad_norm is inf"
@@ -108,7 +108,7 @@ def test_without_a_factor_only_what_is_not_finite_is_bad() -> None:
         ([1], 1, "1: 1 step in a row"),
     ],
 )
-def test_no_more_than_a_few_steps_are_left_out(
+def test_only_a_few_steps_may_be_skipped(
     bad_steps: range | list[int], steps: int, expected: str | None
 ) -> None:
     """Resumed after every step: the count is in the restart point."""
@@ -135,7 +135,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(Loop, "loss_of", poisoned_loss)
 
 
-def test_a_bad_step_ends_training_or_is_left_out(
+def test_a_bad_step_ends_training_or_is_skipped(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     poison(monkeypatch, 3)
@@ -149,10 +149,10 @@ def test_a_bad_step_ends_training_or_is_left_out(
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
 
 
-def test_weights_that_an_update_breaks_end_training_before_they_are_published(
+def test_weights_broken_by_an_update_end_training_before_they_are_published(
     case: Path, tmp_path: Path
 ) -> None:
-    """The step's own loss and norm are of the weights before it, and fine."""
+    """The loss and norm of that step belong to the weights before it, and are fine."""
     short = {"total_tokens": 128, "checkpoint_tokens": [128], "learning_rate": 1e38}
     with pytest.raises(RunError, match=r"diverged: the held-out loss is nan at step 1 .128 tokens"):
         train_here(
@@ -164,10 +164,10 @@ def test_weights_that_an_update_breaks_end_training_before_they_are_published(
     assert not (tmp_path / "checkpoints" / "tokens-128").exists()
 
 
-def test_a_training_that_leaves_out_step_after_step_ends_also_when_it_is_resumed(
+def test_a_training_that_skips_every_step_ends_also_after_a_resume(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The restart point that is being written is waited for."""
+    """It first waits for the restart point that is being written."""
     publish = RestartPoints.publish
 
     def publish_late(self: RestartPoints, *args: Any) -> None:
@@ -198,7 +198,7 @@ def test_a_restart_point_before_the_first_update_changes_nothing(
 
 
 def test_flops_of_a_step_are_those_of_its_heads(case: Path) -> None:
-    """Three of four KV heads of the case slide, in a window of 6."""
+    """Three of the case's four KV heads slide, with a window of 6."""
     folder = case / "materialize" / "model"
     schedule = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
     content = json.loads((folder / "config.json").read_text())
@@ -210,7 +210,7 @@ def test_flops_of_a_step_are_those_of_its_heads(case: Path) -> None:
 
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 3}}])
 @pytest.mark.parametrize("freeze", ["none", "attention_only"])
-def test_flops_of_a_step_leave_out_what_is_frozen(case: Path, lora: Any, freeze: str) -> None:
+def test_flops_of_a_step_leave_out_frozen_weights(case: Path, lora: Any, freeze: str) -> None:
     """As torch counts those of the linear maps."""
     folder = case / "materialize" / "model"
     config, train = AutoConfig.from_pretrained(folder), TrainConfig(**TRAIN, **lora, freeze=freeze)
@@ -224,12 +224,12 @@ def test_flops_of_a_step_leave_out_what_is_frozen(case: Path, lora: Any, freeze:
     whole = training.make_schedule(TrainConfig(**TRAIN), Runtime(), 32, 1, False)
     everything = step_flops(config, whole, TrainConfig(**TRAIN))[None]
     left_out = everything - step_flops(config, schedule, train)[None]
-    # Nothing below the lowest queries, keys and values has a gradient, and so they pass none on.
+    # Below the lowest queries, keys and values no tensor has a gradient, so none passes further.
     lowest = 0.0
     if lora or freeze != "none":
         lowest = 2 * 128 * (32 * (32 + 16 + 16) + (3 * 3 * 32 if lora else 0))
     linear = 6 * 128 * DecoderShape.of(config).active_parameters
-    # The few weights of norms count as if they were of linear maps.
+    # The few weights of norms count like those of linear maps.
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert counted == pytest.approx(linear - left_out - lowest, rel=1e-3)
     taught = train.model_copy(update={"teacher": "original"})
@@ -237,13 +237,13 @@ def test_flops_of_a_step_leave_out_what_is_frozen(case: Path, lora: Any, freeze:
     assert more == pytest.approx(DecoderShape.of(config).forward_flops(128, 32))
 
 
-def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_recognised_by_their_drivers_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, key in {
         "NVIDIA A800-SXM4-80GB": "a800", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
         "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40S": "l40s",
     }.items():  # fmt: skip
         assert device_named(name) is DEVICES[key]
-    # By NVIDIA's data sheets, half of what they say of sparse products.
+    # NVIDIA's data sheets, half of the figures for sparse products.
     for name, sparse in {
         "NVIDIA H100 PCIe": 1513, "NVIDIA H100 NVL": 1671, "NVIDIA H200 NVL": 1671,
         "NVIDIA GB200": 5000,
@@ -265,7 +265,7 @@ def test_devices_are_known_by_their_drivers_names(monkeypatch: pytest.MonkeyPatc
 
 
 def made_samples(folder: Path) -> list[tuple[list[int], int]]:
-    """Prompts with the answers that a model gives to them; two of five are not those."""
+    """Prompts with the model's own answers; two of five have other answers."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     samples = []
     for number, answer in enumerate((1, 2, 3, 1, 2)):
@@ -279,10 +279,10 @@ def made_samples(folder: Path) -> list[tuple[list[int], int]]:
     return samples
 
 
-def test_needle_scores_are_the_models_own_and_change_no_loss(
+def test_needle_scores_are_those_of_the_model_and_change_no_loss(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last step's score is known."""
+    """The score after the last step is known."""
     watch = NeedleWatch(made_samples(undisturbed / "checkpoints" / "tokens-1280"), every=5)
     monkeypatch.setattr(training, "make_needle_watch", lambda config, prepared: watch)
     train_here(case, tmp_path)
@@ -293,7 +293,7 @@ def test_needle_scores_are_the_models_own_and_change_no_loss(
 
 
 class Asked(torch.nn.Module):
-    """A model whose every second answer is right, and the answers it was asked for."""
+    """A model whose every second answer is right; it records its prompts' answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Asked(torch.nn.Module):
         return {"values": torch.tensor([len(self.answers) % 2])}
 
 
-def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examples(
+def test_needles_have_the_calibration_tasks_and_are_no_calibration_examples(
     tmp_path: Path,
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BASE)
@@ -346,10 +346,10 @@ def test_a_recipes_needles_are_of_its_calibration_tasks_and_no_calibration_examp
 
 
 @pytest.mark.parametrize(("processes", "sharing"), [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (8, 4)])
-def test_processes_score_every_needle_once_in_as_many_passes(
+def test_processes_score_every_needle_once_in_equally_many_passes(
     processes: int, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who share a sample compute it together, in whole chunks, and one of them counts it."""
+    """Processes that share a sample compute it in whole chunks; only one of them counts it."""
     samples = [([length] * length, 2) for length in (5, 6, 8, 9, 11)]
     monkeypatch.setattr(watching, "processes", lambda: processes)
     monkeypatch.setattr(watching, "summed", lambda values, device: values)
@@ -375,10 +375,10 @@ def test_processes_score_every_needle_once_in_as_many_passes(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_held_out_loss_is_that_of_sequences_never_read(
+def test_the_held_out_loss_is_that_of_sequences_never_trained_on(
     case: Path, tmp_path: Path, processes: int
 ) -> None:
-    """Three sequences, so that of two processes one runs a sequence for the other's sake."""
+    """Three sequences: one of two processes runs a sequence only because the other does."""
     runtime = {"heldout_every_steps": 8, "heldout_sequences": 3}
     runtime |= {"sharding": "none" if processes == 1 else "fsdp"}
     train = {"total_tokens": 1024, "checkpoint_tokens": [], "document_masking": True}
@@ -411,7 +411,7 @@ def test_the_held_out_loss_is_that_of_sequences_never_read(
 
 @pytest.mark.parametrize("family", sorted(EXPERT_CHANGES))
 def test_routers_are_measured_on_held_out_sequences(family: str) -> None:
-    """A router is what returns choices of experts, as integers."""
+    """A router is a module that returns choices of experts, as integers."""
     model = small_model(family, **EXPERT_CHANGES[family])
     install_loss(model)
     ids = torch.arange(24)[None] % 50
@@ -439,8 +439,8 @@ def test_routers_are_measured_on_held_out_sequences(family: str) -> None:
     assert all(not module._forward_hooks for module in outputs)
 
 
-def test_a_sequence_that_is_run_once_more_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three on two processes the second one runs the first one's again, also for routers."""
+def test_a_sequence_that_is_run_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three sequences on two processes, the second one repeats one; also for routers."""
     model, device = small_model("qwen3_moe"), torch.device("cpu")
     install_loss(model)
     ids = [torch.arange(24)[None] % tokens for tokens in (50, 11, 7)]
@@ -455,8 +455,8 @@ def test_a_sequence_that_is_run_once_more_counts_once(monkeypatch: pytest.Monkey
         assert score[name] == pytest.approx(value), name
 
 
-def test_watches_compile_nothing_and_measure_routers_of_compiled_layers() -> None:
-    """Samples of many lengths, after a pass whose graph has no hooks."""
+def test_scoring_compiles_nothing_and_measures_routers_of_compiled_layers() -> None:
+    """With samples of many lengths, after a pass whose graph has no hooks."""
     scores, passes = [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -484,14 +484,16 @@ def test_watches_compile_nothing_and_measure_routers_of_compiled_layers() -> Non
     ("seconds", "minutes"),
     [([1.0] * 4, 15), ([1.0] * 5, 2), ([30.0] * 9 + [900.0], 10), ([90.0] * 20, 15)],
 )
-def test_a_step_waits_for_a_multiple_of_its_own_time(seconds: list[float], minutes: float) -> None:
+def test_the_time_limit_of_a_step_is_a_multiple_of_the_median_step(
+    seconds: list[float], minutes: float
+) -> None:
     assert step_timeout(seconds, 15) == minutes
 
 
-def test_minutes_to_a_restart_point_count_from_the_last_one(
+def test_minutes_until_a_restart_point_count_from_the_last_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every five steps, of three minutes each, and after ten minutes without one."""
+    """Every five steps of three minutes each, and after ten minutes without a point."""
     step = 0
     monkeypatch.setattr(decisions, "time", SimpleNamespace(monotonic=lambda: 180.0 * step))
     runtime = Runtime(save_every_steps=5, save_every_minutes=10)
@@ -501,7 +503,7 @@ def test_minutes_to_a_restart_point_count_from_the_last_one(
     assert due == [4, 5, 9, 10]
 
 
-def test_training_in_a_thread_leaves_signals_alone() -> None:
+def test_training_in_a_thread_installs_no_signal_handlers() -> None:
     timer, entered = RestartTimer(Runtime(), torch.device("cpu")), []
 
     def run() -> None:
@@ -515,7 +517,7 @@ def test_training_in_a_thread_leaves_signals_alone() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
+def test_scoring_keeps_the_mode_of_the_model(training: bool) -> None:
     """In evaluation mode the next steps would have no dropout and recompute no activations."""
     model = small_model().train(training)
     install_loss(model)
@@ -526,7 +528,7 @@ def test_a_score_leaves_the_mode_of_the_model(training: bool) -> None:
     model.get_decoder().register_forward_hook(lambda *call: caches.append(call[2].past_key_values))
     NeedleWatch([([1, 2], 1)], 1).score(model, device)
     assert model.training == training
-    labels = ids.masked_fill((ids == 1) | (ids == 2), -100)  # nothing predicted in a quarter
+    labels = ids.masked_fill((ids == 1) | (ids == 2), -100)  # no predicted token in a quarter
     score = HeldOutWatch([{"input_ids": ids, "labels": labels}], 1).score(model, device)
     assert score["heldout_by_position"][0] is None and min(score["heldout_by_position"][1:]) > 0
     assert model.training == training
@@ -561,7 +563,7 @@ def test_wandb_gets_every_step_under_the_key_of_the_run(
     assert [v["train/loss"] for v in logged[:-1]] == [s["loss"] for s in metrics(tmp_path)]
 
 
-def test_wandb_that_is_not_installed_is_named(
+def test_missing_wandb_is_reported(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -569,7 +571,7 @@ def test_wandb_that_is_not_installed_is_named(
         train_here(case, tmp_path, runtime={"wandb_project": "x"})
 
 
-def test_the_final_checkpoint_can_be_the_mean_of_the_last(
+def test_the_final_checkpoint_can_be_the_mean_of_the_last_ones(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     steps = {"averaged_checkpoints": 2, "checkpoint_tokens": [384, 700, 1280]}
@@ -583,7 +585,7 @@ def test_the_final_checkpoint_can_be_the_mean_of_the_last(
         torch.testing.assert_close(value, (first[name] + last[name]) / 2, msg=name)
     card = (tmp_path / "checkpoints" / "tokens-1280" / "README.md").read_text()
     assert "1,280 tokens, mean of the last 2 checkpoints" in card
-    # After whole steps of 128 tokens.
+    # In whole steps of 128 tokens.
     assert "| continual pretraining | 768 tokens |" in (own / "tokens-700/README.md").read_text()
     weights = [folder / "tokens-384" / "model.safetensors" for folder in (own, single)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
