@@ -1,4 +1,4 @@
-"""Commands are found where they stand, and speak JSON to programs."""
+"""Commands are found by their files and print JSON for programs."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from tests.elsewhere import ROOT
 from tests.hybrid_case import mask_of, small_model
 from tests.pipeline_case import Case, fake_table
 
-# From Python 3.14 on, pathlib says of a path that the system refuses that it is not there.
+# From Python 3.14 on, pathlib reports a path that the system refuses as missing.
 _TOO_LONG = "File name too long" if sys.version_info < (3, 14) else " no "
 STATUS = "pipeline.commands.status.run"
 
 
 @pytest.fixture
 def here(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """In whose folder the command runs."""
+    """The folder in which the command runs."""
     monkeypatch.chdir(case.folder)
     return case
 
 
-def test_a_module_with_a_command_is_a_command() -> None:
+def test_a_module_with_a_command_becomes_a_command() -> None:
     found = commands()
     assert command_help((bosch.commands, pipeline.commands)) == {
         name: found[name].COMMAND.help for name in sorted(found)
@@ -69,7 +69,7 @@ def test_a_module_with_a_command_is_a_command() -> None:
 
 
 @pytest.mark.parametrize("name", ["status", "validate", "plan"])
-def test_json_is_all_that_is_printed(
+def test_with_json_only_json_is_printed(
     case: Case, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([name, str(case.file), "--json"]) == 0
@@ -98,7 +98,7 @@ def test_json_is_all_that_is_printed(
 
 
 def _shown(model: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What `show` says of a model saved in a folder."""
+    """Output of `show` for a model saved in a folder."""
     model.save_pretrained(folder)
     capsys.readouterr()  # which transformers' own imports may have written to
     assert main(["show", str(folder), *options]) == 0
@@ -130,7 +130,7 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("family", "dtype"),
     [("gemma3", torch.float32), ("gemma3", torch.bfloat16), ("qwen3", torch.float64)],
 )
-def test_show_counts_the_bytes_of_the_dtype_of_the_model(
+def test_show_counts_bytes_in_the_models_dtype(
     family: str, dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = small_model(family).to(dtype)
@@ -141,7 +141,7 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
     assert counted["hybrid"] == held_bytes(cache)
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
-    if "text_config" in content:  # where only the whole model's is written
+    if "text_config" in content:  # if only the whole model's dtype is recorded
         del content["text_config"]["dtype"]
         file.write_text(json.dumps(content))
         assert main(["show", str(tmp_path), "--json"]) == 0
@@ -150,10 +150,10 @@ def test_show_counts_the_bytes_of_the_dtype_of_the_model(
     assert halved["hybrid"] * dtype.itemsize == counted["hybrid"] * 2
 
 
-def test_show_says_what_windows_sliding_heads_have(
+def test_show_states_the_windows_of_sliding_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not those of a front's menu that the budget in force leaves out."""
+    """Without those of a front's menu that the active budget does not use."""
     windows = (Window(6), Window(3))
     masks = [HeadMask.of_choices(np.full((3, 4), kind)) for kind in (0, 1, 2)]
     points = [FrontPoint.of(mask, windows, 2048, score=0.5, log_likelihood=-1.0) for mask in masks]
@@ -161,7 +161,7 @@ def test_show_says_what_windows_sliding_heads_have(
     shown = _shown(materialize_front(small_model(num_hidden_layers=3), front), tmp_path, capsys)
     assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
-    # As kv_budget names them, without commas within.
+    # In the form that kv_budget takes, without thousands separators.
     assert "KV slots, of 24, 60, 24576 that kv_budget may name\n" in shown
 
 
@@ -173,7 +173,7 @@ def test_show_says_that_states_are_not_in_its_bytes(
     assert shown.endswith(" beside the states of 1 layer of other kinds\n")
 
 
-def test_measure_prints_its_report_as_json_alone_or_where_it_is(
+def test_measure_prints_its_report_as_json_or_its_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[Any, ...]] = []
@@ -197,7 +197,7 @@ def test_measure_prints_its_report_as_json_alone_or_where_it_is(
 
 
 @pytest.mark.parametrize("share", ["0", "-0.5", "1.01", "nan", "half"])
-def test_plan_takes_a_share_of_the_peak(
+def test_plan_uses_the_given_efficiency(
     case: Case, share: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hours(efficiency: str) -> float:
@@ -213,7 +213,7 @@ def test_plan_takes_a_share_of_the_peak(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in commands())
@@ -247,7 +247,9 @@ def test_new_quotes_names_that_yaml_reads_otherwise(name: str, here: Case) -> No
     assert loaded.recipe[PrepareConfig].sources[0].path == str(here.folder / name)
 
 
-def test_new_says_which_files_are_not_read(here: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_names_the_files_that_are_not_read(
+    here: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree("model", "a model \u00e9")
     Path("mixed").mkdir()
     for name in ("a.txt", "b.jsonl", "c.txt"):
@@ -277,7 +279,7 @@ def test_new_says_which_files_are_not_read(here: Case, capsys: pytest.CaptureFix
         (["new", "model", "--output", "dangling"], "exists"),
         (["new", "a\nb"], "holds a line break"),
         (["upload", "x" * 5000, "a/b"], _TOO_LONG),
-        # Replaced, a device would be a file, and a folder without a name has no place beside it.
+        # Replacing a device would make it a file, and a nameless folder has no neighbour.
         *((["mask", "export", "mask.json", target, "--format", "duoattention"], "is there already")
           for target in ("file", "pipe", "dangling", "", "..")),
         (["mask", "export", "mask.json", "file/x", "--format", "duoattention"], "x: File exists"),
@@ -308,7 +310,9 @@ def test_a_path_that_the_system_refuses_is_one_sentence(
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
-def test_the_version_is_said_and_a_recipe_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed_and_a_missing_recipe_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for arguments, said in (
         (["run"], "the following arguments are required: RECIPE\n"),
         (["--version"], f"bosch {VERSION}\n"),
@@ -373,7 +377,7 @@ def test_new_names_the_json_files_of_a_folder(
     assert files == [here.folder / "mine [1]" / name for name in ("a.json", "more/b.json")]
 
 
-def test_new_writes_a_recipe_that_loads_beside_the_model(
+def test_new_writes_a_recipe_that_loads_next_to_the_model(
     here: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine").mkdir()
@@ -418,7 +422,7 @@ def test_new_writes_paths_from_the_recipe_and_at_most_4096_tokens(
 
 
 @pytest.mark.parametrize(("shown", "rank"), [(False, 0), (True, 0), (True, 3)])
-def test_steps_are_in_the_log_and_on_the_first_ranks_terminal_when_asked(
+def test_steps_are_in_the_log_and_with_verbose_on_the_first_ranks_terminal(
     shown: bool,
     rank: int,
     tmp_path: Path,
@@ -447,7 +451,7 @@ def test_steps_are_in_the_log_and_on_the_first_ranks_terminal_when_asked(
 
 
 @pytest.mark.parametrize("name", ["torchao", "torchao.kernel.intmm", "torch.utils._pytree"])
-def test_what_libraries_warn_of_at_their_import_is_not_shown(
+def test_warnings_of_libraries_at_import_are_hidden(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger, shown = logging.getLogger(name), io.StringIO()
@@ -460,10 +464,10 @@ def test_what_libraries_warn_of_at_their_import_is_not_shown(
 
 
 @pytest.mark.parametrize("name", ["store", "locks", "store/hashes.json", "tiny/recipe.json"])
-def test_what_is_in_the_way_of_a_runs_files_is_named(
+def test_a_path_that_blocks_a_runs_files_is_reported(
     case: Case, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file in the place of a folder, and the other way round."""
+    """A file in the place of a folder, and a folder in the place of a file."""
     place = case.runs / name
     if place.suffix:
         (place / "x").mkdir(parents=True)
@@ -522,10 +526,10 @@ STOPS = pytest.mark.parametrize(
 
 
 @STOPS
-def test_a_second_signal_does_not_change_how_a_command_ends(
+def test_a_second_signal_does_not_change_the_exit_status(
     case: Case, monkeypatch: pytest.MonkeyPatch, stop: BaseException, status: int
 ) -> None:
-    """One that comes while it tells of the first: by the status a scheduler queues it again."""
+    """Also while the first one is reported: a scheduler requeues by the status."""
 
     class Output(io.StringIO):
         def write(self, text: str) -> int:
@@ -542,7 +546,7 @@ def test_a_second_signal_does_not_change_how_a_command_ends(
 
 @STOPS
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_nor_does_one_that_comes_before_it_can_be_ignored(
+def test_a_second_signal_before_it_can_be_ignored_does_not_either(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
     stop: BaseException, status: int, second: int,
 ) -> None:  # fmt: skip
@@ -558,10 +562,10 @@ def test_nor_does_one_that_comes_before_it_can_be_ignored(
     assert capfd.readouterr().err.count("the same command resumes from here\n") == 1
 
 
-def test_a_signal_is_no_fault_of_what_it_interrupts(
+def test_a_signal_is_not_taken_for_a_fault_of_the_code_it_interrupts(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any Exception is caught in places, to say which file or model is faulty."""
+    """Some code catches any Exception to say which file or model is faulty."""
 
     def end(loaded: LoadedRecipe, options: Any) -> int:
         try:
@@ -574,7 +578,7 @@ def test_a_signal_is_no_fault_of_what_it_interrupts(
     assert main(["status", str(case.file)]) == 143
 
 
-def test_a_traceback_is_kept_where_there_are_no_runs_yet(
+def test_a_traceback_is_kept_even_without_an_output_root(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(case.folder))

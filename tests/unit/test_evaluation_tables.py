@@ -1,4 +1,4 @@
-"""From answers on disk to a suite's table: values that are worked out by hand."""
+"""From stored answers to a suite's table: values worked out by hand."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ LINES = [
 ]
 
 
-def test_lines_are_of_one_model_and_one_suite() -> None:
-    """Each other line has the same model, suite or task."""
+def test_lines_are_selected_by_model_and_suite() -> None:
+    """Every other line has the same model, suite or task."""
     harness = SuiteAnswers.of(LINES, "original", "harness")
     assert harness.scores == {("a", 0): [1.0, 0.0], ("b", 0): [0.5]}
     assert harness.metrics == {
@@ -68,11 +68,11 @@ def test_lines_are_of_one_model_and_one_suite() -> None:
     [
         ([[1.0] * 4, [0.0] * 2, [1.0, 1.0, 1.0, 0.0]], [1.0, 0.0, 0.75], 0.7, 100 / 36),
         ([[1.0], [0.0] * 3], [1.0, 0.0], 0.25, 16 / 10),
-        ([[0.5, 0.0], [1.0, 1.0]], [0.25, 1.0], 0.625, 2),  # as many each
+        ([[0.5, 0.0], [1.0, 1.0]], [0.25, 1.0], 0.625, 2),  # as many in each
         ([[30.0], [10.0, 20.0]], [30.0, 15.0], 20.0, 9 / 5),
     ],
 )
-def test_a_document_of_several_questions_is_one_sample_that_weighs_as_they_do(
+def test_questions_about_one_document_are_one_sample_weighted_by_their_number(
     contexts: list[list[float]], means: list[float], overall: float, count: float
 ) -> None:
     lines = [
@@ -88,7 +88,7 @@ def test_a_document_of_several_questions_is_one_sample_that_weighs_as_they_do(
     assert of_metric == {ACC: found}
 
 
-def test_a_group_is_no_surer_than_its_only_task() -> None:
+def test_a_group_has_the_uncertainty_of_its_only_task() -> None:
     """40 contexts of five questions, of which the model loses five."""
     lines = [
         {**line, "document": str(number), "scores": {ACC: line["score"]}}
@@ -105,19 +105,19 @@ def test_a_group_is_no_surer_than_its_only_task() -> None:
     assert own["against_original"]["samples"] == 40
 
 
-def test_the_last_checkpoint_is_that_of_the_most_tokens() -> None:
+def test_the_last_checkpoint_is_the_one_with_the_most_tokens() -> None:
     names = ("tokens-10000", "tokens-2000", "hybrid", "intr-tokens-90000")
     assert Scores(checkpoints={name: {} for name in names}).last_trained == "tokens-10000"
     assert Scores(checkpoints={"hybrid": {}}).last_trained is None
 
 
-def test_losses_of_as_many_documents_alone_are_compared() -> None:
+def test_losses_are_compared_only_if_as_many_documents_were_read() -> None:
     table = position_table(2, [[1.0], [2.0]], [[0.5], [1.0]])
     assert [one["mean"] for one in table["difference"]] == [0.75]
     assert "difference" not in position_table(2, [[1.0], [2.0]], [[0.5]])
 
 
-def test_which_tasks_have_scores_that_are_no_shares() -> None:
+def test_tasks_whose_scores_are_no_shares_are_recognised() -> None:
     every = {("good", 0): [0.0, 1.0], ("high", 0): [0.5, 1.5], ("low", 4): [-0.1, 1.0]}
     assert not_shares(every).keys() == {"high", "low"}
 
@@ -130,7 +130,9 @@ def test_which_tasks_have_scores_that_are_no_shares() -> None:
         (0.1, 1.0, "different"), (-9.0, -0.1, "different"),
     ],
 )  # fmt: skip
-def test_what_an_interval_says_of_two_models(low: float, high: float, relation: str) -> None:
+def test_an_interval_decides_between_lower_close_and_unknown(
+    low: float, high: float, relation: str
+) -> None:
     ends = {"difference_low": low, "difference_high": high}
     assert Against(samples=9, difference=low, p_value=0.5, **ends).relation == relation
 
@@ -159,13 +161,14 @@ def test_a_table_of_known_scores() -> None:
     assert [one["score"] for one in table["by_length"].values()] == [62.5, 50.0]
     assert "groups" not in table and "score" not in table
     assert suite_table({("a", 0): [1.0]})["standard_error"] == 0.0
-    assert suite_table({("a", 0): [1.0] * 29 + [0.0] * 71})["average"] == 29.0  # 100 * 0.29 is less
-    # Sums of a document's three questions and another's one differ by 0.75 each way.
+    # In floats 100 * 0.29 is less than 29.
+    assert suite_table({("a", 0): [1.0] * 29 + [0.0] * 71})["average"] == 29.0
+    # The sums of one document's three questions and of another's one differ by 0.75 each.
     table = suite_table({("a", 0): Documents([1.0, 0.0], (1, 3))})
     assert table["standard_error"] == pytest.approx(100 * math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
 
 
-def test_a_table_beside_the_originals() -> None:
+def test_a_table_with_differences_from_the_original() -> None:
     original = {("a", 512): [1.0] * 4, ("b", 512): [1.0] * 3}
     table = suite_table({("a", 512): FOUR, ("b", 512): THREE}, original)
     own = table["a"]["512"]["against_original"]
@@ -173,7 +176,7 @@ def test_a_table_beside_the_originals() -> None:
     assert (own["difference"], own["ratio"], own["samples"]) == (-25.0, 75.0, 4)
     wrong, right = [0.0] * 10, [1.0] * 10
     assert against([(wrong, right)])["p_value"] == compare([wrong], [right]).p_value < 0.05
-    # Of b the original has answered others: there is no comparison of it, nor of the average.
+    # The original has answered other questions of b, so b and the average are not compared.
     assert "against_original" not in table["b"]["512"] and "against_original" not in table
     whole = suite_table(
         {("a", 512): FOUR, ("a", 1024): HALF}, {("a", 512): HALF, ("a", 1024): FOUR}
@@ -201,7 +204,7 @@ TASKS = ("a", "b", "c", "d")
         ((Rule("acc"),), 100 * 4 / 6, ["a", "b"], {ACC: 100 * 4 / 6}),
         ((Rule("acc", weight_by_size=False),), 62.5, ["a", "b"], {ACC: 62.5}),
         ((Rule("acc_norm", ["x", "none"]),), 100.0, ["a"], {NORM: 100.0}),
-        # Under all filters that some task has, less what is no share.
+        # Under all filters that any task has, without metrics that are no share.
         ((Rule("f1", weight_by_size=False),), 50.0, ["c"], {"f1,none": 50.0}),
         (
             (Rule("f1", ["strict"]), Rule("acc_norm", weight_by_size=False),
@@ -210,7 +213,7 @@ TASKS = ("a", "b", "c", "d")
         ),
     ],
 )  # fmt: skip
-def test_a_group_sums_up_by_its_rules(
+def test_a_groups_score_follows_the_groups_rule(
     rules: tuple[Rule, ...], score: float, tasks: list[str], metrics: dict[str, float] | None
 ) -> None:
     group = TaskGroup(TASKS, rules)
@@ -223,11 +226,11 @@ def test_a_group_sums_up_by_its_rules(
         assert {name: one["score"] for name, one in row["metrics"].items()} == pytest.approx(
             metrics
         )
-    # A group that the recipe does not name leaves the average as it is.
+    # A group that the recipe does not name does not change the average.
     assert table["average"] == suite_table(PARTS)["average"]
 
 
-def test_a_group_of_parts_is_the_mean_of_the_means_of_their_tasks() -> None:
+def test_a_group_of_groups_is_the_mean_of_its_parts_means() -> None:
     """a has 0.5, b 0.75 of twice as many documents, c 0.5, and d has no answers."""
     groups = {"group": TaskGroup(TASKS, parts=(("a", "b"), ("c", "d"), ("d",)))}
     original = {key: [0.0] * len(scores) for key, scores in PARTS.items()}
@@ -242,8 +245,8 @@ def test_a_group_of_parts_is_the_mean_of_the_means_of_their_tasks() -> None:
     assert "against_original" not in row
 
 
-def test_a_named_group_counts_as_one_of_the_subtasks() -> None:
-    """Where its score is over documents: beside c it is one of two, over tasks it stays apart."""
+def test_a_named_group_counts_as_one_subtask() -> None:
+    """If its score is a mean over documents it is one of two, next to c; else it counts apart."""
     by_size, by_task = Rule("acc"), Rule("acc", weight_by_size=False)
     for rules, expected in (
         ((by_size,), (400 / 6 + 50) / 2),
@@ -269,7 +272,7 @@ def test_groups_without_a_score_have_no_row() -> None:
     assert table["groups"] == {} and table["average"] == pytest.approx(100 * 1.75 / 3)
 
 
-def test_a_group_is_compared_where_the_original_has_all_of_its_tasks() -> None:
+def test_a_group_is_compared_if_the_original_has_all_of_its_tasks() -> None:
     rule, base = Rule("acc"), {("a", 0): {ACC: [1.0, 1.0]}}
     whole = {**base, ("b", 0): {ACC: [1.0] * 4}}
     for original, difference in ((base, None), (whole, -100 * 2 / 6), ({}, None)):
@@ -281,7 +284,7 @@ def test_a_group_is_compared_where_the_original_has_all_of_its_tasks() -> None:
 
 @dataclass(kw_only=True)
 class Answered(Suite):
-    """A suite whose answers are there."""
+    """A suite whose answers exist."""
 
     tasks: dict[str, int]
     digests: dict[str, str] = field(default_factory=dict)
@@ -306,7 +309,7 @@ def model(name: str) -> Evaluated:
 
 
 def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **more: Any) -> Suite:
-    """A suite with answers of each model to each task, in two journals and in no order."""
+    """A suite with every model's answers to each task, in two journals and in no order."""
     for name, tasks in scores.items():
         for task, values in tasks.items():
             lines = [
@@ -327,7 +330,7 @@ def publish(tables: dict[str, Any], folder: Path) -> None:
     Scores.model_validate({**tables, "sha256": hashes}).write(folder)
 
 
-def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> None:
+def test_lines_of_answers_are_sorted_by_index(tmp_path: Path) -> None:
     folder = AnswerFolder(tmp_path, None, 0)
     suite = answered(folder, {"original": {"a": [1.0, 0.0, 0.5], "read": [1.0]}})
     assert [
@@ -342,17 +345,17 @@ def test_lines_of_answers_are_in_the_order_of_their_index(tmp_path: Path) -> Non
     ]  # fmt: skip
     with pytest.raises(RunError, match=r"^hybrid: a at 0 lacks 3 of 3 answers"):
         list(suite.records(model("hybrid")))
-    # One of more samples than there are now stands for none of them.
+    # An answer whose index is beyond the present samples counts for none of them.
     folder.journal(model("original"), Subtask("read", 0)).append({"index": 7, "score": 1.0})
     suite.tasks["read"] = 2
     with pytest.raises(RunError, match=r"^original: read at 0 lacks 1 of 2 answers"):
         list(suite.records(model("original")))
 
 
-def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
-    """A task whose scores are no shares in one model has none in all; nor a group without metric.
+def test_scores_of_models_and_reasons_for_missing_ones(tmp_path: Path) -> None:
+    """A task whose scores are no shares for one model has no scores for any model.
 
-    A model that is missing in a suite has no scores in that one.
+    Nor has a group without a metric. A model that is missing in one suite has scores in the others.
     """
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     scores = {
@@ -389,7 +392,7 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "positions" not in tables
 
-    # The same against scores of another folder, which come first.
+    # The same, compared with scores of another folder, which come first.
     publish({**tables, "checkpoints": {"original": original}}, tmp_path)
     (tmp_path / "later").mkdir()
     fresh = answered(folder, {"hybrid": {"a": [1.0, 0.0], "read": [1.0, 1.0]}})
@@ -411,11 +414,11 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
         half["checkpoints"]["hybrid"] == {} and half["missing"]["harness"]["hybrid"] == "too long"
     )
     assert half["checkpoints"]["original"] == original
-    # A folder's name, and so a model's, may be that of a task.
+    # A folder, and so a model, may have the name of a task.
     suite.failed = {"a": "too long"}
     named = write_tables([models[0], model("a")], [suite], tmp_path, None)["checkpoints"]
     assert named == {"original": original, "a": {}}
-    # Where the original has no score in the suite, there is nothing to compare with.
+    # If the original has no score in the suite, there is no comparison.
     suite.missing, suite.failed = {}, {"original": "too long"}
     publish(write_tables(models[:1], [suite], tmp_path, None), tmp_path)
     fresh.missing, fresh.failed = {}, {}
@@ -424,10 +427,10 @@ def test_scores_of_models_and_what_is_missing_of_them(tmp_path: Path) -> None:
     assert alone["missing"] == {"harness": {"original": "too long"}}
 
 
-def test_what_a_hybrid_has_no_score_of_is_no_part_of_the_originals_average(
+def test_tasks_without_a_score_of_a_hybrid_are_left_out_of_the_originals_average(
     tmp_path: Path,
 ) -> None:
-    """Also where the original's table is of an earlier stage."""
+    """Also if the original's table is from an earlier stage."""
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     first = answered(folder, {"original": {"a": [1.0, 1.0], "odd": [0.5]}})
     needle = answered(folder, {"original": {"odd": [0.5]}})
@@ -447,8 +450,10 @@ def test_what_a_hybrid_has_no_score_of_is_no_part_of_the_originals_average(
     assert hybrid["harness"]["against_original"]["difference"] == -50.0
 
 
-def test_models_are_compared_on_what_the_original_answered_too(tmp_path: Path) -> None:
-    """Its stage ran at another time: the hub may have had less, more or other documents."""
+def test_models_are_compared_on_the_questions_that_the_original_answered_too(
+    tmp_path: Path,
+) -> None:
+    """Its stage ran earlier: the hub may have had fewer, more or other documents."""
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     first = answered(
         folder,
@@ -472,7 +477,7 @@ def test_models_are_compared_on_what_the_original_answered_too(tmp_path: Path) -
     }
 
 
-def test_prompts_that_were_cut_are_counted_and_reported_once(tmp_path: Path) -> None:
+def test_cut_prompts_are_counted_and_reported_once(tmp_path: Path) -> None:
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     names = ("original", "hybrid")
     suite = answered(folder, {name: {"a": [1.0, 0.0], "b": [1.0]} for name in names})
@@ -499,10 +504,10 @@ def test_cut_questions_about_one_context_are_one_cut_sample() -> None:
     assert [len(one) for one in answers.scores.values()] == [2, 2]
 
 
-def test_answers_lie_by_the_models_identity_and_the_task(
+def test_answers_are_stored_by_the_models_identity_and_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names may be paths: those of two models that end alike, and a needle set names its tasks."""
+    """Names may be paths: two models' names may end alike, and a needle set names its tasks."""
     run, other = (AnswerFolder(tmp_path / name, tmp_path / "pool", 0) for name in "ab")
     places = [
         (Evaluated(name, ModelConfig(path="m"), identity), Subtask(task, 1))
@@ -513,7 +518,7 @@ def test_answers_lie_by_the_models_identity_and_the_task(
         run.journal(*place).append({"index": number, "score": 1.0})
     for number, (evaluated, subtask) in enumerate(places):
         assert run.read(evaluated, subtask).keys() == {number}
-        # Another run finds those of an identity, whatever the model is called there.
+        # Another run finds the answers by identity, whatever it calls the model.
         others = other.read(replace(evaluated, name="y"), subtask)
         assert others.keys() == (set() if evaluated.identity is None else {number})
     assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
@@ -521,7 +526,7 @@ def test_answers_lie_by_the_models_identity_and_the_task(
     assert not other.read(*places[0])
 
 
-def test_answers_of_a_model_are_forgotten_at_all_its_budgets(tmp_path: Path) -> None:
+def test_answers_of_a_model_are_deleted_at_all_its_budgets(tmp_path: Path) -> None:
     folder, subtask = AnswerFolder(tmp_path / "own", tmp_path, 0), Subtask("task", 0)
     names = ["a1", "a1-12", "a1-c0ffee", "a12", "b"]
     every = {name: Evaluated(name, ModelConfig(path="m"), name) for name in names}
@@ -533,7 +538,7 @@ def test_answers_of_a_model_are_forgotten_at_all_its_budgets(tmp_path: Path) -> 
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
-    """Of two whole ones to a question the first stays."""
+    """Of two complete answers to a question the first one stays."""
     folder, place = AnswerFolder(tmp_path, None, 0), (model("original"), Subtask("task", 0))
     whole = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
     faulty = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]

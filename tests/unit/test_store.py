@@ -1,4 +1,4 @@
-"""The store: atomic publishing, crashes at every step of it, damage found, hashes kept."""
+"""The store: atomic publishing, crashes at every step of it, damage, and kept hashes."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
-    (fill(store) / "empty").mkdir()  # which the manifest could not tell from an added one
+    (fill(store) / "empty").mkdir()  # which the manifest could not distinguish from an added one
     folder = store.publish("search", DOCUMENT, {"summary": {"x": 1}}, store.hasher())
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["key"] == KEY
     assert manifest["identity"] == DOCUMENT
     assert manifest["summary"] == {"x": 1}
     assert [one["path"] for one in manifest["files"]] == ["b.txt", "sub/a.txt"]
-    # As stages read it.
+    # In the form that stages read.
     assert Manifest.read(folder).hashes.keys() == {"b.txt", "sub/a.txt"}
     assert manifest["seconds"] >= 0
     assert not store.work("search", KEY).exists()
@@ -62,8 +62,10 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_published_files_are_as_open_as_their_folders(store: Store, umask: int, mode: int) -> None:
-    """safetensors makes its files for their owner alone, whatever the umask."""
+def test_published_files_have_the_permissions_of_their_folders(
+    store: Store, umask: int, mode: int
+) -> None:
+    """safetensors makes its files readable only by their owner, whatever the umask."""
     before = os.umask(umask)
     try:
         work = fill(store)
@@ -75,10 +77,10 @@ def test_published_files_are_as_open_as_their_folders(store: Store, umask: int, 
     assert store.damage("search", KEY, store.hasher()) is None
 
 
-def test_work_that_somebody_else_has_begun_is_published(
+def test_work_begun_by_another_user_of_the_group_is_published(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group that shares the store; the files' owner alone may change their permissions."""
+    """Only the owner of a file may change its permissions."""
 
     def refuse(path: Path, mode: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", path)
@@ -101,7 +103,7 @@ def test_checking_an_untouched_output_reads_nothing(
 
 
 def _replace_by_link(path: Path) -> None:
-    """The same content, of which somebody else is the owner."""
+    """Replace a file by a link to the same content, owned by somebody else."""
     elsewhere = path.parents[1] / f"elsewhere-{path.name}"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
@@ -138,7 +140,7 @@ def test_damage_is_found(store: Store, harm: Any, expected: str) -> None:
     assert store.damage("search", KEY, store.hasher()) == expected
 
 
-def test_a_same_size_edit_with_its_old_time_is_found(store: Store) -> None:
+def test_an_edit_that_keeps_size_and_time_is_found(store: Store) -> None:
     file = publish(store) / "b.txt"
     before = file.stat()
     file.write_text("bCONTENT")
@@ -157,7 +159,7 @@ def test_a_same_size_edit_with_its_old_time_is_found(store: Store) -> None:
         {"files": [{"path": "b.txt", "size": 8}]},
     ],
 )
-def test_a_whole_manifest_of_another_output_or_format_is_none(
+def test_a_manifest_of_another_output_or_format_is_ignored(
     store: Store, wrong: dict[str, Any]
 ) -> None:
     file = publish(store) / "manifest.json"
@@ -174,9 +176,9 @@ def test_a_damaged_output_is_set_aside_not_deleted(store: Store) -> None:
         assert not store.published("search", KEY).exists()
 
 
-def test_what_was_added_is_set_aside_without_the_output(store: Store) -> None:
+def test_added_files_are_moved_out_without_the_output(store: Store) -> None:
     folder = publish(store)
-    for _ in range(2):  # what was added once can be added again
+    for _ in range(2):  # a file of the same name can be added again
         (folder / "model.safetensors").write_text("other weights")
         (folder / "new").mkdir()
         (folder / "new" / "file").touch()
@@ -206,7 +208,7 @@ def test_only_regular_files_are_published(store: Store, harm: Any) -> None:
 
 
 @pytest.mark.parametrize("harm", [Path.touch, lambda work: work.symlink_to("gone")])
-def test_what_stands_in_the_place_of_work_is_removed(store: Store, harm: Any) -> None:
+def test_a_file_in_the_place_of_the_work_directory_is_removed(store: Store, harm: Any) -> None:
     work = store.work("search", KEY)
     work.parent.mkdir(parents=True)
     harm(work)
@@ -223,7 +225,7 @@ def crash(*_: object) -> None:
 
 
 @pytest.mark.parametrize("harmed", [False, True])
-def test_work_is_published_after_a_crash_if_it_is_whole(
+def test_complete_work_is_published_after_a_crash(
     store: Store, monkeypatch: pytest.MonkeyPatch, harmed: bool
 ) -> None:
     work = fill(store)
@@ -262,7 +264,7 @@ def test_a_crash_while_replacing_keeps_the_new_output(
     assert [path.name for path in store.published("search", KEY).parent.iterdir()] == [KEY]
 
 
-def test_work_on_other_inputs_or_before_a_forced_run_is_thrown_away(store: Store) -> None:
+def test_work_on_other_inputs_or_before_a_forced_run_is_discarded(store: Store) -> None:
     def attempts(**more: Any) -> int:
         (store.begin("search", KEY, **more) / "part.txt").write_text("kept")
         return len(store.state("search", KEY)["attempts"])
@@ -280,9 +282,9 @@ def test_work_on_other_inputs_or_before_a_forced_run_is_thrown_away(store: Store
     assert [path.name for path in store.work("search", KEY).iterdir()] == ["part.txt"]
 
 
-# The newest file of a killed attempt may be one that it was writing, which is removed.
+# A killed attempt may have left a half-written file, which is removed.
 @pytest.mark.parametrize("newest", ["b.txt", ".tmp-00000000-1-0", "manifest.json", None])
-def test_time_of_attempts_that_came_to_nothing_counts(
+def test_time_of_attempts_without_a_result_counts(
     store: Store, newest: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = fill(store)
@@ -311,7 +313,7 @@ def test_a_clock_set_back_gives_no_negative_seconds(
     assert json.loads((folder / "manifest.json").read_text())["seconds"] == 0
 
 
-def test_what_killed_writers_left_is_removed(store: Store) -> None:
+def test_temporary_files_of_killed_writers_are_removed(store: Store) -> None:
     output = publish(store)
     store.link("tiny", "search", KEY, ["search"])
     old, new = store.root / "store" / ".tmp-old", store.root / "store" / "search" / ".tmp-new"
@@ -324,7 +326,7 @@ def test_what_killed_writers_left_is_removed(store: Store) -> None:
     others = [
         store.root / "store" / f"{here}-{os.getpid()}-0.json",  # of another thread
         store.root / "store" / f".tmp-00000000-{dead.pid}-0.json",  # of another machine
-        output / f"{here}-{dead.pid}-0.json",  # a link leads there, and nobody writes there
+        output / f"{here}-{dead.pid}-0.json",  # a link leads there, and no process writes there
     ]
     for path in (old, new, *killed, *others):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,8 +338,8 @@ def test_what_killed_writers_left_is_removed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_links_follow_the_last_run(store: Store, elsewhere: bool) -> None:
-    """Also in a folder that is a link itself, to another disk perhaps."""
+def test_links_lead_to_the_last_run(store: Store, elsewhere: bool) -> None:
+    """Also in a folder that is itself a link, for example to another disk."""
     folder = publish(store)
     if elsewhere:
         (store.root.parent / "far" / "away").mkdir(parents=True)
@@ -383,10 +385,10 @@ def test_hashes_are_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert FileHasher(cache).sha256(file) == second != digest
 
 
-def test_a_hash_is_kept_only_of_a_file_that_has_settled(
+def test_a_hash_is_kept_only_if_the_file_has_not_just_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was just written may change again within a tick of its clock."""
+    """A file that was just written may change again within one tick of its clock."""
     monkeypatch.setattr("pipeline.run.hashing.SETTLED_NS", 10**12)
     file, cache = tmp_path / "a", tmp_path / "cache.json"
     file.write_text("one")
@@ -400,7 +402,7 @@ def test_a_hash_is_kept_only_of_a_file_that_has_settled(
     assert FileHasher(cache, budget_bytes=0).sha256(file) == digest
 
 
-def test_hashes_that_cannot_be_kept_are_no_fault(tmp_path: Path) -> None:
+def test_hashes_that_cannot_be_saved_cause_no_error(tmp_path: Path) -> None:
     (tmp_path / "store").touch()
     os.utime(tmp_path / "store", (1, 1))
     hasher = FileHasher(tmp_path / "store" / "hashes.json")
@@ -409,7 +411,7 @@ def test_hashes_that_cannot_be_kept_are_no_fault(tmp_path: Path) -> None:
     assert hasher.sha256(tmp_path / "store") == digest == hashlib.sha256(b"").hexdigest()
 
 
-def test_a_hash_is_not_kept_of_a_file_that_was_changed_as_it_was_read(
+def test_no_hash_is_kept_of_a_file_that_changed_while_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, cache = tmp_path / "a", tmp_path / "cache.json"
@@ -453,7 +455,7 @@ def test_a_damaged_record_is_reported_with_its_file_and_field(
         Manifest.read(tmp_path)
 
 
-def test_two_writers_of_the_hash_cache_both_stay(
+def test_two_writers_of_the_hash_cache_keep_both_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.run.hashing.SETTLED_NS", 0)
@@ -469,8 +471,8 @@ def test_two_writers_of_the_hash_cache_both_stay(
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link to a folder", "link that leads nowhere"])
-def test_a_folder_replaces_what_was_there(tmp_path: Path, kind: str) -> None:
-    """Also where a kill left what was there under its temporary name."""
+def test_a_folder_replaces_the_older_one(tmp_path: Path, kind: str) -> None:
+    """Also if a killed process left the older one under its temporary name."""
     for place in (tmp_path / "place", tmp_path / ".tmp-old-place"):
         if kind == "folder":
             place.mkdir()
@@ -488,7 +490,7 @@ def test_a_folder_replaces_what_was_there(tmp_path: Path, kind: str) -> None:
         ]
 
 
-def test_what_a_killed_writer_left_is_not_published(store: Store) -> None:
+def test_leftovers_of_a_killed_writer_are_not_published(store: Store) -> None:
     work = fill(store)
     with pytest.raises(Crash), replacing(work / "sub" / "c.txt") as temporary:
         temporary.write_text("half")
@@ -516,7 +518,7 @@ def test_what_a_killed_writer_left_is_not_published(store: Store) -> None:
     ],
 )
 def test_damaged_notes_of_attempts_stop_no_run(store: Store, content: Any) -> None:
-    """Nor the publishing of what was worked on for days."""
+    """Nor do they stop the publishing of finished work."""
     fill(store)
     notes = store.state_file("search", KEY)
     notes.write_text(json.dumps(content))
@@ -528,13 +530,13 @@ def test_damaged_notes_of_attempts_stop_no_run(store: Store, content: Any) -> No
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_what_a_server_loses_for_a_moment_is_neither_gone_nor_empty(
+def test_a_briefly_unreadable_store_counts_neither_as_missing_nor_as_empty(
     store: Store, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     work = fill(store)
     with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
         lose(patch, work, number)
-        store.begin("search", KEY)  # which would begin it anew
+        store.begin("search", KEY)  # which would start it anew
     with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
         lose(patch, work / "sub", number)
         store.publish("search", DOCUMENT, {}, store.hasher())  # without the files in it
@@ -544,7 +546,7 @@ def test_what_a_server_loses_for_a_moment_is_neither_gone_nor_empty(
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EPERM])
 @pytest.mark.parametrize("name", ["manifest.json", "b.txt"])
-def test_what_cannot_be_read_for_a_moment_or_by_this_user_is_no_damage(
+def test_files_that_cannot_be_read_now_or_by_this_user_are_not_damaged(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     folder = publish(store)
@@ -552,6 +554,6 @@ def test_what_cannot_be_read_for_a_moment_or_by_this_user_is_no_damage(
         lose(patch, folder / name, number)
         store.damage("search", KEY, store.hasher())
     with monkeypatch.context() as patch:
-        lose(patch, folder / name, errno.EIO)  # the disk says so
+        lose(patch, folder / name, errno.EIO)  # the disk reports an error
         assert store.damage("search", KEY, store.hasher()) is not None
     assert store.damage("search", KEY, store.hasher()) is None

@@ -1,4 +1,4 @@
-"""The ways of use that docs/guide/using.md lists: each works on a hybrid or ends in a sentence."""
+"""The ways of use that docs/guide/using.md lists: each works on a hybrid or fails in a sentence."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_every_way_on_the_page_has_tests_that_exist() -> None:
     ],
     ids=str,
 )
-def test_sampling_draws_the_same_with_the_cache(hybrid: Any, options: dict[str, Any]) -> None:
+def test_sampling_draws_the_same_tokens_with_the_cache(
+    hybrid: Any, options: dict[str, Any]
+) -> None:
     texts = []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -113,14 +115,14 @@ def test_sampling_draws_the_same_with_the_cache(hybrid: Any, options: dict[str, 
     assert torch.equal(*texts)
 
 
-def test_embeddings_in_place_of_tokens(hybrid: Any) -> None:
+def test_generate_accepts_inputs_embeds(hybrid: Any) -> None:
     ids = tokens(2, LENGTH)
     embeddings = hybrid.get_input_embeddings()(ids)
     output = hybrid.generate(inputs_embeds=embeddings, max_new_tokens=NEW, do_sample=False)
     assert torch.equal(output, _greedy(hybrid, ids)[:, LENGTH:])
 
 
-def test_scores_and_hidden_states_of_generate(hybrid: Any) -> None:
+def test_generate_returns_scores_and_hidden_states(hybrid: Any) -> None:
     ids = tokens(1, LENGTH)
     options = {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
     output = [_greedy(hybrid, ids, use_cache=use, **options) for use in (True, False)]
@@ -142,12 +144,14 @@ def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: 
 
 
 @pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}])
-def test_searches_that_transformers_gave_up_are_refused(hybrid: Any, options: Any) -> None:
+def test_decoding_methods_that_transformers_has_removed_are_refused(
+    hybrid: Any, options: Any
+) -> None:
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         _greedy(hybrid, tokens(1, LENGTH), **options)
 
 
-def test_a_stream_and_a_pipeline_give_the_text_of_generate(
+def test_streaming_and_the_pipeline_give_the_text_of_generate(
     hybrid: Any, folder: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = tokens(1, LENGTH)
@@ -163,7 +167,7 @@ def test_a_stream_and_a_pipeline_give_the_text_of_generate(
     assert output[1][0]["generated_text"] == alone[0]["generated_text"]
 
 
-def test_a_prefix_computed_once_is_used_by_many(hybrid: Any) -> None:
+def test_a_cached_prefix_can_be_used_by_many_texts(hybrid: Any) -> None:
     ids, cache = tokens(1, LENGTH), DynamicCache()
     with torch.inference_mode():
         hybrid(ids[:, :12], past_key_values=cache)
@@ -199,7 +203,7 @@ def test_an_exported_program_computes_the_same() -> None:
 
 
 class _Logits(torch.nn.Module):
-    """A pass without a cache, as a program that takes tokens alone."""
+    """A pass without a cache, as a program that takes only tokens."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -231,7 +235,7 @@ def test_layers_on_disk_or_in_host_memory_compute_the_same(folder: Path, tmp_pat
     assert torch.equal(_greedy(model, tokens(2, LENGTH)), _greedy(whole, tokens(2, LENGTH)))
 
 
-def test_a_copy_and_a_pickle_are_models_of_their_own(tmp_path: Path) -> None:
+def test_a_copy_and_a_pickle_are_independent_models(tmp_path: Path) -> None:
     hybrid = _hybrid()
     twin = copy.deepcopy(hybrid)
     torch.save(hybrid, tmp_path / "model.pt")
@@ -242,7 +246,7 @@ def test_a_copy_and_a_pickle_are_models_of_their_own(tmp_path: Path) -> None:
         assert isinstance(model(tokens(1, 5)).past_key_values, HybridCache)
 
 
-def test_more_embeddings(tmp_path: Path) -> None:
+def test_embeddings_can_be_resized(tmp_path: Path) -> None:
     model = _hybrid()
     model.resize_token_embeddings(VOCABULARY + 3)
     model.save_pretrained(tmp_path)
@@ -252,7 +256,7 @@ def test_more_embeddings(tmp_path: Path) -> None:
 
 
 def test_the_trainer_trains_and_saves_a_hybrid(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments  # they load peft and the inductor
+    from transformers import Trainer, TrainingArguments  # they import peft and the inductor
 
     model, rows = _hybrid(), tokens(4, LENGTH)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -269,8 +273,8 @@ def test_the_trainer_trains_and_saves_a_hybrid(tmp_path: Path) -> None:
     assert torch.equal(_greedy(again, rows), _greedy(model.eval(), rows))
 
 
-def test_rollouts_are_scored_with_the_probabilities_they_were_drawn_by(hybrid: Any) -> None:
-    """As reinforcement learning does: generate with left padding, then one pass with gradients."""
+def test_rollouts_are_scored_with_the_probabilities_of_their_sampling(hybrid: Any) -> None:
+    """As in reinforcement learning: generate with left padding, then one pass with gradients."""
     ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :7] = 0
     output = _greedy(
@@ -288,7 +292,7 @@ def test_rollouts_are_scored_with_the_probabilities_they_were_drawn_by(hybrid: A
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
-def test_other_heads_and_the_family_s_class_are_refused(folder: Path) -> None:
+def test_other_heads_and_the_familys_class_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
         AutoModelForSequenceClassification.from_pretrained(folder)
     with pytest.raises(Exception, match="load this model by AutoModelForCausalLM"):
@@ -296,10 +300,8 @@ def test_other_heads_and_the_family_s_class_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "gemma3"])
-def test_the_family_s_class_handed_a_hybrid_s_configuration_is_refused(
-    name: str, tmp_path: Path
-) -> None:
-    """Whichever way the configuration comes; the hybrid class itself takes each of them."""
+def test_the_familys_class_refuses_a_hybrids_configuration(name: str, tmp_path: Path) -> None:
+    """In whichever way it gets the configuration; the hybrid class takes each of them."""
     model = small_model(name)
     family_class, decoder = type(model), type(model.get_decoder())
     hybrid = materialize(model, mask_of(model.config), Window(WINDOW, SINKS))
@@ -320,7 +322,7 @@ def test_the_family_s_class_handed_a_hybrid_s_configuration_is_refused(
         hybrid.get_decoder().set_attn_implementation("eager")
 
 
-def test_what_is_pushed_carries_the_code_file(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushed_models_carry_the_code_file(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[set[str]] = []
 
     def commit(self: Any, *args: Any, operations: Any, **kwargs: Any) -> Any:
@@ -334,8 +336,8 @@ def test_what_is_pushed_carries_the_code_file(hybrid: Any, monkeypatch: pytest.M
     assert not re.search(r"\.bin|\.pt", " ".join(names[0]))
 
 
-def test_an_engine_s_attention_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM's transformers backend asks for it, which finds the code file's AutoModel."""
+def test_an_engines_own_attention_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's transformers backend sets it, which loads the code file's AutoModel."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", lambda *args: None)
     for auto in (AutoModel, AutoModelForCausalLM):
         config = AutoConfig.from_pretrained(folder)
@@ -345,8 +347,8 @@ def test_an_engine_s_attention_is_refused(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("by_position", [False, True])
-def test_a_loop_with_positions_and_no_mask(hybrid: Any, by_position: bool) -> None:
-    """Greedy decoding as somebody writes it who knows transformers alone."""
+def test_a_loop_with_positions_and_without_a_mask_works(hybrid: Any, by_position: bool) -> None:
+    """Greedy decoding as written for plain transformers models."""
     ids = tokens(2, LENGTH)
     expected = hybrid.generate(ids, max_new_tokens=8, do_sample=False)
     past, step, text = None, ids, ids
@@ -362,7 +364,7 @@ def test_a_loop_with_positions_and_no_mask(hybrid: Any, by_position: bool) -> No
     assert torch.equal(text, expected)
 
 
-def test_packed_rows_get_no_cache_and_a_wish_for_one_is_refused(hybrid: Any) -> None:
+def test_packed_rows_get_no_cache_and_use_cache_is_refused(hybrid: Any) -> None:
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
     assert hybrid(tokens(1, LENGTH), position_ids=packed).past_key_values is None
     for options in ({"use_cache": True}, {"past_key_values": DynamicCache()}):
@@ -373,14 +375,14 @@ def test_packed_rows_get_no_cache_and_a_wish_for_one_is_refused(hybrid: Any) -> 
 def test_positions_of_a_single_token_are_not_read(
     hybrid: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU would wait for them in every step."""
+    """A GPU would have to synchronise for them in every step."""
     cache = hybrid(tokens(1, 5)).past_key_values
     monkeypatch.setattr(torch.Tensor, "diff", lambda *_, **__: pytest.fail("positions were read"))
     hybrid(tokens(1, 1), past_key_values=cache, position_ids=torch.tensor([[5]]))
 
 
-def test_positions_of_images_may_start_again_in_height_and_width() -> None:
-    """Of four planes the first has the positions in the text, which tell documents apart."""
+def test_image_positions_may_restart_in_height_and_width() -> None:
+    """Only the first of four planes has the positions in the text, which separate documents."""
     base, ids = small_model("qwen3_vl"), tokens(1, LENGTH)
     decoder = materialize(base, mask_of(base.config), Window(WINDOW)).get_decoder()
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
@@ -411,9 +413,7 @@ def _user_caches(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_an_empty_cache_of_transformers_saves_what_a_hybrid_one_does(
-    hybrid: Any, number: int
-) -> None:
+def test_an_empty_cache_of_transformers_is_as_small_as_a_hybrids(hybrid: Any, number: int) -> None:
     cache, ids = _user_caches(hybrid)[number], tokens(2, LENGTH)
     parts = [hybrid(ids[:, a:b], past_key_values=cache) for a, b in ((0, 12), (12, 19), (19, 20))]
     torch.testing.assert_close(
@@ -428,8 +428,8 @@ def test_an_empty_cache_of_transformers_saves_what_a_hybrid_one_does(
 
 
 @pytest.mark.parametrize("assisted", [False, True])
-def test_generate_continues_with_a_cache_of_the_user(hybrid: Any, assisted: bool) -> None:
-    """Assisted decoding takes tokens back, which the layers must have recorded."""
+def test_generate_continues_with_the_users_cache(hybrid: Any, assisted: bool) -> None:
+    """Assisted decoding takes tokens back, so the layers must have recorded them."""
     ids, cache = tokens(1, LENGTH), DynamicCache(config=hybrid.config)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3} if assisted else {}
     expected = hybrid.generate(ids, max_new_tokens=8, do_sample=False)
@@ -441,8 +441,8 @@ def test_generate_continues_with_a_cache_of_the_user(hybrid: Any, assisted: bool
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "olmo3"])
-def test_an_empty_static_cache_of_the_user_where_layers_differ(family: str) -> None:
-    """Where layers hold states too, or have room for their own window alone."""
+def test_the_users_empty_static_cache_works_if_layers_differ(family: str) -> None:
+    """If some layers also hold states, or only their own window."""
     base, ids = small_model(family), tokens(2, LENGTH)
     hybrid = materialize(base, mask_of(base.config), Window(7, 2))
     cache = StaticCache(config=hybrid.config, max_cache_len=LENGTH + 8)
@@ -453,7 +453,7 @@ def test_an_empty_static_cache_of_the_user_where_layers_differ(family: str) -> N
 
 @pytest.mark.parametrize("static", [False, True])
 def test_attention_weights_with_eager(static: bool) -> None:
-    """Of a pass, of chunks over a cache, and of `generate`: rows of one and the same matrix."""
+    """Of a pass, of chunks with a cache, and of `generate`: rows of the same matrix."""
     ids = tokens(2, LENGTH)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -484,14 +484,16 @@ def test_attention_weights_with_eager(static: bool) -> None:
     torch.testing.assert_close(output.attentions[0], whole, **_NEAR)
 
 
-def test_attention_weights_by_the_configuration(folder: Path) -> None:
+def test_attention_weights_can_be_requested_by_the_configuration(folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", output_attentions=True
     )
     assert len(loaded(tokens(1, 5)).attentions) == LAYERS
 
 
-def test_the_decoder_alone_by_auto_model(hybrid: Any, folder: Path, tmp_path: Path) -> None:
+def test_auto_model_loads_the_decoder_without_its_head(
+    hybrid: Any, folder: Path, tmp_path: Path
+) -> None:
     decoder, ids = AutoModel.from_pretrained(folder), tokens(2, LENGTH)
     assert type(decoder).__name__ == "HybridQwen3Model"
     out = decoder(ids, torch.ones_like(ids))
@@ -522,8 +524,8 @@ def _damaged(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def test_a_sink_bias_that_config_json_has_lost_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Its logits would be another model's, without a word."""
+def test_a_sink_bias_missing_in_config_json_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Otherwise the logits would silently be another model's."""
     _damaged(folder, tmp_path, lambda w: w.update({f"{_ATTENTION}.sink_bias": torch.ones(4)}))
     with pytest.raises(UserError, match=r"1 weights of the files have no place .*sink_bias"):
         load_model(tmp_path, dtype="float32")
@@ -545,10 +547,10 @@ def test_a_sink_bias_that_config_json_has_lost_is_refused(folder: Path, tmp_path
     ],
     ids=["missing", "unexpected", "renamed"],
 )
-def test_a_model_of_which_weights_would_be_random_is_refused(
+def test_a_model_with_missing_weights_is_refused(
     folder: Path, tmp_path: Path, change: Any, sentence: str, ordinary: bool
 ) -> None:
-    """By whatever call; transformers alone would fill them with random numbers and a warning."""
+    """By every way to load it; transformers alone would fill in random numbers with a warning."""
     source = folder
     if ordinary:
         source = tmp_path / "base"
