@@ -39,7 +39,7 @@ FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 class Layered:
     """A small model: sliding units cost their weight, and two of a kind more than their sum.
 
-    Its gradients are those of its log-likelihood, with `noise` on top.
+    Gradients are those of its log-likelihood plus `noise`.
     """
 
     def __init__(self, layers, heads, seed, noise=0.0):
@@ -80,7 +80,7 @@ def exact(scorer, ratio, budget=100, log=None):
 
 
 class Shared(Layered):
-    """Every share of the examples has gradients of its own."""
+    """Each share of the examples has gradients of its own."""
 
     def gate_gradient(self, mask, share=0, shares=1):
         exact = super().gate_gradient(mask, share, shares)
@@ -90,8 +90,8 @@ class Shared(Layered):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("method", ["bosch", "bosch_plus", "learned_gates"])
-def test_what_the_log_knows_does_not_change_the_search(tmp_path, method, seed):
-    """Neither where a search was stopped, in a line, nor that all masks were measured before."""
+def test_evaluations_in_the_log_do_not_change_the_search(tmp_path, method, seed):
+    """Neither after a stop, even within a line, nor with all masks measured before."""
     path = tmp_path / "evaluations.jsonl"
 
     def search():
@@ -113,7 +113,7 @@ def test_what_the_log_knows_does_not_change_the_search(tmp_path, method, seed):
 
 
 def test_a_resumed_search_orders_the_rounds_as_before(tmp_path):
-    """Which examples a losing mask is measured on depends on the masks before it."""
+    """The order of examples for a losing mask depends on the masks before it."""
     path = tmp_path / "evaluations.jsonl"
     model, calibration = searchable(examples=8)
 
@@ -131,7 +131,7 @@ def test_a_resumed_search_orders_the_rounds_as_before(tmp_path):
 
 
 class Costly(Layered):
-    """Its gradients cost more or less by share, in all 3.2 passes."""
+    """The cost of its gradients differs by share: 3.2 passes in all."""
 
     def __init__(self, layers, heads, seed, shares):
         super().__init__(layers, heads, seed, noise=0.1)
@@ -153,12 +153,12 @@ def test_no_search_by_gradients_spends_more_than_its_budget(method, shares):
                 find_mask(method, evaluator, options)
             continue
         find_mask(method, evaluator, options)
-        masks = evaluator.costs()["evaluations"] - 2  # but for the anchors
+        masks = evaluator.costs()["evaluations"] - 2  # without the anchors
         assert masks + evaluator.passes_of_gradients <= plus_budget(options, layers) + 1e-9
 
 
-def test_a_search_by_swaps_has_one_best_score():
-    """A move whose evaluation ended early is no best, and what came before it still is."""
+def test_a_search_by_swaps_keeps_its_best_score():
+    """A mask whose evaluation ended early is never the best, and the best before it remains."""
     ended_early = 0
     for seed in range(4):
         scorer = Layered(6, 8, seed, noise=0.1)
@@ -174,7 +174,7 @@ def test_a_search_by_swaps_has_one_best_score():
 
 
 class Halved:
-    """Ends every pass half-way where it may, at half of the cost."""
+    """Ends a pass half-way if it may, at half of the cost."""
 
     num_layers, num_key_value_heads, quantum = 2, 4, 0.25
 
@@ -184,7 +184,7 @@ class Halved:
         return Evaluation(0.5, -0.5, 0.0, 0.5, is_bound=True)
 
 
-def test_every_pass_that_ended_early_is_paid_for(tmp_path):
+def test_the_cost_of_passes_that_ended_early_is_counted(tmp_path):
     path = tmp_path / "evaluations.jsonl"
     mask = HeadMask.all_full(2, 4)
 
@@ -207,7 +207,7 @@ def test_every_pass_that_ended_early_is_paid_for(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_a_bound_is_never_the_best_mask_so_far():
+def test_a_bound_is_never_the_best_mask():
     evaluator, mask = evaluator_of(Halved()), HeadMask.all_full(2, 4)
     evaluator.on_budget = lambda mask: True
     evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
@@ -219,21 +219,21 @@ def test_a_bound_is_never_the_best_mask_so_far():
 @pytest.mark.parametrize(
     ("name", "units", "seeds", "most"),
     [
-        # Gradients at the two corners alone give a regret of 0.15 to 0.9 on these.
+        # With gradients at the two corners alone the regret on these is 0.15 to 0.9.
         ("redundant", 320, [3], 0.1), ("pairs", 320, [3], 0.1), ("chains", 320, [3], 0.1),
         ("traps", 320, [3], 0.1),
-        # There are passes for one mask alone.
+        # The passes suffice for one mask only.
         ("redundant", 48, range(100, 106), 0.15),
-        # Each gradient alone is off by a fifth: a regret of 0.064 where only the last one counts.
+        # Each gradient alone is off by a fifth: with only the last one the regret is 0.064.
         ("pairs", 48, range(16), 0.045),
-        # One start alone has a regret of 0.5 on xor, or on traps, chains and layers.
+        # With one start the regret is 0.5 on xor, or on traps, chains and layers.
         ("thresholds", 512, [11], 0.35), ("one_of_two", 512, [11], 0.05), ("xor", 512, [11], 0.2),
         ("either", 512, [11], 0.2), ("layers", 512, [11], 0.05), ("heavy", 512, [11], 0.05),
         ("by_layer", 512, [11], 0.06), ("traps", 512, [11], 0.1), ("chains", 512, [11], 0.08),
     ],
 )  # fmt: skip
-def test_its_starts_survive_interactions(name, units, seeds, most):
-    """Within the passes of a budget per layer of 4 and those of the anchors."""
+def test_searches_find_good_masks_despite_interactions(name, units, seeds, most):
+    """Within the passes of a budget per layer of 4, plus the anchors."""
     regrets, options = [], SearchSettings(RATIO, budget_per_layer=4)
     for seed in seeds:
         scorer = landscape(name, units, seed)
@@ -244,7 +244,7 @@ def test_its_starts_survive_interactions(name, units, seeds, most):
     assert np.mean(regrets) < most
 
 
-def test_every_start_and_every_move_has_its_turn():
+def test_every_start_and_every_kind_of_move_is_used():
     evaluator = evaluator_of(landscape("xor", 128, 1))
     bosch_plus(evaluator, SearchSettings(RATIO, budget_per_layer=200))
     starts, moves = (
@@ -256,7 +256,7 @@ def test_every_start_and_every_move_has_its_turn():
 
 
 class Summed(Shared):
-    """Keeps the sum of the gradients that came before each mask."""
+    """Records the sum of the gradients before each mask."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -272,7 +272,7 @@ class Summed(Shared):
         return gradient
 
 
-def test_one_start_has_the_units_of_greatest_mean_worth():
+def test_one_start_has_the_units_of_greatest_mean_value():
     scorer = Summed(8, 8, 0)
     _, evaluator = exact(scorer, 0.75)
     [key] = [point.mask for point in evaluator.trace if point.subproblem == "mean"]
@@ -280,8 +280,8 @@ def test_one_start_has_the_units_of_greatest_mean_worth():
     assert worth[full].min() > worth[~full].max()
 
 
-def test_one_start_has_the_layers_of_greatest_worth():
-    """Of 19 full units those of the best two layers, and the best three of the next one."""
+def test_one_start_has_the_layers_of_greatest_value():
+    """19 full units: all of the best two layers, and the best three of the next one."""
     scorer = Shared(8, 8, 0)
     _, evaluator = exact(scorer, 0.7)
     [key] = [point.mask for point in evaluator.trace if point.subproblem == "layers"]
@@ -294,7 +294,7 @@ def test_one_start_has_the_layers_of_greatest_worth():
 
 
 class Scripted:
-    """Units of the same worth at every mask; the best full ones are `better`, then 0, 1 and 2."""
+    """Units of the same value at every mask; the best full ones are `better`, then 0, 1 and 2."""
 
     num_layers, num_key_value_heads, quantum = 2, 4, 0.25
     worth = (1.0, 1.01, 1.02, 0.9, 0.899, 0.898, 0.897, 0.896)
@@ -316,8 +316,8 @@ class Scripted:
 
 
 @pytest.mark.parametrize(("better", "third"), [((), (0, 1, 5)), ((0, 2, 4), (1, 2, 4))])
-def test_units_of_swaps_that_failed_wait_until_one_wins(better, third):
-    """What failed weighs more than how far the worth of these units is apart."""
+def test_units_of_failed_swaps_wait_until_a_swap_wins(better, third):
+    """The penalty for failures is larger than the differences between these units' values."""
     scorer = Scripted(better)
     exact(scorer, 5 / 8, budget=200)
     start = scorer.masks.index((0, 1, 2))
@@ -325,9 +325,10 @@ def test_units_of_swaps_that_failed_wait_until_one_wins(better, third):
 
 
 class Flat:
-    """The first of 4 x 4 units are worth more than the next, or all the same; masks score alike.
+    """Masks that score alike.
 
-    One that differs from the last winner by more units than a swap wins where `kicks_win`.
+    The first of 4 x 4 units have a higher value than the others, or all the same value. A mask
+    that differs from the last winner by more units than a swap wins if `kicks_win`.
     """
 
     num_layers, num_key_value_heads, quantum = 4, 4, 0.25
@@ -357,19 +358,19 @@ def _swaps(scorer):
     return [point.subproblem for point in evaluator.trace if point.phase == "swaps"]
 
 
-def test_other_moves_go_on_as_long_as_they_win():
+def test_other_moves_continue_as_long_as_they_win():
     moves = _swaps(Flat(np.zeros(16), kicks_win=True))
     assert moves[:24] == ["swap"] * 24 and not {"swap"} & {*moves[24:34]}
 
 
-def test_moves_that_find_nothing_new_leave_swaps_their_turn():
-    """All 3 x 13 of them, though others cost nothing and lead back to the mask they began at."""
+def test_moves_that_propose_nothing_new_leave_swaps_their_turn():
+    """All 3 x 13 swaps, though other moves cost nothing and lead back to their start."""
     assert _swaps(Flat(range(16, 0, -1), kicks_win=False)).count("swap") == 39
 
 
 @pytest.mark.parametrize(("budget", "gradients"), [(31, 0), (32, 6), (39, 9), (60, 16)])
-def test_gates_have_their_share_of_what_the_other_start_leaves(budget, gradients):
-    """Of 24, 25, 30 and 47 passes 16 are not theirs; fewer than 6 gradients say too little."""
+def test_gates_get_their_share_of_what_the_other_start_leaves(budget, gradients):
+    """16 passes are reserved of 24, 25, 30 and 47; fewer than 6 gradients are too few."""
     scorer = Shared(8, 8, 0)
     evaluator, before = evaluator_of(scorer), []
     evaluator.watch = lambda one: before.append(
@@ -379,7 +380,7 @@ def test_gates_have_their_share_of_what_the_other_start_leaves(budget, gradients
     assert dict(before).get("gates", 1) - 1 == gradients
 
 
-def test_the_log_tells_each_gradient_each_better_mask_and_what_is_left(caplog):
+def test_the_log_has_each_gradient_each_better_mask_and_the_passes_left(caplog):
     caplog.set_level("INFO", logger="bosch.search.bosch_plus")
     result, evaluator = exact(Layered(6, 8, 2, noise=0.05), 0.75)
     first, *lines = caplog.messages
@@ -393,14 +394,14 @@ def test_the_log_tells_each_gradient_each_better_mask_and_what_is_left(caplog):
 
 
 @pytest.mark.parametrize(("ratio", "learned"), [(0.958, False), (0.91, True)])
-def test_no_gates_are_learned_for_fewer_than_four_full_units(ratio, learned):
+def test_no_gates_are_learned_with_fewer_than_four_full_units(ratio, learned):
     """2 and 4 of 48 units, with a budget that pays for both starts."""
     _, evaluator = exact(Layered(6, 8, 0), ratio, budget=21)
     assert any(p.subproblem == "gates" for p in evaluator.trace) == learned
 
 
 def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
-    """Of 48 units 46 slide in seven steps, with one gradient before each if they are free."""
+    """Of 48 units 46 slide in seven steps, with one gradient before each if gradients are free."""
     scorer, gradients = Layered(6, 8, 0), []
     scorer.gradient_passes = lambda share=0, shares=1: 0.0
     evaluator = evaluator_of(scorer)
@@ -410,8 +411,8 @@ def test_an_elimination_has_as_many_steps_as_the_root_of_its_units():
 
 
 @pytest.mark.parametrize(("kappa", "said"), [(4, True), (8, True), (10, True), (11, False)])
-def test_budgets_that_are_the_same_are_noted(kappa, said):
-    """Four passes at least: with four layers up to 11 evaluations a layer."""
+def test_a_note_names_budgets_per_layer_that_are_equivalent(kappa, said):
+    """Four passes at least: with four layers, every value up to 11."""
     _, evaluator = exact(Layered(4, 4, 0), 0.5, budget=kappa)
     assert any("every value up to 11" in note for note in evaluator.notes) == said
 
@@ -420,7 +421,7 @@ SIZES = (2 * WINDOW, WINDOW, 3)
 
 
 def blended_attention(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attention under every choice, mixed by the module's shares [HKV, 1 + windows]."""
+    """Attention under every choice, weighted by the module's shares [HKV, 1 + windows]."""
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     slots = torch.arange(query.shape[2])
@@ -433,7 +434,7 @@ def blended_attention(module, query, key, value, attention_mask, scaling, **kwar
     return blended.transpose(1, 2), None
 
 
-def test_gradients_are_the_slopes_of_the_blend_of_all_choices():
+def test_gradients_are_derivatives_of_the_blend_of_all_choices():
     model, calibration = searchable(examples=3)
     objective = Objective(model, calibration, [Window(size) for size in SIZES], batch_size=2)
     choices = np.random.default_rng(3).integers(0, 4, (LAYERS, KV_HEADS))
@@ -462,8 +463,8 @@ def test_gradients_are_the_slopes_of_the_blend_of_all_choices():
     assert np.abs(ours).max() > 0.01
 
 
-def test_gradients_over_shares_of_the_examples_have_the_mean_over_all():
-    """Of three examples there are three shares at most: none is empty."""
+def test_gradients_over_shares_have_the_mean_of_one_over_all_examples():
+    """Three examples make at most three shares: none is empty."""
     model, calibration = searchable(examples=3)
     objective, mask = Objective(model, calibration, Window(WINDOW), batch_size=2), random_mask(0)
     whole = objective.gate_gradient(mask)
@@ -477,7 +478,7 @@ def test_gradients_over_shares_of_the_examples_have_the_mean_over_all():
 
 
 def _gradient_means(shares: list[int]) -> GradientMeans:
-    """The n-th gradient says n of every unit; share s costs s + 1."""
+    """The n-th gradient gives every unit the value n; share s costs s + 1."""
 
     def take(layout: Any, share: int) -> np.ndarray:
         shares.append(share)
@@ -498,13 +499,13 @@ def test_values_are_the_mean_of_the_gradients_at_a_layout() -> None:
     assert shares == [*range(SHARES), *range(5)] and means.taken == len(shares)
 
 
-def test_a_move_promises_its_wins_per_pass() -> None:
+def test_a_moves_promise_is_its_wins_per_pass() -> None:
     assert Move("new", list).promise == 0.5
     assert Move("won", list, wins=2, passes=1.0).promise == 1.0
     assert Move("lost", list, passes=6.0).promise == 0.125
 
 
-def test_a_running_mean_starts_again_where_a_gradient_disagrees() -> None:
+def test_a_running_mean_restarts_if_a_gradient_disagrees() -> None:
     """By more than half of the larger one."""
     running = RunningMean(3)
     gradients = ([4.0, 4.0, 0.0], [2.0, 1.9, 0.0], [6.0, 1.5, 0.0], [4.0, 1.1, 1.0])

@@ -61,7 +61,7 @@ def _hybrid(sinks: int) -> Any:
 @pytest.mark.parametrize(
     "counts", [((0, 0), (1, 0), (4, 0)), ((1, 2), (0, 1), (0, 4))], ids=["one window", "two"]
 )
-def test_the_formula_is_what_the_caches_hold(
+def test_the_formula_gives_the_bytes_that_caches_hold(
     sinks: int, length: int, counts: tuple[tuple[int, int], ...]
 ) -> None:
     heads, batch, dim = 4, 2, 8
@@ -81,8 +81,8 @@ def test_the_formula_is_what_the_caches_hold(
         assert size.dynamic(length) == size.original(length)
 
 
-def test_each_layer_that_slides_by_itself_is_counted() -> None:
-    """Three of 2 KV heads, of 64 bytes a token each, beside one of 4, of 32 bytes."""
+def test_layers_that_slide_in_the_original_are_counted() -> None:
+    """Three of 2 KV heads, of 64 bytes a token each, and one of 4, of 32 bytes."""
     kinds = DecoderLayers(4, (3,), 4, 8, {0: 8, 1: 16, 2: 8}, own_heads=2, own_head_dim=16)
     size = CacheSize.of([{None: 4}], kinds, 2, state_bytes=5)
     full = 4 * 32 * 100 + 5
@@ -91,7 +91,7 @@ def test_each_layer_that_slides_by_itself_is_counted() -> None:
     assert size.paged(100, 10) == 4 * 32 * 100 + 2 * 64 * (10 + 20 + 10)
 
 
-def test_sinks_that_come_once_the_window_is_full() -> None:
+def test_sinks_stay_once_the_window_is_full() -> None:
     layer = HybridCacheLayer(full_first(0, 1, Window(2, 4)))
     for number in range(7):
         states = torch.full((1, 1, 1, 1), float(number))
@@ -101,7 +101,7 @@ def test_sinks_that_come_once_the_window_is_full() -> None:
 
 
 @torch.enable_grad()
-def test_gradients_of_chunks_with_a_cache_are_those_of_one_pass() -> None:
+def test_gradients_of_chunks_with_a_cache_equal_those_of_one_pass() -> None:
     model, ids = _hybrid(2), tokens(2, 20)
 
     def gradients(*chunks: Tensor) -> list[Tensor]:
@@ -116,7 +116,7 @@ def test_gradients_of_chunks_with_a_cache_are_those_of_one_pass() -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize(("sinks", "more"), [(0, ()), (4, ()), (2, (3, 15))])
-def test_generate_equals_generate_without_cache(
+def test_generate_gives_the_same_tokens_with_and_without_cache(
     kind: str, sinks: int, more: tuple[int, ...]
 ) -> None:
     """Left padding, beams and chunks of a prompt, with one window and with three."""
@@ -141,7 +141,7 @@ def test_generate_equals_generate_without_cache(
 
 @pytest.mark.parametrize("draft", ["model", "hybrid", "prompt"])
 def test_assisted_generation_is_exact(draft: str) -> None:
-    """The draft is taken back by `crop` at almost every step, from its writer's cache too."""
+    """`crop` takes the draft back at almost every step, also from the assistant's cache."""
     model, ids = _hybrid(4), tokens(1, 20)
     alone = model.generate(ids, max_new_tokens=12, do_sample=False)
     other = small_model(seed=5)
@@ -157,7 +157,7 @@ def test_assisted_generation_is_exact(draft: str) -> None:
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("recorded", [True, False])
 def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool) -> None:
-    """What is left is what a DynamicCache leaves, or a refusal where tokens are gone."""
+    """It leaves what a DynamicCache leaves, or is refused if tokens are gone."""
     layout, past = full_first(1, 3, Window(4, sinks)), 3
     for length in range(13):
         states = torch.arange(length).float().expand(1, 3, 2, length).transpose(2, 3).contiguous()
@@ -199,9 +199,9 @@ def test_crop_equals_transformers_own_at_every_length(sinks: int, recorded: bool
 def test_a_refused_crop_changes_no_layer(
     family: str, recorded: bool, static: bool, says: str
 ) -> None:
-    """Though the first layer, all full, could take tokens back.
+    """Although the first layer, all full, could take tokens back.
 
-    All tokens always can be, and the cache then takes another text.
+    Cropping to 0 tokens always works, and the cache then takes another text.
     """
     base, ids = small_model(family), tokens(1, 14)
     is_full = mask_of(base.config).is_full.copy()
@@ -224,9 +224,9 @@ def test_a_refused_crop_changes_no_layer(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
-def test_the_caches_have_what_transformers_own_have(family: str) -> None:
-    """Every public method and attribute, which `generate` and other libraries may ask for."""
-    # How transformers' static layers keep their tensors, read by themselves alone.
+def test_the_caches_have_every_member_of_transformers_own(family: str) -> None:
+    """Every public method and attribute that `generate` and other libraries may use."""
+    # Names that only transformers' static layers use themselves.
     inner = {"cumulative_length", "k_head_dim", "num_heads", "v_head_dim"}
 
     def public(owner: Any) -> set[str]:
@@ -247,8 +247,8 @@ def test_the_caches_have_what_transformers_own_have(family: str) -> None:
         assert ours.max_cache_len == ours.get_max_length()
 
 
-def test_layers_change_their_rows_and_come_back_from_the_host() -> None:
-    """As other libraries ask of transformers' own layers, one by one."""
+def test_rows_can_be_reordered_and_layers_moved_to_the_host() -> None:
+    """As other libraries do with transformers' own layers, one by one."""
     model, ids = _hybrid(2), tokens(2, 20)
     cache = model.new_cache()
     model(ids[:, :15], past_key_values=cache)
@@ -263,7 +263,7 @@ def test_layers_change_their_rows_and_come_back_from_the_host() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "lfm2"])
-def test_reset_and_batch_changes(family: str) -> None:
+def test_a_cache_can_be_reset_and_take_another_batch_size(family: str) -> None:
     base, ids = small_model(family), tokens(2, 20)
     model = materialize(base, mask_of(base.config), Window(WINDOW, 2))
     cache = model.new_cache()
@@ -282,7 +282,7 @@ def test_reset_and_batch_changes(family: str) -> None:
 
 
 def _one_layer(sinks: int) -> Any:
-    """Compiling takes seconds for each layer."""
+    """A single layer, because compiling takes seconds for each layer."""
     model = small_model(num_hidden_layers=1)
     return materialize(model, HeadMask(random_mask().is_full[:1]), Window(WINDOW, sinks))
 
@@ -304,7 +304,7 @@ def _in_chunks(forward: Any, cache: Any, ids: Tensor, sizes: list[int], **padded
             part["position_ids"] = padded["position_ids"][:, start:stop]
         outputs.append(forward(input_ids=ids[:, start:stop], past_key_values=cache, **part).logits)
         start = stop
-        if isinstance(cache, HybridCache):  # what slid out is gone after every chunk
+        if isinstance(cache, HybridCache):  # tokens that left the window are gone after every chunk
             sliding = [g for x in cache.hybrid_layers for g in x.groups if g.group.window]
             assert all(g.keys.shape[2] <= g.group.window.held(stop) for g in sliding)
     assert start == ids.shape[1] == int(cache.get_seq_length())
@@ -342,9 +342,9 @@ def test_any_chunking_equals_one_pass_without_a_cache(
 
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
-    """Over two calls of different lengths, the first of them the longer one.
+    """Over two calls of different lengths, the longer one first.
 
-    The ring goes round while the same graph runs; in padded rows sinks arrive meanwhile.
+    The ring wraps around in the same graph, and in padded rows sinks arrive meanwhile.
     """
     model = _one_layer(sinks)
     compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
@@ -369,7 +369,7 @@ def test_decoding_compiles_once_without_a_graph_break(sinks: int) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_generate_compiles_the_chunks_of_a_prompt_once_and_a_step() -> None:
+def test_generate_compiles_prompt_chunks_once_and_steps_once() -> None:
     model, ids = _one_layer(4), tokens(2, 24)
     compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiling._compile_all_devices = True
@@ -395,8 +395,8 @@ def test_compiled_chunks_equal_one_pass_at_every_position() -> None:
 @pytest.mark.parametrize(
     ("family", "sizes"), [("gemma3", [12, 5, *[1] * 13]), ("qwen3", [1] * LENGTH)]
 )
-def test_static_cache_of_transformers_is_exact_in_both_modes(family: str, sizes: list[int]) -> None:
-    """It holds every token of every head; the mask of its first pass may cover all of its room."""
+def test_transformers_static_cache_is_exact_in_both_modes(family: str, sizes: list[int]) -> None:
+    """It holds every token of every head; the mask of its first pass may cover its whole length."""
     searched, ids = small_model(family), tokens(2, LENGTH)
     mask = mask_of(searched.config)
     hybrid = materialize(searched, mask, Window(WINDOW, 4))
@@ -433,10 +433,10 @@ def test_reorder_keeps_the_tensors_and_moves_the_rows() -> None:
     )
 
 
-def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None:
+def test_crop_is_exact_until_the_ring_wraps_around_and_refused_after() -> None:
     model, ids = _hybrid(2), tokens(1, 20)
     cache = model.new_static_cache(20)
-    assert not cache.is_croppable  # transformers asks before it goes ahead of the stop by a token
+    assert not cache.is_croppable  # transformers crops one token before the stop
     model(ids[:, :3], past_key_values=cache)
     model(tokens(1, 3, seed=9), past_key_values=cache)
     cache.crop(-3)
@@ -455,8 +455,8 @@ def test_crop_is_exact_until_the_ring_has_gone_round_and_refused_after() -> None
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_passes_and_tokens_beyond_the_end_are_refused(full: int) -> None:
-    """Where all heads slide too: their ring would take a token, and no mask would show it."""
+def test_tokens_beyond_the_end_of_a_static_cache_are_refused(full: int) -> None:
+    """Also if all heads slide: their ring has room, but no mask would show the token."""
     layer = StaticHybridCacheLayer(full_first(full, 2, Window(4)), 10)
     first, rest, last = torch.zeros(1, 2, 12, 4).split([8, 3, 1], dim=2)
     layer.update(first, first)
@@ -469,8 +469,8 @@ def test_passes_and_tokens_beyond_the_end_are_refused(full: int) -> None:
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("heads", [1, 2, 5])
-def test_states_of_other_heads_are_refused(kind: str, heads: int) -> None:
-    """As a model has them whose heads are split over processes; in the first pass and later."""
+def test_states_of_another_number_of_heads_are_refused(kind: str, heads: int) -> None:
+    """As if heads were split over processes; in the first pass and later."""
     layouts, room = [full_first(1, 4, Window(4))], (10,) if kind == "static" else ()
     states = torch.zeros(1, heads, 3, 4)
     for before in (0, 1):
@@ -483,10 +483,10 @@ def test_states_of_other_heads_are_refused(kind: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_a_cache_of_transformers_that_holds_states_keeps_them(
+def test_a_filled_cache_of_transformers_keeps_its_states(
     kind: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The original reads the prompt, its hybrid of full heads resumes from there, and says so."""
+    """The original reads the prompt, its hybrid with full heads continues, with a warning."""
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     original, ids = small_model(), tokens(2, LENGTH)
     expected = original(ids).logits[:, 12:]
@@ -503,10 +503,8 @@ def test_a_cache_of_transformers_that_holds_states_keeps_them(
 @pytest.mark.parametrize(
     ("kind", "sinks", "stays"), [("static", 0, False), ("static", 2, True), ("dynamic", 0, True)]
 )
-def test_a_cache_that_is_offloaded_before_attention_is_done_stays_as_it_is(
-    kind: str, sinks: int, stays: bool
-) -> None:
-    """What a layer does after attention would be done with copies that may not be complete."""
+def test_an_offloaded_cache_is_not_cut_after_attention(kind: str, sinks: int, stays: bool) -> None:
+    """The copies on the host might not be complete yet."""
     config = small_model().config
     cache = StaticCache(config, LENGTH) if kind == "static" else DynamicCache()
     cache.offloading = True  # its constructor wants a GPU
@@ -515,14 +513,14 @@ def test_a_cache_that_is_offloaded_before_attention_is_done_stays_as_it_is(
     assert (cache.layers is layers) == stays
 
 
-def test_a_static_cache_has_the_room_that_is_asked_for() -> None:
+def test_a_static_cache_has_the_requested_length() -> None:
     options = {"max_cache_len": 40, "max_new_tokens": 2, "return_dict_in_generate": True}
     output = _hybrid(0).generate(tokens(1, 5), cache_implementation="static", **options)
     assert output.past_key_values.get_max_length() == 40
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_the_mask_for_a_static_cache_by_either_of_its_names(name: str) -> None:
+def test_the_mask_for_a_static_cache_has_either_of_its_names(name: str) -> None:
     layers = [SimpleNamespace(max_cache_len=6)]
     cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3), layers=layers)
     mask = torch.tensor([[0, 1, 1, 1]])
@@ -530,7 +528,7 @@ def test_the_mask_for_a_static_cache_by_either_of_its_names(name: str) -> None:
     assert padded.tolist() == [[False, True, True, True, True, True]]
 
 
-def test_a_static_cache_beside_states_in_search_mode() -> None:
+def test_a_static_cache_works_with_states_in_search_mode() -> None:
     model, ids = small_model("falcon_h1"), tokens(2, 9)
     apply_head_mask(model, mask_of(model.config), Window(WINDOW))
     mask, _ = _left_padded(2, 9)

@@ -1,4 +1,4 @@
-"""Search of a front: allotments, budgets, nesting, resuming, what is held out, bad budgets."""
+"""Search of a front: allotments, budgets, nesting, resuming, held-out examples, bad budgets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BUDGETS = (1500, 2500, 4000, 6000)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_an_allotment_is_nearly_the_best_of_all_layouts(in_order: bool) -> None:
+def test_an_allotment_has_nearly_the_best_value_of_all_layouts(in_order: bool) -> None:
     rng = np.random.default_rng(1)
     costs = np.array([100.0, 15.0, 7.0])
     every = np.array(list(product(range(3), repeat=6))).reshape(-1, 2, 3)
@@ -75,23 +75,23 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
     assert allotted(values, costs, 13, widest=now).tolist() == [[0, 1, 1, 1]]
     assert allotted(values, costs, 31, narrowest=now).tolist() == [[0, 0, 0, 1]]
     assert allotted(values, costs, 22).tolist() == [[0, 0, 1, 1]]
-    assert allotted(values, costs, 40).tolist() == [[0, 0, 0, 0]]  # all of an exact budget
+    assert allotted(values, costs, 40).tolist() == [[0, 0, 0, 0]]  # spent to the last slot
     assert allotted(values, costs, 4).tolist() == [[1, 1, 1, 1]]
-    alike = np.tile([4.0, 0.0], (1, 2, 1))  # at no price one is full and the other is not
+    alike = np.tile([4.0, 0.0], (1, 2, 1))  # at no price exactly one of them is full
     assert allotted(alike, costs, 11).sum() == 1
     assert allotted(alike, costs, 10.5).sum() == 2
 
 
 def _moves(drawn: npt.NDArray[np.float64]) -> Any:
-    """Moves of 3 x 4 units and two windows; a unit for which less than a half is drawn stays."""
+    """Moves of 3 x 4 units and two windows; units that draw less than a half stay as they are."""
     moves: Any = object.__new__(Moves)
     moves.shape, moves.kinds, moves.costs = (3, 4), 3, np.array([20.0, 7.0, 3.0])
     moves._rng = SimpleNamespace(random=lambda shape: drawn)
     return moves
 
 
-def test_a_step_changes_some_units_and_no_more_than_asked() -> None:
-    """Where a bonus for what is there leaves so few changes, as a scan of bonuses says."""
+def test_a_step_changes_some_units_and_no_more_than_allowed() -> None:
+    """The bonus for unchanged units gives so few changes, as a scan over bonuses shows."""
     rng = np.random.default_rng(4)
     tried = 0
     for _ in range(40):
@@ -129,8 +129,8 @@ def test_units_of_a_failed_swap_come_last() -> None:
         assert point.failed.sum() == (point.failed > 0).sum() == 2 * swaps
 
 
-def test_units_that_stay_as_they_are_grow_in_no_step() -> None:
-    """Of those that could, half, drawn at random; full units have nowhere to grow."""
+def test_only_half_of_the_units_may_grow_in_a_step() -> None:
+    """Half of the units that could grow, drawn at random; full units cannot grow."""
     rng = np.random.default_rng(7)
     for _ in range(20):
         drawn = rng.random((3, 4))
@@ -147,10 +147,10 @@ def test_units_that_stay_as_they_are_grow_in_no_step() -> None:
         # Eight units of 10 slots when full and 2 when not: 16 for all, and 8 more for each.
         ([40, 47, 48, 55, 56], [4, 4, 5]),
         ([20, 30], []),
-        ([48, 56, 64, 72, 80], [4, 5, 6, 7]),  # the scarcest four alone
+        ([48, 56, 64, 72, 80], [4, 5, 6, 7]),  # only the smallest four
     ],
 )
-def test_gates_are_learned_at_the_scarcest_budgets_of_four_full_units(
+def test_gates_are_learned_at_the_smallest_budgets_with_four_full_units(
     budgets: list[int], counts: list[int]
 ) -> None:
     search: Any = object.__new__(FrontSearch)
@@ -160,7 +160,7 @@ def test_gates_are_learned_at_the_scarcest_budgets_of_four_full_units(
 
 @pytest.mark.parametrize(
     ("gradients", "units", "gates"),
-    # Of 55 %, at least 4, at most a quarter of the units and 64; else none.
+    # 55 %, at least 4, at most a quarter of the units and 64; otherwise none.
     [(100, 64, 16), (20, 64, 11), (8, 64, 4), (6, 64, 0), (100, 8, 4), (900, 1000, 64)],
 )
 def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gates: int) -> None:
@@ -172,7 +172,7 @@ def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gate
     assert search.gates_to_learn(gradients) == 0
 
 
-def test_layouts_of_one_order_are_known() -> None:
+def test_layouts_with_a_common_order_are_recognised() -> None:
     one, other = np.array([[0, 1, 2]]), np.array([[0, 0, 1]])
     assert share_order([one, other]) and not share_order([one, other[:, ::-1]])
     values = np.array([[[1.0, 0.0], [3.0, 0.0], [4.0, 2.0]]])
@@ -210,7 +210,7 @@ def test_points_are_within_their_budgets_and_passes_within_the_bound(name: str) 
     assert front.points[front.chosen].kv_slots <= 4000
 
 
-def test_a_front_is_nearly_exact_where_units_add_up() -> None:
+def test_a_front_is_nearly_exact_if_units_are_additive() -> None:
     for seed in range(3):
         scorer = WindowLandscape("additive", (2, 4), (16, 64), seed)
         scorer._noise[:] = 1.0
@@ -226,8 +226,8 @@ def test_a_front_is_nearly_exact_where_units_add_up() -> None:
             assert found >= values[slots <= budget].max() - 0.04
 
 
-def test_every_move_has_its_turn() -> None:
-    """Swaps also of units that take the same slots: the ratio's budget, of 4,156, leaves none."""
+def test_every_kind_of_move_is_made() -> None:
+    """Also swaps of units with equal slots: the ratio's budget, of 4,156, has no spare slots."""
     scorer = WindowLandscape("redundant", (2, 4), (16, 64))
     _, evaluator = search(scorer, kappa=200, chosen=None, slots=())
     masks: dict[str, list[HeadMask]] = {}
@@ -239,7 +239,7 @@ def test_every_move_has_its_turn() -> None:
 
 
 class Saturated(WindowLandscape):
-    """Two units together answer all; gradients at layouts that have both promise the others."""
+    """Two units together give all answers; gradients at layouts with both favour the others."""
 
     ANSWERING = (2, 9)
 
@@ -257,8 +257,8 @@ class Saturated(WindowLandscape):
         return GateGradient(values, 0.0, self.gradient_passes(share, shares))
 
 
-def test_larger_budgets_grow_from_a_layout_that_is_stuck() -> None:
-    """Where gradients mislead while all is well, those of a layout that fails tell."""
+def test_larger_budgets_grow_from_a_stuck_layout() -> None:
+    """Gradients mislead at good layouts but are right at a layout that fails."""
     scorer = Saturated("additive", (4, 4), (16,))
     budgets = (2500, 3500, 4500, 6500, 9000)
     evaluator = evaluator_of(scorer)
@@ -284,7 +284,7 @@ def test_the_other_start_is_the_one_that_lost(name: str, gates_win: bool) -> Non
     assert (HeadMask.of_choices(other).key == gates) == (not gates_win)
 
 
-def test_the_budget_that_lacks_most_to_the_next_has_the_first_move() -> None:
+def test_the_budget_with_the_largest_gap_to_the_next_moves_first() -> None:
     search = _at_start(chosen=_slots(2), slots=(_slots(1), _slots(2), _slots(3)))
     search.unmeasured = set()
     for number, score in enumerate((0.5, 0.5, 0.9)):
@@ -306,7 +306,7 @@ def test_a_stopped_search_ends_with_the_same_front(tmp_path: Path) -> None:
         assert sorted(path.read_text().splitlines()) == sorted("".join(lines).splitlines())
 
 
-def test_a_budget_that_pays_for_no_gradient_is_refused() -> None:
+def test_a_budget_too_small_for_one_gradient_is_refused() -> None:
     scorer: Any = WindowLandscape("additive", (2, 4), (16, 64))
     scorer.gradient_passes = lambda share=0, shares=1: 5.5
     with pytest.raises(UserError, match=r"one gradient costs 5\.5 passes over"):
@@ -316,7 +316,7 @@ def test_a_budget_that_pays_for_no_gradient_is_refused() -> None:
 def _at_start(
     chosen: int | None = None, slots: tuple[int, ...] = BUDGETS, kappa: int = 100
 ) -> FrontSearch:
-    """A search that has measured the anchors alone."""
+    """A search that has measured only the anchors."""
     scorer = WindowLandscape("additive", (2, 4), (16, 64), 1)
     evaluator = evaluator_of(scorer)
     evaluator.slot_budgets = SlotBudgets(TOKENS, slots, chosen)
@@ -329,7 +329,7 @@ def _full(*units: int) -> npt.NDArray[np.int64]:
 
 
 def _point(slots: int, units: Iterable[int], *rank: float, passes: float = 0.0) -> Point:
-    """A point whose layout has these full units, with its score and log-likelihood."""
+    """A point with these full units, score and log-likelihood."""
     return Point(slots, _full(*units), Evaluation(*rank), passes, np.zeros((2, 4)))
 
 
@@ -337,8 +337,8 @@ def _slots(full_units: int) -> int:
     return full_units * TOKENS + (8 - full_units) * 15
 
 
-# Eight units of 1,024 slots when full, 63 or 15 when not: 120 for all of the narrowest window, and
-# 168 where one has the next wider one; of the ratio four are full.
+# Eight units of 1,024 slots when full, else 63 or 15: 120 with all at the narrowest window, 168
+# with one at the wider window; the ratio keeps four full.
 _SPACED = [1290, 1625, 2048, 2580, 3251, 4156, 5161, 6502]
 _MANY = tuple(range(1000, 8000, 1000))
 
@@ -346,20 +346,20 @@ _MANY = tuple(range(1000, 8000, 1000))
 @pytest.mark.parametrize(
     ("slots", "chosen", "kappa", "budgets", "aim"),
     [
-        ((), None, 100, _SPACED, 4156),  # in place of 4,096, the nearest
+        ((), None, 100, _SPACED, 4156),  # instead of 4,096, the nearest
         ((), 8192, 100, [*_SPACED[:5], 4096, *_SPACED[6:]], 8192),
         ((), 167, 100, [*_SPACED[:5], 4096, *_SPACED[6:]], 167),
         ((), 168, 100, [168, *_SPACED[1:5], 4096, *_SPACED[6:]], 168),
         ((130, 167, 168, 4000, 8191, 8192, 9000), 9000, 100, [168, 4000, 8191], 8192),
         ((4000, 4000), 2000, 100, [2000, 4000], 2000),
         ((120, 4000), 120, 100, [4000], 120),
-        # 9, 8 and 6 passes, of which two gradients take 1.125.
+        # 9, 8 and 6 passes, of which two gradients cost 1.125.
         (_MANY, 3000, 30, [*_MANY], 3000),
         (_MANY, 3000, 25, [1000, 2000, 3000, 4000, 6000, 7000], 3000),
         (_MANY, 3000, 10, [1000, 3000, 4000, 7000], 3000),
     ],
 )
-def test_budgets_of_the_points(
+def test_budgets_of_the_points_are_requested_spaced_or_the_ratios(
     slots: tuple[int, ...], chosen: int | None, kappa: int, budgets: list[int], aim: int
 ) -> None:
     search = _at_start(chosen, slots, kappa)
@@ -369,13 +369,13 @@ def test_budgets_of_the_points(
     assert said == [True] * (kappa < 30)
 
 
-def test_a_layout_is_kept_wherever_it_is_better() -> None:
-    """At a larger budget by its score alone, and never at the one of a ratio, which is exact."""
+def test_a_better_layout_is_kept_at_every_budget_that_it_fits() -> None:
+    """At a larger budget by its score alone, and never at a ratio's budget, which is exact."""
     search = _at_start(slots=(1129, 2138, 3147, 4156))
     ranks = [search.evaluator.scorer.evaluate(HeadMask.of_choices(_full(k))).rank for k in range(8)]
     best, worst = ranks.index(max(ranks)), ranks.index(min(ranks))
     choices, (score, likelihood) = _full(best), ranks[best]
-    rows = [  # budget, score and log-likelihood before, whether the layout is better
+    rows = [  # budget, score and log-likelihood before, and whether the layout is better
         (1128, 0.0, -1.0, False), (1129, score, likelihood - 0.1, True),
         (2138, score, likelihood - 0.1, False), (3147, score - 0.01, likelihood + 0.1, True),
         (4156, 0.0, -1.0, False),
@@ -387,14 +387,14 @@ def test_a_layout_is_kept_wherever_it_is_better() -> None:
     tries += [(1, _full(worst), False)] * 2
     for number, tried, is_best in tries:
         assert search._measure(number, tried, "move") == is_best
-    # The second one is known, the third no evaluation, the fourth ended early and is not repeated.
+    # The second is known, the third is no evaluation, the fourth ended early and is not repeated.
     assert (search.evaluations, search.left) == (2, search.all_passes - 2)
-    assert not search.gradients.at(choices)[..., -1].any()  # beside the narrowest window
+    assert not search.gradients.at(choices)[..., -1].any()  # relative to the narrowest window
     for point, (*_, is_better) in zip(search.points.values(), rows, strict=True):
         assert (point.choices == (choices if is_better else _full())).all()
         assert point.failures == (0 if is_better else 3)
         assert (point.failed.any(), point.passes) == (not is_better, float(is_better))
-    # The bound of one that lost stands for no evaluation.
+    # The bound of a layout that lost is no evaluation.
     whole = search._evaluate(_full(worst), "swaps", "nested")
     assert whole is not None and not whole.is_bound
 
@@ -402,18 +402,18 @@ def test_a_layout_is_kept_wherever_it_is_better() -> None:
 @pytest.mark.parametrize(
     ("chosen", "scores", "kept", "result"),
     [
-        # One that scores less than a scarcer one is left out; of equal scores the larger is chosen.
+        # Points that score less than a smaller one are left out; of equal scores the larger wins.
         (_slots(3), [0.5, 0.4, 0.5, 0.9, 0.9], [1, 3, 4], 3),
         # A ratio is met exactly.
         (None, [0.5, 0.4, 0.5, 0.3, 0.9], [1, 3, 4, 5], 4),
     ],
 )
-def test_a_front_holds_what_scores_no_less_than_scarcer_layouts(
+def test_a_front_has_only_points_that_score_no_less_than_smaller_ones(
     chosen: int | None, scores: list[float], kept: list[int], result: int
 ) -> None:
     search = _at_start(chosen)
     for number, score in enumerate(scores, 1):
-        # The last budget's layout has no more slots than the one before where that is as good.
+        # The last budget's layout has no more slots than the one before, if that scores as high.
         units = (1, 2, 3, 4) if scores[-2:] == [0.9, 0.9] and number == 5 else range(number)
         search.points[number] = _point(_slots(number), units, score, -number, passes=10.0 * number)
     found = search.result(Anchors(0.0, 1.0))
@@ -432,12 +432,12 @@ _RICHER = [(4, (0, 1, 2, 3), 0.5), (5, (1, 2, 3, 4), 0.6)]
 @pytest.mark.parametrize(
     ("chosen", "points", "best"),
     [
-        (None, _RICHER, (1, 2, 3, 4)),  # of a richer budget, with no more slots than the ratio's
+        (None, _RICHER, (1, 2, 3, 4)),  # of a larger budget, with no more slots than the ratio's
         (_slots(4), _RICHER, (1, 2, 3, 4)),
-        (_slots(2), [(5, (), 0.5)], ()),  # a richer budget's is all that fits
+        (_slots(2), [(5, (), 0.5)], ()),  # only a larger budget's layout fits
     ],
 )
-def test_the_result_is_the_best_of_the_masks_that_fit(
+def test_the_result_is_the_best_mask_that_fits(
     chosen: int | None, points: list[tuple[int, tuple[int, ...], float]], best: tuple[int, ...]
 ) -> None:
     search = _at_start(chosen)
@@ -450,10 +450,10 @@ def test_the_result_is_the_best_of_the_masks_that_fit(
 @pytest.mark.parametrize(
     ("score", "quantum", "takes"), [(0.485, 0.01, True), (0.47, 0.01, False), (0.42, 0.1, True)]
 )
-def test_a_point_out_of_order_gets_a_nested_layout_that_scores_as_much(
+def test_a_point_that_is_not_nested_gets_a_nested_layout_that_scores_as_much(
     score: float, quantum: float, takes: bool
 ) -> None:
-    """Measured before, and no more than 0.02 or an example worse; the chosen point stays."""
+    """Already measured, and at most 0.02 or one example worse; the chosen point stays."""
     search = _at_start(_slots(2))
     scorer: Any = search.evaluator.scorer
     scorer.quantum = quantum
@@ -483,14 +483,14 @@ def test_budgets_below_the_smallest_window_and_windows_of_all_tokens_are_refused
         search(WindowLandscape("additive", (2, 4), (16, 64)), **budgets)
 
 
-def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) -> None:
+def test_points_are_scored_on_examples_that_the_search_does_not_use(tmp_path: Path) -> None:
     model, calibration = searchable(examples=8)
     used, held_out = calibration.split(4)
     assert held_out is not None and held_out.examples == calibration.examples[3::4]
     assert set(used.examples) | set(held_out.examples) == set(calibration.examples)
     windows = [Window(WINDOW), Window(3)]
     fronts = []
-    for _ in range(2):  # the second one reads the first one's log
+    for _ in range(2):  # the second search reads the log of the first
         objective = Objective(model, used, windows, batch_size=4, held_out=held_out)
         log = EvaluationLog(tmp_path / "evaluations.jsonl", objective.context)
         evaluator = Evaluator(objective, log)
@@ -522,7 +522,7 @@ def test_examples_that_the_search_does_not_use_score_its_points(tmp_path: Path) 
 
 @pytest.mark.parametrize("tasks", range(1, 9))
 @pytest.mark.parametrize("every", [2, 4])
-def test_examples_held_out_are_of_all_tasks(every: int, tasks: int) -> None:
+def test_held_out_examples_are_of_all_tasks(every: int, tasks: int) -> None:
     records = [([number, 1], 1, str(number % tasks)) for number in range(24 * tasks * every + 1)]
     whole = CalibrationSet.from_records(records)
     used, held_out = whole.split(every)

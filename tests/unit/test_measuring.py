@@ -1,4 +1,4 @@
-"""The parts of `measure`: what is measured, its checks, and the reports of failures."""
+"""The parts of `measure`: what is measured, its checks, and reports of failures."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ ORIGINAL = Variant(kind="original", swa_ratio=0.0, full_kv_heads_per_layer=(2, 2
 SETTINGS = MeasureSettings(
     dtype="float32", device="cpu", chunk=16, decode_tokens=3, original_attention="eager"
 )
-HEAD_BYTES = 2 * 8 * 4  # keys and values of one head and token of the tiny model
+HEAD_BYTES = 2 * 8 * 4  # keys and values of one head and token in the tiny model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and a hybrid of it."""
+    """A tiny model and a hybrid of it."""
     folder = tmp_path_factory.mktemp("measuring")
     save_tiny_model(folder / "model")
     mask = HeadMask(np.array([[False, True], [False, False]]))
@@ -85,7 +85,7 @@ def request(folder: Path, name: str, variant: Variant, length: int, **changes: A
 
 @pytest.mark.parametrize(("layers", "heads"), [(3, 2), (4, 8), (5, 3)])
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.75, 0.875, 1.0])
-def test_even_layout_meets_the_budget_with_layers_alike(
+def test_the_even_layout_meets_the_budget_with_similar_layers(
     layers: int, heads: int, ratio: float
 ) -> None:
     full = even_layout(layers, heads, ratio)
@@ -97,7 +97,7 @@ def test_even_layout_meets_the_budget_with_layers_alike(
 
 
 @pytest.mark.parametrize("length", [5, 8, 9, 40])
-def test_measured_cache_is_the_formula_to_the_byte(folder: Path, length: int) -> None:
+def test_the_measured_cache_equals_the_formula_to_the_byte(folder: Path, length: int) -> None:
     """Two layers of two KV heads, one of each kind: W - 1 = 7 tokens and two sinks."""
     figures = process.measure_run(request(folder, "model", HYBRID, length))
     cached = length if length <= 7 else 7 + 2
@@ -107,7 +107,7 @@ def test_measured_cache_is_the_formula_to_the_byte(folder: Path, length: int) ->
     assert figures["memory_peak_bytes"] >= figures["memory_p90_bytes"] > 0
 
 
-def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> None:
+def test_the_original_runs_the_requested_attention(folder: Path) -> None:
     eager = process.measure_run(request(folder, "model", ORIGINAL, 20))
     assert eager["attention"]["implementation"] == "eager"
     assert eager["attention"]["cache"] == "DynamicCache"
@@ -128,10 +128,10 @@ def test_the_original_runs_the_attention_that_was_asked_for(folder: Path) -> Non
     ("family", "implementation"),
     [("gemma2", "bosch"), ("gpt_oss", "bosch"), ("gemma3_text", "sdpa")],
 )
-def test_an_original_with_windows_of_its_own_is_measured_without_options(
+def test_an_original_with_windows_of_its_own_needs_no_options(
     family: str, implementation: str, tmp_path: Path
 ) -> None:
-    """transformers has no sdpa for two of them; 20 tokens after a prompt are not all cached."""
+    """transformers has no sdpa for two of them; not all 20 tokens after the prompt are cached."""
     model = small_model(family)
     model.save_pretrained(tmp_path / family)
     full = (KV_HEADS, KV_HEADS)
@@ -147,10 +147,10 @@ def test_an_original_with_windows_of_its_own_is_measured_without_options(
     assert figures["kv_cache_bytes"] == (4 * (20 + 7) + own) * HEAD_BYTES
 
 
-def test_processor_time_is_taken_where_it_is_asked_for(
+def test_processor_time_is_measured_if_requested(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of memory the peak of each pass by itself."""
+    """Memory is the peak of each pass."""
     ticks, peaks, passes = count(), [50, 10, 20, 30, 40], count()
     meter = process.MemoryMeter(
         "planned", lambda: next(passes), lambda: peaks[next(passes) // 2], lambda: 7
@@ -167,13 +167,13 @@ def test_processor_time_is_taken_where_it_is_asked_for(
         chosen_device(MeasureSettings(clock="processor"))
 
 
-def test_memory_of_the_processor_is_what_the_system_says_in_bytes(
+def test_memory_of_a_process_is_what_the_system_reports_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peak holds what is free again, until the next one begins."""
+    """The peak includes memory that was freed, until the next measurement begins."""
     meter, large, little = process.memory_meter(torch.device("cpu")), 2**27, 2**23
     meter.restart()
-    with mmap.mmap(-1, large) as block:  # what malloc is given back may stay in the process
+    with mmap.mmap(-1, large) as block:  # memory freed to malloc may stay in the process
         for page in range(0, large, mmap.PAGESIZE):
             block[page] = 1
     assert meter.now() == pytest.approx(psutil.Process().memory_info().rss, abs=little)
@@ -218,7 +218,7 @@ def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> N
         planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))
 
 
-def test_a_hybrid_of_several_budgets_is_measured_at_its_own(tmp_path: Path) -> None:
+def test_a_hybrid_of_several_budgets_is_measured_at_its_default(tmp_path: Path) -> None:
     model = small_model("qwen3")
     front = nested_front(LAYERS, KV_HEADS, [Window(8), Window(4)], chosen=1)
     hybrid = materialize_front(model, front)
@@ -246,7 +246,7 @@ def test_a_hybrid_with_a_sink_bias_is_measured_with_it(tmp_path: Path) -> None:
     assert len(biases) == LAYERS and all((bias == 1).all() for bias in biases)
 
 
-def test_a_cache_that_is_not_the_formula_ends_the_run(
+def test_a_cache_that_differs_from_the_formula_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = CacheSize.dynamic
@@ -256,7 +256,9 @@ def test_a_cache_that_is_not_the_formula_ends_the_run(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmo2", "smollm3"])
-def test_a_hybrids_weights_with_full_heads_are_the_original(family: str, tmp_path: Path) -> None:
+def test_a_hybrids_weights_with_every_head_full_are_the_original(
+    family: str, tmp_path: Path
+) -> None:
     model = small_model(family)
     materialize(model, random_mask(), Window(6)).save_pretrained(tmp_path)
     config = full_attention_config(load_config(str(tmp_path)))
@@ -266,13 +268,13 @@ def test_a_hybrids_weights_with_full_heads_are_the_original(family: str, tmp_pat
     torch.testing.assert_close(figures(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_planned_variants_are_the_grid_after_the_original() -> None:
+def test_planned_variants_are_the_original_and_the_grid() -> None:
     settings = MeasureSettings(lengths=(32,), ratios=(0.5, 0.75), windows=(8, 16), sinks=1)
     original, *hybrids = planned_variants(small_config("qwen3"), settings)
     assert original.full_kv_heads_per_layer == (KV_HEADS,) * LAYERS
     figures = [(v.swa_ratio, v.window_size, v.sinks) for v in hybrids]
     assert figures == [(0.5, 8, 1), (0.5, 16, 1), (0.75, 8, 1), (0.75, 16, 1)]
-    # Ratios between two counts of heads are one variant; a window may be as long as a sequence.
+    # Ratios with equal numbers of heads are one variant; a window may be as long as a sequence.
     near = MeasureSettings(lengths=(32, 64), ratios=(0.49, 0.5), windows=(32,))
     _, one = planned_variants(small_config("qwen3"), near)
     assert (one.swa_ratio, one.window_size) == (0.5, 32)
@@ -290,7 +292,7 @@ def test_planned_variants_are_the_grid_after_the_original() -> None:
         ("model", None, {"lengths": (32, 99), "windows": (8, 64)},
          "--lengths: a sequence of 32 tokens is shorter than a window"),
         ("hybrid", None, {"ratios": (0.5,)}, "--ratios: the model is a hybrid"),
-        # Backends that are here.
+        # Backends that are available.
         ("model", None, {"attention": "flex"},
          "--attention: flex computes no passes with a KV cache, a"),
         ("model", None, {"attention": "flash", "device": "cpu"},
@@ -301,7 +303,7 @@ def test_planned_variants_are_the_grid_after_the_original() -> None:
          "flash has no sinks, --sinks asks for 2"),
         ("hybrid", None, {"attention": "flash"}, "flash has no sinks, the model has 2"),
         ("model", None, {"attention": "varlen"}, "varlen computes no passes with a KV cache"),
-        # No model of ours, and no original of it.
+        # Neither a supported model nor an original of it.
         ("model", "model", {},
          "^--original: .*/model is itself an original model"),
         ("hybrid", "hybrid", {},
@@ -312,7 +314,7 @@ def test_planned_variants_are_the_grid_after_the_original() -> None:
         ("damaged", None, {}, "layer_types must hold .* for each of 2 layers"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_is_refused_before_any_run(
+def test_impossible_measurements_are_refused_before_any_run(
     model: str, original: str | None, options: Any, sentence: str,
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -333,13 +335,13 @@ def test_what_cannot_be_measured_is_refused_before_any_run(
     assert not (tmp_path / "none").exists()
 
 
-def test_figures_below_a_file_are_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+def test_an_output_below_a_file_is_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^--output .*/file/out: cannot be created \(Not a dir"):
         measurement.measure(str(folder / "model"), None, MeasureSettings(), tmp_path / "file/out")
 
 
-def test_figures_of_two_models_do_not_meet(folder: Path, tmp_path: Path) -> None:
+def test_figures_of_two_models_go_to_different_folders(folder: Path, tmp_path: Path) -> None:
     """The directory of every hybrid is called model."""
     places = [tmp_path / name / "model" for name in "ab"]
     assert len({default_output(str(place)) for place in places}) == 2
@@ -360,8 +362,8 @@ def test_figures_of_two_models_do_not_meet(folder: Path, tmp_path: Path) -> None
         ("sdpa", []),
     ],
 )
-def test_another_kernel_than_the_one_asked_for_is_an_error(requested: str, ran: list[str]) -> None:
-    """Only in the place of sdpa may logits that a family caps come from another one."""
+def test_another_kernel_than_the_requested_one_is_an_error(requested: str, ran: list[str]) -> None:
+    """If sdpa was requested, capped logits may come from another kernel."""
     with pytest.raises(RunError, match=f"attention '{requested}' was requested"):
         check_kernels(requested, ran, own_logits=requested != "sdpa")
 
@@ -374,7 +376,7 @@ def run(seconds: float, peak: int = 100) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_slow_tokens_are_the_ninetieth_percentile_of_all_runs() -> None:
+def test_the_slow_token_time_is_the_ninetieth_percentile_of_all_runs() -> None:
     seconds = [[1.0, 11.0, *range(3, 8)], [2.0, 8.0, 9.0, 10.0]]
     runs = [{**run(1.0), "token_seconds": one} for one in seconds]
     assert point_of(ORIGINAL, 10, 2, runs)["decode_seconds_per_token_p90"] == 10.0
@@ -403,7 +405,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
     ]
 
 
-def test_a_panel_shows_the_original_and_the_hybrids_of_its_window_in_its_unit() -> None:
+def test_a_panel_shows_the_original_and_the_hybrids_of_one_window_with_units() -> None:
     wide = HYBRID.model_copy(update={"window_size": 16})
     points = [point_of(one, 10, 1, [run(1.0, 2 * 10**9 + 1)]) for one in (ORIGINAL, HYBRID, wide)]
     panels = figures(points)["figure_5_ratios"]
@@ -420,11 +422,11 @@ def test_a_panel_shows_the_original_and_the_hybrids_of_its_window_in_its_unit() 
         ("hybrid", "of the hybrid model", "the hybrid's weights, every head full"),
     ],
 )
-def test_a_report_says_whose_layout_it_measured(
+def test_a_report_states_the_layout_and_hardware_that_were_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     name: str, layout: str, original: str,
 ) -> None:  # fmt: skip
-    """And on what hardware, though the last run ran out of memory: that one is not tried again."""
+    """Although the last run ran out of memory; that one is not tried again."""
     tried = Counter[tuple[str, float]]()
 
     def measured(request: Any, what: str) -> Any:
@@ -441,7 +443,7 @@ def test_a_report_says_whose_layout_it_measured(
     assert report["model"]["original"] == original.format(folder=folder)
 
 
-def test_an_interrupted_measurement_resumes_and_a_complete_one_begins_again(
+def test_an_interrupted_measurement_resumes_and_a_complete_one_starts_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []
@@ -463,7 +465,7 @@ def test_an_interrupted_measurement_resumes_and_a_complete_one_begins_again(
     with monkeypatch.context() as patch:
         patch.setattr(measurement, "progress", lambda *about: nullcontext(bar))
         report = measurement.measure(*arguments)
-    assert free == [True] * 3 + [False] * 3  # the time left is that of the runs to come
+    assert free == [True] * 3 + [False] * 3  # the time left counts only the remaining runs
     turns = [("original", 0), ("hybrid", 0), ("original", 1)]
     assert calls == [*turns, ("stop", 0), ("hybrid", 1), ("original", 2), ("hybrid", 2)]
     assert [len(p["runs"]) for p in report["points"]] == [3, 3]
@@ -471,8 +473,8 @@ def test_an_interrupted_measurement_resumes_and_a_complete_one_begins_again(
     with pytest.raises(KeyboardInterrupt):
         measurement.measure(*arguments)
     assert calls == [*turns, ("stop", 0)]
-    # Runs of another machine or of other packages, or of a model that was replaced, are not those
-    # of this one.
+    # Runs on another machine, with other packages or with a replaced model are not
+    # reused.
     for change in (
         lambda: monkeypatch.setattr(measurement, "process_place", lambda: "elsewhere"),
         lambda: monkeypatch.setattr(measurement, "installed_versions", lambda names: {"torch": 0}),
@@ -485,7 +487,7 @@ def test_an_interrupted_measurement_resumes_and_a_complete_one_begins_again(
         assert calls == [*turns, ("stop", 0)]
 
 
-def test_lack_of_memory_is_distinguished_from_other_failures(
+def test_out_of_memory_is_distinguished_from_other_failures(
     tmp_path: Path,
 ) -> None:
     assert is_out_of_memory(MemoryError())
@@ -502,7 +504,7 @@ def test_lack_of_memory_is_distinguished_from_other_failures(
     reason = partial(measurement.lack_of_memory, killed_now=partial(killed_by_kernel, counts))
     assert reason(-signal.SIGKILL, "", 2) == "killed by the system, which was out of memory"
     assert reason(-signal.SIGKILL, "", 3) is None
-    # Where the system does not count, a kill is taken for one.
+    # If the system does not count such kills, a killed process is taken for one.
     assert reason(-signal.SIGKILL, "", None) == reason(-signal.SIGKILL, "", 2)
     assert reason(-signal.SIGKILL, "", 3, killed_now=lambda: None) == reason(-signal.SIGKILL, "", 2)
     assert reason(-signal.SIGABRT, "an assertion", 3) is None
@@ -510,7 +512,7 @@ def test_lack_of_memory_is_distinguished_from_other_failures(
     assert reason(1, "std::bad_alloc", 3) is None
 
 
-def test_a_process_that_dies_is_an_error_with_its_last_words(
+def test_a_process_that_dies_is_reported_with_its_last_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = tmp_path / "python"
