@@ -1,4 +1,4 @@
-"""The training stage through its real code path: what it leaves, and that it resumes exactly."""
+"""The training stage as users run it: its outputs, and that it resumes exactly."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def undisturbed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Work that was killed at step 5, to be copied."""
+    """Work that was killed at step 5; tests copy it."""
     work_dir = tmp_path_factory.mktemp("killed")
     done = train_in_processes(case, work_dir, kill_at_step=5)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -76,7 +76,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def assert_same(work_dir: Path, undisturbed: Path) -> None:
-    """The same records and checkpoints, to the bit."""
+    """Compare records and checkpoints bit for bit."""
     assert metrics(work_dir) == metrics(undisturbed)
     assert files(work_dir / "checkpoints") == files(undisturbed / "checkpoints")
 
@@ -85,7 +85,7 @@ def _auto_map(model: Path) -> Any:
     return json.loads((model / "config.json").read_text())["auto_map"]
 
 
-def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: Path) -> None:
+def test_training_leaves_its_promised_files_and_no_pickles(case: Path, undisturbed: Path) -> None:
     assert sorted(path.name for path in undisturbed.iterdir()) == [
         "checkpoints", "metrics.jsonl", "summary.json", "tensorboard",
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
     for tokens in (384, 1280):
         checkpoint = undisturbed / "checkpoints" / f"tokens-{tokens}"
         assert sorted(os.listdir(checkpoint)) == sorted(os.listdir(start))
-        # With these, transformers alone loads it.
+        # With these files, transformers alone loads the model.
         assert all((checkpoint / one.name).read_bytes() == one.read_bytes() for one in code)
         assert _auto_map(checkpoint) == auto_map
         card = (checkpoint / "README.md").read_text()
@@ -108,14 +108,14 @@ def test_leaves_the_promised_files_and_nothing_pickled(case: Path, undisturbed: 
     assert summary["checkpoints"] == {"tokens-384": 3, "tokens-1280": 10}
     assert [r["step"] for r in records] == list(range(1, 11))
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
-    assert read_metrics(undisturbed)[3].checkpoint_seconds > 0  # by then three steps were done
+    assert read_metrics(undisturbed)[3].checkpoint_seconds > 0  # three steps were done by then
 
 
 @pytest.mark.parametrize("masking", [False, True])
-def test_every_step_is_that_of_a_plain_loop(case: Path, tmp_path: Path, masking: bool) -> None:
-    """With a rate, decay, clipping and moments that are no defaults; norms do not decay.
+def test_every_step_equals_that_of_a_plain_loop(case: Path, tmp_path: Path, masking: bool) -> None:
+    """With other than default rate, decay, clipping and betas; norms do not decay.
 
-    Masked, the loss is that of every document on its own.
+    With masks, the loss is that of every document on its own.
     """
     short = {"total_tokens": 512, "checkpoint_tokens": [], "document_masking": masking}
     changes = {
@@ -133,7 +133,7 @@ def test_every_step_is_that_of_a_plain_loop(case: Path, tmp_path: Path, masking:
         for norm, w in ((False, 0.5), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.6, 0.8))
-    # Half of four steps rise; then a third and two thirds of half a cosine.
+    # Two of four steps warm up; then a third and two thirds of half a cosine.
     rates = [3e-3 * factor for factor in (0.5, 1.0, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25)]
     for step, (rate, record) in enumerate(zip(rates, metrics(tmp_path), strict=True)):
         losses: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ def test_every_step_is_that_of_a_plain_loop(case: Path, tmp_path: Path, masking:
         torch.testing.assert_close(value, names[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_killed_run_ends_like_the_undisturbed_one(
+def test_a_killed_run_ends_like_the_undisturbed_one(
     case: Path, undisturbed: Path, killed: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(killed, tmp_path / "5")
@@ -175,10 +175,10 @@ def test_killed_run_ends_like_the_undisturbed_one(
         assert not (work_dir / "restart").exists()
 
 
-def test_killed_while_saving_resumes_from_the_point_before(
+def test_a_run_killed_while_saving_resumes_from_the_point_before(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends inside the second restart point's and inside a checkpoint's writing."""
+    """It is killed while it writes its second restart point, and while it writes a checkpoint."""
 
     publish, copied = RestartPoints.publish, CheckpointWriter.write
 
@@ -222,10 +222,10 @@ def test_a_foreign_checkpoint_is_not_published(case: Path, tmp_path: Path) -> No
     assert set(train_here(case, tmp_path)["checkpoints"]) == {"tokens-384", "tokens-1280"}
 
 
-def test_training_goes_on_while_a_restart_point_is_written(
+def test_training_continues_while_a_restart_point_is_written(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The point of step 2 is put in place after step 3, and holds what was there after step 2."""
+    """The point of step 2 is complete after step 3, and holds the state after step 2."""
     publish, log, reached = RestartPoints.publish, Loop.log, threading.Event()
 
     def late_publish(self: RestartPoints, step: int, layout: Any) -> None:
@@ -256,10 +256,10 @@ def half_zeroed(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_a_restart_point_that_cannot_be_loaded_is_left_for_the_one_before(
+def test_a_restart_point_that_cannot_be_loaded_is_skipped_for_the_one_before(
     case: Path, undisturbed: Path, killed: Path, tmp_path: Path, name: str
 ) -> None:
-    """Though its files are as they were written."""
+    """Although its files match their hashes."""
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     point = tmp_path / "restart" / "step-4"
     (point / name).write_bytes(b"no state of an optimiser")
@@ -284,11 +284,12 @@ def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
         assert_same(work, undisturbed)
 
 
-def test_finished_work_is_not_done_again(
+def test_finished_work_is_not_repeated(
     case: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(undisturbed)
-    point = undisturbed / "restart" / "step-10"  # killed between the summary and its removal
+    # Killed between writing the summary and removing restart points.
+    point = undisturbed / "restart" / "step-10"
     point.mkdir(parents=True)
     (point / "whole.json").touch()
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
@@ -299,7 +300,7 @@ def test_finished_work_is_not_done_again(
 def test_accumulation_and_compiling_do_not_change_the_losses(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled by a backend that traces and differentiates, and generates no code."""
+    """With a compiler backend that traces and differentiates, but generates no code."""
     compiled: list[str] = []
     compile_module = torch.nn.Module.compile
 
@@ -333,10 +334,11 @@ class _KernelCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_recomputed_or_on_the_host_changes_no_bit(case: Path, tmp_path: Path) -> None:
-    """Attention's kernels run again where whole layers are recomputed, and only there.
+def test_recomputation_and_offloading_change_no_bit(case: Path, tmp_path: Path) -> None:
+    """Attention's kernels run again only if whole layers are recomputed.
 
-    On the host are the inputs [N, C] of both layers, as planned, and what is outside of them.
+    On the host are the inputs [N, C] of both layers, as planned, and tensors outside of the
+    layers.
     """
     train = {"total_tokens": 2 * 128, "checkpoint_tokens": []}
     calls, offloaded = {}, {}
@@ -365,7 +367,7 @@ def test_what_is_recomputed_or_on_the_host_changes_no_bit(case: Path, tmp_path: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_cannot_run_here_is_refused(case: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_run_here_are_refused(case: Path, tmp_path: Path) -> None:
     """Activations are on the host already, and one process has nothing to shard over."""
     with pytest.raises(UserError, match="offload_activations = true needs a GPU"):
         train_here(case, tmp_path, runtime={"offload_activations": True})
@@ -373,10 +375,10 @@ def test_what_cannot_run_here_is_refused(case: Path, tmp_path: Path) -> None:
         train_here(case, tmp_path, runtime={"sharding": "fsdp"})
 
 
-def test_where_memory_is_short_layers_are_recomputed(
+def test_layers_are_recomputed_if_memory_is_short(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By runtime.checkpointing = auto; and the disk is tried before the model is loaded."""
+    """By runtime.checkpointing = auto. The disk is tested before the model is loaded."""
     rehearsed: list[float] = []
     monkeypatch.setattr(RestartPoints, "rehearse", lambda self, minutes: rehearsed.append(minutes))
     monkeypatch.setattr("stages.train.run.least_memory", lambda device: 1.0)
@@ -412,14 +414,14 @@ def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_stop_signals_leave_a_restart_point_at_the_next_step(
+def test_a_stop_signal_writes_a_restart_point_at_the_next_step(
     case: Path, undisturbed: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     write = MetricsLog.write
 
     def write_and_signal(self: MetricsLog, step: int, *values: Any, **options: Any) -> None:
         write(self, step, *values, **options)
-        if step == 2:  # after this step's own restart point was decided on
+        if step == 2:  # after this step has decided on its own restart point
             os.kill(os.getpid(), number)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -433,10 +435,10 @@ def test_stop_signals_leave_a_restart_point_at_the_next_step(
     assert_same(tmp_path, undisturbed)
 
 
-def test_a_restart_point_is_loaded_where_a_parameter_has_no_gradient(
+def test_a_restart_point_is_loaded_if_a_parameter_has_no_gradient(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AdamW makes no moments for it; those that a point lacks would be taken for damage."""
+    """AdamW makes no moments for it; moments missing in a point would count as damage."""
 
     def load(*arguments: Any, **options: Any) -> Any:
         model = load_for_training(*arguments, **options)
@@ -457,7 +459,7 @@ def test_a_restart_point_is_loaded_where_a_parameter_has_no_gradient(
     assert not list((tmp_path / "restart").glob("unreadable-*"))
 
 
-def test_seconds_and_time_left_are_those_of_the_steps(
+def test_recorded_seconds_and_time_left_are_those_of_the_steps(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = [0.0]
@@ -475,7 +477,7 @@ def test_seconds_and_time_left_are_those_of_the_steps(
     )
 
 
-def test_a_restart_point_of_more_deepspeed_processes_is_refused_before_the_model_is_loaded(
+def test_a_deepspeed_restart_point_of_more_processes_is_refused_before_the_model_is_loaded(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = RestartPoints(tmp_path, TrainConfig(**TRAIN))

@@ -1,4 +1,4 @@
-"""Models that `bosch evaluate` scores, and its table; models are not loaded here."""
+"""Models that `bosch evaluate` scores, and its table. No models are loaded here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RIGHT = {"original": 19, "hybrid": 10, "tokens-8": 18, "tokens-16": 19}
 
 
 class Launches:
-    """Stands for the processes of an evaluation; keeps the orders."""
+    """Records the evaluations that would be started."""
 
     def __init__(self) -> None:
         self.orders: list[Mapping[str, Any]] = []
@@ -60,7 +60,7 @@ class Launches:
     missing: Mapping[str, Any] = {}
 
     def during(self) -> object:
-        """What happens while it runs."""
+        """Called while an evaluation runs."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def run(case: Case, env: Mapping[str, str] | None = None, **options: Any) -> int
 
 
 def _publish(case: Case, stage: str, *names: str, finished: bool = True) -> Path:
-    """Model directories where a stage has them, below its work directory while it runs."""
+    """Model directories where a stage has them: in its work directory while it runs."""
     runner = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), RunOptions())
     node = next(node for node in runner.nodes if node.name == stage)
     place = runner.store.work(stage, str(node.key))
@@ -89,7 +89,7 @@ def _publish(case: Case, stage: str, *names: str, finished: bool = True) -> Path
     return runner.store.publish(stage, node.document, {}, runner.hasher) if finished else place
 
 
-def test_what_is_not_there_is_named_and_the_rest_is_evaluated(
+def test_missing_models_are_named_and_the_others_are_evaluated(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _publish(case, "materialize", "model")
@@ -108,7 +108,7 @@ def test_what_is_not_there_is_named_and_the_rest_is_evaluated(
     assert [list(order["inputs"]) for order in launches.orders] == [["tokens-8"], ["tokens-16"]]
 
 
-def test_checkpoints_of_a_running_training(
+def test_checkpoints_of_a_running_training_are_found(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _publish(case, "materialize", "model")
@@ -120,13 +120,14 @@ def test_checkpoints_of_a_running_training(
     place = _place(launches)
     assert {path.name for path in place.iterdir()} == {"scores.json", "samples.jsonl", "table.md"}
     text = (place / "table.md").read_text()
-    assert "? 90.0 (68.3–98.8)" in text  # 20 samples do not tell 18 from 19, but 10 from 19
+    # 20 samples show no difference between 18 and 19, but one between 10 and 19.
+    assert "? 90.0 (68.3–98.8)" in text
     assert "| 50.0 (27.2–72.8)" in text
     assert "niah_single_1" in capsys.readouterr().out
     assert json.loads((place / "scores.json").read_text())["checkpoints"]["hybrid"]
 
 
-def test_what_is_evaluated_starts_no_process(
+def test_evaluating_again_starts_no_process(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _publish(case, "materialize", "model")
@@ -137,7 +138,7 @@ def test_what_is_evaluated_starts_no_process(
     assert len(launches.orders) == 2
     scores = json.loads((_place(launches) / "scores.json").read_text())
     assert list(scores["checkpoints"]) == ["original", "tokens-16"]
-    # Other weights at the same place are another model.
+    # Other weights at the same path are another model.
     (train / "checkpoints/tokens-16/config.json").write_text('{"changed": true}')
     assert run(case, checkpoints=["tokens-16"]) == 0
     assert len(launches.orders) == 3
@@ -145,7 +146,7 @@ def test_what_is_evaluated_starts_no_process(
     (Path(launches.orders[2]["work_dir"]) / "scores.json").write_text("{")
     assert run(case, checkpoints=["tokens-16"]) == 0
     assert len(launches.orders) == 4
-    # Other code to score with, and other samples, give other scores.
+    # Other scoring code, and other samples, give other scores.
     monkeypatch.setattr(evaluation, "VERSIONS", "generation-0-scoring-0")
     assert run(case, checkpoints=["tokens-16"]) == 0
     assert len(launches.orders) == 5
@@ -157,7 +158,7 @@ def test_what_is_evaluated_starts_no_process(
     assert len({order["work_dir"] for order in launches.orders}) == 5 == len(launches.orders) - 1
 
 
-def test_files_of_evaluations_that_end_together_are_not_mixed(
+def test_files_of_concurrent_evaluations_are_not_mixed(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, held = evaluation.write_text, []
@@ -172,7 +173,9 @@ def test_files_of_evaluations_that_end_together_are_not_mixed(
     assert held == ["samples.jsonl", "table.md"] and not list(case.runs.glob("locks/*"))
 
 
-def test_models_are_named_in_one_way_and_for_one_node(case: Case, launches: Launches) -> None:
+def test_each_model_has_one_name_and_the_command_runs_on_one_node(
+    case: Case, launches: Launches
+) -> None:
     """A second node would wait for the lock of the first, which waits for its processes."""
     place = str(_model(case, case.folder / "tokens-16"))
     nodes = {"NNODES": "2", "MASTER_ADDR": "one", "MASTER_PORT": "1"}
@@ -187,7 +190,7 @@ def test_models_are_named_in_one_way_and_for_one_node(case: Case, launches: Laun
     assert [list(order["inputs"]) for order in launches.orders] == [["tokens-16"]]
 
 
-def test_other_budgets_are_other_scores_beside_the_same_original(
+def test_scores_at_other_budgets_are_compared_with_the_same_original(
     case: Case, launches: Launches
 ) -> None:
     case.content["search"]["method"] = "front"
@@ -216,8 +219,8 @@ def test_a_table_in_a_log_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None
     assert "…" not in out and out.count("? 90.0 (68.3–98.8)") == len(names)
 
 
-def test_a_table_has_what_any_model_has_a_score_of() -> None:
-    """Also where the first model lacks a task or a group."""
+def test_the_table_has_every_task_that_any_model_has_a_score_for() -> None:
+    """Also if the first model lacks a task or a group."""
     group = {"all": TaskGroup(("one", "two"))}
     tables = {
         "a": {"harness": suite_table({("one", 0): [1.0, 0.0]})},
@@ -231,7 +234,7 @@ def test_a_table_has_what_any_model_has_a_score_of() -> None:
     assert "all (1 of 2 tasks)" not in text
 
 
-def test_losses_by_position_have_a_table_of_their_own() -> None:
+def test_losses_by_position_have_their_own_table() -> None:
     bins = [{"mean": 6.5}, {"mean": 4.25, "low": 4.0, "high": 4.5}]
     loss = {"edges": [1, 512, 2048], "documents": 5, "loss": bins}
     content = {"checkpoints": {"original": {}}, "positions": {"original": loss, "hybrid": loss}}
@@ -247,7 +250,7 @@ def test_losses_by_position_have_a_table_of_their_own() -> None:
 def test_a_damaged_output_is_not_evaluated(
     case: Case, launches: Launches, damaged: str, watch: bool
 ) -> None:
-    """A file added to it too: transformers may prefer it."""
+    """Nor one with an added file, which transformers might prefer."""
     place = _publish(case, "materialize", "model")
     train = _publish(case, "train", "checkpoints/tokens-8")
     place = place / "model" if damaged == "materialize" else train / "checkpoints/tokens-8"
@@ -257,20 +260,20 @@ def test_a_damaged_output_is_not_evaluated(
     assert launches.orders == []
 
 
-def test_a_task_without_a_score_shows_in_the_exit_status(
+def test_a_task_without_a_score_gives_exit_status_1(
     case: Case, launches: Launches, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _publish(case, "materialize", "model")
     launches.missing = {"harness": {"gsm8k": "its data could not be read"}}
     assert run(case) == 1
     assert "gsm8k has no score: its data could not be read" in capsys.readouterr().out
-    # What was missing may be there by now.
+    # The missing data may exist by now.
     launches.missing = {}
     assert run(case) == 0
     assert len(launches.orders) == 2
 
 
-def test_watch_evaluates_what_appears_and_ends_with_the_training(
+def test_watch_evaluates_new_checkpoints_and_ends_with_the_training(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _publish(case, "materialize", "model")
@@ -290,7 +293,7 @@ def test_watch_evaluates_what_appears_and_ends_with_the_training(
     ]  # fmt: skip
 
 
-def test_watch_ends_with_the_checkpoints_that_were_asked_for(
+def test_watch_ends_after_the_requested_checkpoints(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(evaluate.time, "sleep")
@@ -312,7 +315,7 @@ def test_watch_ends_with_the_checkpoints_that_were_asked_for(
         (None, ("train",), "there is no model to evaluate yet"),
     ],
 )
-def test_watch_ends_where_nothing_appears_any_more(
+def test_watch_ends_if_no_checkpoint_can_appear(
     case: Case,
     launches: Launches,
     monkeypatch: pytest.MonkeyPatch,
@@ -360,10 +363,10 @@ def _model(case: Case, place: Path, **config: Any) -> Path:
     return place
 
 
-def test_models_are_known_by_their_content(
+def test_models_are_identified_by_their_content(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever they are called; a name that is a path leads nowhere."""
+    """Whatever their names are; a name that is a path leads nowhere."""
     monkeypatch.setitem(RIGHT, "model", 3)
     same_name = _model(case, case.folder / "original")
     monkeypatch.setitem(RIGHT, str(same_name), 5)
@@ -377,18 +380,18 @@ def test_models_are_known_by_their_content(
     assert list(order["inputs"]) == [str(place) for place in places]
     stored = json.loads((Path(order["work_dir"]) / "models.json").read_text())["models"]
     assert len(set(stored.values())) == 2 and all(len(one) == 64 for one in stored.values())
-    # The same weights elsewhere, and written again, are the same model.
+    # The same weights, copied elsewhere and written again, are the same model.
     copy = case.folder / "copy/model"
     shutil.copytree(places[0], copy)
     assert run(case, model=[str(copy)]) == 0
     elsewhere = json.loads((Path(launches.orders[1]["work_dir"]) / "models.json").read_text())
     assert elsewhere["models"] == {"model": stored[str(places[0])]}
-    # Damage of another evaluation's notes is none of this one.
+    # Damaged notes of another evaluation do not matter.
     notes = Path(launches.orders[0]["work_dir"]) / "models.json"
     for text in ("[]", json.dumps({"original": 1}), notes.read_text().replace("models", "nodels")):
         notes.write_text(text)
         assert run(case, model=[str(copy)]) == 0 and len(launches.orders) == 2
-    # Other weights of the same size and time are another model.
+    # Other weights with the same size and time are another model.
     file = copy / "model.safetensors"
     stat = file.stat()
     write_safetensors(file, 7)
@@ -399,7 +402,9 @@ def test_models_are_known_by_their_content(
     ]  # fmt: skip
 
 
-def test_a_models_identity_is_of_every_file_that_is_read_and_of_how_it_runs(tmp_path: Path) -> None:
+def test_a_models_identity_covers_every_file_that_is_read_and_how_the_model_runs(
+    tmp_path: Path,
+) -> None:
     read = [
         "config.json", "tokenizer.json", "vocab.txt", "spiece.model", "qwen.tiktoken", "chat.jinja",
         "model.safetensors", "code/layer.py",
@@ -419,7 +424,7 @@ def test_a_models_identity_is_of_every_file_that_is_read_and_of_how_it_runs(tmp_
 
 @pytest.mark.parametrize("changed", ["model", "original"])
 @pytest.mark.parametrize("is_restored", [False, True])
-def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
+def test_answers_of_a_model_that_changed_meanwhile_are_discarded(
     case: Case, launches: Launches, monkeypatch: pytest.MonkeyPatch, changed: str, is_restored: bool
 ) -> None:
     for name in ("other", "same"):
@@ -449,8 +454,10 @@ def test_answers_of_a_model_that_changed_meanwhile_are_thrown_away(
     assert forgotten == [(case.runs / "shared" / "evaluation", expected)]
 
 
-def test_checkpoints_that_training_publishes_meanwhile(case: Case, launches: Launches) -> None:
-    """They are evaluated where they are then, and their answers are kept."""
+def test_checkpoints_that_training_publishes_meanwhile_are_found(
+    case: Case, launches: Launches
+) -> None:
+    """They are evaluated at their new place, and their answers are kept."""
     _publish(case, "materialize", "model")
     _publish(case, "train", "checkpoints/tokens-8", finished=False)
     publish = iter([lambda: _publish(case, "train", "checkpoints/tokens-8")])
@@ -474,7 +481,7 @@ def test_checkpoints_that_training_publishes_meanwhile(case: Case, launches: Lau
         ),
     ],
 )
-def test_a_model_that_the_samples_cannot_be_asked_is_refused(
+def test_a_model_that_cannot_answer_the_samples_is_refused(
     case: Case, launches: Launches, change: Callable[[Path], object], fault: str
 ) -> None:
     place = _model(case, case.folder / "other")
@@ -485,7 +492,7 @@ def test_a_model_that_the_samples_cannot_be_asked_is_refused(
 
 
 @pytest.mark.parametrize("place", ["~nobody-here/x", "x" * 300, "a/" * 2500, "loop", ""])
-def test_a_path_that_leads_nowhere_is_no_model(
+def test_a_path_that_does_not_exist_is_no_model(
     case: Case, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     (case.folder / "loop").symlink_to("loop")
@@ -495,7 +502,7 @@ def test_a_path_that_leads_nowhere_is_no_model(
         run(case, model=[place])
 
 
-def test_an_override_behind_checkpoints_is_not_taken_for_one(
+def test_an_override_after_checkpoints_is_not_taken_for_a_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -400,9 +400,7 @@ def test_reuse_is_switched_off_if_a_layer_is_no_function_of_its_input(caplog):
     apply_head_mask(model, FULL, Window(WINDOW))
     objective.check_output_head(FULL)
     model.get_decoder().layers[2].register_forward_hook(drift)
-    for _ in range(
-        2
-    ):  # also where attention of both kinds fails first and the layers' inputs second
+    for _ in range(2):  # attention of both kinds fails first, then the layers' inputs
         objective.evaluate(FULL, shared_layers=1)
         objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
     assert "switched off" in caplog.text
@@ -424,9 +422,8 @@ def test_inputs_of_layers_are_reused_even_if_attention_of_both_kinds_is_not_exac
 
     def noisy(self, row, outputs):
         mixed = mix(self, row, outputs)
-        return (
-            mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)
-        )  # at all positions, not only at the answers
+        # At all positions, not only at the answers.
+        return mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)
 
     monkeypatch.setattr(incremental_forward.BatchPass, "mix", noisy)
     measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]

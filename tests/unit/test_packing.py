@@ -38,7 +38,7 @@ from tests.tiny_data import tiny_tokenizer
 
 
 @given(st.lists(st.integers(1, 40), max_size=20), st.integers(1, 16))
-def test_packing_loses_no_token_and_keeps_spans(lengths, sequence_length):
+def test_packing_loses_no_token_and_keeps_the_spans_of_documents(lengths, sequence_length):
     documents, start = [], 0
     for length in lengths:
         documents.append(np.arange(start, start + length, dtype=np.int32))
@@ -67,7 +67,7 @@ def test_packing_loses_no_token_and_keeps_spans(lengths, sequence_length):
     assert len(numbers) == len(flat)
 
 
-def test_dataset_can_be_opened(tmp_path, monkeypatch):
+def test_a_packed_dataset_can_be_opened(tmp_path, monkeypatch):
     from datasets import load_from_disk
 
     monkeypatch.setattr("data_prep.documents.packing.FILE_TOKENS", 24)
@@ -96,7 +96,7 @@ def stream(name: str, lengths: list[int], number: int, seed: int = 0) -> Documen
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0.1, 10), st.integers(0, 5))
-def test_mixture_keeps_shares_and_total(tokens, weight, seed):
+def test_a_mixture_keeps_shares_and_total(tokens, weight, seed):
     streams = [stream("a", [5, 9, 30] * 10, 0, seed), stream("b", [7, 1, 2] * 10, 1, seed)]
     documents = list(mix(streams, [weight, 1.0], tokens))
     stream_tokens = [sum(len(d) for number, d in documents if number == n) for n in (0, 1)]
@@ -106,7 +106,7 @@ def test_mixture_keeps_shares_and_total(tokens, weight, seed):
     assert streams[1].tokens - (1 - share) * tokens <= 7
 
 
-def test_source_is_repeated_in_another_order(caplog):
+def test_a_source_is_repeated_in_another_order(caplog):
     short = stream("short", [1] * 50, 0)
     first = [int(short.next()[0]) for _ in range(50)]
     second = [int(short.next()[0]) for _ in range(50)]
@@ -117,7 +117,7 @@ def test_source_is_repeated_in_another_order(caplog):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_special_tokens_in_text_are_text(tmp_path, fast):
+def test_special_tokens_in_text_are_tokenised_as_text(tmp_path, fast):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     encoder = Encoder.load(TokenizerSpec(str(tmp_path)))
@@ -130,8 +130,10 @@ def test_special_tokens_in_text_are_text(tmp_path, fast):
 
 @pytest.mark.parametrize("run", [3, 30, 50, 100, 301])
 @pytest.mark.parametrize("piece", [1, 70, 10_000])
-def test_a_document_in_windows_has_the_tokens_of_the_whole(monkeypatch, tmp_path, run, piece):
-    """Where windows that begin within a run pair it otherwise, they overlap more, or are cut."""
+def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(
+    monkeypatch, tmp_path, run, piece
+):
+    """If windows that begin inside a run pair it differently, they overlap more, or are cut."""
     monkeypatch.setattr(tokenizer, "WINDOW", 128)
     monkeypatch.setattr(tokenizer, "OVERLAP", 16)
     letters = [*"abcd ", "aa", "aaaa", "bc", "bcd"]
@@ -190,7 +192,7 @@ def contents(tokenised: TokenisedSource) -> list[list[int]]:
 
 
 @pytest.mark.skipif(tokenizers.__version__ == "0.23.1", reason="tokenizers leaks 64 bytes a text")
-def test_a_compressed_file_takes_little_memory_for_its_documents(tmp_path, monkeypatch):
+def test_a_compressed_file_needs_little_memory_for_its_documents(tmp_path, monkeypatch):
     """However large it is, it is one part, of millions of documents."""
     monkeypatch.setattr(tokenization, "WINDOW", 2**12)
     (tmp_path / "corpus").mkdir()
@@ -205,15 +207,13 @@ def test_a_compressed_file_takes_little_memory_for_its_documents(tmp_path, monke
         finally:
             tracemalloc.stop()
 
-    peak(1)  # with what is imported once
-    # 36 bytes each; a list of pairs takes 89. More than a buffer's worth of documents tell.
+    peak(1)  # including one-time imports
+    # 36 bytes each, 89 in a list of pairs: seen with more than a buffer of documents.
     assert peak(60_000) - peak(20_000) < 60 * 40_000
 
 
 @pytest.mark.parametrize("length", [1, 2000])  # the longer one is read in pieces
-def test_a_rendered_conversation_has_its_special_tokens_where_the_source_says_so(
-    tmp_path, length, monkeypatch
-):
+def test_special_tokens_are_kept_if_the_source_says_so(tmp_path, length, monkeypatch):
     monkeypatch.setattr("data_prep.documents.tokenizer.WINDOW", 2048)
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 256)
     (tmp_path / "corpus").mkdir()
@@ -228,7 +228,7 @@ def test_a_rendered_conversation_has_its_special_tokens_where_the_source_says_so
     assert as_tokens.count(tokenizer.eos_token_id) == 2 + as_text.count(tokenizer.eos_token_id)
 
 
-def test_the_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
+def test_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     expected = sum(len(f"text number {i} ") * (i + 1) * 20 for i in range(6))
     assert tokenise(corpus, "shards").text_bytes == expected
@@ -244,7 +244,7 @@ def test_the_bytes_of_a_source_are_those_of_all_its_parts(corpus, monkeypatch):
         lambda content: content[:-1] + bytes([content[-1] ^ 1]),
     ],
 )
-def test_damaged_shard_is_made_again(corpus, file, harm, caplog):
+def test_a_damaged_shard_is_made_again(corpus, file, harm, caplog):
     expected = contents(tokenise(corpus, "shards"))
     [shard] = (corpus / "shards").iterdir()
     (shard / file).write_bytes(harm((shard / file).read_bytes()))
@@ -252,7 +252,7 @@ def test_damaged_shard_is_made_again(corpus, file, harm, caplog):
     assert f"is damaged ({file} has other content) and made again" in caplog.text
 
 
-def test_a_source_changed_and_changed_back_is_noticed(tmp_path, monkeypatch):
+def test_a_source_that_changed_and_changed_back_is_noticed(tmp_path, monkeypatch):
     """Overwritten after the first shard, and restored after the second."""
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
     corpus = tmp_path / "corpus"
@@ -281,8 +281,8 @@ def test_a_source_changed_and_changed_back_is_noticed(tmp_path, monkeypatch):
     assert contents(tokenise(tmp_path, "shards", kind="jsonl", stamps=stamps)) == expected
 
 
-def test_short_documents_are_encoded_in_groups_also_between_ones_left_out(tmp_path, monkeypatch):
-    """Of 40 documents of a tenth of a group each every other one is left out."""
+def test_short_documents_are_encoded_in_groups_also_between_filtered_ones(tmp_path, monkeypatch):
+    """40 documents of a tenth of a group each, of which every other one is filtered out."""
     monkeypatch.setattr(tokenization, "WINDOW", 1000)
     (tmp_path / "corpus").mkdir()
     lines = [json.dumps({"text": "ab"[number % 2] * (100 + number % 2)}) for number in range(40)]
@@ -298,7 +298,7 @@ def test_short_documents_are_encoded_in_groups_also_between_ones_left_out(tmp_pa
     assert groups == [10, 10] and (found.documents, found.left_out) == (20, 20)
 
 
-def test_parts_are_read_until_there_are_more_tokens_than_asked_for(tmp_path):
+def test_parts_are_read_until_there_are_more_tokens_than_needed(tmp_path):
     (tmp_path / "corpus").mkdir()
     for name in "abc":
         (tmp_path / "corpus" / f"{name}.jsonl").write_text(json.dumps({"text": name * 20}) + "\n")
@@ -308,14 +308,14 @@ def test_parts_are_read_until_there_are_more_tokens_than_asked_for(tmp_path):
         assert len(found) == blocks
 
 
-def test_a_file_that_came_after_the_start_is_not_read(corpus):
+def test_a_file_added_after_the_start_is_not_read(corpus):
     files = sorted((corpus / "corpus").iterdir())
     stamps = {str(file): file_stamp(file) for file in files[1:]}
     with pytest.raises(RunError, match=f"{files[0].name} was written or replaced"):
         tokenise(corpus, "shards", 1, stamps=stamps)
 
 
-def test_files_below_a_dataset_are_checked_and_no_others(tmp_path):
+def test_only_files_of_a_dataset_are_checked(tmp_path):
     file = tmp_path / "corpus" / "a.jsonl"
     file.parent.mkdir()
     file.write_text(json.dumps({"text": "one"}) + "\n")
@@ -338,7 +338,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them on Linux only")
-def test_workers_end_with_a_killed_process(tmp_path):
+def test_workers_end_if_their_process_is_killed(tmp_path):
     script = tmp_path / "pool.py"
     script.write_text(_POOL)
     environment = {**os.environ, "PYTHONPATH": str(Path(tokenization.__file__).parents[2])}
@@ -355,7 +355,7 @@ def test_workers_end_with_a_killed_process(tmp_path):
 
 
 def sentence_piece_tokenizer(texts: list[str]) -> Tokenizer:
-    """A BPE over whole texts, blanks as visible characters and one more before the text."""
+    """A BPE over whole texts, with visible blanks and an additional one before the text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
@@ -370,7 +370,7 @@ UNUSUAL = "naïve e\u0301 日本語のテキスト 👩‍👩‍👧 \x00 \ufef
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentence piece"])
-def test_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
+def test_a_long_document_has_the_tokens_of_the_whole(monkeypatch, kind):
     topics = list(pydoc_topics().values())
     text = (UNUSUAL * 20).join(topics[:12])
     if kind == "byte level":
@@ -421,7 +421,7 @@ RECORDS = [
 
 
 def passing(tokenised: TokenisedSource) -> list[str]:
-    """The texts that the filters leave."""
+    """The texts that pass the filters."""
     return [tiny_tokenizer().decode(ids[:-1]) for ids in contents(tokenised)]
 
 
@@ -444,7 +444,7 @@ def write_records(path, kind):
         (Filters(max_characters=100, matches={"language": "en"}), [0]),
     ],
 )
-def test_filters_choose_records(tmp_path, kind, filters, expected):
+def test_filters_select_records(tmp_path, kind, filters, expected):
     write_records(tmp_path / "corpus", kind)
     tokenised = tokenise(tmp_path, "shards", kind=kind, filters=filters)
     assert passing(tokenised) == [RECORDS[i]["text"] for i in expected]
@@ -452,7 +452,7 @@ def test_filters_choose_records(tmp_path, kind, filters, expected):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_missing_field_matches_nothing(tmp_path, kind):
+def test_a_missing_field_matches_nothing(tmp_path, kind):
     write_records(tmp_path / "corpus", kind)
     with pytest.raises(UserError, match="source s: its filters leave out all 4 documents"):
         tokenise(tmp_path, "shards", kind=kind, filters=Filters(matches={"lang": ""}))
@@ -460,7 +460,7 @@ def test_missing_field_matches_nothing(tmp_path, kind):
 
 @pytest.mark.parametrize("window", [2**17, 64])
 def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
-    """Also of documents that are encoded in pieces, whose ids are then taken back."""
+    """Also for documents that are encoded in pieces, whose ids are then taken back."""
     for module in ("tokenizer", "tokenization", "sources.text"):
         monkeypatch.setattr(f"data_prep.documents.{module}.WINDOW", window)
     monkeypatch.setattr("data_prep.documents.tokenizer.OVERLAP", 32)
@@ -481,7 +481,7 @@ def test_bounds_of_tokens_and_characters(tmp_path, monkeypatch, window):
         assert (passing(tokenised), tokenised.left_out) == (expected, 4 - len(expected))
 
 
-def test_length_histogram():
+def test_histogram_of_document_lengths():
     lengths = [1, 2, 3, 4, 5, 8, 9, 1000]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     blocks = [Block(np.zeros(32, np.int32), offsets[:7]), Block(np.zeros(1, np.int32), offsets[6:])]
@@ -498,7 +498,7 @@ def test_characters_of_a_file_are_counted(tmp_path):
     assert not Filters(max_characters=299_999).allow_text(file)
 
 
-def test_what_a_compressed_file_becomes_is_bounded_by_its_size(tmp_path, monkeypatch):
+def test_the_size_of_a_decompressed_file_is_bounded(tmp_path, monkeypatch):
     """By a constant and a multiple of it, so that neither small nor large files are refused."""
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "one two"}\n' * 500))

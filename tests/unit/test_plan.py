@@ -67,14 +67,14 @@ def _hours(
     return plan_costs(loaded, devices)[stage].hours(device, count)
 
 
-def test_logits_are_work_where_they_are_computed(case: Case) -> None:
-    """Of a search at the answers, which are few; of an evaluation at what is generated."""
+def test_logits_are_counted_only_where_they_are_computed(case: Case) -> None:
+    """In a search at the answers, which are few; in an evaluation at generated tokens."""
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("qwen3", **SHAPE), attn_implementation="eager"
     )
     with FlopCounterMode(display=False) as counter:
         model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=3, min_new_tokens=3)
-    attention = 4 * 3 * 8 * 16  # of a pair of query and key, of which eager takes all
+    attention = 4 * 3 * 8 * 16  # for each pair of query and key, of which eager computes all
     linear = counter.get_total_flops() - attention * (40 * 40 + 41 + 42)
     shape = stored_shape(ModelInfo({"model_type": "qwen3", **SHAPE}))
     planned = shape.forward_flops(42, 42, logits=3) - attention * 42 * 43 / 2
@@ -90,7 +90,7 @@ def test_logits_are_work_where_they_are_computed(case: Case) -> None:
     assert costs["original"].flops == pytest.approx(work(12 * 512, 512, 12 * 128))
 
 
-def test_layers_are_computed_again_and_the_output_head_is_not(case: Case) -> None:
+def test_layers_are_recomputed_and_the_output_head_is_not(case: Case) -> None:
     once, again = (
         _costs(_load(case, f"runtime.checkpointing={way}"))["train"].flops
         for way in ("none", "full")
@@ -111,7 +111,7 @@ def test_layers_are_computed_again_and_the_output_head_is_not(case: Case) -> Non
          "lengths: [512], max_new_tokens: 32, samples: 40}}", 42, "544"),
     ],
 )  # fmt: skip
-def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
+def test_every_suite_counts_in_the_memory_and_processes_of_an_evaluation(
     case: Case, changes: str, samples: int, longest: str
 ) -> None:
     cost = _costs(_load(case, changes))["evaluate"]
@@ -134,7 +134,7 @@ def test_every_suite_counts_in_the_memory_and_the_processes_of_an_evaluation(
          "not counted, their samples are unknown: drop, ifeval"),
     ],
 )  # fmt: skip
-def test_tasks_of_lm_eval_count_as_the_recipe_asks_them(
+def test_tasks_of_lm_eval_count_with_the_recipes_settings(
     case: Case, harness: str, samples: int, expected: str
 ) -> None:
     cost = _costs(_load(case, f"evaluate={{needle: null, {harness}}}"))["original"]
@@ -146,15 +146,16 @@ def test_a_model_too_large_for_a_device_is_noted(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "cpu_cores", lambda: 1)
-    for gib, is_noted in ((23, False), (25, True)):  # the table has two bytes for each of 64
+    # The embedding takes two bytes for each of 64 values.
+    for gib, is_noted in ((23, False), (25, True)):
         case.change_config(vocab_size=gib * 2**30 // 128)
-        # Of the cores of a process each has 4 GiB.
+        # Each core of a process has 4 GiB.
         for hardware in ("rtx4090", "cpux6"):
             lines = list(plan_lines(_load(case), hardware))
             assert lines[-1].strip().startswith("note: the weights do not fit") == is_noted
 
 
-def test_counts_of_one_are_singular(case: Case) -> None:
+def test_counts_of_one_are_in_the_singular(case: Case) -> None:
     one = (
         "prepare.calibration.examples=1", "prepare.train_tokens=128", "train.total_tokens=128",
         "train.batch_tokens=128", "train.checkpoint_tokens=[]", "evaluate.rivals=[intr]",
@@ -165,7 +166,7 @@ def test_counts_of_one_are_singular(case: Case) -> None:
     assert re.findall(r".*\b1 (?:more )?[a-z]+[a-rt-z]s\b.*|.*\((?:e?s)\).*", text) == []
 
 
-def test_the_rival_is_trained_for_one_budget_alone(case: Case) -> None:
+def test_the_rival_is_trained_for_one_budget_only(case: Case) -> None:
     front = "search.method=front", "rival={method: intr}"
     one, all_budgets = _costs(_load(case, *front)), _costs(_load(case, *front, "train.budgets=all"))
     assert all_budgets["train"].flops < all_budgets["train_rival"].flops == one["train"].flops
@@ -184,14 +185,14 @@ def test_a_prompt_is_split_over_the_processes_of_all_nodes() -> None:
     assert plan_costs(loaded, plan_devices(loaded, "h100x16"))["evaluate"].jobs == (16,)
 
 
-def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
+def test_experts_train_at_the_efficiency_that_the_papers_days_imply() -> None:
     assert _hours("qwen3_30b_a3b", "train", "a800", 16, None) == pytest.approx(96, rel=0.05)
     text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "a800x16"))
     assert "at 0.0565 of the peak, as a mixture of experts: four days" in text
     assert "mixture of experts" not in "\n".join(plan_lines(_paper("qwen3_14b"), "a800x16"))
     loaded = _paper("qwen3_30b_a3b")
     assert "mixture of experts" not in "\n".join(plan_lines(loaded, "a800x16", 0.4))
-    # In forward passes experts reach what dense models do: 4.8 seconds against 2.2 (B.4).
+    # In forward passes experts are as efficient as dense models: 4.8 seconds against 2.2 (B.4).
     operations = []
     for name in ("qwen3_1p7b", "qwen3_30b_a3b"):
         operations.append(shape_of(_paper(name)).forward_flops(64 * 32768, 32768))
@@ -199,14 +200,14 @@ def test_experts_train_at_the_efficiency_that_the_paper_s_days_imply() -> None:
 
 
 @pytest.mark.parametrize(("examples", "batch"), [(16, 8), (5, 1), (21, 1), (50, 2)])
-def test_a_search_has_as_many_batches_as_its_objective(
+def test_planned_batches_of_a_search_are_those_of_its_objective(
     case: Case, examples: int, batch: int
 ) -> None:
     calibration = CalibrationSet.from_records(([1, 2, k], 1) for k in range(examples))
     rounds = batches_by_round(calibration, batch, 100)
     changes = (f"runtime.eval_batch_size={batch}", f"prepare.calibration.examples={examples}")
     assert _costs(_load(case, *changes))["search"].jobs == (sum(map(len, rounds)),)
-    # Its gradients take a round.
+    # Each of its gradients uses one round of batches.
     loaded = _load(case, *changes, "search.method=bosch_plus")
     assert _costs(loaded)["search"].jobs == tuple(map(len, rounds))
     (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
@@ -221,8 +222,8 @@ def test_a_batch_holds_no_more_than_the_examples(case: Case) -> None:
     assert two["search"].facts == eight["search"].facts
 
 
-# Days of training on 16 A800 that the paper reports (B.5), and the share of their peak in executed
-# operations that they imply.
+# Days of training on 16 A800 in the paper (B.5), and the share of the peak that they imply for
+# the operations computed.
 PAPER_DAYS = {"qwen3_1p7b": (1, 0.102), "qwen3_30b_a3b": (4, 0.0565)}
 
 
@@ -231,15 +232,15 @@ def _train_hours(name: str, efficiency: float) -> float:
     return _hours(name, "train", "a800", 16, efficiency, "runtime.checkpointing=full")
 
 
-def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency() -> None:
+def test_planned_hours_equal_the_papers_at_a_stated_efficiency() -> None:
     for name, (days, efficiency) in PAPER_DAYS.items():
         assert _train_hours(name, efficiency) == pytest.approx(24 * days, rel=0.05)
-    # At the efficiency assumed by default no model may take longer than the paper's slowest, and
+    # At the default efficiency no model may take longer than the paper's slowest one, and
     # the operations order the dense ones by size.
     hours = [_train_hours(name, 0.4) for name in ("qwen3_1p7b", "qwen3_8b", "qwen3_14b")]
     assert hours == sorted(hours)
     assert hours[-1] < 96
-    # 8B and 14B lie between one and four days at one and the same efficiency.
+    # With one efficiency, 8B and 14B are between one and four days.
     for name in ("qwen3_8b", "qwen3_14b"):
         assert 24 < _train_hours(name, 0.3) < 96
 
@@ -259,7 +260,7 @@ def test_the_plan_meets_the_paper_s_hours_at_a_stated_efficiency() -> None:
         ([], 2, "processes instead of 2"),
     ],
 )
-def test_what_does_not_fit_is_reported_with_the_setting_that_helps(
+def test_a_training_that_does_not_fit_is_reported_with_a_setting_that_helps(
     overrides: list[str], processes: int, names: str
 ) -> None:
     text = "\n".join(plan_lines(_paper("qwen3_14b", *overrides), f"a800x{processes}"))
@@ -267,14 +268,14 @@ def test_what_does_not_fit_is_reported_with_the_setting_that_helps(
     assert names in text
 
 
-def test_what_helps_fits_with_the_margin_of_fragmentation() -> None:
+def test_the_suggested_setting_fits_with_the_margin_for_fragmentation() -> None:
     text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "h100x8"))
     (settings,) = re.findall("does not fit\n.*it fits with (.*)", text)
     helped = _paper("qwen3_30b_a3b", *settings.split(" and "))
     assert "GiB of 80 GiB: fits" in "\n".join(plan_lines(helped, "h100x8"))
 
 
-def test_the_margin_of_fragmentation_is_a_gpus_and_checkpointing_leaves_it() -> None:
+def test_the_margin_for_fragmentation_is_only_for_gpus_and_counts_in_checkpointing() -> None:
     none, auto = (_paper("qwen3_1p7b", f"runtime.checkpointing={way}") for way in ("none", "auto"))
     kept = training_budget(none, 8, GIB, True)
     assert kept.margin > 0 == training_budget(none, 8, GIB, False).margin
@@ -292,7 +293,7 @@ def test_without_sharding_one_node_holds_the_whole_restart_point() -> None:
         assert f"{size} while restart points are written" in lines
 
 
-def test_the_inputs_of_layers_are_on_the_node_of_their_process() -> None:
+def test_offloaded_inputs_of_layers_are_on_the_node_of_their_process() -> None:
     changes = ("runtime.offload_activations=true", "runtime.checkpointing=full")
     loaded = _paper("qwen3_14b", *changes, "runtime.micro_batch_size=1")
     found = [
@@ -302,7 +303,7 @@ def test_the_inputs_of_layers_are_on_the_node_of_their_process() -> None:
     assert found[0] == found[1]
 
 
-def test_the_remedy_is_the_one_change_that_suffices() -> None:
+def test_the_suggestion_is_the_one_change_that_suffices() -> None:
     """Two processes can share a model already."""
     settled = ["runtime.checkpointing=full", "runtime.micro_batch_size=1"]
     loaded = _paper("qwen3_1p7b", "runtime.sharding=none", *settled)
@@ -313,19 +314,21 @@ def test_the_remedy_is_the_one_change_that_suffices() -> None:
     assert "no sharding" in remedy(loaded, 2, 2.0**20, True)
 
 
-def test_nothing_is_moved_to_the_host_where_it_is_already() -> None:
+def test_offloading_is_not_suggested_where_memory_is_already_the_hosts() -> None:
     loaded = _paper("qwen3_14b")
     advice = [remedy(loaded, 4, 80 * GIB, on_gpu) for on_gpu in (True, False)]
     assert ["runtime.offload_activations=true" in one for one in advice] == [True, False]
 
 
-def test_the_remedy_splits_no_sequence_that_attention_takes_whole() -> None:
+def test_the_suggestion_does_not_split_sequences_that_attention_needs_whole() -> None:
     for attention, is_split in (("flash", True), ("varlen", False)):
         loaded = _paper("qwen3_14b", f"runtime.attention={attention}")
         assert ("context_parallel" in remedy(loaded, 16, 25 * GIB, True)) == is_split
 
 
-def test_a_run_is_refused_before_it_starts(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
     refuse_what_cannot_fit(_load(case))
     case.change_config(num_hidden_layers=400, hidden_size=2**18, layer_types=None)
     with pytest.raises(UserError, match=r"training needs .* on each of 1 process"):
@@ -345,10 +348,10 @@ def test_heads_that_processes_cannot_share_are_refused_before_the_run(
     assert not (case.runs / "store").exists()
 
 
-def test_inputs_of_layers_that_the_host_cannot_hold_are_refused(
+def test_offloaded_inputs_that_the_host_cannot_hold_are_refused(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all processes of the node together; where memory is not known nothing is refused."""
+    """Of all processes of the node together; if memory is not known, nothing is refused."""
     overrides = ["runtime.checkpointing=full", "runtime.offload_activations=true"]
     loaded = _load(case, *overrides, NPROC_PER_NODE="2")
     offloaded = training_budget(loaded, 2, 1e15, False).memory.offloaded
@@ -387,7 +390,7 @@ def test_memory_of_this_machine_is_the_smallest_gpus_or_a_share_of_the_hosts(
     assert memory_here(World(processes_per_node=4)) == 25
 
 
-def test_hardware_names() -> None:
+def test_hardware_names_are_parsed_or_refused() -> None:
     world = World()
     assert find_hardware("H100x8", world) == ("h100", 8)
     assert find_hardware("a100", world) == ("a100", 1)
@@ -404,13 +407,13 @@ def test_hardware_names() -> None:
 @pytest.mark.parametrize(
     ("hardware", "world", "devices"),
     [
-        # Memory as this machine has it, where it is planned for and says so.
+        # The memory of this machine, if it is the hardware of the plan.
         (None, World(processes_per_node=2), ("cpu", 8, 2, 2, 50.0)),
         (None, World(gpus=1), ("h100", 1, 1, 1, 100.0)),
         ("h100x2", World(gpus=1), ("h100", 2, 2, 2, 80 * GIB)),
         ("cpux8", World(gpus=1), ("cpu", 8, 1, 1, 32 * GIB)),
         ("cpux8", World(processes_per_node=2), ("cpu", 8, 2, 2, 50.0)),
-        # Another machine's memory is four GiB a core.
+        # Another machine has four GiB per core.
         ("cpux6", World(processes_per_node=2), ("cpu", 6, 2, 2, 12 * GIB)),
         ("cpux6", World(2, 0, 3, "h", 1), ("cpu", 6, 6, 3, 8 * GIB)),
         (None, World(processes_per_node=4, gpus=4), ("h100", 4, 4, 4, 80 * GIB)),
@@ -421,7 +424,7 @@ def test_hardware_names() -> None:
         ("a100x4", World(), ("a100", 4, 4, 4, 80 * GIB)),
     ],
 )
-def test_what_is_planned_for(
+def test_plan_states_the_hardware_it_is_for(
     hardware: str | None, world: World, devices: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "cpu_cores", lambda: 8)
@@ -431,8 +434,8 @@ def test_what_is_planned_for(
     assert plan_devices(loaded, hardware) == Devices(*devices)
 
 
-def test_the_plan_says_what_vllm_holds_for_any_mask(case: Case) -> None:
-    """4 layers of 4 heads, half of them sliding: 8 full heads, two or four ranks can share."""
+def test_plan_states_what_vllm_holds_for_any_mask(case: Case) -> None:
+    """4 layers of 4 heads, half of them sliding: two or four ranks can share 8 full heads."""
 
     def lines(*overrides: str) -> list[str]:
         return [line for line in plan_lines(_load(case, *overrides)) if "vLLM" in line]
@@ -449,7 +452,7 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(case: Case) -> None:
     case.change_config(num_key_value_heads=4, num_hidden_layers=4, layer_types=None)
     exact = lines("materialize.dtype=float32")[0]
     assert "(CPU): 1k: 672 KiB instead of 1 MiB (1.5 x the tokens)" in exact
-    # Two layers that slide by themselves, in the original too: of 62 and 42 blocks.
+    # Two layers slide in the original, too: 62 and 42 blocks.
     own = {"model_type": "olmo3", "sliding_window": 9}
     case.change_config(layer_types=["full_attention", "sliding_attention"] * 2, **own)
     assert "(CPU): 1k: 248 KiB instead of 336 KiB (1.4 x the tokens)" in lines()[0]
@@ -467,7 +470,7 @@ def test_the_plan_says_what_vllm_holds_for_any_mask(case: Case) -> None:
     assert "of it because the ranks cannot share" in lines(*given)[1]
 
 
-def test_the_plan_says_what_pages_hold(case: Case) -> None:
+def test_plan_states_what_continuous_batching_holds(case: Case) -> None:
     """4 layers of 4 heads, half of them sliding: a window takes one page of 256 tokens."""
 
     def line(*overrides: str) -> str:
