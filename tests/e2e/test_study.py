@@ -64,7 +64,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_cost_study_holds_every_method_ratio_and_budget(searched: Path) -> None:
+def test_the_cost_study_has_every_method_ratio_and_budget(searched: Path) -> None:
     data = read(searched, "cost")
     points = {(p["method"], p["swa_ratio"], p["budget_per_layer"]) for p in data["points"]}
     expected = {("bosch", ratio, budget) for ratio in (0.5, 0.75) for budget in (3, 6)}
@@ -84,21 +84,21 @@ def test_cost_study_holds_every_method_ratio_and_budget(searched: Path) -> None:
     assert "<caption>ρ = 0.75</caption>" in html
 
 
-def test_masks_of_searches_are_on_budget_and_searches_on_their_own_sets(searched: Path) -> None:
+def test_masks_of_searches_are_on_budget_and_use_their_own_calibration_sets(searched: Path) -> None:
     searches = [line for line in lines(searched) if line["key"]["kind"] == "search"]
     assert len(searches) == 2 * 2 * (2 + 2)
     for line in searches:
         mask = HeadMask.from_key(line["result"]["mask"])
         sliding = swa_budget(12, line["key"]["settings"]["swa_ratio"])
         assert int((~mask.is_full).sum()) == sliding
-    for method, seeds in (("bosch", 2), ("rand", 2), ("dcam", 1)):  # dcam draws nothing
+    for method, seeds in (("bosch", 2), ("rand", 2), ("dcam", 1)):  # dcam is not random
         own = [line["key"] for line in searches if line["key"]["method"] == method]
         assert len({key["settings"]["seed"] for key in own}) == seeds
         assert len({(key["settings"]["seed"], key["examples"]) for key in own}) == 2
 
 
 def test_a_stopped_study_resumes(searched: Path, tmp_path: Path) -> None:
-    """With the last results lost it ends with the same numbers and computes only these again."""
+    """Without its last results it computes only these again and ends with the same numbers."""
     folder = tmp_path / "again"
     shutil.copytree(searched, folder)
     whole = (folder / "results.jsonl").read_text()
@@ -114,7 +114,7 @@ def test_a_stopped_study_resumes(searched: Path, tmp_path: Path) -> None:
         assert a["held_out_log_likelihood"] == b["held_out_log_likelihood"]
 
 
-def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None:
+def test_the_turnover_study_reuses_searches(searched: Path) -> None:
     before = [line for line in lines(searched) if line["key"]["kind"] == "search"]
     options = "--methods", "bosch,dcam", "--ratios", "0.5,0.75", "--budgets", "3,6"
     assert study("turnover", searched, *options) == 0
@@ -138,7 +138,7 @@ def test_turnover_study_uses_the_searches_that_are_there(searched: Path) -> None
     assert [float(cell.replace("−", "-")) for cell in cells[2:5]] == pytest.approx(scores, abs=5e-4)
 
 
-def test_the_cost_to_reach_the_published_procedure_is_of_the_cheapest_that_does(
+def test_the_cost_to_reach_the_published_procedure_is_that_of_the_cheapest_budget(
     searched: Path,
 ) -> None:
     options = "--methods", "bosch,bosch_plus", "--ratios", "0.5", "--budgets", "3,6"
@@ -217,7 +217,7 @@ def opened(folder: Path) -> tuple[Any, StudyOptions, Path]:
     return load_recipe(RECIPE, SMALL), StudyOptions(seeds=2, held_out=5), folder
 
 
-def test_granularity_study_compares_units_with_single_heads(
+def test_the_granularity_study_compares_units_with_single_heads(
     searched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--methods", "bosch,dcam", "--ratios", "0.5", "--budgets", "3,6"
@@ -243,20 +243,21 @@ def test_granularity_study_compares_units_with_single_heads(
         assert sentence in capsys.readouterr().err
 
 
-def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
+def test_the_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
     options = "--methods", "bosch", "--ratios", "0.5", "--budgets", "6", "--sizes", "2,4"
     assert study("stability", searched, *options, "search.budget_per_layer=6") == 0
     data = read(searched, "stability")
     kinds = {(r["budget_per_layer"], r["same_calibration_set"], r["measure"])
              for r in data["layer_importance"]}  # fmt: skip
     assert len(kinds) == 4
-    # Six candidates per layer are enumerated, so on one set all seeds find the same.
+    # A layer's six candidates are enumerated, so with one set all seeds find the same.
     exact = [r for r in data["layer_importance"]
              if r["same_calibration_set"] and r["budget_per_layer"] == 6]  # fmt: skip
     assert exact[0]["drops"][0] == exact[0]["drops"][1]
     likelihood = next(r for r in exact if r["measure"] == "log_likelihood")
     assert likelihood["mean"] == pytest.approx(1.0)
-    assert np.abs(likelihood["drops"]).max() < 0.1  # with every head sliding it is over 20 nats
+    # With every head sliding it loses more than 20 nats.
+    assert np.abs(likelihood["drops"]).max() < 0.1
     assert [(r["method"], r["examples"]) for r in data["calibration_size"]] == [
         ("bosch", 2),
         ("bosch", 4),
@@ -273,8 +274,8 @@ def test_stability_study_ranks_layers_by_both_measures(searched: Path) -> None:
         assert f"| 0.5 | bosch | {r['examples']} | {r['held_out_score']['mean']:.3f} [" in sizes
 
 
-def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
-    """The page's optimum is measured again by one plain pass, and no other mask beats it."""
+def test_the_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
+    """The page's optimum is measured again by one plain pass, and no other mask is better."""
     options = "--methods", "bosch,bme", "--ratios", "0.16", "--budgets", "3"
     assert study("optimality", tmp_path, *options) == 0
     data = read(tmp_path, "optimality")["ratios"]["0.16"]
@@ -312,7 +313,7 @@ def test_optimality_study_finds_the_true_optimum(tmp_path: Path) -> None:
 
 
 def own_objective() -> Objective:
-    """The optimality study's objective, made by hand."""
+    """The optimality study's objective, built by the test."""
     tokenizer = load_tokenizer(TokenizerSpec(str(MODEL)))
     tasks = ["niah_single_2", "niah_multikey_1", "niah_multikey_2"]
     records = forced_records(
@@ -346,7 +347,7 @@ def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
     assert model.objective(model.calibration(0)).memory()["cache_bytes_limit"] == 5_000_000
 
 
-def test_a_study_searches_again_where_a_mend_has_changed_the_methods_masks(
+def test_a_study_searches_again_if_a_fix_changed_the_methods_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, found = load_recipe(RECIPE, SMALL, env={}), []
@@ -363,10 +364,10 @@ def test_a_study_searches_again_where_a_mend_has_changed_the_methods_masks(
     assert found == [1, 1, 2, 2]
 
 
-def test_the_seconds_of_a_stopped_search_are_those_of_all_its_attempts(
+def test_the_seconds_of_a_stopped_search_include_all_its_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three passes of an hour before the stop: the rest alone takes a moment."""
+    """Three passes of an hour before the stop: the remaining ones take a moment."""
     model = StudiedModel(load_recipe(RECIPE, SMALL, env={}), StudyOptions(), tmp_path)
     evaluate, left = Objective.evaluate, [3, 2, 1]
 
@@ -387,7 +388,7 @@ def test_the_seconds_of_a_stopped_search_are_those_of_all_its_attempts(
 
 @pytest.fixture
 def without_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRecipe:
-    """A recipe whose training changes no weight, and whose searches draw nothing."""
+    """A recipe whose training changes no weight, and whose searches are not random."""
     monkeypatch.setattr("stages.search.run.write_traces", lambda *_: None)
     changes = [
         *SMALL, "prepare.train_tokens=8k", f"runtime.output_root={tmp_path / 'runs'}",
@@ -398,7 +399,7 @@ def without_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRec
 
 
 def noting(stages: list[str]) -> Launcher:
-    """Runs stages in this process, and appends their names."""
+    """Runs stages in this process, and records their names."""
 
     def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         stages.append(order["stage"])
@@ -407,7 +408,7 @@ def noting(stages: list[str]) -> Launcher:
     return launcher
 
 
-def test_headbench_with_training_scores_each_mask_trained_as_well(
+def test_headbench_with_training_also_scores_each_trained_hybrid(
     without_change: LoadedRecipe, tmp_path: Path
 ) -> None:
     stages: list[str] = []
@@ -426,7 +427,7 @@ def test_headbench_with_training_scores_each_mask_trained_as_well(
     assert "trained for 512 tokens" in result.text, "two whole steps"
 
 
-def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(
+def test_a_hybrid_that_training_does_not_change_scores_like_its_mask(
     without_change: LoadedRecipe, tmp_path: Path
 ) -> None:
     orders: list[str] = []
@@ -448,7 +449,7 @@ def test_a_hybrid_that_training_does_not_change_scores_what_its_mask_does(
     assert orders == []
 
 
-def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
+def test_a_study_can_read_its_questions_from_a_file(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [f"prepare.calibration.examples={EXAMPLES}"], env={})
     file = RECIPE.parent / "composition_8x8" / "calibration.jsonl"
     options = StudyOptions(examples=str(file), held_out=5)
@@ -469,7 +470,7 @@ def test_a_study_takes_its_questions_from_a_file(tmp_path: Path) -> None:
         _ = StudiedModel(recipe, most, tmp_path).held_out_set
 
 
-def test_a_study_refuses_questions_in_the_tokens_of_another_model(tmp_path: Path) -> None:
+def test_questions_in_the_tokens_of_another_model_are_refused(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, env={})
     file = tmp_path / "examples.jsonl"
     file.write_text(json.dumps({"input_ids": [1, 10**6, 3], "answer_length": 1}))

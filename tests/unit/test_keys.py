@@ -1,6 +1,6 @@
-"""Changes that a stage's key depends on, and those it ignores; inputs that change in a run.
+"""Changes that a stage's key depends on, and those it ignores; inputs that change during a run.
 
-Also which files of a source of training data are read, and count.
+Also which files of a source of training data are read and counted in the key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
 
 
 def documents(case: Case, *overrides: str, fetch: bool = True) -> dict[str, dict[str, Any]]:
-    """The stages' documents without what they take over from the stages above them."""
+    """The stages' key documents without what they inherit from the stages above them."""
     hasher = FileHasher(case.folder / "hashes.json")
     nodes = resolve(load_recipe(case.file, overrides, stages=fake_table(), fetch=fetch), hasher)
     return {node.name: {**(node.document or {}), "upstream": None} for node in nodes}
@@ -139,8 +139,8 @@ def test_a_new_file_of_a_model_changes_the_keys_of_the_stages_that_read_it(
         before = after
 
 
-def test_a_model_of_the_hub_is_its_name_and_commit(case: Case) -> None:
-    """Another revision is another model, for data as well: it has another tokenizer."""
+def test_a_model_of_the_hub_is_identified_by_name_and_commit(case: Case) -> None:
+    """Another revision is another model, also for the data: its tokenizer may differ."""
     main, other = (
         documents(case, "model.path=org/name", f"model.revision={revision}", fetch=False)
         for revision in ("main", "b" * 40)
@@ -154,10 +154,10 @@ def test_a_model_of_the_hub_is_its_name_and_commit(case: Case) -> None:
     assert {name for name in main if main[name] != typed[name]} == EVERY_MODEL_STAGE
 
 
-def test_a_branch_of_the_hub_is_the_commit_that_is_here(
+def test_a_branch_of_the_hub_is_resolved_to_the_local_commit(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the key, and for the stage: the branch may move while the run lasts."""
+    """In the key, and for the stage: the branch may move during the run."""
     folder, commit = case.folder / "hub" / "models--org--name", "c" * 40
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(case.folder / "hub"))
     shutil.copytree(case.model, folder / "snapshots" / commit)
@@ -172,7 +172,7 @@ def test_a_branch_of_the_hub_is_the_commit_that_is_here(
     assert run.order(run.nodes[0], case.folder)["model"]["values"]["revision"] == commit
 
 
-def test_a_source_without_special_tokens_has_the_key_of_before(case: Case) -> None:
+def test_a_source_without_special_tokens_keeps_its_older_key(case: Case) -> None:
     field = "prepare.sources.0.special_tokens"
     without, with_, false = (
         resolve(load_recipe(case.file, overrides, env={}), FileHasher(case.folder / "hashes"))[0]
@@ -182,7 +182,7 @@ def test_a_source_without_special_tokens_has_the_key_of_before(case: Case) -> No
     assert without.document and "special_tokens" not in str(without.document["config"])
 
 
-def test_a_stage_below_one_whose_files_are_not_hashed_has_no_key(case: Case) -> None:
+def test_a_stage_after_one_whose_files_are_not_hashed_has_no_key(case: Case) -> None:
     loaded = load_recipe(case.file, stages=fake_table())
     nodes = resolve(loaded, FileHasher(case.folder / "hashes.json", budget_bytes=0))
     assert [node.key for node in nodes] == [None] * len(nodes)
@@ -198,7 +198,7 @@ def test_weights_outside_the_directory_are_refused(case: Case, name: str) -> Non
 
 
 def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
-    """A run whose stages are `stage`, called with their orders."""
+    """A run whose stages are all `stage`, which is called with their orders."""
 
     def launcher(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         (Path(order["work_dir"]) / "output.json").write_text(order["stage"])
@@ -225,7 +225,7 @@ def run_with(case: Case, stage: Callable[[Mapping[str, Any]], None]) -> Runner:
         ),
     ],
 )
-def test_an_input_that_changes_while_its_stage_runs_is_reported_and_nothing_published(
+def test_a_changed_input_is_reported_and_nothing_is_published(
     case: Case, stage: str, change: Callable[[Case], object], expected: str
 ) -> None:
     before = {path: path.read_bytes() for path in case.folder.rglob("*") if path.is_file()}
@@ -250,7 +250,7 @@ def test_an_input_that_changes_while_its_stage_runs_is_reported_and_nothing_publ
 @pytest.mark.parametrize(
     ("stage", "file"), [("prepare", "corpus/a.txt"), ("search", "model/model.safetensors")]
 )
-def test_an_input_that_changes_and_changes_back_is_reported_and_nothing_published(
+def test_an_input_that_changed_and_changed_back_is_reported_and_nothing_is_published(
     case: Case, stage: str, file: str, killed: bool
 ) -> None:
     path = case.folder / file
@@ -282,7 +282,7 @@ def test_an_input_that_changes_and_changes_back_is_reported_and_nothing_publishe
     assert (str(case.corpus / "a.txt") in stamps) == (stage == "prepare"), "search does not read it"
 
 
-def test_a_file_that_changed_and_changed_back_is_another(tmp_path: Path) -> None:
+def test_a_file_that_changed_and_changed_back_counts_as_changed(tmp_path: Path) -> None:
     weights, link = tmp_path / "weights", tmp_path / "link"
     weights.write_text("ours")
     (tmp_path / "theirs").write_text("them")
@@ -310,7 +310,7 @@ def test_a_file_that_changed_and_changed_back_is_another(tmp_path: Path) -> None
         assert changed_file(stamps) is not None
 
 
-def test_an_input_that_changes_before_its_stage_begins_is_reported_at_once(case: Case) -> None:
+def test_an_input_that_changed_before_its_stage_starts_is_reported_at_once(case: Case) -> None:
     begun = []
 
     def work(order: Mapping[str, Any]) -> None:
@@ -328,7 +328,7 @@ SHARDS = Path(__file__).parents[1] / "data" / "mds"
 def identity(
     folder: Path, kind: str, store: Path, tokenizer: str | None = None
 ) -> tuple[dict, set[str]]:
-    """The identity, and the names of the files that were hashed for it."""
+    """The identity, and the names of the files hashed for it."""
     hasher = FileHasher(store / "hashes.json")
     hashed = set()
     sha256 = hasher.sha256
@@ -337,7 +337,7 @@ def identity(
     return section_identity(source, hasher)[1], hashed
 
 
-def test_shards_are_identified_by_the_hashes_in_their_index_or_else_by_content(tmp_path):
+def test_shards_are_identified_by_the_hashes_in_their_index_or_by_content(tmp_path):
     folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
     before, hashed = identity(folder, "mds", tmp_path)
     assert hashed == {"index.json"}
@@ -346,7 +346,7 @@ def test_shards_are_identified_by_the_hashes_in_their_index_or_else_by_content(t
     (folder / "index.json").write_text(json.dumps(index))
     assert identity(folder, "mds", tmp_path)[0] != before
     raw = index["shards"][1]["raw_data"]
-    # Nor does the hash of a compressed form, which is not there, verify this one.
+    # Nor does the hash of an absent compressed file verify this file.
     index["shards"][1] |= {
         "zip_data": {**raw, "basename": "shard.00001.mds.zstd"}, "compression": "zstd",
         "raw_data": {**raw, "hashes": {}},
@@ -359,7 +359,7 @@ def test_shards_are_identified_by_the_hashes_in_their_index_or_else_by_content(t
     assert identity(folder, "mds", tmp_path)[0] != before
 
 
-def test_the_tokenizer_of_shards_stands_in_the_key_by_content_or_name(tmp_path):
+def test_the_tokenizer_of_shards_is_in_the_key_by_content_or_name(tmp_path):
     folder, own = shutil.copytree(SHARDS / "plain", tmp_path / "mds"), tmp_path / "tokenizer"
     own.mkdir()
     (own / "tokenizer.json").write_text("{}")
@@ -374,7 +374,7 @@ def test_the_tokenizer_of_shards_stands_in_the_key_by_content_or_name(tmp_path):
 @pytest.mark.parametrize(
     "field", [{"tokenizer_class": "GPT2Tokenizer"}, {"auto_map": {"AutoConfig": "own.Config"}}]
 )
-def test_a_class_that_config_names_for_the_tokenizer_is_in_the_key_where_its_files_name_none(
+def test_config_jsons_tokenizer_class_is_in_the_key_if_tokenizer_files_name_none(
     case: Case, tmp_path: Path, field: dict[str, Any]
 ) -> None:
     folder = shutil.copytree(SHARDS / "plain", tmp_path / "mds")
@@ -392,7 +392,7 @@ def test_a_class_that_config_names_for_the_tokenizer_is_in_the_key_where_its_fil
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "mds", "text"])
-def test_only_files_that_are_read_stand_in_the_key(tmp_path, kind):
+def test_only_files_that_are_read_are_in_the_key(tmp_path, kind):
     folder = tmp_path / "corpus"
     shutil.copytree(SHARDS / "plain", folder / "plain")
     (folder / "a.jsonl").write_text("{}")
@@ -414,7 +414,7 @@ def test_only_files_that_are_read_stand_in_the_key(tmp_path, kind):
         (partial(NeedleEvaluation, tasks=["cwe"]), "english_words.json", "squad.json"),
     ],
 )
-def test_an_evaluations_files_stand_in_its_key_by_content(tmp_path, section, read, ignored):
+def test_the_files_of_an_evaluation_are_in_its_key_by_content(tmp_path, section, read, ignored):
     data = tmp_path / "data"
     evaluation = section(data_dir=str(data))
     paths = [data / name for name in (read, ignored)]
@@ -445,8 +445,8 @@ def test_a_long_list_of_files_is_one_hash_in_the_key(tmp_path, pattern):
     assert hashed_files(named, files, hasher)["sha256"] != folded["sha256"]
 
 
-def test_dataset_of_the_hub_is_its_name_and_a_directory_its_files(tmp_path):
-    """What retrieval makes is identified by the Python whose help it is made of."""
+def test_a_dataset_of_the_hub_is_identified_by_name_and_a_directory_by_its_files(tmp_path):
+    """Retrieval documents are identified by the Python whose help they are made of."""
     source = SourceConfig(name="a", kind="huggingface", path="org/name", revision="0" * 40)
     hasher = FileHasher(tmp_path / "hashes.json")
     made = section_identity(SourceConfig(name="a", kind="retrieval"), hasher)[1]
@@ -457,10 +457,10 @@ def test_dataset_of_the_hub_is_its_name_and_a_directory_its_files(tmp_path):
     assert identity(tmp_path / "data", "huggingface", tmp_path)[1] == {"a.jsonl"}
 
 
-def test_every_vocabulary_of_transformers_tokenizers_is_hashed(tmp_path):
+def test_every_vocabulary_file_of_transformers_tokenizers_is_hashed(tmp_path):
     names = set()
     for name in filter(None, TOKENIZER_MAPPING_NAMES.values()):
-        # Some classes need a package that is not there, and one holds two tokenizers.
+        # Some classes need a package that is not installed, and one holds two tokenizers.
         with contextlib.suppress(ImportError, AttributeError):
             names |= set(tokenizer_class_from_name(name).vocab_files_names.values())
     for name in names:

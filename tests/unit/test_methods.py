@@ -1,4 +1,4 @@
-"""The table of methods: names, settings, bounds that no search exceeds, and what is refused."""
+"""The table of methods: names, settings, bounds that no search exceeds, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEARCHED = [
 
 
 class RandomScores:
-    """Scores that depend on the mask alone, in steps of `quantum`; a gradient costs `passes`."""
+    """Scores that depend only on the mask, in steps of `quantum`; a gradient costs `passes`."""
 
     quantum = 1 / 16
 
@@ -111,7 +111,7 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
     costs: int,
     passes: float,
 ) -> None:
-    """Also where heads are chosen by groups: no method chooses a part of one."""
+    """Also with units of several heads: no method splits a unit."""
     heads = units * granularity
     sliding = swa_budget(layers * units, options.swa_ratio) * granularity
     if granularity > 1:
@@ -125,13 +125,13 @@ def test_every_mask_is_on_budget_and_no_search_exceeds_its_bound(
     assert all(HeadMask.from_key(p.mask).is_full.shape == (layers, heads) for p in evaluator.trace)
     most = METHODS[name].most_evaluations(options, layers, heads)
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
-    if METHODS[name].searches:  # gradients, if any, that of the units included
+    if METHODS[name].searches:  # including a gradient that forms the units, if any
         assert len(evaluator.trace) + evaluator.passes_of_gradients <= most
 
 
 @pytest.fixture(scope="module")
 def searched() -> Any:
-    """A model and its calibration set, which searches leave as they are."""
+    """A model and its calibration set, which searches do not change."""
     return searchable()
 
 
@@ -151,17 +151,16 @@ def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
         passes = (
             sum(not point.is_bound for point in evaluator.trace) + evaluator.passes_of_gradients
         )
-        # The gradient that forms the units counts too; the last one may exceed what is left.
+        # The gradient that forms the units counts, too; the last one may exceed the rest.
         assert passes <= most + evaluator.passes_of_gradients / evaluator.costs()["gradients"]
 
 
 @pytest.mark.parametrize(
     ("name", "sliding"), [("one_gradient", [[0, 2]]), ("single_ablation", [[2, 3]])]
 )
-def test_units_are_heads_of_similar_worth_where_gradients_tell_it(
+def test_units_are_heads_of_similar_gradient_or_neighbours(
     name: str, sliding: list[list[int]]
 ) -> None:
-    """Else they are neighbours."""
     scorer = RandomScores(1, 4, 0)
     scorer.costs = np.array([[0.1, 0.45, 0.12, 0.33]])
     _, result = search_with(name, scorer, SearchSettings(0.5, head_granularity=2))
@@ -204,7 +203,9 @@ def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
         ("bme", 0.5, 100, 3),
     ],
 )
-def test_bounds_by_hand(name: str, ratio: float, budget: int, expected: int) -> None:
+def test_bounds_of_each_method_worked_out_by_hand(
+    name: str, ratio: float, budget: int, expected: int
+) -> None:
     options = SearchSettings(ratio, budget_per_layer=budget)
     assert METHODS[name].most_evaluations(options, 28, 8) == expected
 
@@ -241,7 +242,7 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str) -> Non
         ("b_multi", {"max_group_variables"}),
         ("one_plus_one", {"seed"}),
         ("annealing", {"seed"}),
-        ("single_ablation", {"strict"}),  # all scores tie
+        ("single_ablation", {"strict"}),  # all scores are equal
         ("rand", {"seed"}),
     ],
 )
@@ -255,7 +256,7 @@ def test_settings_that_a_method_lists_change_its_search(name: str, settings: set
 
 
 @pytest.mark.parametrize("name", ["one_plus_one", "annealing"])
-def test_a_search_of_the_whole_mask_is_by_its_own_solver(
+def test_a_search_of_the_whole_mask_uses_its_own_solver(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solver = Mock(wraps=getattr(solvers, name))
@@ -264,7 +265,7 @@ def test_a_search_of_the_whole_mask_is_by_its_own_solver(
     solver.assert_called_once()
 
 
-def test_the_table_agrees_with_its_neighbours() -> None:
+def test_the_table_of_methods_agrees_with_names_and_settings() -> None:
     assert tuple(METHODS) == get_args(MethodName)
     names = {field.name for field in fields(SearchSettings)}
     for method in METHODS.values():
@@ -273,7 +274,7 @@ def test_the_table_agrees_with_its_neighbours() -> None:
     assert names <= set(SearchConfig.model_fields)
 
 
-def test_a_section_becomes_settings_field_by_field() -> None:
+def test_a_recipes_section_becomes_settings_field_by_field() -> None:
     assert set(OTHER) == {field.name for field in fields(SearchSettings)} - {"swa_ratio"}
     values = {"swa_ratio": 0.3, "method": "b_multi", **OTHER, "buckets": list(OTHER["buckets"])}
     section = SearchConfig.model_validate(values)
@@ -282,7 +283,7 @@ def test_a_section_becomes_settings_field_by_field() -> None:
 
 
 class Planted(RandomScores):
-    """Every sliding unit loses its own cost and nothing else: the best masks are known.
+    """Every sliding unit costs its own loss and nothing else, so the best masks are known.
 
     Even layers are easy, odd ones ten times harder; no two units cost the same.
     """
@@ -297,16 +298,16 @@ class Planted(RandomScores):
         self.costs *= rng.uniform(0.98, 1.02, self.costs.shape) / self.costs.sum()
 
     def cheapest(self, layers_at_once: int, sliding: Any) -> np.ndarray:
-        """Full where a unit is none of the `sliding` cheapest of its group of layers."""
+        """Full except for the `sliding` cheapest units of each group of layers."""
         groups = self.costs.reshape(4 // layers_at_once, -1)
         ranks = groups.argsort(axis=1).argsort(axis=1)
         return (ranks >= np.reshape(sliding, (-1, 1))).reshape(self.costs.shape)
 
 
-# Layers that share a budget in what a method can choose, their sliding units, and the ratio.
+# Groups of layers that share a budget in what a method can choose, their sliding units, the ratio.
 _ANY_UNIT, _EASY_LAYERS = (4, 8, 2 / 3), (4, 6, 1 / 2)
 PLANTED = {
-    "bosch": (1, [3, 1, 2, 0], 1 / 2),  # of five buckets one layer each
+    "bosch": (1, [3, 1, 2, 0], 1 / 2),  # with five buckets, each layer alone
     "bosch_plus": _ANY_UNIT, "front": _ANY_UNIT, "b_single": (1, 2, 2 / 3),
     "b_multi": (2, 4, 2 / 3), "b_layer": _EASY_LAYERS, "one_plus_one": _ANY_UNIT,
     "annealing": _ANY_UNIT, "learned_gates": _ANY_UNIT, "single_ablation": _ANY_UNIT,
@@ -331,7 +332,7 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
         ("layer_restoration", [[0, 1, 2], [2], [0, 1, 2], []]),
     ],
 )
-def test_what_is_left_of_a_budget_goes_to_the_units_of_lower_index(
+def test_the_rest_of_a_budget_goes_to_the_units_of_lower_index(
     name: str, sliding: list[list[int]]
 ) -> None:
     """Of 7 sliding units one is left for a third layer, of 5 full ones two for a second."""
@@ -343,7 +344,7 @@ def test_what_is_left_of_a_budget_goes_to_the_units_of_lower_index(
     ("name", "expected"),
     [("one_gradient", [(0, 1)]), ("learned_gates", [(n % 8, 8) for n in range(12)])],
 )
-def test_gradients_are_over_all_examples_or_their_shares_in_turn(
+def test_gradients_are_over_all_examples_or_over_shares_in_turn(
     name: str, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, gate_gradient = [], Planted.gate_gradient
@@ -358,8 +359,8 @@ def test_gradients_are_over_all_examples_or_their_shares_in_turn(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gates_learn_pairs_of_which_a_start_sees_neither(seed: int) -> None:
-    """Both units of a pair are needed; only masks drawn with noise show the worth of a pair."""
+def test_learned_gates_find_pairs_that_gradients_at_the_corners_miss(seed: int) -> None:
+    """Both units of a pair are needed; only masks drawn with noise show the value of a pair."""
     scorer = landscape("pairs", 48, seed)
     options = SearchSettings(RATIO, budget_per_layer=40, seed=seed)
     _, result = search_with("learned_gates", scorer, options)
@@ -367,7 +368,7 @@ def test_gates_learn_pairs_of_which_a_start_sees_neither(seed: int) -> None:
 
 
 class Fixed:
-    """2 layers of 4 units with one score for each of: all full, all sliding, anything between."""
+    """2 layers of 4 units with three scores: all full, all sliding, anything between."""
 
     num_layers, num_key_value_heads, quantum = 2, 4, 0.5
 
@@ -400,10 +401,10 @@ class Fixed:
     ],
 )
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.searches])
-def test_a_search_of_scores_that_say_nothing_is_refused(
+def test_a_search_is_refused_if_its_scores_cannot_rank_masks(
     name: str, full: float, sliding: float, between: float, said: str
 ) -> None:
-    """After the anchors, or after the first score that is no number."""
+    """After the anchors, or after the first score that is NaN."""
     scorer, is_finite = Fixed(full, sliding, between), between == 0.5
     with pytest.raises(UserError if is_finite else RunError, match=said):
         search_with(name, scorer, SearchSettings(0.5, budget_per_layer=2))
@@ -418,18 +419,18 @@ def test_a_search_of_scores_that_say_nothing_is_refused(
         ({"head_granularity": 0}, "head_granularity is 0"),
     ],
 )
-def test_settings_that_no_search_has_are_refused(values: dict[str, Any], said: str) -> None:
+def test_settings_that_no_search_supports_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=rf"search\.{said}"):
         SearchSettings(**{"swa_ratio": 0.5, **values})
 
 
-def test_a_method_that_does_not_exist() -> None:
+def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(UserError, match=r"method 'bsoch' is unknown: choose one of .*bosch"):
         run_method("bsoch", Fixed(1.0, 0.0), SearchSettings(0.5))
 
 
 @pytest.mark.parametrize("other", ["model", "calibration"])
-def test_a_log_of_another_model_or_data_set_is_not_used(
+def test_a_log_of_another_model_or_calibration_set_is_not_used(
     other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, mask = tmp_path / "evaluations.jsonl", HeadMask.all_full(2, 4)

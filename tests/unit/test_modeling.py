@@ -39,7 +39,7 @@ _NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "qwen3"])
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 40])
-def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int) -> None:
+def test_all_heads_sliding_equals_transformers_own_sliding_model(family: str, length: int) -> None:
     """Token for token, with and without padding."""
     own: dict[str, Any] = {"sliding_window": WINDOW}
     if family != "mistral":
@@ -60,7 +60,9 @@ def test_all_sliding_is_transformers_own_sliding_model(family: str, length: int)
 
 
 @pytest.mark.parametrize("family", ["mistral", "phi3"])
-def test_a_window_that_no_position_lies_beyond_is_none(family: str, tmp_path: Path) -> None:
+def test_a_base_models_window_as_long_as_its_positions_is_ignored(
+    family: str, tmp_path: Path
+) -> None:
     theirs = small_model(family, sliding_window=40, max_position_embeddings=40)
     theirs.save_pretrained(tmp_path / "base")
     model = load_model(tmp_path / "base", dtype="float32")
@@ -92,7 +94,7 @@ def test_packed_documents_equal_each_document_alone() -> None:
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_right_padding_is_harmless_and_costs_no_mask(
+def test_right_padding_changes_nothing_and_needs_no_mask(
     sinks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = small_model(), tokens(3, 40)
@@ -122,7 +124,7 @@ def test_autocast_computes_attention_in_its_dtype() -> None:
     torch.testing.assert_close(low.float(), logits_of(model, ids), rtol=0.02, atol=0.02)
 
 
-def test_switching_masks_touches_no_weight_and_comes_back() -> None:
+def test_switching_masks_changes_no_weight_and_can_be_undone() -> None:
     model, ids = small_model(), tokens(1, 30)
     weights = {n: (p.data_ptr(), p._version) for n, p in model.named_parameters()}
     prepare_for_search(model)
@@ -136,7 +138,7 @@ def test_switching_masks_touches_no_weight_and_comes_back() -> None:
     assert weights == {n: (p.data_ptr(), p._version) for n, p in model.named_parameters()}
 
 
-def test_a_mask_applies_where_attention_was_changed_since() -> None:
+def test_a_mask_applies_again_if_attention_was_changed_since() -> None:
     model, ids = small_model(), tokens(1, 30)
     full = logits_of(model, ids)
     prepare_for_search(model, "eager")
@@ -151,7 +153,7 @@ def test_a_mask_applies_where_attention_was_changed_since() -> None:
     assert torch.equal(logits_of(model, ids), masked)
 
 
-def test_gradients_equal_the_oracle_with_checkpointing_and_without() -> None:
+def test_gradients_equal_the_oracle_with_and_without_checkpointing() -> None:
     ids, computed = tokens(2, 30), []
     for backend, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
         hybrid = materialize(small_model(), random_mask(), Window(WINDOW, 2))
@@ -191,7 +193,7 @@ def test_bfloat16_and_tied_embeddings_survive_saving(tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded, tokens(1, 30)), logits_of(hybrid, tokens(1, 30)))
 
 
-def test_any_requested_implementation_is_a_backend_of_hybrid_attention(tmp_path: Path) -> None:
+def test_every_implementation_is_a_backend_of_hybrid_attention(tmp_path: Path) -> None:
     hybrid, ids = materialize(small_model(), random_mask(), Window(WINDOW)), tokens(1, 30)
     hybrid.save_pretrained(tmp_path)
     for name in ("sdpa", "eager", "bosch"):
@@ -218,7 +220,7 @@ _CONTEXT_OF_12_KEYS = context_of_pass(1, 9, 12, attention_mask=torch.ones(1, 12)
         ({"attention_mask": _CONTEXT_OF_12_KEYS}, "covers 12 tokens, there are keys of 9"),
     ],
 )
-def test_what_hybrid_attention_cannot_honour_is_refused(
+def test_options_that_hybrid_attention_does_not_support_are_refused(
     kwargs: dict[str, Any], fault: str | None
 ) -> None:
     model = small_model()
@@ -249,7 +251,7 @@ def test_what_hybrid_attention_cannot_honour_is_refused(
         ({"attention_mask": torch.ones(1, 5), "q_offset": 2}, "has 5 columns, expected 6: the pa"),
     ],
 )
-def test_a_mask_that_hybrid_attention_cannot_honour_is_refused(
+def test_attention_masks_that_hybrid_attention_does_not_support_are_refused(
     kwargs: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(ValueError, match=fault):
@@ -257,7 +259,7 @@ def test_a_mask_that_hybrid_attention_cannot_honour_is_refused(
 
 
 @pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 4)}, {"q_offset": 2}])
-def test_rows_with_padding_or_a_past_are_not_asked_for_documents(more: dict[str, Any]) -> None:
+def test_rows_with_padding_or_a_past_are_not_searched_for_documents(more: dict[str, Any]) -> None:
     options = {"allow_is_causal_skip": False, "mask_function": lambda *_: pytest.fail("asked")}
     assert context_of_pass(1, 4, 4, **options, **more).is_plain
 
@@ -268,7 +270,7 @@ def test_padding_before_or_between_tokens_is_not_ignored() -> None:
         assert context.right_padded == ignored
 
 
-def test_a_hybrid_takes_no_other_mask() -> None:
+def test_another_head_mask_on_a_hybrid_is_refused() -> None:
     hybrid = materialize(small_model(), random_mask(), Window(WINDOW))
     with pytest.raises(UserError, match="hybrid already"):
         apply_head_mask(hybrid, random_mask(), Window(WINDOW))
@@ -289,7 +291,7 @@ def test_a_hybrid_takes_no_other_mask() -> None:
         ({"_attn_implementation": "org/kernel"}, "= 'org/kernel' would load code"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused_in_one_sentence(
+def test_an_inconsistent_configuration_is_refused_in_one_sentence(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     small_model().save_pretrained(tmp_path)
@@ -311,7 +313,7 @@ def test_a_damaged_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_configuration_loads_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would fetch native code from the hub, where the package `kernels` is there."""
+    """With the package `kernels` transformers would download native code from the hub."""
     small_model().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     own = {"_attn_implementation": "flash_attention_2"}
@@ -324,7 +326,7 @@ def test_a_configuration_loads_no_kernel(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("error", [ValueError, ImportError])
-def test_weights_that_a_kernel_would_compute_with_are_dequantised(
+def test_quantised_weights_that_need_a_kernel_are_dequantised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     small_model().save_pretrained(tmp_path)
@@ -341,7 +343,7 @@ def test_weights_that_a_kernel_would_compute_with_are_dequantised(
 
 
 def _state(model: Any) -> Any:
-    """All that a head mask changes: attributes of every module, and the attention chosen."""
+    """All that a head mask changes: attributes of every module, and the attention function."""
     attributes = [(set(vars(m)), head_state(m)) for m in model.modules()]
     return (
         attributes,
@@ -351,8 +353,8 @@ def _state(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_head_mask_for_a_while_is_wholly_undone(prepared: bool) -> None:
-    """Also where something fails while it is applied, or as it is."""
+def test_a_temporary_head_mask_is_undone_completely(prepared: bool) -> None:
+    """Also if something fails while it is applied, or while applying it."""
     model, ids = small_model(), tokens(2, 40)
     if prepared:
         prepare_for_search(model, "eager")
@@ -399,10 +401,10 @@ def test_weights_go_to_a_gpu_without_a_copy_in_host_memory(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "gemma2", "glm4_moe"])
-def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path: Path) -> None:
-    """Also in files: one at a time is what transformers writes, whole experts and fp32 buffers.
+def test_weights_that_are_moved_equal_weights_that_are_copied(family: str, tmp_path: Path) -> None:
+    """Also in files, as transformers writes them: whole experts and float32 buffers.
 
-    Files may be of any size that a recipe may name.
+    Files may have any size that a recipe may set.
     """
     base = small_model(family).to(torch.bfloat16)
     for buffer in base.buffers():
@@ -446,7 +448,7 @@ def test_weights_that_are_taken_are_those_that_are_copied(family: str, tmp_path:
 
 @pytest.mark.parametrize("take_weights", [False, True])
 @pytest.mark.parametrize("family", ["dots1", "exaone_moe", "flint"])
-def test_weights_in_float32_of_a_model_in_bf16_stay(
+def test_float32_weights_of_a_bf16_model_stay_float32(
     family: str, take_weights: bool, tmp_path: Path
 ) -> None:
     """Biases by which experts are chosen, routers and sinks; also in files."""
@@ -474,11 +476,11 @@ def test_materialising_holds_one_model_and_one_file(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16}
     base = small_model("qwen3_moe", **sizes).to(torch.bfloat16)
     weights = [weight.nbytes for weight in base.state_dict().values()]
-    small, file = 2**16, 2**22  # small: indices and buffers
+    small, file = 2**16, 2**22  # small ones: indices and buffers
     with TensorBytes() as held:
         hybrid = materialize(base, random_mask(), Window(WINDOW), take_weights=True)
     assert sum(weights) <= held.peak <= held.before + max(weights) + small
-    layer = sum(weights) // LAYERS  # its experts are taken apart, beside what is written of them
+    layer = sum(weights) // LAYERS  # its experts are split while they are written
     with TensorBytes() as held:
         save_model(hybrid, tmp_path, f"{file // 2**20}MB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

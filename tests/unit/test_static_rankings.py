@@ -1,4 +1,4 @@
-"""Static head rankings against naive full-matrix versions, and the masks made of them."""
+"""Static head rankings against naive full-matrix versions, and the masks made from them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of a size that divides no length, so that borders are met."""
+    """Use a block size that divides no length, so that lengths end within a block."""
     monkeypatch.setattr(blocks, "ROWS", 7)
 
 
@@ -56,7 +56,7 @@ def case(family="qwen3", **changes):
 
 
 def eager_twin(model, family="qwen3", layers=LAYERS):
-    """The same weights under transformers' own eager attention, which returns probabilities."""
+    """The same weights with transformers' eager attention, which returns probabilities."""
     config = small_config(family, num_hidden_layers=layers)
     config._attn_implementation = "eager"
     twin = type(model)(config)
@@ -65,14 +65,14 @@ def eager_twin(model, family="qwen3", layers=LAYERS):
 
 
 def attentions(twin, example):
-    """alpha [L, HQ, T, T] of one example."""
+    """Attention probabilities [L, HQ, T, T] of one example."""
     with torch.no_grad():
         out = twin(torch.tensor([example.input_ids]), output_attentions=True, use_cache=False)
     return torch.cat(out.attentions).double()
 
 
 def histogram_share(matrices, window):
-    """Eq. 7 and 8, or 24 and 25, word for word: bin by lag, normalise, sum below W."""
+    """Eq. 7 and 8, or 24 and 25, as printed: bin by lag, normalise, sum below W."""
     length = max(m.shape[-1] for m in matrices)
     mass = torch.zeros(LAYERS, matrices[0].shape[1], length, dtype=torch.float64)
     for matrix in matrices:
@@ -84,7 +84,7 @@ def histogram_share(matrices, window):
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_dcam_is_the_lag_histogram_of_any_family(family):
+def test_dcam_is_the_lag_histogram_in_any_family(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)
     naive = histogram_share([attentions(twin, e) for e in calibration.examples], WINDOW)
@@ -94,7 +94,7 @@ def test_dcam_is_the_lag_histogram_of_any_family(family):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "vaultgemma", "gpt_oss"])
-def test_probabilities_are_those_of_capped_scores_and_extra_logits(family):
+def test_probabilities_include_capped_logits_and_extra_logits(family):
     model, ids = small_model(family), tokens(1, 20)
     with torch.no_grad():
         out = eager_twin(model, family, 3)(ids, output_attentions=True, use_cache=False)
@@ -114,7 +114,7 @@ def test_probabilities_are_those_of_capped_scores_and_extra_logits(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma", "granite"])
-def test_fisher_is_the_histogram_of_autograds_own_gradients(family):
+def test_fisher_is_the_histogram_of_autograds_gradients(family):
     model, calibration = case(family)
     twin = eager_twin(model, family)
     saliency = []
@@ -132,14 +132,14 @@ def test_fisher_is_the_histogram_of_autograds_own_gradients(family):
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_text"])
-def test_fisher_reads_models_with_embeddings_of_each_layer_in_bfloat16(family):
+def test_fisher_works_in_bfloat16_with_embeddings_of_each_layer(family):
     model = small_model(family).bfloat16()
     records = [(tokens(1, 12)[0].tolist(), 4)]
     scores = fisher(model, CalibrationSet.from_records(records), WINDOW)
     assert np.isfinite(scores).all() and scores.any()
 
 
-def test_fisher_calls_a_head_without_influence_local():
+def test_a_head_without_influence_is_local_for_fisher():
     model, calibration = case()
     layer = model.get_decoder().layers[1].self_attn
     with torch.no_grad():
@@ -240,8 +240,8 @@ def test_razor_reads_echo_and_induction_of_the_probe(options, offset):
     np.testing.assert_allclose(computed, naive, rtol=1e-3, atol=1e-4)
 
 
-def test_razor_gives_0_where_heads_do_not_differ():
-    """Of 36 equal means the deviation in floats is not 0."""
+def test_razor_gives_0_if_heads_do_not_differ():
+    """In floats the deviation of 36 equal means is not 0."""
     model = small_model(num_hidden_layers=3, num_attention_heads=12, num_key_value_heads=3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -251,7 +251,7 @@ def test_razor_gives_0_where_heads_do_not_differ():
     assert not scores.any()
 
 
-def test_a_ranking_reads_the_seed_of_the_search():
+def test_a_ranking_uses_the_seed_of_the_search():
     model, calibration = case()
     masks = set()
     for seed in range(4):
@@ -262,7 +262,7 @@ def test_a_ranking_reads_the_seed_of_the_search():
     assert len(masks) > 1
 
 
-def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
+def test_scoring_needs_no_tensor_that_grows_with_the_square_of_the_length():
     """The largest tensor of a pass is a block of rows; twice the tokens make it twice as large."""
 
     model = small_model(num_hidden_layers=1)
@@ -279,7 +279,7 @@ def test_scoring_makes_no_tensor_that_grows_with_the_square_of_the_length():
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("most_local", ["largest", "smallest"])
-def test_most_local_groups_become_sliding_exactly_on_budget(ratio, most_local):
+def test_the_most_local_groups_become_sliding_exactly_on_budget(ratio, most_local):
     scores = np.random.default_rng(3).random((3, 8))
     ranked = rank_units(scores, 4, ratio, most_local)
     budget = swa_budget(12, ratio)
@@ -301,9 +301,9 @@ def test_equal_scores_go_by_index_and_are_counted():
     assert rank_units(np.ones((2, 4)), 2, 0.0, "largest").tied == 0
 
 
-def test_scores_that_are_not_finite_are_refused():
+def test_nan_and_infinite_scores_are_refused():
     model, calibration = case()
-    with pytest.raises(ValueError, match="reshape"):  # another fault is not taken for this one
+    with pytest.raises(ValueError, match="reshape"):  # other faults are not taken for this one
         static_mask("dcam", model, calibration, WINDOW, SearchSettings(0.5, head_granularity=3))
     with torch.no_grad():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
@@ -325,7 +325,7 @@ def test_a_ranking_leaves_the_model_as_it_was():
     assert not any("forward" in layer.__dict__ for layer in model.get_decoder().layers)
 
 
-def test_models_with_windows_of_their_own_are_refused():
+def test_models_that_slide_in_the_original_are_refused():
     model, calibration = case("mistral", sliding_window=16)
     with pytest.raises(UserError, match="sliding window of its own"):
         dcam(model, calibration, WINDOW)
@@ -347,7 +347,7 @@ def planted():
 @pytest.mark.parametrize("granularity", [1, 2])
 @pytest.mark.parametrize("name", RANKINGS)
 def test_a_ranking_finds_the_planted_local_heads(name, granularity):
-    """Equal queries and keys look at their neighbours, and without keys at all tokens alike.
+    """Equal queries and keys attend to neighbours, zero keys to all tokens alike.
 
     The first head is local: by it Proxy orders the blocks of the others.
     """
@@ -361,7 +361,7 @@ MENU = (Window(24, 2), Window(8, 2))
 
 
 def naive_losses(values):
-    """Sums of values [L, HKV, T, T] at keys that no window of the menu shows, pair by pair."""
+    """Sums of values [L, HKV, T, T] over the keys outside each window of the menu, pair by pair."""
     losses = np.zeros((LAYERS, HEADS // 2, 1 + len(MENU)))
     for k, window in enumerate(MENU, 1):
         for t in range(values.shape[-1]):
@@ -370,8 +370,8 @@ def naive_losses(values):
     return losses
 
 
-def test_moa_is_the_change_of_the_loss_where_one_attention_value_is_masked():
-    """The others of the row grow to sum to one again, and the loss follows its gradient."""
+def test_moa_is_the_change_of_the_loss_if_one_attention_value_is_masked():
+    """The other values of the row grow so that they sum to one; the loss follows its gradient."""
     model, calibration = case()
     twin, naive = eager_twin(model), 0.0
     for example in calibration.examples:
@@ -394,7 +394,7 @@ def test_moa_is_the_change_of_the_loss_where_one_attention_value_is_masked():
     assert computed[..., 2].std() > 0.1 * computed[..., 2].mean()
 
 
-def test_lu_kv_is_the_attention_that_the_answers_steps_lose():
+def test_lu_kv_is_the_attention_that_the_answers_lose():
     model, calibration = case()
     twin, naive, steps = eager_twin(model), 0.0, 0
     for example in calibration.examples:
@@ -418,7 +418,7 @@ def test_a_profile_gives_the_planted_heads_their_windows(name, menu, granularity
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_a_profile_finds_nearly_the_least_loss_of_all_layouts_within_its_slots(name):
-    """Of all 6,561 layouts, and those without the wider window are not all as good."""
+    """Of all 6,561 layouts; those without the wider window are not all as good."""
     model, calibration = case()
     losses = METHODS[name].load()(model, calibration, MENU).reshape(-1, 3)
     every = np.indices((3,) * 8).reshape(8, -1).T
