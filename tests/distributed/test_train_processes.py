@@ -1,4 +1,4 @@
-"""Training with two gloo processes agrees with one, however the model is spread over them."""
+"""Training on two gloo processes agrees with one, for every way to shard the model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_a_sink_bias_trains_in_two_processes_as_in_one(tmp_path: Path) -> None:
             torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
 
 
-def test_two_processes_lose_no_bit_to_recomputing_and_the_host(case: Path, tmp_path: Path) -> None:
+def test_recomputation_and_offloading_change_no_bit_in_two_processes(
+    case: Path, tmp_path: Path
+) -> None:
     train = {"total_tokens": 3 * 128, "checkpoint_tokens": []}
     ways: dict[str, dict[str, Any]] = {
         "none": {"checkpointing": "none"},
@@ -107,7 +109,7 @@ def test_two_processes_lose_no_bit_to_recomputing_and_the_host(case: Path, tmp_p
 
 
 def _copy_without_optimizer(point: Path, name: str) -> None:
-    """A restart point whose files are as its record says, and cannot be loaded."""
+    """A restart point whose files match its hashes, but which cannot be loaded."""
     copy = shutil.copytree(point, point.with_name(name))
     record = json.loads((copy / "whole.json").read_text())
     record["step"] = int(name.removeprefix("step-"))
@@ -118,17 +120,17 @@ def _copy_without_optimizer(point: Path, name: str) -> None:
 
 
 def tensor_bytes(point: Path) -> int:
-    """Bytes of all tensors of a restart point, of all processes."""
+    """Bytes of all tensors of a restart point, over all processes."""
     metadata = FileSystemReader(point).read_metadata().state_dict_metadata.values()
     tensors = [one for one in metadata if isinstance(one, TensorStorageMetadata)]
     return sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors)
 
 
 def checked_checkpoints(*_: str) -> None:
-    """Train, and leave beside each checkpoint its weights by other means.
+    """Train, and save each checkpoint's weights a second time in another way.
 
-    `expected-<tokens>`, gathered by torch or DeepSpeed as a whole and written by transformers, and
-    the number of files that each rank wrote: `files-<tokens>.<rank>`.
+    `expected-<tokens>` is gathered whole by torch or DeepSpeed and written by transformers;
+    `files-<tokens>.<rank>` is the number of files that the rank wrote.
     """
     written: list[Any] = []
     write, group = Loop.write_checkpoint, CheckpointWriter.write_group
@@ -141,7 +143,7 @@ def checked_checkpoints(*_: str) -> None:
             state = get_model_state_dict(self.model, options=options)
         work_dir = self.restarts.directory.parent
         if self.accelerator.is_main_process:
-            state.pop("lm_head.weight")  # tied
+            state.pop("lm_head.weight")  # tied embeddings
             self.unwrapped.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
         written.clear()
         write(self, tokens, averaged)
@@ -160,9 +162,9 @@ def checked_checkpoints(*_: str) -> None:
 def test_two_processes_train_like_one_and_resume(
     case: Path, alone: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """Documents of uneven length make the count of predicted tokens differ between processes.
+    """Documents of uneven length make the number of predicted tokens differ between processes.
 
-    Checkpoints have three files, which the ranks write in turn, with the bits of whole weights.
+    Checkpoints have three files, which the ranks write in turn, bit-identical to whole weights.
     """
     changes: dict[str, Any] = {
         "module": f"{__name__}:checked_checkpoints",
@@ -179,7 +181,7 @@ def test_two_processes_train_like_one_and_resume(
         stage_config(train=changes["train"]).section,
         sharding,
     )
-    # Each weight's moments have a count of steps beside them.
+    # The moments of each weight include a count of steps.
     assert tensor_bytes(tmp_path / "restart" / "step-4") == pytest.approx(stated, rel=2e-3)
     if sharding == "deepspeed":
         _copy_without_optimizer(tmp_path / "restart" / "step-4", "step-6")
@@ -214,7 +216,7 @@ def test_two_processes_train_like_one_and_resume(
 
 
 def test_two_processes_train_the_same_budgets_as_one(tmp_path: Path) -> None:
-    """Every process has the step's budget, with the activations recomputed under it."""
+    """All processes use the step's budget, also when activations are recomputed."""
     front = nested_front(2, 2, [Window(12), Window(4)], points=3, context=32)
     case = make_case(tmp_path / "case", front=front)
     train = {"total_tokens": 6 * 128, "checkpoint_tokens": [], "budgets": "all"}
@@ -231,10 +233,10 @@ def test_two_processes_train_the_same_budgets_as_one(tmp_path: Path) -> None:
     assert len({record["kv_budget"] for record in metrics(tmp_path / "one")}) == 3
 
 
-def test_after_a_lost_node_more_processes_go_on_from_a_whole_point(
+def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
     case: Path, alone: Path, tmp_path: Path
 ) -> None:
-    """Two nodes of one host; what torchrun does with them is in test_runner_processes.py."""
+    """Two nodes on one host; test_runner_processes.py has torchrun's part."""
     changes: dict[str, Any] = {
         "train": {"document_masking": True},
         "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
@@ -255,7 +257,7 @@ def test_after_a_lost_node_more_processes_go_on_from_a_whole_point(
 
 
 def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_path: Path) -> None:
-    """One row over two processes: the second has empty shards alone of such weights."""
+    """A weight of one row over two processes: the second one has only empty shards of it."""
     changes: dict[str, Any] = {
         "train": {"lora": {"rank": 1}, "total_tokens": 512, "checkpoint_tokens": []},
         "runtime": {"sharding": "fsdp", "micro_batch_size": 1, "save_every_steps": 2},
@@ -286,9 +288,9 @@ def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path
 
 
 def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:
-    """bf16 keeps 8 bits: a loss or a token count that passed through it would show.
+    """bf16 has 8 bits: rounding of a loss or a token count would show.
 
-    DeepSpeed's sums of gradients are looked at where training begins.
+    DeepSpeed's sums of gradients are tested below.
     """
     train = {"mixed_precision": "bf16", "total_tokens": 256, "checkpoint_tokens": []}
     train_here(case, tmp_path / "one", train=train)
@@ -300,7 +302,7 @@ def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:
         assert losses(tmp_path / sharding) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
         sharded = torch.tensor(losses(tmp_path / sharding), dtype=torch.float64)
         assert (sharded != sharded.bfloat16().double()).all()
-        # Nor are the weights that are saved in float32: they are those that are trained.
+        # Nor are weights saved in float32: they equal the trained ones.
         file = tmp_path / sharding / "checkpoints" / "tokens-256" / "model.safetensors"
         saved = torch.cat([weight.flatten() for weight in load_file(file).values()])
         assert (
@@ -310,7 +312,7 @@ def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:
 
 
 def _sum_of_outputs(model: torch.nn.Module) -> torch.Tensor:
-    """Its gradient for each weight is 256 on the first rank and 1 on the other."""
+    """A model whose gradient for each weight is 256 on the first rank and 1 on the other."""
     value = 256.0 if dist.get_rank() == 0 else 1.0
     return model(torch.full((1, 2), value, dtype=torch.bfloat16)).sum()
 
@@ -324,7 +326,7 @@ def _summed_by_fsdp(policy: MixedPrecisionPolicy) -> float:
 
 
 def _summed_by_deepspeed(accelerator: Accelerator, changes: dict[str, object]) -> float:
-    """The same, read from a step of plain gradient descent, for which DeepSpeed keeps float32."""
+    """The same, derived from a step of plain gradient descent with DeepSpeed's float32 weights."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     layer = torch.nn.Linear(2, 1, bias=False)
@@ -336,12 +338,12 @@ def _summed_by_deepspeed(accelerator: Accelerator, changes: dict[str, object]) -
     plugin.hf_ds_config.config = shipped
     for _ in range(_PASSES):
         with accelerator.accumulate(model):
-            accelerator.backward(_PASSES * _sum_of_outputs(model))  # which divides by their number
+            accelerator.backward(_PASSES * _sum_of_outputs(model))  # divides by the number of ranks
     return -float(safe_get_full_fp32_param(next(model.parameters()))[0, 0])
 
 
 def gradient_sums(sharding: str) -> None:
-    """On each of two ranks: what training's own settings give, beside sums in bf16.
+    """On each of two ranks: sums of gradients with training's settings, and sums in bf16.
 
     The ranks' gradients, 256 and 1, are bf16 numbers; their sum is none.
     """
@@ -371,12 +373,12 @@ def gradient_sums(sharding: str) -> None:
 
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
 def test_gradients_are_summed_in_float32(sharding: str) -> None:
-    """Over ranks and passes: a sum in bf16, of either, is another."""
+    """Over ranks and over passes; a sum in bf16 would differ."""
     done = run_module(f"{__name__}:gradient_sums", [sharding], 2)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
+def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
     case: Path, tmp_path: Path
 ) -> None:
     """A collective may take 5 seconds in a step, and minutes where others wait for the saving, or
@@ -397,7 +399,7 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
         arguments = [str(case), str(tmp_path / slow), json.dumps(changes), slow]
         return run_module(f"{__name__}:slow_training", arguments, 2)
 
-    with ThreadPoolExecutor() as pool:  # they wait for most of their time
+    with ThreadPoolExecutor() as pool:  # they wait most of the time
         step, late_step, save = pool.map(train, limits)
     for done in (step, late_step):
         assert "LostRankError: process 1 of this run does not answer" in done.stderr
@@ -407,7 +409,7 @@ def test_a_rank_that_hangs_is_lost_and_one_that_saves_for_long_is_not(
 
 
 def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
-    """On each rank: the second one hangs in a step, or the first one saves and tidies slowly."""
+    """On each rank: the second one hangs in a step, or the first one saves and cleans up slowly."""
 
     def late(call: Any, when: Any = lambda _: True) -> Any:
         def wait_and_call(self: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The suites beside RULER on a tiny model: the harness on local data, loss by position."""
+"""The suites other than RULER on a tiny model: the harness on local data, loss by position."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _harness(folder, *tasks, **more):
     return {"tasks": list(tasks), "data_dir": str(folder / "data"), "hub": False} | more
 
 
-def test_harness_on_local_data(folder, tmp_path, monkeypatch):
+def test_the_harness_scores_local_data(folder, tmp_path, monkeypatch):
     tasks = ("gsm8k", "longbench_trec", "longbench_triviaqa", "longbench_qasper", "hellaswag")
     section = _harness(folder, *tasks, max_length=300)
     scores = score_original(folder, tmp_path / "first", harness=section)
@@ -91,7 +91,7 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     }  # fmt: skip
     assert records[0]["question"].count("Question:") >= 1
 
-    # All of it is in the pool: another run asks nothing.
+    # All answers are stored: another run asks nothing.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     again = score_original(folder, tmp_path / "again", harness=section)
     assert again.checkpoints == scores.checkpoints
@@ -100,7 +100,7 @@ def test_harness_on_local_data(folder, tmp_path, monkeypatch):
     assert counts == [0, len(answers), len(suite.tasks)]
 
 
-def test_harness_asks_and_scores_as_lm_eval_alone(folder, tmp_path, monkeypatch):
+def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch):
     """Worked examples are drawn for all documents in order, whichever are asked together."""
     from lm_eval.evaluator import simple_evaluate
 
@@ -187,8 +187,8 @@ def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
         original.run(config, {}, tmp_path)
 
 
-def test_tasks_are_looked_for_in_the_folders_of_their_names_before_the_whole_index(monkeypatch):
-    """Of a group lm-eval must know the members, wherever they are."""
+def test_tasks_are_searched_in_folders_of_their_names_before_the_whole_index(monkeypatch):
+    """For a group lm-eval must know the members, wherever they are."""
     monkeypatch.setattr(harness_tasks, "whole_index", lambda: "whole")
     names = ("gsm8k", "longproc_countdown", "no_such_folder")
     assert [harness_tasks.task_manager([name]) == "whole" for name in names] == [False, True, True]
@@ -206,7 +206,7 @@ def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
 
 
 def _select(folder, work, models, **section):
-    """The command's evaluation of model directories beside the original."""
+    """The command's selection of model directories, with the original."""
     work.mkdir()
     (work / "models.json").write_text(json.dumps({"models": {name: name for name in models}}))
     selected.run(suites_config(folder, **section), models, work)
@@ -222,7 +222,7 @@ def _model_with_nan(place):
 
 
 def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder, tmp_path):
-    """In every suite, whether its logits are no numbers or its weights cannot be loaded."""
+    """In every suite, whether its logits are NaN or its weights cannot be loaded."""
     broken = save_tiny_model(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"no weights")
     models = {"nan": _model_with_nan(tmp_path / "nan"), "broken": broken}
@@ -241,7 +241,7 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     assert scores.checkpoints["nan"] == scores.checkpoints["broken"] == {}
     assert scores.checkpoints["good"]["harness"].tasks["longbench_trec"][0].samples == 1
     assert set(scores.positions) == {"original", "good", "short"}
-    # In one suite: the others have scores.
+    # Only in one suite: the others have scores.
     assert scores.missing["harness"].keys() == {"short"} and scores.checkpoints["short"] == {}
     assert "more than its 200 positions" in scores.missing["harness"]["short"]
 
@@ -262,13 +262,13 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     for names, error in ((["broken"], UserError), (["broken", "nan"], RunError)):
         with pytest.raises(error, match="broken: "):
             alone("-".join(names), *names, positions=part)
-    # Its weights were mended: the next attempt knows nothing of the fault.
+    # Its weights are valid again: the next attempt does not know of the fault.
     models["nan"] = models["good"]
     mended = alone("positions", "nan", positions=part)
     assert set(mended.positions) == {"nan"} and not mended.missing
 
 
-def test_logits_that_are_no_numbers_show_in_what_the_harness_asks(folder, tmp_path):
+def test_nan_logits_are_reported_for_answers_of_the_harness(folder, tmp_path):
     from lm_eval.api.instance import Instance
 
     loaded = load_model(_model_with_nan(tmp_path / "nan"), dtype="float32")
@@ -328,7 +328,7 @@ def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
     assert "user>" not in triviaqa and "Question" in qasper
 
 
-def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
+def test_tasks_of_longbench_e_are_asked_like_those_of_longbench(folder, tmp_path):
     data = tmp_path / "data/longbench"
     _write(data / "trec_e.jsonl", read_records(folder / "data/longbench/trec.jsonl"))
     section = _harness(folder, "longbench_trec", max_length=300)
@@ -339,10 +339,10 @@ def test_tasks_of_longbench_e_are_asked_as_their_namesakes(folder, tmp_path):
     )
     assert other.tasks["longbench_trec_e"] == one.tasks["longbench_trec"]
     assert other.groups == {} and one.groups["LongBench"].of == 21
-    assert category_means().keys().isdisjoint(one.groups)  # which want a task of each category
+    assert category_means().keys().isdisjoint(one.groups)  # which need a task of each category
 
 
-def test_loss_by_position(folder, tmp_path):
+def test_loss_by_position_equals_a_plain_loop(folder, tmp_path):
     section = {"length": 1100, "documents": 2, "path": str(folder / "texts")}
     scores = score_original(folder, tmp_path / "work", positions=section)
     table = scores.positions["original"]
@@ -368,7 +368,7 @@ def test_loss_by_position(folder, tmp_path):
 
 @pytest.mark.parametrize(("most", "count"), [(9, 3), (2, 2)])
 def test_documents_are_long_enough_and_differ(tmp_path, most, count):
-    """A copy of what is read is no second document: it would narrow the interval."""
+    """A copy of a document is no second document: it would narrow the interval."""
     # A character of the last takes three tokens.
     texts = ["a" * 300, "a" * 301, "b" * 299, "c" * 300, "\u4e2d" * 100]
     for number, text in enumerate(texts):
@@ -383,7 +383,7 @@ def test_documents_are_long_enough_and_differ(tmp_path, most, count):
 
 
 def test_documents_of_transformers_do_not_begin_alike():
-    """Licences and warnings, the same in many files, would count as often."""
+    """Licences and warnings, the same in many files, would be counted many times."""
     beginnings = [text[:100] for text in itertools.islice(documents(None, 100), 32)]
     assert len(set(beginnings)) == 32
     assert all(text.startswith("class ") for text in beginnings)

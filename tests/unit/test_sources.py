@@ -32,7 +32,7 @@ def zstd(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
 
-def test_text_folder_file_and_glob(tmp_path):
+def test_text_sources_are_a_folder_a_file_or_a_glob(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b" / "c.txt").write_text("\ufefftwo")
@@ -45,7 +45,7 @@ def test_text_folder_file_and_glob(tmp_path):
     assert read(Source("s", "text", str(tmp_path / "**" / "*.txt"))) == ["one", "two"]
 
 
-def test_which_kinds_have_fields_to_filter_by_and_which_are_of_the_hub(tmp_path):
+def test_kinds_with_fields_to_filter_by_and_kinds_of_the_hub(tmp_path):
     assert {name for name, kind in KINDS.items() if kind.has_fields} == {
         "huggingface", "jsonl", "parquet",
     }  # fmt: skip
@@ -53,7 +53,7 @@ def test_which_kinds_have_fields_to_filter_by_and_which_are_of_the_hub(tmp_path)
     assert not any(kind.is_remote(str(tmp_path)) for kind in KINDS.values())
 
 
-def test_folders_that_are_linked_are_read(tmp_path):
+def test_linked_folders_are_read(tmp_path):
     """By a source, and among the essays of a haystack."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "here" / "texts"
     (elsewhere / "c").mkdir(parents=True)
@@ -75,7 +75,7 @@ TEXTS = [f"{'x' * (i % 7)} é {i}" for i in range(200)]
 
 
 @pytest.mark.parametrize("part_bytes", [1, 100, 1_000_000])
-def test_jsonl_is_read_once_whatever_the_parts(tmp_path, monkeypatch, part_bytes):
+def test_jsonl_is_read_once_for_any_number_of_parts(tmp_path, monkeypatch, part_bytes):
     monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS[:120]) + b"\n  \n")
     (tmp_path / "b.jsonl").write_bytes(lines(TEXTS[120:]).rstrip(b"\n"))
@@ -83,14 +83,14 @@ def test_jsonl_is_read_once_whatever_the_parts(tmp_path, monkeypatch, part_bytes
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "huggingface"])
-def test_compressed_jsonl(tmp_path, kind):
+def test_compressed_jsonl_is_read(tmp_path, kind):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[:100])))
     frames = zstd(lines(TEXTS[100:150])) + zstd(lines(TEXTS[150:]))
     (tmp_path / "b.jsonl.zst").write_bytes(frames)
     assert sorted(read(Source("s", kind, str(tmp_path)))) == sorted(TEXTS)
 
 
-def test_parquet_row_groups(tmp_path):
+def test_row_groups_of_parquet_are_read(tmp_path):
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet", row_group_size=30)
     source = Source("s", "parquet", str(tmp_path), text_field="body")
     assert len(list(list_parts(source, 0, 128))) == 7
@@ -104,14 +104,14 @@ def test_python_docs_are_the_library_and_its_help():
     assert any(text.startswith('The "assert" statement') for text in texts)
 
 
-def test_order_of_parts_is_drawn():
+def test_the_order_of_parts_is_random():
     source = Source("s", "python_docs")
     first, again, other = (list(list_parts(source, seed, 128)) for seed in (0, 0, 1))
     assert first == again != other
     assert set(first) == set(other)
 
 
-def test_retrieval_is_endless_and_depends_on_the_seed():
+def test_retrieval_documents_are_endless_and_depend_on_the_seed():
     source = Source("s", "retrieval")
     parts = list_parts(source, 0, 128)
     first, second = next(parts), next(parts)
@@ -125,7 +125,7 @@ def test_retrieval_is_endless_and_depends_on_the_seed():
         assert 400 < min(lengths) < 800 and 0.95 * longest < max(lengths) < 1.1 * longest
 
 
-def test_mds_source_whose_index_is_read_once(tmp_path, monkeypatch):
+def test_the_index_of_an_mds_source_is_read_once(tmp_path, monkeypatch):
     tiny_tokenizer().save_pretrained(tmp_path)
     times = []
     read_index = mds.read_index
@@ -134,7 +134,7 @@ def test_mds_source_whose_index_is_read_once(tmp_path, monkeypatch):
     assert len(read(source)) == 18 and len(times) == 1
 
 
-def test_index_merged_from_those_below_it_is_read_alone(tmp_path):
+def test_a_merged_index_is_read_instead_of_those_below_it(tmp_path):
     shutil.copytree("tests/data/mds/plain", tmp_path / "sub")
     merged = json.loads((tmp_path / "sub" / "index.json").read_text())
     for shard in merged["shards"]:
@@ -178,7 +178,7 @@ DAMAGED = {
         ("a.jsonl", lines(["x"]) + b"[" * 100_000 + b"\n", "line 2: a record .* nested too deeply"),
         ("a.jsonl", b'{"text": "a\x00b"}\n', "line 1: not a complete JSON record .Invalid control"),
         ("a.txt", b"", "the folder .* holds no .jsonl"),
-        # Small files that become large.
+        # Small files that decompress to large ones.
         ("a.jsonl.gz", gzip.compress(empty_lines(2_000_000)), "1,000,000 empty lines"),
         ("a.jsonl.zst", zstd(lines([" " * 2**20]) * 80), "256 times its size"),
         ("a.jsonl", b'{"text": "x", "n": [' + b"{}," * 1_500_000 + b"0]}\n", "line 1: .* values"),
@@ -205,22 +205,22 @@ DAMAGED = {
 @pytest.mark.parametrize(
     ("kind", "name", "content", "message"),
     [(kind, *row) for kind, rows in DAMAGED.items() for row in rows],
-    # Not the contents: gzip puts the time in, and two workers of pytest would name other tests.
+    # By name, not by content: gzip stores the time, so two pytest workers would differ in test ids.
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_damaged_source(tmp_path, kind, name, content, message):
+def test_a_damaged_source_is_reported(tmp_path, kind, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         read(Source("s", kind, str(tmp_path)))
     assert "\n" not in str(caught.value)
 
 
-def test_empty_lines_count_from_record_to_record(tmp_path):
+def test_empty_lines_are_counted_between_records(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(empty_lines(600_000) * 2)
     assert read(Source("s", "jsonl", str(tmp_path))) == ["x", "x"]
 
 
-def test_unusual_values_beside_the_text(tmp_path):
+def test_unusual_values_in_other_fields_are_accepted(tmp_path):
     number = b"1" * 5000
     record = b'{"n": ' + number + b', "m": [-' + number + b'], "text": "a\\ud83d\\ude00\\u0000b"}\n'
     (tmp_path / "a.jsonl").write_bytes(record)
@@ -228,7 +228,7 @@ def test_unusual_values_beside_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("part_bytes", [700, 5000])
-def test_a_record_of_just_the_most_bytes_is_read(tmp_path, monkeypatch, part_bytes):
+def test_a_record_of_exactly_the_maximum_size_is_read(tmp_path, monkeypatch, part_bytes):
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(sources, "PART_BYTES", part_bytes)
     text = "y" * (1000 - len(lines([""])))
@@ -244,7 +244,7 @@ def test_a_record_of_just_the_most_bytes_is_read(tmp_path, monkeypatch, part_byt
         read(Source("s", "parquet", str(tmp_path / "a.parquet")))
 
 
-def test_rows_of_parquet_are_read_as_many_at_a_time_as_take_16_mb(tmp_path, monkeypatch):
+def test_rows_of_parquet_are_read_in_batches_of_16_mb(tmp_path, monkeypatch):
     sizes = []
     batches = pq.ParquetFile.iter_batches
 
@@ -262,7 +262,7 @@ def test_rows_of_parquet_are_read_as_many_at_a_time_as_take_16_mb(tmp_path, monk
     assert sizes == [15, 1000]
 
 
-def test_line_number_in_a_later_part(tmp_path, monkeypatch):
+def test_line_numbers_in_later_parts_are_those_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PART_BYTES", 50)
     (tmp_path / "a.jsonl").write_bytes(lines(TEXTS) + b"broken\n")
     with pytest.raises(UserError, match="line 201:"):
@@ -277,12 +277,12 @@ def test_line_number_in_a_later_part(tmp_path, monkeypatch):
         ("mds", "", r"source s: there is no index\.json"),
     ],
 )
-def test_no_file(tmp_path, kind, path, message):
+def test_a_source_without_files_is_refused(tmp_path, kind, path, message):
     with pytest.raises(UserError, match=message):
         read(Source("s", kind, str(tmp_path / path), tokenizer="x"))
 
 
-def test_dataset_directory_of_several_files(tmp_path):
+def test_a_dataset_directory_of_several_files_is_read(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.jsonl").write_bytes(lines(TEXTS[number * 50 : number * 50 + 50]))
     source = Source("s", "huggingface", str(tmp_path))
@@ -291,7 +291,7 @@ def test_dataset_directory_of_several_files(tmp_path):
 
 
 @pytest.mark.parametrize(("split", "subset"), [("test", None), ("train", "other")])
-def test_unknown_split_or_subset(tmp_path, split, subset):
+def test_an_unknown_split_or_subset_is_refused(tmp_path, split, subset):
     (tmp_path / "train.jsonl").write_bytes(lines(["x"]))
     with pytest.raises(UserError, match=r"source s: dataset .*cannot be read \("):
         read(Source("s", "huggingface", str(tmp_path), split=split, subset=subset))
@@ -314,7 +314,7 @@ def test_a_dataset_of_the_hub_is_read_at_its_revision(tmp_path, monkeypatch):
         (ValueError("no split"), UserError, r"dataset org/name: cannot be read \(no split\)"),
     ],
 )
-def test_why_a_dataset_of_the_hub_is_not_read(monkeypatch, error, raised, message):
+def test_failures_to_read_a_dataset_of_the_hub_are_explained(monkeypatch, error, raised, message):
     def load(*args, **options):
         raise error
 
@@ -324,7 +324,7 @@ def test_why_a_dataset_of_the_hub_is_not_read(monkeypatch, error, raised, messag
 
 
 def test_a_text_that_parquet_repeats_is_held_once(tmp_path):
-    """A file of 500 bytes; all its rows in one batch would take as much memory as they show."""
+    """A file of 500 bytes; decoded in one batch, all its rows would fill the memory."""
     text = "x" * 200_000
     table = pa.table({"text": [text] * 1000})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
@@ -338,8 +338,8 @@ def test_a_text_that_parquet_repeats_is_held_once(tmp_path):
     assert next(documents, None) is None
 
 
-def test_texts_of_parquet_are_made_once(tmp_path):
-    """Arrow gives every batch the texts of all rows before: with them the last would hold all."""
+def test_texts_of_parquet_are_decoded_once(tmp_path):
+    """Arrow gives every batch the texts of all earlier rows; kept, the last one would hold all."""
     texts = [f"{number:06d}" * 500 for number in range(4000)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     [part] = list_parts(source := Source("s", "parquet", str(tmp_path)), 0, 128)
@@ -361,14 +361,14 @@ def test_texts_of_parquet_are_made_once(tmp_path):
         (lambda path: path.symlink_to(path.name), "is a link that leads nowhere"),
     ],
 )
-def test_what_cannot_be_read_is_no_part_of_a_source(tmp_path, harm, what, pattern):
+def test_an_unreadable_file_of_a_source_is_refused(tmp_path, harm, what, pattern):
     (tmp_path / "a.txt").write_text("one")
     harm(tmp_path / "b.txt")
     with pytest.raises(UserError, match=rf"b\.txt {what}.*; remove it"):
         KINDS["text"].check("prepare", str(tmp_path / pattern))
 
 
-def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_listed_is_reported(tmp_path, monkeypatch):
     for path in (tmp_path / "a.txt", tmp_path / "sub" / "b.txt"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("one")
@@ -384,7 +384,7 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
         KINDS["text"].check("prepare", str(tmp_path))
 
 
-def test_a_damaged_index_is_no_source(tmp_path):
+def test_a_damaged_index_is_reported(tmp_path):
     (tmp_path / "index.json").write_bytes(b"{")
     with pytest.raises(UserError, match="not an index of MDS shards"):
         KINDS["mds"].check("prepare", str(tmp_path))
@@ -392,7 +392,7 @@ def test_a_damaged_index_is_no_source(tmp_path):
 
 @pytest.mark.parametrize("piece", [1, 2, 5, 1000])
 def test_a_long_text_file_is_read_in_pieces(tmp_path, monkeypatch, piece):
-    """A character may lie across two pieces, and a fault is named by its byte in the file."""
+    """A character may span two pieces, and an error names its byte in the file."""
     monkeypatch.setattr("data_prep.text.PIECE_BYTES", piece)
     path, text = tmp_path / "a.txt", "ein Käfer, 甲虫 und 🪲\n" * 3
     path.write_bytes(text.encode("utf-8-sig"))

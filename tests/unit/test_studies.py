@@ -1,4 +1,4 @@
-"""Studies: their options, the points and rows that are worked out by hand, what is counted."""
+"""Studies: their options, points and rows worked out by hand, and counts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def axes(picture: Picture) -> list[str]:
     ]
 
 
-def test_a_landscape_has_all_masks_in_order_and_the_methods_on_it() -> None:
+def test_a_landscape_has_all_masks_in_order_and_marks_the_methods() -> None:
     masks = [HeadMask.from_swa_kv_heads([[head]], 3) for head in range(3)]
     evaluations = [Evaluation(0.5, nats) for nats in (-2.0, -0.5, 0.0)]
     standing = Standing(0.5, -0.5, 1, 0.0, 2, 0.5, 1, 1)
@@ -124,7 +124,7 @@ def test_cost_curves_have_each_setting_once_for_each_measure_and_ratio() -> None
     ]  # fmt: skip
 
 
-def test_stability_shows_agreement_of_different_sets_and_scores_by_size() -> None:
+def test_stability_shows_the_agreement_of_different_sets_and_scores_by_size() -> None:
     rank = {"swa_ratio": 0.5, "measure": "log_likelihood", "budget_per_layer": 4, "mean": 0.25}
     ranks = [
         {**rank, "same_calibration_set": False},
@@ -156,7 +156,7 @@ def point(model: str, length: int, ratio: float | None, window: int | None, spee
     }  # fmt: skip
 
 
-def test_figures_of_measurements_have_a_panel_a_setting_and_a_line_a_model() -> None:
+def test_figures_of_measurements_have_a_panel_per_setting_and_a_line_per_model() -> None:
     points = [
         point("original", 1024, None, None, 10.0),
         point("original", 2048, None, None, 0),
@@ -207,7 +207,7 @@ def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> Non
     assert row.cost("passes") == 3.5
 
 
-def test_searches_that_are_known_say_nothing_about_the_time_left(
+def test_known_searches_do_not_count_in_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free: list[bool] = []
@@ -223,13 +223,13 @@ def test_searches_that_are_known_say_nothing_about_the_time_left(
     assert free == [True, False, False, False]
 
 
-def test_markdown_does_not_stand_in_a_studys_html(tmp_path: Path) -> None:
+def test_a_studys_html_contains_no_markdown(tmp_path: Path) -> None:
     publish(StudyResult("one", "One", "(`model`) was read.", {}, []), tmp_path, "bosch study one")
     assert "(model) was read." in (tmp_path / "one.html").read_text()
     assert "(`model`) was read." in (tmp_path / "one.md").read_text()
 
 
-def test_intervals_of_turnover_hold_nothing_impossible() -> None:
+def test_intervals_of_turnover_stay_within_possible_values() -> None:
     """Of 6 heads 2 slide, then 4, of which 2, 1 and 0 are others: T is 1, 0.5 and 0, T_max 1."""
     shares = [
         ([0, 1], [2, 3, 4, 5]), ([0, 1], [1, 2, 3, 4]), ([0, 1], [0, 1, 2, 3]),
@@ -256,8 +256,10 @@ def test_intervals_of_turnover_hold_nothing_impossible() -> None:
 
 
 @pytest.mark.parametrize(("entering", "room"), [([0], share(0.0, 2).high), ([4], 0.0)])
-def test_other_heads_of_equal_score_leave_room_for_a_loss(entering: list[int], room: float) -> None:
-    """The masks' scores are all 1; where nothing turns over, A' is A and loses nothing."""
+def test_a_swap_of_equal_scores_has_an_interval_with_room_for_a_loss(
+    entering: list[int], room: float
+) -> None:
+    """All masks score 1; without turnover A' is A and loses nothing."""
     masks = {0.3: [*entering], 0.6: [2, 3, 4, 5]}
     settings = SimpleNamespace(methods=["bosch"], ratios=[*masks], budgets=[4], seeds=3)
     study: Any = SimpleNamespace(
@@ -271,7 +273,7 @@ def test_other_heads_of_equal_score_leave_room_for_a_loss(entering: list[int], r
     assert swap["score_lost"] == {"mean": 0.0, "low": -room, "high": room}
 
 
-def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:
+def test_windows_of_headbench_are_shorter_than_every_example() -> None:
     lengths = {0: 90, 1: 70}
 
     def study(held_out: int, window: Window) -> Any:
@@ -282,7 +284,7 @@ def test_a_menu_of_headbench_is_shorter_than_every_example() -> None:
             calibration=lambda seed: SimpleNamespace(max_length=lengths[seed]),
         )
 
-    # Doubled from a quarter of the recipe's window, the widest first.
+    # Powers of two times a quarter of the recipe's window, the widest first.
     assert headbench_menu(study(300, Window(32))) == tuple(map(Window, (64, 32, 16, 8)))
     assert headbench_menu(study(64, Window(32))) == tuple(map(Window, (32, 16, 8)))
     assert headbench_menu(study(300, Window(32, 6))) == tuple(
@@ -316,7 +318,7 @@ def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
     assert "after training" in table and table.count("-0.500") == 2
 
 
-def test_headbench_corrects_for_all_pairs_since_the_examples_chose_the_best() -> None:
+def test_headbench_corrects_for_all_pairs_because_the_examples_select_the_best() -> None:
     right = [40, 24, 20, 16]
     scores = [np.array([[1.0] * count + [0.0] * (48 - count)]) for count in right]
     rows = [
@@ -330,8 +332,8 @@ def test_headbench_corrects_for_all_pairs_since_the_examples_chose_the_best() ->
 
 
 @pytest.mark.parametrize("first", range(KINDS))
-def test_scores_are_of_the_questions_own_kinds(first: int) -> None:
-    """Wherever a list of records begins: those of a held-out set begin with any kind."""
+def test_scores_are_grouped_by_the_kinds_of_questions(first: int) -> None:
+    """Wherever a list of records begins: a held-out set may begin with any kind."""
 
     def answers_the_last_kind(input_ids: torch.Tensor, use_cache: bool) -> Any:
         if FIRST_QUESTION + KINDS - 1 not in input_ids:
@@ -354,7 +356,7 @@ def test_scores_are_of_the_questions_own_kinds(first: int) -> None:
         ("--methods", "zzz", "--methods: 'zzz' is unknown; choose from all, "),
     ],
 )
-def test_options_without_meaning_are_refused(
+def test_meaningless_options_are_refused(
     option: str,
     value: str,
     sentence: str,
@@ -384,11 +386,11 @@ class Settings(Section):
         (["--methods", "bosch,all"], ((4,), options.METHODS, False)),
         (["--seeds=-1"], "--seeds: expected a value at least 0"),
         (["--methods", "rnd", "--seeds", "x"], "it: 2 faults\n  --seeds: "),
-        # A mask from a file is no method to compare.
+        # A given mask is no method to compare.
         (["--methods", "given,rand"], "--methods: 'given' is unknown; choose from all, bosch"),
     ],
 )
-def test_options_are_a_section(typed: list[str], values: object) -> None:
+def test_options_become_a_section(typed: list[str], values: object) -> None:
     parser = argparse.ArgumentParser()
     options.add_options(parser, Settings)
     assert "(default: 4)" in parser.format_help() and "(default: all)" in parser.format_help()

@@ -1,4 +1,4 @@
-"""Terminals, clocks, disks and temporary files that are not as one would have them; progress."""
+"""Unusual terminals, clocks, disks and temporary files; progress."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ from stages.prepare.run import allow_open_files
 from tests.pipeline_case import Case
 
 
-def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_be_replaced_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     (folder / "notes").touch()
     with pytest.raises(OSError):
         make_symlink(folder, tmp_path)
     make_symlink(link, folder)
-    make_symlink(link, tmp_path)  # one link takes the place of another
+    make_symlink(link, tmp_path)  # one link replaces another
     assert link.resolve() == tmp_path and sorted(os.listdir(tmp_path)) == ["folder", "link"]
 
     def full(source: Path, target: Path) -> None:
@@ -65,7 +67,7 @@ def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("positions", "lengths"), [(600, [512]), (1024, [512, "1k"])])
-def test_a_new_recipe_leaves_room_for_answers_in_few_positions(
+def test_a_new_recipe_leaves_room_for_answers_if_positions_are_few(
     tmp_path, capsys, positions, lengths
 ):
     case, file = Case(tmp_path), tmp_path / "new.yaml"
@@ -85,11 +87,11 @@ def test_a_new_recipe_leaves_room_for_answers_in_few_positions(
     ],
 )
 @pytest.mark.parametrize("name", ["new", "mask"])
-def test_a_command_that_has_no_space_says_where(
+def test_a_command_that_runs_out_of_space_says_where(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str,
     number: int, said: str,
 ) -> None:  # fmt: skip
-    """The system names no file when a write fails."""
+    """The system names no file if a write fails."""
     mask, folder = case.folder / "mask.json", case.folder / "output"
     folder.mkdir()
     HeadMaskFile.of(
@@ -113,7 +115,7 @@ def test_a_command_that_has_no_space_says_where(
 def test_a_target_that_may_not_be_written_is_named(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], below: str
 ) -> None:
-    """And not the source, in the folder that refuses or deeper in it."""
+    """And not the source, whether the target's folder or one inside it refuses."""
     mask = Path(below, "mask.json")
     monkeypatch.chdir(case.folder)
     HeadMaskFile.of(
@@ -135,18 +137,20 @@ def test_a_target_that_may_not_be_written_is_named(
     )
 
 
-def test_a_disk_without_inodes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its free space would tell a person that it is not full."""
+def test_a_disk_without_free_inodes_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its free space alone would suggest that it is not full."""
     left = SimpleNamespace(f_files=9, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda folder: left)
     assert f"{tmp_path} has no inode left; remove some files" in disk_full_message(tmp_path)
-    left.f_files = 0  # of a file system that counts none
+    left.f_files = 0  # of a file system that does not count inodes
     assert f"{tmp_path} is full; free some space" in disk_full_message(tmp_path)
 
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """Ends a test that waits for what never comes."""
+    """Ends a test that waits for something that never happens."""
 
     def ring(signum: int, frame: object) -> None:
         raise AssertionError("it waits for a writer")
@@ -165,7 +169,7 @@ def make_link_to_pipe(path: Path) -> None:
 
 def make_socket(path: Path) -> None:
     place = os.getcwd()
-    os.chdir(path.parent)  # the path of a socket is short
+    os.chdir(path.parent)  # the path of a socket must be short
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)
     finally:
@@ -207,12 +211,12 @@ _PLACES = {
         ),
         ("document", make_link_to_pipe),
         ("document", make_socket),
-        # A regular file that opens, and each read of it fails.
+        # A regular file that opens, but whose reads all fail.
         ("mask", lambda path: path.symlink_to("/proc/self/mem")),
     ],
 )
 @pytest.mark.usefixtures("alarm")
-def test_what_is_no_regular_file_is_reported_and_not_read(
+def test_files_that_are_not_regular_are_reported_and_not_read(
     case: Case,
     capsys: pytest.CaptureFixture[str],
     place: str,
@@ -237,8 +241,8 @@ def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
         assert temporary.exists()
 
 
-def test_a_folder_that_is_written_elsewhere_is_no_old_one(tmp_path: Path) -> None:
-    """The folder's own time stays while a file in it grows."""
+def test_a_folder_in_which_a_file_grows_is_not_old(tmp_path: Path) -> None:
+    """The folder's own time stays the same while a file in it grows."""
     file = tmp_path / ".tmp-00000000-1-0" / "shard"
     file.parent.mkdir()
     file.touch()
@@ -250,7 +254,7 @@ def test_a_folder_that_is_written_elsewhere_is_no_old_one(tmp_path: Path) -> Non
     assert not file.parent.exists()
 
 
-def test_a_link_is_no_file_of_finished_work(tmp_path: Path) -> None:
+def test_a_link_does_not_count_as_finished_work(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link").symlink_to(__file__)
     with pytest.raises(RunError, match="data/link is no regular file"):
@@ -258,7 +262,7 @@ def test_a_link_is_no_file_of_finished_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("is_full", "unbuffered"), [(True, ""), (True, "1"), (False, "")])
-def test_an_output_that_takes_nothing_ends_with_1(
+def test_an_output_that_cannot_be_written_ends_with_1(
     case: Case, is_full: bool, unbuffered: str
 ) -> None:
     """A full disk is reported; a closed pipe is not."""
@@ -280,10 +284,10 @@ def test_a_closed_output_is_no_failure(case: Case, monkeypatch: pytest.MonkeyPat
     assert cli.main(["status", str(case.file)]) == 0
 
 
-def test_a_full_disk_leaves_the_output_to_programs(
+def test_a_full_disk_writes_nothing_to_standard_output(
     case: Case, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether it is the output that is full is found out without writing to it."""
+    """Whether the output itself is full is found out without writing to it."""
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -294,10 +298,10 @@ def test_a_full_disk_leaves_the_output_to_programs(
     assert printed.err.startswith(f"error: the disk of {case.runs} ") and not printed.out
 
 
-def test_an_output_with_no_space_keeps_what_failed(
+def test_a_full_output_does_not_hide_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By which it is known: of a file on a full disk, nothing at all can be written."""
+    """The exit status tells it, since nothing at all can be written to a full disk."""
     with (tmp_path / "output").open("wb", buffering=0) as file:
         output = io.TextIOWrapper(io.BufferedWriter(file))
         monkeypatch.setattr(sys, "stdout", output)
@@ -313,7 +317,7 @@ def test_an_output_with_no_space_keeps_what_failed(
     assert (tmp_path / "output").read_bytes() == b""
 
 
-def test_a_terminal_without_arrows_ends_no_run(case: Case) -> None:
+def test_a_terminal_without_unicode_ends_no_run(case: Case) -> None:
     ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
     assert case.call("run", "--until", "prepare", **ascii_only).returncode == 0
     done = case.call("status", "seed=5", **ascii_only)
@@ -321,10 +325,10 @@ def test_a_terminal_without_arrows_ends_no_run(case: Case) -> None:
     assert "seed changed 0 \\u2192 5" in done.stdout
 
 
-def test_a_pipe_that_takes_a_files_place_is_refused_and_closed(
+def test_a_pipe_that_replaces_a_file_is_refused_and_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at the file and its opening."""
+    """Between the check of the file and its opening."""
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     regular, before = os.stat(tmp_path / "file"), sorted(os.listdir("/proc/self/fd"))
@@ -335,7 +339,7 @@ def test_a_pipe_that_takes_a_files_place_is_refused_and_closed(
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
+def test_invalid_json_raises_value_error(tmp_path: Path) -> None:
     for text in (b"[" * 200_000, b"9" * 5000, b"{", b'{"a": ' * 100_000):
         with pytest.raises(ValueError, match=r"."):
             parse_json(text)
@@ -347,7 +351,7 @@ def test_json_that_is_no_json_is_a_value_error(tmp_path: Path) -> None:
     assert "→ ü" in (tmp_path / "a.json").read_text()
 
 
-def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
+def test_a_file_of_the_maximum_size_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"[ 5 ]")
     assert load_json(tmp_path / "a.json", JsonLimits(5, 9)) == [5]
     with pytest.raises(ValueError, match="longer than 4 bytes"):
@@ -367,7 +371,7 @@ def test_a_file_of_the_most_bytes_is_read(tmp_path: Path) -> None:
     ],
     ids=["objects", "strings", "quotes", "depth", "objects' depth", "escapes", "encoding"],
 )
-def test_json_of_many_values_is_refused_before_they_are_built(text: bytes, expected: str) -> None:
+def test_json_of_too_many_values_is_refused_before_it_is_parsed(text: bytes, expected: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=expected):
@@ -378,7 +382,7 @@ def test_json_of_many_values_is_refused_before_they_are_built(text: bytes, expec
 
 
 def _values(value: object) -> tuple[int, int]:
-    """How many values and keys, and how many inside each other."""
+    """The number of values and keys, and the nesting depth."""
     below = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(below, list):
         return 1, 0
@@ -399,7 +403,7 @@ _JSON = st.recursive(
 
 @given(_JSON, st.booleans(), st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
-def test_values_and_depth_are_counted_whatever_strings_hold(
+def test_values_and_depth_are_counted_outside_of_strings(
     value: object, is_ascii: bool, scanned: int
 ) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii).encode()
@@ -427,13 +431,15 @@ def test_known_items_do_not_shorten_the_time_left(caplog, monkeypatch):
     # 10 evaluations in 20 s: 40 more take 80 s.
     assert "search: 60/100 evaluations, 20 s, 80 s left, layer 3: best score 0.500" in caplog.text
     clock.now = 40.0
-    bar.update(50)  # more than there were to be
+    bar.update(50)  # more than were expected
     assert "search: 110/100 evaluations, 40 s, 0 s left" in caplog.text
 
 
 @pytest.mark.parametrize("most", [4096, resource.RLIM_INFINITY])
-def test_no_process_asks_for_unlimited_files(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS names no limit and refuses a soft limit of none."""
+def test_no_process_asks_for_unlimited_open_files(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS reports no limit and refuses an unlimited soft limit."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, most))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
