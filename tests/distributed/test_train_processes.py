@@ -381,10 +381,10 @@ def test_gradients_are_summed_in_float32(sharding: str) -> None:
 def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
     case: Path, tmp_path: Path
 ) -> None:
-    """A collective may take 5 seconds in a step, and minutes where others wait for the saving, or
+    """A collective may take 5 seconds in a step, and minutes while others wait for saving, or
     for the first one's work at the end.
 
-    The limit is the recipe's, or once the time of a step is known, a multiple of that.
+    The limit is the recipe's, or, once the time of a step is known, a multiple of it.
     """
     limits = {"step": 5 / 60, "late step": 15, "save": 5 / 60}
 

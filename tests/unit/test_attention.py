@@ -1,4 +1,4 @@
-"""Hybrid attention: backends against loops without their code, and what holds for all of them."""
+"""Hybrid attention: backends against loops that share no code with them, and common properties."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def _expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs by loops, [B, T, HQ, D], and which queries are real, [B, T]."""
+    """Outputs computed by loops, [B, T, HQ, D], and which queries are not padding, [B, T]."""
     context, total = case.context(), case.past + case.length
     valid = np.ones((case.batch, total), bool) if context.valid is None else context.valid.numpy()
     document = np.zeros_like(valid, int)
@@ -61,17 +61,17 @@ def _expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=40, deadline=None)
 @given(case=cases(), backend=st.sampled_from(["eager", "sdpa"]))
 def test_backends_equal_plain_loops(case: Case, backend: str) -> None:
-    """Sinks, padding of every kind, packed documents and a past."""
+    """With sinks, padding of every kind, packed documents and a past."""
     case = replace(case, batch=1) if case.length > 40 else case
     expected, real = _expected(case)
     if backend == "eager":
-        real = torch.ones_like(real)  # its padding too, which sees itself and what is before it
+        real = torch.ones_like(real)  # also padding, which sees itself and what is before it
     output = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend=backend)
     torch.testing.assert_close(output.detach()[real], expected[real], **_NEAR)
 
 
 def test_layers_on_another_device_have_their_own_masks() -> None:
-    """A model of several devices shares the context of a pass."""
+    """If a model is split over devices, its layers share the context of a pass."""
     here, there = torch.device("cpu"), torch.device("meta")
     length = 6
     context = AttentionContext(length, valid=torch.arange(length)[None] > 2, start=torch.tensor(0))
@@ -101,7 +101,7 @@ def test_search_and_deploy_layouts_agree(dtype: torch.dtype) -> None:
     assert torch.equal(searched[:, :, query_order], deployed)
 
 
-def test_bfloat16_is_as_near_to_the_truth_as_eager() -> None:
+def test_bfloat16_is_as_precise_as_eagers() -> None:
     case = Case(200, 16, 0, (True, False))
     exact = hybrid_attention(*case.tensors(), case.layout(), backend="eager")
     low = case.tensors(torch.bfloat16)
@@ -112,7 +112,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_eager() -> None:
     assert errors[1] <= 2 * errors[0] + 1e-3
 
 
-def test_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(300, 16, 2, (True, False), past=200)
     expected = hybrid_attention(*case.tensors(), case.layout(), case.context(), backend="eager")
     monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 40_000)
@@ -122,7 +122,7 @@ def test_large_chunk_with_a_past_needs_no_full_mask(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("rows", [(True, True), (True, False)], ids=str)
 @pytest.mark.parametrize(("length", "past"), [(2, 1), (3, 40), (40, 3), (70, 70), (300, 200)])
-def test_a_chunk_after_a_past_needs_no_mask_of_full_heads(
+def test_full_heads_of_a_chunk_with_a_past_need_no_mask(
     length: int, past: int, rows: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(length, 16, 0, rows, batch=2, past=past)
@@ -145,7 +145,7 @@ def test_a_chunk_after_a_past_needs_no_mask_of_full_heads(
 
 
 def test_states_of_any_strides_may_follow_a_past() -> None:
-    """torch's kernel for the CPU, which needs no mask, reads a head's dimensions side by side."""
+    """torch's CPU kernel without masks reads the dimensions of a head contiguously."""
     case = Case(40, 16, 0, (True, False), past=30)
     states = [x.detach().mT.contiguous().mT for x in case.tensors(torch.float32)]
     expected = hybrid_attention(*states, case.layout(), case.context(), backend="eager")
@@ -170,7 +170,7 @@ def test_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == first > 0
 
 
-def test_heads_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_numbers_of_heads_are_refused() -> None:
     query, key, value = Case(5, 4, 0, (True, False)).tensors()
     with pytest.raises(ValueError, match="3 KV heads"):
         hybrid_attention(query, key, value, full_first(1, 3, Window(4)))
@@ -181,7 +181,7 @@ def test_heads_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else names it: here one that stands in the tests."""
+    """Nothing else names it: here it is one in the tests."""
     folder = str(Path(__file__).parents[1] / "own_backend")
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, folder])
     known = dict(BACKENDS)
@@ -205,7 +205,7 @@ def test_a_backend_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules.pop("bosch.backends.plain", None)
 
 
-def test_every_file_of_a_backend_is_one_that_a_recipe_may_name_and_nothing_lacks_sdpa() -> None:
+def test_every_backend_file_can_be_named_in_a_recipe_and_all_models_have_sdpa() -> None:
     files = {path.stem for path in Path(backends.__file__).parent.glob("[a-z]*.py")}
     assert set(get_args(BackendName)) == {"auto", *BACKENDS} == {"auto", *files}
     assert {f"backends/{name}.py" for name in files} <= set(MODULES), "goes with a saved model"
@@ -218,7 +218,7 @@ def test_every_file_of_a_backend_is_one_that_a_recipe_may_name_and_nothing_lacks
     assert sentence.startswith("flash has no sinks, x; choose sdpa")
 
 
-def test_one_place_calls_torchs_attention() -> None:
+def test_only_one_place_calls_torchs_attention() -> None:
     callers = [
         path.relative_to(ROOT).as_posix()
         for package in ("bosch", "stages", "pipeline", "data_prep")
@@ -236,10 +236,10 @@ def states(queries: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_heads_are_repeated_where_a_gpus_kernels_do_not_share_them(
+def test_keys_are_repeated_if_a_gpus_kernels_do_not_share_them(
     masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: same values, no grouped heads under a mask, and no math kernel among many."""
+    """As on a GPU: same values, no grouped heads with masks, no math kernel with many heads."""
     query, key, value = states(64, 64, torch.float32)
     mask = torch.rand(2, 1, 64, 64).gt(0.3) | torch.eye(64, dtype=torch.bool) if masked else None
     expected = fused_attention(query, key, value, scale=0.3, mask=mask, is_causal=not masked)
@@ -269,10 +269,10 @@ def test_heads_are_repeated_where_a_gpus_kernels_do_not_share_them(
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "shares"), [(256, 256, True), (512, 512, False), (64, 32, False)]
 )
-def test_compiled_heads_are_shared_where_flash_takes_their_dimension(
+def test_compiled_heads_share_keys_if_flash_supports_their_dimension(
     key_dim: int, value_dim: int, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not Gemma 4's of 512: grouped, only torch's math kernel takes them, and holds all logits."""
+    """Not Gemma 4's 512: grouped, these run only on torch's math kernel, which holds all logits."""
     calls: list[bool] = []
 
     def attention(
@@ -289,8 +289,8 @@ def test_compiled_heads_are_shared_where_flash_takes_their_dimension(
     assert calls == [shares]
 
 
-def test_documents_need_no_mask_and_cost_their_own_squares() -> None:
-    """Full heads: as many operations as the documents by themselves, and no mask of all pairs."""
+def test_documents_need_no_mask_and_cost_only_their_own_squares() -> None:
+    """Full heads: as many operations as the documents one by one, and no mask of all pairs."""
     lengths = [100, 300, 112]
     numbers = torch.arange(3).repeat_interleave(torch.tensor(lengths))
     case = Case(512, 16, 0, (True, True))
@@ -301,7 +301,7 @@ def test_documents_need_no_mask_and_cost_their_own_squares() -> None:
     assert [call.input_shapes[0][2] for call in calls] == lengths
 
 
-def test_padded_rows_need_no_mask_and_cost_their_own_squares(
+def test_padded_rows_need_no_mask_and_cost_only_their_own_squares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows padded on the left are computed one by one: outputs and gradients are eager's."""
@@ -331,13 +331,13 @@ def test_padded_rows_need_no_mask_and_cost_their_own_squares(
 
 
 @pytest.mark.parametrize("padding", ["right", "holes"])
-def test_other_padding_takes_a_mask(padding: str) -> None:
+def test_other_padding_needs_a_mask(padding: str) -> None:
     case = Case(40, 8, 0, (True, False), batch=3, padding=padding, seed=3)
     assert case.context().left_padding() is None
     assert Case(40, 8, 0, (True,)).context().left_padding() is None
 
 
-def test_the_fastest_backend_is_the_first_that_has_what_is_needed(
+def test_the_fastest_backend_is_the_first_with_all_abilities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = torch.bfloat16
@@ -356,7 +356,7 @@ def test_the_fastest_backend_is_the_first_that_has_what_is_needed(
     assert fastest_backend(half) == "varlen"
 
 
-def test_families_say_what_their_attention_needs() -> None:
+def test_abilities_that_a_familys_attention_needs() -> None:
     needs = {
         family: set(attention_needs(materialize(model, mask_of(model.config), Window(5)).config))
         for family in ("qwen3", "gemma2", "gpt_oss")

@@ -1,6 +1,6 @@
-"""Every backend against the oracle, over shapes that hypothesis draws; with caches and without.
+"""Every backend against the oracle, over shapes drawn by hypothesis, with and without caches.
 
-flex runs without a compiler and in small blocks, flash on a stand-in for the flash-attn package.
+flex runs without a compiler and in small blocks, flash with a stand-in for the flash-attn package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _stand_ins() -> Iterator[None]:
 
 
 def _outputs_and_gradients(case: Case, backend: str, **options: Any) -> list[Tensor]:
-    """Output, and gradients of a random sum of it; what padding gives only has to be finite."""
+    """Outputs, and gradients of a random sum of them; outputs of padding need only be finite."""
     tensors, context = case.tensors(), case.context()
     out = hybrid_attention(*tensors, case.layout(), context, backend=backend, **options)
     if context.valid is not None:
@@ -61,7 +61,7 @@ def _outputs_and_gradients(case: Case, backend: str, **options: Any) -> list[Ten
 
 
 def _refusal(case: Case, backend: str) -> str | None:
-    """What the backend says to a problem that it cannot compute."""
+    """The message with which a backend refuses a problem."""
     if backend in ("flash", "varlen") and case.sinks and not all(case.rows):
         return "has no sinks"
     if backend != "flash":
@@ -104,7 +104,7 @@ def test_a_backend_equals_the_oracle(case: Case) -> None:
 def test_lengths_at_the_window_for_every_kind_of_mask(
     rows: tuple[bool, ...], length: int, window: int
 ) -> None:
-    """The edges that must not be left to chance: T below, at, above and far above W."""
+    """Edge cases that must always run: T below, at, just above and far above W."""
     for sinks in (0, 4):
         _check(Case(length, window, sinks, rows, padding="documents" if sinks else "none"))
 
@@ -116,7 +116,7 @@ def test_lengths_at_the_window_for_every_kind_of_mask(
 def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
     padding: str, rows: tuple[bool, ...], kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whole sequences without padding."""
+    """For whole sequences without padding."""
     kernel = Mock(side_effect=fake_flash.varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
     case = Case(70, 16, 0, rows, batch=2, padding=padding, seed=2)
@@ -129,13 +129,13 @@ def test_varlen_runs_its_kernel_once_for_each_kind_of_head(
     ("ability", "dim", "options"),
     [
         ("", 256, {}),
-        ("wide_heads", 264, {}),  # as Gemma 4's full heads of 512
+        ("wide_heads", 264, {}),  # as the full heads of Gemma 4, of 512
         ("dropout", 16, {"dropout": 0.5}),
         ("softcap", 16, {"softcap": 2.0}),
         ("float32", 16, {}),
     ],
 )
-def test_a_backend_computes_what_it_is_asked_for_or_refuses_it(
+def test_a_backend_computes_or_refuses_what_it_is_given(
     backend: str, ability: str, dim: int, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if ability == "float32":
@@ -154,7 +154,7 @@ def test_a_backend_computes_what_it_is_asked_for_or_refuses_it(
 
 @st.composite
 def chunkings(draw: st.DrawFn) -> tuple[Case, list[int], str, str]:
-    """A sequence in passes: a prompt in chunks, then single tokens; its cache and backend."""
+    """A sequence in passes (a prompt in chunks, then single tokens), its cache and backend."""
     window = draw(st.sampled_from([1, 2, 5, 16]))
     one = st.sampled_from([1, 1, 2, window, window + 1, 19, 40])
     sizes = draw(st.lists(one, min_size=1, max_size=5))
@@ -220,7 +220,7 @@ def _patched_flash_is_usable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed documents, left padding, and generation with either cache."""
+    """Packed documents, left padding, and generation with both caches."""
     _patched_flash_is_usable(monkeypatch)
     ids, mask = tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[0, :11] = 0
@@ -247,7 +247,7 @@ def test_flash_runs_in_whole_models(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(hybrid.generate(ids, cache_implementation="static", **options), text)
 
 
-def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_refuses_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="needs a GPU and the flash-attn package; choose auto"):
         resolve_backend("flash")
     _patched_flash_is_usable(monkeypatch)
@@ -274,7 +274,7 @@ def test_flash_that_cannot_do_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_sinks_copy_few_keys_of_a_prompt(padded: bool) -> None:
-    """No more than a quarter of the keys at a time, however much wider than a block a band is."""
+    """At most a quarter of the keys at a time, even if a band is much wider than a block."""
     length, heads, dim = 2048, 2, 16
     states = [torch.randn(2, heads, length, dim) for _ in range(3)]
     valid = torch.ones(2, length, dtype=torch.bool)
@@ -291,7 +291,7 @@ def test_sinks_copy_few_keys_of_a_prompt(padded: bool) -> None:
 
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None:
-    """Both end with a copy in the order of transformers, beside what the copy is made of."""
+    """Both end with a copy in transformers' order, while the source of the copy is still held."""
     states = [torch.randn(1, heads, 4096, 64) for heads in (16, 4, 4)]
     peaks = []
     for full in (4, 1):
@@ -305,10 +305,10 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
     ("padding", "past"), [("none", 0), ("none", 21), ("left", 0), ("holes", 21), ("documents", 0)]
 )
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (19, 0), (19, 3), (40, 20), (200, 2)])
-def test_every_block_a_head_sees_is_listed(
+def test_every_block_that_a_head_sees_is_listed(
     padding: str, past: int, window: int, sinks: int
 ) -> None:
-    """Without a compiler the blocks are not used: what a GPU skips is asked of the mask."""
+    """Without a compiler flex ignores the blocks; the mask tells which ones a GPU would skip."""
     case = Case(70, window, sinks, (True, False), batch=2, past=past, padding=padding)
     context = case.context()
     mask = flex.flex_block_mask(case.layout(), context, 2, torch.device("cpu"))
@@ -320,8 +320,8 @@ def test_every_block_a_head_sees_is_listed(
         assert bool((listed | ~blocks.any(dim=(2, 4))).all())
 
 
-def test_blocks_no_head_sees_are_not_listed() -> None:
-    """Sliding heads list a number of blocks that does not grow with the length."""
+def test_blocks_that_no_head_sees_are_not_listed() -> None:
+    """For sliding heads, the number of blocks does not grow with the length."""
     layout = full_first(1, 2, Window(16))
     mask = flex.flex_block_mask(layout, AttentionContext(160), 2, torch.device("cpu"))
     listed = mask.kv_num_blocks + mask.full_kv_num_blocks
@@ -363,7 +363,7 @@ _LOST = {"head_logits": torch.full((8,), -9.0, dtype=torch.float64), "sliding_on
 def test_dropout_is_applied_on_every_path(
     backend: str, case: Case, rows: tuple[bool, ...], options: dict[str, Any]
 ) -> None:
-    """Values of one are summed to one by weights that none drops, and else to one on average."""
+    """Values of one sum to one without dropout, and on average to one with it."""
     sinks = 0 if backend == "flash" else case.sinks
     case = replace(case, rows=rows * 4, sinks=sinks)
     query, key, value = (x.detach() for x in case.tensors())

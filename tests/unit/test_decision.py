@@ -1,4 +1,4 @@
-"""Which checkpoint the report says to ship, and its sentence."""
+"""The checkpoint that the report says to ship, and its sentence."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def with_answers(results: Results, right: Mapping[str, int], count: int) -> Resu
     [
         # 1,000 samples show that the earlier one is within 5 points.
         ({HYBRID: 300, FIRST: 957, LAST: 960}, 1000, FIRST, "the earliest shown to be within"),
-        # Forty do not, though the two differ by 2.5.
+        # Forty samples are too few, although the two differ by only 2.5.
         ({HYBRID: 5, FIRST: 39, LAST: 40}, 40, LAST, "no earlier one is shown to be within 5"),
         ({HYBRID: 300, FIRST: 960, LAST: 900}, 1000, FIRST, "the highest score"),
         ({HYBRID: 1000, FIRST: 960, LAST: 900}, 1000, HYBRID, "the highest score"),
         ({HYBRID: 300}, 1000, HYBRID, "the only one with scores"),
     ],
 )
-def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
+def test_the_earliest_checkpoint_that_is_as_good_as_the_best_is_shipped(
     results: Results, right: dict[str, int], count: int, shipped: str, reason: str
 ) -> None:
     choice = choose(with_answers(results, {ORIGINAL: count, "intr": count, **right}, count))
@@ -73,7 +73,7 @@ def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
 @pytest.mark.parametrize(
     ("right", "count", "losses", "room", "shipped", "reason"),
     [
-        # What the scores do not tell apart, the loss does.
+        # If the scores do not decide, the loss does.
         ((20, 20, 20), 20, (0.3, 0.2, 0.1), 0.05, LAST, "3 have the highest score, it has the low"),
         ((20, 20, 20), 20, (0.1, 0.2, 0.3), 0.05, HYBRID, "3 have the highest score, it has the "),
         ((20, 20, 20), 20, None, 0.05, HYBRID, "3 have the highest score, it is the earliest"),
@@ -87,11 +87,11 @@ def test_the_earliest_checkpoint_that_is_as_good_is_shipped(
             LAST,
             "before lose more at the last positions",
         ),
-        # Of so few documents that the best's loss has no interval no loss is outside.
+        # The best's loss has no interval with so few documents, so no loss is outside of it.
         ((955, 955, 960), 1000, (0.3, 0.2, 0.1), None, HYBRID, "the earliest shown to be within"),
     ],
 )
-def test_loss_by_position_speaks_where_scores_do_not(
+def test_loss_by_position_decides_if_scores_do_not(
     results: Results, right: tuple[int, ...], count: int, losses: Any, room: float | None,
     shipped: str, reason: str,
 ) -> None:  # fmt: skip
@@ -119,7 +119,7 @@ def test_a_checkpoint_with_fewer_samples_is_not_compared(results: Results) -> No
     assert choose(replace(made, samples={})) is None
 
 
-def test_means_that_only_rounding_tells_apart_are_equal(results: Results) -> None:
+def test_means_that_differ_only_by_rounding_are_equal(results: Results) -> None:
     """0.1 + 0.2 + 0.3 is more than 0.3 + 0.2 + 0.1 in floating point."""
     rising = {
         ("needle", task, 512): [score] for task, score in zip("abc", (0.1, 0.2, 0.3), strict=True)
@@ -128,7 +128,7 @@ def test_means_that_only_rounding_tells_apart_are_equal(results: Results) -> Non
     choice = choose(replace(results, samples={FIRST: falling, LAST: rising}))
     assert choice is not None and choice.best == FIRST
     assert choice.reason == "2 have the highest score, it is the earliest"
-    # Each task weighs the same, whatever its samples.
+    # Each task has the same weight, whatever its number of samples.
     one, many = ("needle", "vt", 512), ("needle", "vt", 1024)
     samples = {
         FIRST: {one: [1.0], many: [0.0] * 9},
@@ -138,7 +138,7 @@ def test_means_that_only_rounding_tells_apart_are_equal(results: Results) -> Non
     assert choice is not None and choice.best == FIRST
 
 
-def test_tasks_of_which_a_model_answered_a_part_are_not_compared(results: Results) -> None:
+def test_tasks_that_a_model_answered_in_part_are_not_compared(results: Results) -> None:
     one, other = ("needle", "vt", 512), ("needle", "vt", 1024)
     samples = {ORIGINAL: {one: [1.0] * 9, other: [1.0] * 9}, LAST: {one: [0.0] * 9, other: [1.0]}}
     outcome = overall(replace(results, samples=samples), LAST)
@@ -146,7 +146,7 @@ def test_tasks_of_which_a_model_answered_a_part_are_not_compared(results: Result
     assert (outcome[0], outcome[1].samples, outcome[1].difference) == (1, 9, -100.0)
 
 
-def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
+def test_a_last_checkpoint_that_failed_a_suite_does_not_remove_the_others(
     results: Results,
 ) -> None:
     made = with_answers(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 100, LAST: 100}, 100)
@@ -162,13 +162,13 @@ def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
 @pytest.mark.parametrize(
     ("right", "start"),
     [
-        # The best loses 4.5 points, the one before it is within 5 of the best and loses 7.
+        # The best loses 4.5 points; the one before it is within 5 points of the best and loses 7.
         (
             (930, 955),
             "Ship the hybrid after 2,000 tokens (the highest score; the hybrid after 1,000 tokens, "
             "shown to be within 5 points of it, loses more than that against the original): it",
         ),
-        # The earlier one loses 5.5 points, but is not shown to lose more than 5.
+        # The earlier one loses 5.5 points, which is not shown to be more than 5.
         (
             (945, 960),
             "Ship the hybrid after 1,000 tokens (the earliest shown to be within 5 points",
@@ -183,7 +183,7 @@ def test_a_last_checkpoint_that_failed_a_suite_does_not_put_the_others_out(
         ),
     ],
 )
-def test_nothing_is_to_ship_only_where_the_best_loses_too_much(
+def test_nothing_is_to_ship_only_if_the_best_loses_too_much(
     results: Results, right: tuple[int, int], start: str
 ) -> None:
     made = with_answers(results, {ORIGINAL: 1000, FIRST: right[0], LAST: right[1]}, 1000)
@@ -191,7 +191,7 @@ def test_nothing_is_to_ship_only_where_the_best_loses_too_much(
     assert sentence is not None and sentence.startswith(start)
 
 
-def test_depths_of_one_question_are_one_sample_in_the_sentence_too(results: Results) -> None:
+def test_depths_of_a_question_are_one_sample_also_in_the_sentence(results: Results) -> None:
     records = [
         {
             "checkpoint": name, "suite": "needle", "task": "vt", "length": 512,
@@ -221,7 +221,7 @@ def test_a_rival_without_needle_scores_is_compared_too(results: Results) -> None
     assert sentence is not None and "against those of INTR before training" in sentence
 
 
-def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> None:
+def test_the_sentence_states_loss_detectable_loss_cache_speed_and_cost(results: Results) -> None:
     made = with_answers(results, {ORIGINAL: 20, HYBRID: 5, LAST: 19}, 20)
     sentence = headline(made, ReportConfig(gpu_hour_price=2.0))
     assert sentence is not None and sentence.startswith("Ship the hybrid after 2,000 tokens (")
@@ -250,7 +250,7 @@ def test_the_sentence_says_loss_power_cache_speed_and_cost(results: Results) -> 
     assert "5 samples are too few to show any loss" in str(few)
 
 
-def test_the_cache_is_that_at_the_longest_scored_length_without_training_and_measure(
+def test_the_cache_is_stated_at_the_longest_scored_length(
     tmp_path: Path,
 ) -> None:
     made = load_results(report_fixture.publish(tmp_path, without=("train", "measure")))
@@ -268,7 +268,7 @@ def test_the_cache_is_that_at_the_longest_scored_length_without_training_and_mea
         ({ORIGINAL, HYBRID}, "was not measured at 2k for want of memory, prefills at 1.00 and"),
     ],
 )
-def test_the_sentence_says_which_model_had_no_memory(
+def test_the_sentence_names_a_model_that_ran_out_of_memory(
     results: Results, without_memory: set[str], words: str
 ) -> None:
     assert results.efficiency is not None
@@ -301,7 +301,7 @@ def test_the_search_is_compared_with_a_rival_before_and_after_training(results: 
 @pytest.mark.parametrize(
     ("right", "words"),
     [
-        # The scarcest is near, but what is between is not: nothing is said of what follows it.
+        # The smallest is near the original, but the one between is not, so no smaller one is named.
         ((400, 392, 383, 400), "50 % of the KV slots is the smallest shown"),
         ((400, 392, 396, 200), "25 % of the KV slots is the smallest shown"),
         ((300, 400, 400, 400), "Of the 4 budgets scored the largest is not shown to be within 5"),
@@ -331,7 +331,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_stage_measures_the_hybrid_beside_its_original(tmp_path: Path) -> None:
+def test_the_stage_measure_compares_the_hybrid_with_its_original(tmp_path: Path) -> None:
     base = load_model(save_tiny_model(tmp_path / "base"))
     mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
     materialize(base, mask, Window(32)).save_pretrained(tmp_path / "materialize" / "model")
@@ -363,7 +363,7 @@ _MENU = ["search.method=front", "search.windows=[32,64]"]
         (_MENU, [48], "measure.lengths: 48 is less than search.windows = 64"),
     ],
 )
-def test_a_section_that_does_not_fit_is_refused(
+def test_an_invalid_section_measure_is_refused(
     tmp_path: Path, search: list[str], lengths: list[int], sentence: str
 ) -> None:
     case = Case(tmp_path)

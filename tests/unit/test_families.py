@@ -56,13 +56,13 @@ def _greedy(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def test_every_family_is_tested() -> None:
     whole = {name for name, family in FAMILIES.items() if not family.is_part}
-    # An older transformers lacks the newest.
+    # An older transformers lacks the newest ones.
     assert set(FAMILY_NAMES) == whole & CONFIG_MAPPING_NAMES.keys()
 
 
-# `BOSCH_ALL_FAMILIES=1 pytest` this file takes those too that differ from another in names only.
+# With `BOSCH_ALL_FAMILIES=1` this file also tests those that differ from another only in names.
 @pytest.mark.parametrize("family", SAMPLE)
-def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: Path) -> None:
+def test_search_oracle_deploy_and_saved_model_agree(family: str, tmp_path: Path) -> None:
     """Every other family with sinks, every other two with three windows."""
     model, ids = small_model(family), tokens(2, 40)
     several, with_sinks = divmod(FAMILY_NAMES.index(family) % 4, 2)
@@ -71,7 +71,7 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
         windows = [Window(size, 2 * with_sinks) for size in (9, 4, 17)]
         in_order = np.tile(np.arange(mask.num_key_value_heads) % 4, (mask.num_layers, 1))
         mask = HeadMask.of_choices(np.random.default_rng(1).permuted(in_order, axis=1))
-    model.set_attn_implementation("eager")  # transformers' sdpa leaves out Gemma 2's soft cap
+    model.set_attn_implementation("eager")  # transformers' sdpa ignores Gemma 2's soft cap
     original, text = logits_of(model, ids), _greedy(model, ids)
     with torch.inference_mode():
         weights = model(ids, use_cache=False, output_attentions=True).attentions
@@ -79,7 +79,7 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
     torch.testing.assert_close(logits_of(model, ids), original, **_NEAR)
     with torch.inference_mode():
         same = model(ids, use_cache=False, output_attentions=True).attentions
-    if family in ("granite_swa", "granitemoe_swa"):  # their own weights leave the sinks out
+    if family in ("granite_swa", "granitemoe_swa"):  # their own weights leave out the sinks
         same = tuple(own / own.sum(dim=-1, keepdim=True) for own in same)
     torch.testing.assert_close(same, weights, **_NEAR)
     assert torch.equal(_greedy(model, ids), text)
@@ -109,8 +109,8 @@ def test_search_equals_oracle_equals_deploy_equals_saved(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_sizes_are_those_of_the_model(family: str) -> None:
-    """Parameters, those a token meets, maps of each layer: `plan` against a model with weights."""
+def test_planned_sizes_are_those_of_the_model(family: str) -> None:
+    """All parameters, active ones and maps of each layer, in `plan` and in a built model."""
     model = small_model(family)
     shape, flops = DecoderShape.of(model.config), Flops(model, Window(4))
     parts = model.get_decoder(), model.get_output_embeddings()
@@ -127,13 +127,13 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     assert shape.query_size == output.in_features
     hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
     assert DecoderShape.of(hybrid.config) == shape
-    # As read from the hybrid's directory, whose config.json refuses the family's own class.
+    # Read from the hybrid's directory, whose config.json refuses the family's own class.
     stored = StoredConfig(json.loads(hybrid.config.to_json_string()))
     assert stored.kinds == shape.kinds
     assert DecoderShape.of(stored.of_transformers()) == shape
 
 
-def test_a_model_with_code_of_its_own_has_the_sizes_of_its_family() -> None:
+def test_a_model_with_its_own_code_has_the_sizes_of_its_family() -> None:
     config = small_config("qwen3")
     own = type("OwnConfig", (type(config),), {})(**config.to_dict())
     own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
@@ -144,19 +144,19 @@ def test_a_model_with_code_of_its_own_has_the_sizes_of_its_family() -> None:
     ("family", "sizes", "width"),
     [
         ("qwen3", {"intermediate_size": 40}, 40),
-        ("phi3", {"intermediate_size": 40}, 40),  # gate and up in one map
+        ("phi3", {"intermediate_size": 40}, 40),  # gate and up projections in one map
         ("qwen3_moe", {"moe_intermediate_size": 16}, 2 * 16),  # two experts of four
-        ("qwen2_moe", {}, 2 * 16 + 16),  # and one that every token visits
+        ("qwen2_moe", {}, 2 * 16 + 16),  # and one expert for every token
         ("starcoder2", {"intermediate_size": 42}, 28),  # two maps instead of three
     ],
 )
-def test_a_token_passes_through_the_width_of_its_experts(
+def test_the_width_of_an_mlp_is_that_of_a_tokens_experts(
     family: str, sizes: dict[str, Any], width: int
 ) -> None:
     assert DecoderShape.of(small_config(family, **sizes)).active_width == width
 
 
-def test_sizes_of_layers_that_differ_are_those_of_the_largest() -> None:
+def test_layers_that_differ_have_the_sizes_of_the_largest() -> None:
     """Of four layers two are dense, whose MLP is larger than four experts and their router."""
     sizes = {"intermediate_size": 80, "moe_intermediate_size": 16, "mlp_only_layers": [0, 2]}
     config = small_config("qwen3_moe", num_hidden_layers=4, **sizes)
@@ -169,14 +169,14 @@ def test_sizes_of_layers_that_differ_are_those_of_the_largest() -> None:
     assert (shape.layer_parameters, shape.active_width) == (dense, 80)
     assert shape.expert_parameters == 2 * 4 * 3 * 16 * hidden and shape.experts == 4
     assert shape.tables == shape.parameters - 2 * (dense + sparse)
-    assert shape.largest_weight == 4 * 2 * 16 * hidden  # gates and maps up of all experts
+    assert shape.largest_weight == 4 * 2 * 16 * hidden  # gates and up projections of all experts
     assert shape.active_parameters == shape.parameters - 2 * 2 * 3 * 16 * hidden - (
-        shape.tables - shape.table  # what is looked up, and norms
+        shape.tables - shape.table  # embeddings and norms
     ) - sum(p.numel() for n, p in model.model.layers.named_parameters() if p.ndim == 1)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_permutation_alone_leaves_the_function(family: str) -> None:
+def test_permuting_heads_alone_keeps_the_function(family: str) -> None:
     model, ids = small_model(family), tokens(2, 30)
     before = logits_of(model, ids)
     weights = dict(permute_heads(model, mask_of(model.config).head_order()))
@@ -186,7 +186,7 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
     parts |= {facts.output, *facts.per_head}
     parts |= {"q_norm", "k_norm"} if facts.norms_over_heads else set()
     names = {part for name in moved for part in name.split(".") if part in parts}
-    # Of some families, the values of full layers are their keys.
+    # In some families the values of full layers are their keys.
     assert names == parts - ({"v_proj"} if "gemma4" in facts.model_type else set())
     assert all(set(name.split(".")) & parts for name in moved)
     model.load_state_dict(weights)
@@ -196,7 +196,7 @@ def test_permutation_alone_leaves_the_function(family: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_search_scores_a_mask_as_plain_passes_do(family: str) -> None:
-    """Of the last layer, whatever it takes, the objective computes the answers' positions alone."""
+    """In the last layer, of any kind, the objective computes only the positions of the answers."""
     model = small_model(family)
     mask = mask_of(model.config)
     records = [(tokens(1, length, seed=length)[0].tolist(), n) for length, n in ((14, 2), (11, 3))]
@@ -213,15 +213,15 @@ def test_a_search_scores_a_mask_as_plain_passes_do(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_packed_documents_are_kept_apart_or_refused(family: str) -> None:
-    """A family whose layers mix them, or whose masks do not read position_ids, takes none."""
+def test_packed_documents_are_separated_or_refused(family: str) -> None:
+    """Families whose layers mix documents, or whose masks ignore position_ids, refuse them."""
     model, ids, border = small_model(family), tokens(1, 24), 14
     positions = torch.cat([torch.arange(border), torch.arange(24 - border)])[None]
     hybrid = materialize(model, mask_of(model.config), Window(5))
     apply_head_mask(model, mask_of(model.config), Window(5))
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, border:]
     alone = model(input_ids=ids[:, border:], use_cache=False).logits
-    # What the states of a small random model carry over the border may be less than rounding.
+    # In a small random model, states carried over the border may be smaller than rounding.
     is_apart = not decoder_layers(model.config).states and torch.allclose(packed, alone, **_NEAR)
     assert is_apart == known_family(model.config).separates_documents
     if is_apart:
@@ -233,8 +233,8 @@ def test_packed_documents_are_kept_apart_or_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES if ALL_FAMILIES else OTHER_LAYERS)
-def test_caches_hold_what_the_formula_says(family: str) -> None:
-    """Windows of the layers' own and states of fixed size included, dynamic and static."""
+def test_caches_hold_the_bytes_of_the_formula(family: str) -> None:
+    """Including windows of the original's layers and states of fixed size; dynamic and static."""
     model, ids = small_model(family), tokens(2, 20)
     padding = torch.ones_like(ids)
     padding[1, :4] = 0
@@ -264,7 +264,7 @@ def _refusal(check: Callable[[], None]) -> str | None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_config_json_tells_what_the_loaded_config_does(family: str) -> None:
+def test_config_json_gives_the_same_layers_as_the_loaded_config(family: str) -> None:
     for config in (small_config(family), AutoConfig.for_model(family)):
         refusal = _refusal(lambda config=config: family_of(config))
         stored = StoredConfig(json.loads(config.to_json_string()))
@@ -287,7 +287,9 @@ _ALL_FULL = {"layer_types": ["full_attention"] * 8}
         ("gemma4_text", _ALL_FULL, {"per_layer_config": None, "global_head_dim": 512}),
     ],
 )
-def test_what_older_files_lack(family: str, options: Any, changes: dict[str, Any]) -> None:
+def test_fields_that_older_files_lack_have_their_defaults(
+    family: str, options: Any, changes: dict[str, Any]
+) -> None:
     config = AutoConfig.for_model(family, num_hidden_layers=8, **options)
     content = json.loads(config.to_json_string()) | changes
     stored = StoredConfig({name: value for name, value in content.items() if value is not None})
@@ -321,7 +323,7 @@ def test_unsupported_families_are_refused_with_their_reason(model_type: str, rea
 
 
 @pytest.mark.parametrize("model_type", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ONLY}))
-def test_every_causal_model_of_transformers_is_taken_or_refused_for_a_reason(
+def test_every_causal_model_of_transformers_is_supported_or_refused_with_a_reason(
     model_type: str,
 ) -> None:
     if model_type in FAMILIES and not FAMILIES[model_type].is_part:
@@ -335,7 +337,7 @@ def test_every_causal_model_of_transformers_is_taken_or_refused_for_a_reason(
     assert refusal is not None and _GENERIC not in refusal
 
 
-def test_an_older_transformers_refuses_the_families_it_lacks_and_no_other(
+def test_an_older_transformers_refuses_only_the_families_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for names in (CONFIG_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
@@ -347,15 +349,15 @@ def test_an_older_transformers_refuses_the_families_it_lacks_and_no_other(
     register_model("smollm3")
     assert configuration.HybridSmolLM3Config.model_type == "hybrid_smollm3"
     with pytest.raises(AttributeError, match="HybridLfm3Config"):
-        configuration.__getattr__("HybridLfm3Config")  # also where another test has made it
+        configuration.__getattr__("HybridLfm3Config")  # also if another test has made it
 
 
-def test_a_type_that_nobody_knows_is_refused_by_name() -> None:
+def test_an_unknown_type_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="'new' are not supported"):
         family_of(type("Config", (), {"model_type": "new", "num_hidden_layers": 2})())
 
 
-def test_supported_families_with_what_they_cannot_have_are_refused() -> None:
+def test_unsupported_settings_of_supported_families_are_refused() -> None:
     with pytest.raises(UserError, match=r"'gemma3_text'.*caps attention scores"):
         family_of(small_config("gemma3_text", attn_logit_softcapping=50.0))
     with pytest.raises(UserError, match=r"'gemma3_text'.*not causal"):

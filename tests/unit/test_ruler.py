@@ -1,7 +1,7 @@
-"""RULER's samples are upstream's own: recorded digests of NVIDIA/RULER c3f5e3b's output.
+"""RULER's samples equal upstream's: recorded digests of the output of NVIDIA/RULER c3f5e3b.
 
-The records are made with wonderwords 3.0.1, the quickstart's tokenizer, the text of
-tests/ruler_case.py, seed 42 and the rule in data_prep/tasks/words.py in place of punkt.
+The records were made with wonderwords 3.0.1, the quickstart's tokenizer, the text of
+tests/ruler_case.py, seed 42 and the rule in data_prep/tasks/words.py instead of punkt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def rule(monkeypatch):
-    """Sentences by rule, whatever this machine has."""
+    """Split sentences by rule, whatever is installed here."""
     monkeypatch.setattr(ruler, "split_as_ruler", split_by_rule)
 
 
@@ -56,7 +56,7 @@ def _corpus(data, **words):
 
 @pytest.mark.parametrize("length", sorted(RECORDS))
 @pytest.mark.parametrize("task", NEW_TOKENS)
-def test_samples_are_upstreams(task, length, tokenizer, data):
+def test_samples_equal_upstreams(task, length, tokenizer, data):
     counter = TokenCounter(tokenizer)
     generator = ruler_task(task, _corpus(data), 42, int(length), NEW_TOKENS[task], counter)
     assert generator.corpus.words.is_upstream, "install the package wonderwords"
@@ -90,8 +90,8 @@ def test_special_tokens_are_not_counted():
 
 @pytest.mark.parametrize("length", [1500, 2500])
 @pytest.mark.parametrize("task", NEW_TOKENS)
-def test_short_samples_fit(task, length, tokenizer, data):
-    """Below RULER's lengths its steps are too large and ours are smaller."""
+def test_short_samples_fit_the_length(task, length, tokenizer, data):
+    """Below RULER's lengths its steps are too large; ours are smaller."""
     counter = TokenCounter(tokenizer)
     corpus = _corpus(data, words=OWN_WORDS)
     generator = ruler_task(task, corpus, 1, length, 16, counter)
@@ -100,12 +100,12 @@ def test_short_samples_fit(task, length, tokenizer, data):
         sample = generator.sample(index)
         assert length * (0.6 if task in ("fwe", "qa_1", "qa_2") else 0.8) < len(sample.ids) + 16
         assert len(sample.ids) + 16 <= length
-        # Those of the question stand in it; the task is not solved in its own prompt.
+        # Those of the question are in it; the prompt does not contain its own answer.
         assert len(sample.draft.answers) == _answers(task)
         assert sample.draft.text.endswith(sample.draft.prefix)
 
 
-def test_ten_words_of_a_short_list_stand_out_as_in_ruler(tokenizer):
+def test_ten_words_of_a_short_list_are_as_frequent_as_in_ruler(tokenizer):
     """Six times against once; in the worked example three times, and its answer names them."""
     task = ruler_task("cwe", _corpus(None, words=OWN_WORDS), 1, 2000, 16, TokenCounter(tokenizer))
     draft = task.draw(0, 50)
@@ -117,8 +117,8 @@ def test_ten_words_of_a_short_list_stand_out_as_in_ruler(tokenizer):
 
 
 @pytest.mark.parametrize(("seed", "size"), [(7, 17), (10, 20)])
-def test_a_list_of_words_is_as_long_as_where_every_draft_is_counted(seed, size, tokenizer):
-    """Drafts of one length differ by what their repeated words take."""
+def test_a_list_of_words_is_as_long_as_if_every_draft_were_tokenised(seed, size, tokenizer):
+    """Drafts of equal length differ in the tokens of their repeated words."""
     corpus = _corpus(None, words=OWN_WORDS)
     task = ruler_task("cwe", corpus, seed, 4096, 120, TokenCounter(tokenizer))
     task.fit()
@@ -126,8 +126,8 @@ def test_a_list_of_words_is_as_long_as_where_every_draft_is_counted(seed, size, 
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_1", "niah_multikey_2", "niah_multiquery"])
-def test_a_key_has_one_value_where_keys_are_few(task, tokenizer, data):
-    """Of a key that is drawn again a question would have two right answers."""
+def test_a_key_has_one_value_if_keys_are_few(task, tokenizer, data):
+    """A question about a key drawn twice would have two right answers."""
     words = WordLists(PairedWords(ADJECTIVES[:5], NOUNS[:3]), NOUNS, False)
     corpus = _corpus(data, words=words)
     generator = ruler_task(task, corpus, 1, 2000, 16, TokenCounter(tokenizer))
@@ -141,7 +141,7 @@ def test_a_key_has_one_value_where_keys_are_few(task, tokenizer, data):
 
 
 @pytest.mark.parametrize("length", [180, 200, 260, 300, 350, 500, 1000, 2000])
-def test_three_words_stand_out_however_short_the_text(length, tokenizer):
+def test_three_words_are_most_frequent_however_short_the_text(length, tokenizer):
     task = ruler_task("fwe", _corpus(None), 1, length, 16, TokenCounter(tokenizer))
     task.fit()
     try:
@@ -157,7 +157,7 @@ def test_three_words_stand_out_however_short_the_text(length, tokenizer):
 
 
 class _Counted(ruler.RulerTask):
-    """Drafts of as many tokens as their size."""
+    """Drafts that have as many tokens as their size."""
 
     step, smallest = 8, 3
 
@@ -175,7 +175,7 @@ class _Counted(ruler.RulerTask):
         (10, 5, [10, 3]),
     ],
 )
-def test_a_sample_shrinks_by_steps_and_within_one_by_halves(first, length, sizes):
+def test_a_sample_shrinks_by_steps_and_within_a_step_by_halves(first, length, sizes):
     counter = SimpleNamespace(tokens=len, ids=list)
     generator = _Counted(Corpus([]), 0, length, 2, counter)
     generator.size = first
@@ -186,8 +186,8 @@ def test_a_sample_shrinks_by_steps_and_within_one_by_halves(first, length, sizes
     ("task", "lengths", "new_tokens"),
     [("vt", range(640, 700, 10), 30), ("cwe", (980, 1000, 1060, 1080), 60)],
 )
-def test_the_shortest_samples_are_whole_or_refused(task, lengths, new_tokens, tokenizer):
-    """Where a haystack just fits, one step less of it is no haystack of the task."""
+def test_the_shortest_samples_are_complete_or_refused(task, lengths, new_tokens, tokenizer):
+    """If a haystack just fits, one step less is no haystack of the task."""
     refused = 0
     for length in lengths:
         counter = TokenCounter(tokenizer)
@@ -210,7 +210,7 @@ def _answers(task):
 
 
 @pytest.mark.parametrize("task", ["niah_single_2", "niah_multikey_2", "vt", "fwe", "qa_1"])
-def test_a_sample_takes_two_tokenisations(task, tokenizer, data):
+def test_a_sample_is_tokenised_at_most_twice(task, tokenizer, data):
     counter = TokenCounter(tokenizer)
     generator = ruler_task(task, _corpus(data), 3, 4096, NEW_TOKENS[task], counter)
     generator.fit()
@@ -243,8 +243,8 @@ def test_making_a_folder_of_samples_resumes(tmp_path, tokenizer, data):
         assert text.endswith(left.tail)
 
 
-def test_samples_lie_apart_by_all_that_they_depend_on(tmp_path, tokenizer, data, monkeypatch):
-    """Their task's data file where there is one (of cwe is none here), and no other task's."""
+def test_samples_are_stored_by_all_that_they_depend_on(tmp_path, tokenizer, data, monkeypatch):
+    """Including the task's data file, if it has one (cwe has none here), and no other task's."""
     other = write_data(tmp_path / "other", questions=40)
     corpora = [_corpus(None), _corpus(other), Corpus(["a"] * 9, data)]
 
@@ -281,7 +281,7 @@ def test_samples_of_the_built_in_words_have_a_version_of_their_own(tmp_path, tok
 
 
 def _without(folder, line, field):
-    """Take a field out of a line whose checksum is right."""
+    """Remove a field from a line and correct the checksum."""
     journal = Journal(folder / "samples.jsonl")
     entries = journal.read_new(dict)
     del entries[line][field]
@@ -310,7 +310,7 @@ def test_damaged_samples_are_made_again(harm, tmp_path, tokenizer, data):
     assert [sample.ids.tolist() for sample in folder.read(range(4))] == before
 
 
-def test_samples_that_another_process_makes_are_waited_for(tmp_path, tokenizer, data):
+def test_a_process_waits_for_samples_that_another_one_makes(tmp_path, tokenizer, data):
     folder = SampleFolder(tmp_path, "niah_single_2", 1024, 8, 5, _corpus(data), tokenizer)
     folder.path.mkdir(parents=True)
     maker = threading.Thread(target=folder.make, args=(2,))
@@ -323,7 +323,7 @@ def test_samples_that_another_process_makes_are_waited_for(tmp_path, tokenizer, 
     assert len(list(folder.read(range(2)))) == 2
 
 
-def test_pairs_of_words_are_in_the_order_of_the_alphabet():
+def test_pairs_of_words_are_in_alphabetical_order():
     adjectives, nouns = ["high", "high-pitched", "old", "a"], ["pitched-a", "z", "b", "b"]
     pairs = PairedWords(adjectives, nouns)
     plain = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
@@ -332,7 +332,7 @@ def test_pairs_of_words_are_in_the_order_of_the_alphabet():
         pairs[len(plain)]
 
 
-def test_documents_are_drawn_where_there_are_more_than_asked_for(tokenizer, data):
+def test_documents_are_drawn_if_there_are_more_than_needed(tokenizer, data):
     _, documents = read_questions("qa_1", data / DATA_FILES["qa_1"])
     task = ruler_task("qa_1", _corpus(data), 1, 4096, 32, TokenCounter(tokenizer))
     for size, draws in ((len(documents) - 1, True), (len(documents), False)):
@@ -341,7 +341,7 @@ def test_documents_are_drawn_where_there_are_more_than_asked_for(tokenizer, data
         assert (task.random.getstate() != before) == draws
 
 
-def test_missing_and_damaged_data(tmp_path, tokenizer, data):
+def test_missing_and_damaged_data_is_reported(tmp_path, tokenizer, data):
     def make(task, folder):
         ruler_task(task, _corpus(folder), 1, 1024, 16, TokenCounter(tokenizer)).fit()
 
@@ -362,7 +362,7 @@ def test_missing_and_damaged_data(tmp_path, tokenizer, data):
             SampleFolder(tmp_path, task, length, 16, 1, _corpus(data), tokenizer).make(1)
 
 
-def test_a_list_longer_than_the_words_is_of_rulers_english_words(tmp_path, tokenizer):
+def test_a_list_longer_than_the_words_uses_rulers_english_words(tmp_path, tokenizer):
     words = [f"w{number}" for number in range(3000)]
     file = tmp_path / "english_words.json"
     file.write_text(json.dumps({f"key {word}": word for word in words}))
@@ -377,7 +377,7 @@ def test_a_list_longer_than_the_words_is_of_rulers_english_words(tmp_path, token
         ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer))
 
 
-def test_recipe_knows_all_tasks():
+def test_a_recipe_accepts_all_tasks():
     assert set(get_args(RulerTask)) == set(NEW_TOKENS)
     assert {"qa_1", "qa_2"} == ANY_ANSWER
     section = NeedleEvaluation(yarn={"64k": 2, 131072: 4.0})

@@ -1,4 +1,4 @@
-"""Accepted and refused values of a recipe's search, in neighbouring pairs."""
+"""Accepted and refused values of a recipe's search, in pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return case
 
 
-# The override that is refused, what is said of which field and value, the nearest override that is
-# taken, and overrides beside both.
+# The refused override, the field and value in the message, the nearest accepted override, and
+# overrides for both.
 REFUSED: dict[str, tuple[str, ...]] = {
     "no mask": ("search.method=given", "search.mask: method given", "seed=0"),
     "a bias and sinks": ("search.sinks=1", "search.sink: bias", "search.sinks=0", BIAS),
@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "search.method=bosch", "ratio is at least 0.5", "search.method=rand",
         "search.swa_ratio=0.4", "search.buckets=[0.5,1]",
     ),
-    # Fourteen of sixteen heads must slide.
+    # Fourteen of sixteen heads have to slide.
     "bytes above the buckets": (
         "search.buckets=[0,0.75]", "search.budget: 0.875 cannot be reached",
         "search.buckets=[0,0.875]", "search.budget={kv_cache: 0.25 @ 256}",
@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -> None:
+def test_a_value_is_refused_and_its_neighbour_is_accepted(name: str, case: Case) -> None:
     refused, said, taken, *beside = REFUSED[name]
     fault = case.fault(*beside, refused)
     assert said in fault and "\n" not in fault
@@ -183,7 +183,7 @@ def test_a_search_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -
     ],
     ids=str,
 )  # fmt: skip
-def test_processes_share_a_search_or_an_evaluation_where_they_can(
+def test_processes_share_a_search_or_an_evaluation_if_they_can(
     options: list[str], env: dict[str, str], said: str | None, case: Case
 ) -> None:
     way, *more = options
@@ -200,14 +200,14 @@ def test_processes_share_a_search_or_an_evaluation_where_they_can(
         (0.05, 4, None),
         (0.051, 4, "at most that 0.05 of a perfect score"),
         (0.01, 3, "0 held-out examples"),
-        (0.2, 8, None),  # the square root of a twentieth is 0.22
+        (0.2, 8, None),  # the square root of a twentieth is about 0.22
         (0.23, 8, "choose that or less, or 12 examples"),
         (0.95, 235, "or 236 examples"),
         (0.95, 236, None),
         (1.0, 10**6, "no number of them shows that all is; choose less than 1"),
     ],
 )
-def test_a_share_that_held_out_examples_can_show(
+def test_shares_to_keep_are_limited_by_the_held_out_examples(
     keep: float, examples: int, said: str | None
 ) -> None:
     fault = keep_fault(keep, examples)
@@ -236,7 +236,7 @@ def test_bytes_that_a_budget_allows(values: dict[str, object], most: int, text: 
     assert text in price.text(price.original // 2)
 
 
-def test_the_fewest_heads_that_a_budget_needs() -> None:
+def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
     """A head of W = 11 saves 90 of 100 tokens; twelve heads and the layer's own are 1,219."""
     for share, granularity, sliding in ((1.0, 1, 0), (0.93, 1, 1), (0.925, 1, 2), (0.93, 2, 2)):
         price = Price(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
@@ -256,7 +256,7 @@ def test_the_fewest_heads_that_a_budget_needs() -> None:
         ({"ratio": 0.5}, 100, 100),
     ],
 )
-def test_tokens_at_which_a_budget_and_a_front_count(
+def test_lengths_at_which_budgets_and_fronts_are_counted(
     budget: dict[str, object], price: int, front_price: int
 ) -> None:
     search = SearchConfig(method="front", windows=[8, 32], budget=Budget(**budget))
@@ -264,7 +264,7 @@ def test_tokens_at_which_a_budget_and_a_front_count(
     assert search.front_price(KINDS, "float32", 100).tokens == front_price
 
 
-def test_a_section_by_another_method_and_its_settings() -> None:
+def test_overrides_may_change_the_method_and_its_settings() -> None:
     front = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], sinks=2, points=[0.5])
     one = front.by_method("bosch")
     assert (one.windows, one.window_size, one.points) == (None, 32, None)
@@ -299,10 +299,10 @@ def test_a_given_mask_has_its_own_ratio(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("windows", "ratio"), [({"windows": [4, 16]}, 0.75), ({"window_size": 16}, 0.7)]
 )
-def test_of_several_windows_the_file_has_the_ratio_of_its_mask(
+def test_a_mask_of_several_windows_has_its_own_ratio_in_the_file(
     windows: dict[str, Any], ratio: float, tmp_path: Path
 ) -> None:
-    """Of one window the ratio that was asked for, which 3 of 4 heads meet."""
+    """With one window the file has the requested ratio, which 3 of 4 heads meet."""
     section = SearchConfig(method="moa", swa_ratio=0.7, **windows)
     mask = HeadMask.of_choices([[0, 1], [1, 1]])
     assert mask_file(config_of(tmp_path, section), mask, 0.5).swa_ratio == ratio
@@ -317,7 +317,7 @@ def test_of_several_windows_the_file_has_the_ratio_of_its_mask(
         [FRONT, "search.windows=[8,16]", "train.budgets=[3k]"],
     ],
 )
-def test_of_a_model_without_full_attention_no_budget_is_discussed(
+def test_a_model_without_full_attention_is_reported_and_not_its_budget(
     tmp_path: Path, overrides: list[str]
 ) -> None:
     case = Case(tmp_path)
@@ -339,7 +339,7 @@ def test_of_a_model_without_full_attention_no_budget_is_discussed(
         (["search.head_granularity=2"], set()),
     ],
 )
-def test_only_results_that_a_mend_changed_have_another_key(
+def test_only_searches_whose_results_a_fix_changed_have_another_key(
     case: Case, overrides: list[str], mended: set[str]
 ) -> None:
     assert STAGE.choices is not None
@@ -356,7 +356,7 @@ def test_only_results_that_a_mend_changed_have_another_key(
         ("llama", "bosch_plus", set()),
     ],
 )
-def test_a_search_whose_gradients_cost_otherwise_has_another_key(
+def test_a_search_whose_gradients_cost_differently_has_another_key(
     case: Case, family: str, method: str, mended: set[str]
 ) -> None:
     case.change_config(model_type=family)
@@ -365,7 +365,7 @@ def test_a_search_whose_gradients_cost_otherwise_has_another_key(
     assert choices.get("search", {}).keys() == mended
 
 
-def test_rankings_of_capped_scores_have_another_key(case: Case) -> None:
+def test_rankings_of_capped_logits_have_another_key(case: Case) -> None:
     info = ModelInfo(small_config("gemma2").to_dict())
     assert attention_mends("dcam", info) == {"reads": ["softcap"]}
     assert attention_mends("bosch", info) == {} == attention_mends("dcam", None)

@@ -1,4 +1,4 @@
-"""A learned logit for each query head of a sliding head, beside the scores of its window."""
+"""A learned logit for each query head of a sliding head, next to the logits of its window."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _varlen_forward(
     window_size: list[int] | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """torch's operation of this name, by the stand-in for flash-attn's."""
+    """torch's operation of this name, computed by the stand-in for flash-attn's."""
     assert query.shape[1] == key.shape[1] or enable_gqa
     left, right = window_size or (-1, -1)
     assert right == 0 and is_causal == (left < 0)
@@ -108,7 +108,7 @@ def _varlen_backward(
     return gradients
 
 
-def test_the_stand_ins_take_what_torch_s_operations_take() -> None:
+def test_the_stand_ins_have_the_signatures_of_torchs_operations() -> None:
     stand_ins = {"_varlen_attn": _varlen_forward, "_varlen_attn_backward": _varlen_backward}
     for name, ours in stand_ins.items():
         schema = getattr(torch.ops.torch_attn, name).default._schema
@@ -117,7 +117,7 @@ def test_the_stand_ins_take_what_torch_s_operations_take() -> None:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, case: Case) -> Tensor:
-    """Softmax over [scores, b] of one head at a time, the extra column dropped."""
+    """Softmax over [logits, b] of one head at a time, without the extra column."""
     context, windows, rows = case.context(), case.windows(), []
     slots = torch.arange(context.kv_length)[None]
     for head in range(query.shape[1]):
@@ -140,20 +140,20 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, case: Case) 
 @example(case=Case(5, 8, 0, (True, False), padding="left", batch=2, past=19))
 @example(case=Case(300, 33, 0, (False, False), batch=2))
 @example(case=Case(163, 32, 0, (True,), q_per_kv=1, padding="left"))
-def test_every_backend_gives_the_softmax_with_the_extra_column(case: Case) -> None:
+def test_every_backend_computes_the_softmax_with_the_extra_column(case: Case) -> None:
     case = replace(case, sinks=0)
     tensors = case.tensors()
     bias = torch.randn(tensors[0].shape[1], dtype=torch.float64, requires_grad=True)
     weight = torch.randn(case.batch, case.length, *bias.shape, 4, dtype=torch.float64)
     context = case.context()
-    if context.valid is not None:  # what padded queries give out is any backend's own
+    if context.valid is not None:  # outputs of padded queries do not matter
         weight *= context.valid[:, context.q_offset :, None, None]
     expected = _plain(*tensors, bias, case)
     leaves = (*tensors, bias)
     slides = not all(case.rows)
     gradients = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=not slides)
     backends = ["eager", "sdpa", "flex"]
-    if case.padding in ("none", "documents"):  # flash leaves what padded queries give out
+    if case.padding in ("none", "documents"):  # flash leaves out the outputs of padded queries
         backends += ["flash", "varlen"]
     for backend in backends:
         out = hybrid_attention(
@@ -176,8 +176,8 @@ def _bias(model: Any, seed: int = 0) -> list[list[float]]:
     return torch.randn(layers, heads, generator=generator).tolist()
 
 
-# Plain ones, fused projections, norms over heads, capped scores beside layers that slide by
-# themselves, attention gates beside linear layers.
+# Plain ones, fused projections, norms over heads, capped logits with layers that slide in the
+# original, attention gates with linear layers.
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "olmo2", "gemma2", "gpt_neox", "qwen3_next"])
 def test_a_hybrid_computes_what_was_searched(family: str, tmp_path: Path) -> None:
     """From masked base to permuted weights, a saved directory, both caches, and the code file."""
@@ -212,7 +212,7 @@ def _greedy(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
         return model.generate(ids, **options)
 
 
-def test_full_heads_are_without() -> None:
+def test_full_heads_have_no_bias() -> None:
     model, ids = small_model(), tokens(2, 40)
     expected = logits_of(model, ids)
     full = HeadMask.all_full(*mask_shape(model.config))
@@ -225,8 +225,8 @@ def test_full_heads_are_without() -> None:
     assert "sink" not in hybrid.config.hybrid_attention
 
 
-def test_gradients_reach_the_bias_of_sliding_heads_alone() -> None:
-    """Each query head's own, with recomputation too, and against a difference."""
+def test_only_the_bias_of_sliding_heads_gets_gradients() -> None:
+    """One for each query head, also with recomputation, and equal to a difference quotient."""
     model, ids = small_model().double(), tokens(2, 40)
     mask = random_mask()
     set_sink_bias(model, _bias(model))
@@ -259,8 +259,8 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -> None:
-    """Queries and keys of one example at a time, all its scores, the definition word for word."""
+def test_the_estimate_equals_the_mean_logarithm_of_the_originals_shares() -> None:
+    """By definition: queries and keys of one example at a time, with all logits."""
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=4)
     values = torch.tensor(give_sink_bias(objective))
@@ -293,7 +293,7 @@ def test_the_estimate_takes_the_mean_logarithm_of_the_shares_of_the_original() -
 
 @pytest.mark.parametrize("length", [2, WINDOW + 3, WINDOW + 4])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_the_estimate_leaves_out_examples_that_no_query_sees_beyond(
+def test_the_estimate_leaves_out_examples_shorter_than_the_window(
     length: int, batch_size: int
 ) -> None:
     model, calibration = searchable()
@@ -305,14 +305,14 @@ def test_the_estimate_leaves_out_examples_that_no_query_sees_beyond(
     torch.testing.assert_close(torch.tensor(estimate), torch.tensor(expected), **_CLOSE)
 
 
-def test_scores_with_reuse_are_those_of_plain_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as in processes of a search
+def test_scores_with_reuse_equal_those_of_plain_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as in the processes of a search
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     plain = objective.evaluate(random_mask(1))
     context = objective.context
     give_sink_bias(objective)
-    assert objective.context != context  # its evaluations are not those without
+    assert objective.context != context  # its evaluations differ from those without
     masks = [random_mask(seed) for seed in (1, 2, 1, 3)]
     for mask in masks:
         evaluation = objective.evaluate(mask, 2)
@@ -352,7 +352,7 @@ def _log_likelihood(model: Any, calibration: CalibrationSet) -> float:
     return total / len(calibration)
 
 
-def test_what_cannot_have_a_bias_says_so(tmp_path: Path) -> None:
+def test_models_that_cannot_have_a_bias_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="have a learned sink logit in every head already"):
         set_sink_bias(small_model("gpt_oss"), [[0.0] * 8] * 2)
     model = small_model()

@@ -332,7 +332,7 @@ def test_models_that_slide_in_the_original_are_refused():
 
 
 def planted():
-    """Heads that look at their neighbours need the narrowest window, those at all tokens more."""
+    """Heads that attend to neighbours need the narrowest window; the others need more."""
     model, calibration = case("qwen2")
     is_full = np.array([[False, True, False, True], [False, True, True, False]])
     with torch.no_grad():

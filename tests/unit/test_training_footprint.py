@@ -1,4 +1,4 @@
-"""The bytes that training is said to hold, against sums that are written down."""
+"""Planned bytes of training, against sums worked out by hand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = DecoderShape(
     parameters=5010, active_parameters=4000, layer_parameters=1500, attention_parameters=800,
     expert_parameters=0, largest_weight=1000, tables=2010, linear_sides=300, attention_sides=200,
 )  # fmt: skip
-# The second layer slides in the base model too.
+# The second layer slides in the original, too.
 OWN: dict[str, Any] = {"windows": {1: 5}, "own_heads": 3, "own_head_dim": 6}
 TOKENS = 8
 
@@ -53,11 +53,11 @@ def held(
 FSDP = {"sharding": "fsdp", "checkpointing": "full"}
 EXPERTS = replace(SHAPE, experts=4, experts_per_token=2, expert_parameters=1000)
 HEAD_LOGITS = replace(SHAPE, head_logits=True)
-# What differs from bf16 on one process without sharding and recomputation: options, and bytes.
+# Options, and bytes: differences from bf16 on one process without sharding and recomputation.
 HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, float]]] = {
     "one process": ({}, {}, {}, {
         "parameters": 4 * 5010, "gradients": 4 * 5010, "optimizer": 8 * 5010, "teacher": 0,
-        # Of a layer and token: norms 26 x 10, heads 12 x 16 + 10 x 8, MLP 4 x 2 x 20.
+        # For a layer and token: norms 26 x 10, heads 12 x 16 + 10 x 8, MLP 4 x 2 x 20.
         "layer inputs": 2 * 8 * (260 + 272 + 160), "whole weights": 2 * 5010,
         "a layer's backward": 8 * (2 * 2 * 20 + 2 * 4 * 10),
         "attention workspace": 8 * 2 * 2 * (16 + 2 * 8), "exchanged keys": 0,
@@ -75,7 +75,7 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
     "accumulated": ({"optimizer": "adamw_8bit"}, {}, {"accumulation": 2, "tokens": 800}, {
         "optimizer": 2 * 5010 * (1 + 1 / 64), "layer inputs": 2 * 800 * 692,
         "loss and logits": 3 * 800 * 400 + 800 * 20 + 6000,
-        # At the loss, with gradients of the micro-batch before.
+        # At the loss, with the gradients of the micro-batch before.
         "peak": 20_040 + 2 * 5010 * (1 + 1 / 64) + 1_107_200 + 10_020 + 982_000 + 20_040,
     }),
     "recomputed": ({}, {"checkpointing": "full"}, {}, {
@@ -91,7 +91,7 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
         "parameters": 2 * 5010, "gradients": 2 * 5010, "optimizer": 4 * 5010,
         "layer inputs": 2 * 8 * 10 * 2,
         "whole weights": 2 * (1000 + 2 * 1500) + 2 * 1000,
-        # Saved 16 x 10 + 272 + 160 a token; whole gradients of a layer, and the input table's.
+        # Saved 16 x 10 + 272 + 160 a token; whole gradients of a layer, and of the embedding.
         "a layer's backward": 8 * 592 + 8 * (80 + 40) + 4 * 1500 + 2 * 1000,
         "tables' gradients": (2 + 4) * 2010,
         "peak": 10_020 + 20_040 + 320 + 10_000 + 10_020 + 13_696 + 1024, "ahead": 3000,
@@ -100,13 +100,14 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
         "gradients": 2 * 5010 - 2 * (2 * 1500 + 1000),
     }),
     "fsdp, few tokens": ({}, FSDP, {"processes": 2, "tokens": 1}, {
-        "a layer's backward": 2 * 1500 + 4 * 1500 + 2 * 1000,  # its own are more than activations
+        # Its own weights are more than activations.
+        "a layer's backward": 2 * 1500 + 4 * 1500 + 2 * 1000,
     }),
     "fsdp, tied": ({}, FSDP, {"processes": 2, "shape": replace(SHAPE, tied=True)}, {
         "gradients": 2 * 5010 - 2 * 2 * 1500, "whole weights": 2 * (1000 + 2 * 1500),
     }),
     "fsdp, many tokens": ({}, FSDP, {"processes": 2, "tokens": 800, "accumulation": 2}, {
-        # At the loss, less the layer that is gathered ahead.
+        # At the loss, without the layer that is gathered ahead.
         "peak": 10_020 + 20_040 + 32_000 + 10_000 + 982_000 + 10_020 - 3000,
     }),
     "deepspeed": ({}, {"sharding": "deepspeed", "checkpointing": "full"}, {"processes": 2}, {
@@ -160,7 +161,7 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
         },
     ),
     "split, own window": (
-        # Two sequences: 16 bytes a head of 8 tokens, 24 a head of 10, those of chunks 1 and 2.
+        # Two sequences: 16 bytes a head for 8 tokens, 24 a head for 10, those of chunks 1 and 2.
         {}, {"context_parallel": 2}, {
             "length": 8, "tokens": 16, "processes": 2, "shape": replace(
                 SHAPE, kinds=replace(SHAPE.kinds, full=(0,), **OWN)
@@ -224,7 +225,7 @@ def test_a_restart_point_has_the_state_that_training_resumes_from(
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_a_process_holds_is_the_sum_that_is_written_down(name: str) -> None:
+def test_planned_bytes_of_a_process_equal_the_sum_by_hand(name: str) -> None:
     train, runtime, more, expected = HELD[name]
     memory = held(train, runtime, **more)
     found = {
@@ -234,7 +235,7 @@ def test_what_a_process_holds_is_the_sum_that_is_written_down(name: str) -> None
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
-def test_a_recurrence_takes_what_its_blocks_do() -> None:
+def test_a_recurrence_needs_the_measured_memory_of_its_block() -> None:
     shape = DecoderShape.of(small_config("bamba"))  # the layer in the middle has one
     without = replace(shape, kinds=replace(shape.kinds, states={}))
     blocks = shape.blocks(2)
@@ -263,7 +264,7 @@ def test_a_block_that_cannot_be_measured_is_estimated_and_named(
     assert type(block).__name__ in message and "a kernel for CUDA alone" in message
 
 
-def test_extra_logits_are_kept_on_a_cpu_where_auto_is_sdpa() -> None:
+def test_extra_logits_are_kept_on_a_cpu_if_auto_is_sdpa() -> None:
     train = TrainConfig(batch_tokens=TOKENS, total_tokens=TOKENS, checkpoint_tokens=[])
     needs = {}
     for on_gpu, attention in product((False, True), ("auto", "sdpa")):
@@ -278,22 +279,22 @@ def test_extra_logits_are_kept_on_a_cpu_where_auto_is_sdpa() -> None:
     ("row", "ranks", "kept", "added"),
     [
         ({None: 1}, 2, 16, 48),
-        # Chunks of 4 and two tokens before each: 4 + 6 on the first process, 6 + 6 on the second.
+        # Chunks of 4 with two tokens before each: 4 + 6 on the first process, 6 + 6 on the second.
         ({Window(3): 1}, 2, 12, 12),
         ({Window(1): 1}, 2, 8, 8),
         ({Window(16): 1}, 2, 20, 20),
         ({None: 1, Window(3): 2}, 2, 16 + 24, 48 + 24),
-        # Chunks of 2: 2 + 4, 4 + 4, 4 + 4, 4 + 4 with two tokens before each but the first.
+        # Chunks of 2: 2 + 4, 4 + 4, 4 + 4, 4 + 4, with two tokens before each except the first.
         ({Window(3): 1}, 4, 8, 8),
     ],
 )
 def test_keys_that_a_process_holds_of_a_split_sequence(
     row: dict[Window | None, int], ranks: int, kept: int, added: int
 ) -> None:
-    """Keys and values of 4 numbers of 2 bytes, for 3 sequences; of 3 heads of 6 with 5 tokens."""
+    """Keys and values of 4 numbers of 2 bytes for 3 sequences; three own heads of 6 with W = 5."""
     each, split = 2 * 4 * 2 * 3, ContextSplit(16, ranks)
     shape = replace(SHAPE, kinds=replace(SHAPE.kinds, **OWN))
-    # Of a window of 5 tokens four before each chunk, where there are as many.
+    # With a window of 5 tokens four before each chunk, if there are as many.
     own = 2 * 6 * 2 * 3 * 3 * (16 if ranks == 2 else 12)
     expected = [(each * kept, each * added), (own, own)]
     assert exchanged_bytes(shape, [row], split, 3, 2) == expected
@@ -308,7 +309,7 @@ def test_keys_that_a_process_holds_of_a_split_sequence(
     ],
 )
 def test_bytes_that_a_step_sends(train: Any, checkpointing: Any, expected: int) -> None:
-    """Of a full head each of two processes is sent 8 tokens, of a window of 3 twice 2, and 2."""
+    """For a full head each of two processes receives 8 tokens, for a window of 3 twice 2, and 2."""
     options = TrainConfig(**train, batch_tokens=32, total_tokens=64)
     runtime = Runtime(context_parallel=2, checkpointing=checkpointing)
     values = 2 * 4 * (16 + 2 * (2 + 2 + 2 - 2))
@@ -321,7 +322,7 @@ def test_bytes_that_a_step_sends(train: Any, checkpointing: Any, expected: int) 
     assert more == (4 if train else 2) * 2 * full
 
 
-WORDS = 2**20  # of which 64 tokens are a chunk
+WORDS = 2**20  # a chunk is 64 tokens of these
 
 
 @pytest.mark.parametrize(
@@ -353,5 +354,5 @@ WORDS = 2**20  # of which 64 tokens are a chunk
         (load_host_bytes(100, 4, 2, "deepspeed", 8, True), 400),
     ],
 )
-def test_formulas_of_known_bytes(found: float, expected: float) -> None:
+def test_formulas_give_known_bytes(found: float, expected: float) -> None:
     assert found == expected
