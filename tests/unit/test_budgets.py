@@ -38,7 +38,7 @@ _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
         ({"keep": "0.99", "context": "8k"}, "keep", 0.99, None),
     ],
 )
-def test_a_budget_is_read_and_read_again(
+def test_a_budget_survives_writing_and_reading(
     values: dict[str, Any], name: str, amount: float, tokens: int | None
 ) -> None:
     budget = Budget(**values)
@@ -64,7 +64,7 @@ def test_a_budget_is_read_and_read_again(
     ],
     ids=str,
 )
-def test_what_is_no_budget_is_refused(values: dict[str, Any]) -> None:
+def test_invalid_budgets_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Budget(**values)
 
@@ -81,10 +81,10 @@ def _price(most: str | None = None, tokens: int = 100, **values: Any) -> Price:
     granularity=st.sampled_from([1, 2, 4]),
     engine=st.sampled_from(["generate", "vllm"]),
 )
-def test_no_fewer_sliding_heads_fit_a_budget(
+def test_the_fewest_sliding_heads_fit_a_budget(
     share: float, window: int, sinks: int, granularity: int, engine: str
 ) -> None:
-    """Against counting every number of sliding heads."""
+    """Compared with trying every number of sliding heads."""
     budget = Budget(kv_cache=f"{share} @ 100", engine=engine, tokens_in_flight=16)
     price = Price(budget, _KINDS, "float32", 100)
     own = Window(window, sinks if engine == "generate" else 0)
@@ -96,7 +96,7 @@ def test_no_fewer_sliding_heads_fit_a_budget(
 
 
 def test_a_share_that_fits_exactly_is_allowed() -> None:
-    """Also where floats say less: 0.57 * 100 is 56.99999999999999."""
+    """Although in floats 0.57 * 100 is 56.99999999999999."""
     for hundredths, context in product(range(1, 101), (99, 100)):
         price = Price(
             Budget(kv_cache=f"{hundredths / 100} @ {context}"), _KINDS, "float32", context
@@ -105,7 +105,7 @@ def test_a_share_that_fits_exactly_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("tokens", [7, 97, 997, 99_991])
-def test_the_share_that_a_refusal_names_is_enough(tokens: int) -> None:
+def test_the_share_named_in_a_refusal_is_enough(tokens: int) -> None:
     window = Window(3)
     with pytest.raises(UserError, match=r"choose more, or a smaller window") as refused:
         sliding_ratio(_price("1B", tokens), window, 1)
@@ -120,7 +120,7 @@ def test_the_share_that_a_refusal_names_is_enough(tokens: int) -> None:
     json.loads(RECORD.read_text(encoding="utf-8"))["rows"],
     ids=lambda row: str(row["case"]["num_key_value_heads"]),
 )
-def test_vllms_own_planner_sets_aside_the_bytes_of_the_price(row: dict[str, Any]) -> None:
+def test_vllms_own_planner_reserves_the_planned_bytes(row: dict[str, Any]) -> None:
     one = row["case"]
     layers = layers_of(one)
     shape = len(layers), tuple(range(len(layers))), one["num_key_value_heads"], one["head_dim"]
@@ -138,7 +138,7 @@ def _search(case: Case, *overrides: str) -> SearchConfig:
     return load_recipe(case.file, overrides, env={}).recipe[SearchConfig]
 
 
-def test_an_override_takes_the_place_of_what_the_file_says_otherwise(case: Case) -> None:
+def test_an_override_replaces_the_files_other_form_of_a_budget(case: Case) -> None:
     """The file has swa_ratio and window_size."""
     search = _search(case, "search.budget.kv_cache=0.5 @ 512", "search.window_size=16")
     assert search.swa_ratio is None and search.budget == Budget(kv_cache="0.5 @ 512")
@@ -165,7 +165,7 @@ def test_a_budget_in_bytes_gives_the_fewest_sliding_heads(case: Case) -> None:
     assert rows == [{None: 1, Window(32): 3}] * 4
 
 
-def test_a_given_mask_is_held_to_the_bytes_that_it_needs(
+def test_a_given_mask_must_fit_the_budgets_bytes(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """12 slots of a window of 8 are cheaper than 4 full heads."""

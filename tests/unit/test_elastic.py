@@ -1,4 +1,4 @@
-"""The launcher of a stage's processes: signals reach them, and its status says how they ended."""
+"""The launcher of a stage's processes: it passes signals on, and its status says how they ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.run import elastic
 
 
 def failed(*ends: tuple[int, int, int]) -> ChildFailedError:
-    """What torchrun raises after processes ended: rank, time and status of each."""
+    """The error that torchrun raises: rank, time and status of each ended process."""
     error = ChildFailedError.__new__(ChildFailedError)
     error.failures = {
         rank: SimpleNamespace(timestamp=time, exitcode=status) for rank, time, status in ends
@@ -48,7 +48,7 @@ def failed(*ends: tuple[int, int, int]) -> ChildFailedError:
         }}),
     ],
 )  # fmt: skip
-def test_its_status_is_that_of_the_first_reason(
+def test_the_status_is_that_of_the_first_failure(
     ends_with: Exception | None, status: int, left: dict[str, Any], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -78,10 +78,10 @@ def test_its_status_is_that_of_the_first_reason(
         (signal.SIG_IGN, signal.SIG_IGN, "SIGQUIT"),
     ],
 )
-def test_an_interrupt_that_is_ignored_stays_so(
+def test_an_ignored_interrupt_stays_ignored(
     interrupt: Any, found: Any, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a command that a script starts behind it; torchrun leaves the stop signals alone."""
+    """As in a background command of a script; torchrun does not change the stop signals."""
     seen: list[Any] = []
 
     def torchrun(arguments: list[str]) -> None:
@@ -96,15 +96,15 @@ def test_an_interrupt_that_is_ignored_stays_so(
     assert seen == [found, f"--signals-to-handle={named}"]
 
 
-def test_the_handler_has_all_it_needs_before_a_signal_comes() -> None:
-    """A second signal may interrupt the first, and would meet a module half imported."""
+def test_the_signal_handler_imports_nothing() -> None:
+    """A second signal may interrupt the first one, and would find a half-imported module."""
     code = "import sys, pipeline.run.elastic; print('psutil' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_torch_is_imported_ends_it_without_a_traceback(number: int) -> None:
+def test_a_signal_during_the_import_of_torch_gives_no_traceback(number: int) -> None:
     code = (
         "import os, sys, types; from pipeline.run import elastic\n"
         f"def find(name, *_): name == 'torch' and os.kill(os.getpid(), {number:d})\n"
@@ -114,7 +114,7 @@ def test_a_signal_while_torch_is_imported_ends_it_without_a_traceback(number: in
     assert (done.returncode, done.stderr) == (128 + number, "")
 
 
-def test_signals_are_passed_on_or_end_the_launcher_before_there_are_processes(
+def test_signals_are_passed_on_or_end_the_launcher_if_there_are_no_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[int] = []

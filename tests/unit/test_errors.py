@@ -1,4 +1,4 @@
-"""Messages of any length are cut, and what a terminal would obey is written out."""
+"""Long messages are cut, and control characters are escaped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORD, LINE = "w" * 500, "a line of " * 500
     ],
     ids=["word", "least word", "least line", "most of each", "lines"],
 )  # fmt: skip
-def test_a_message_shows_the_ends_of_what_is_too_long(text: str, shown: str) -> None:
+def test_a_cut_message_shows_both_ends(text: str, shown: str) -> None:
     assert str(UserError(text)) == str(RunError(text)) == shown
 
 
@@ -88,9 +88,7 @@ def test_a_failure_of_a_stage_has_a_kind_and_a_message(
         ("\x0b\x1f", "\x0b", "\\x0b\\x1f"),
     ],
 )
-def test_what_a_terminal_obeys_is_found_and_written_out(
-    text: str, first: str | None, shown: str
-) -> None:
+def test_control_characters_are_found_and_escaped(text: str, first: str | None, shown: str) -> None:
     assert (control_character(text), printable(text)) == (first, shown)
 
 
@@ -107,7 +105,7 @@ def test_what_a_terminal_obeys_is_found_and_written_out(
     ],
     ids=["shape", "config", "model", "tokenizer"],
 )  # fmt: skip
-def test_a_full_disk_of_the_hub_s_cache_is_no_fault_of_the_model(
+def test_a_full_disk_of_the_hubs_cache_is_no_fault_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetch: str, load: Callable[[], object]
 ) -> None:
     (tmp_path / "hub").mkdir()
@@ -121,7 +119,7 @@ def test_a_full_disk_of_the_hub_s_cache_is_no_fault_of_the_model(
     assert failure["message"].startswith(f"the disk of {tmp_path / 'hub'} is full; free some space")
 
 
-def test_the_causes_of_an_error_that_is_its_own_cause_end() -> None:
+def test_an_error_that_is_its_own_cause_ends_the_walk() -> None:
     first, second = ValueError("first"), KeyError("second")
     with pytest.raises(ValueError, match=r"^first$"):
         try:

@@ -1,4 +1,4 @@
-"""Method front in a recipe: what its key holds, and which point a budget chooses."""
+"""Method front in a recipe: what its key holds, and which point a budget selects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.search_case import config_of, write_inputs
 _MENU = (Window(32), Window(8))
 _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
 _CONTEXT = 100
-# Full heads of a layer, score, held-out score and its limits, of points from the smallest.
+# Points from the smallest: full heads of a layer, score, held-out score and its limits.
 _POINTS = [(0, 0.1, 0.2, 0.1), (1, 0.8, 0.8, 0.7), (2, 0.8, 0.9, 0.8567), (4, 1.0, 1.0, 0.95)]
 
 
@@ -74,11 +74,11 @@ def _price(**budget: Any) -> Price:
     ],
     ids=str,
 )
-def test_a_budget_chooses_a_point(budget: dict[str, Any], chosen: int) -> None:
+def test_a_budget_selects_a_point(budget: dict[str, Any], chosen: int) -> None:
     assert chosen_point(_front(), _price(**budget)) == chosen
 
 
-def test_a_share_of_sliding_heads_meets_a_ratio_that_floats_say_is_more() -> None:
+def test_a_ratio_of_sliding_heads_is_met_despite_rounding() -> None:
     """One of ten: 1 - 0.9 is 0.09999999999999998."""
     points = [
         FrontPoint.of(
@@ -90,17 +90,17 @@ def test_a_share_of_sliding_heads_meets_a_ratio_that_floats_say_is_more() -> Non
     assert chosen_point(front, _price(ratio=0.1)) == 1
 
 
-def test_of_equal_scores_the_likelier_answers_count_and_what_is_kept_is_a_share() -> None:
+def test_equal_scores_are_decided_by_log_likelihood_and_keep_is_relative() -> None:
     front = _front()
     likelier = replace(front.points[2], log_likelihood=-0.5)
     front = replace(front, points=(*front.points[:2], likelier, front.points[3]))
     assert chosen_point(front, _price(kv_cache="0.9 @ 100")) == 2
-    # 0.7 is more than 0.71 of 0.8.
+    # 0.7 is more than 0.71 times 0.8.
     worse = _front([*_POINTS[:-1], (4, 1.0, 0.8, 0.7)])
     assert chosen_point(worse, _price(keep=0.71)) == 1
 
 
-def test_of_many_points_no_better_than_not_kept_one_passes_in_twenty_runs() -> None:
+def test_with_many_bad_points_keep_fails_in_at_most_5_percent_of_runs() -> None:
     """Each point keeps just less than `keep`: any choice is wrong, and 5 % of runs may make one."""
     held_out, draws = 60, np.random.default_rng(3)
     wrong = 0
@@ -117,7 +117,7 @@ def test_of_many_points_no_better_than_not_kept_one_passes_in_twenty_runs() -> N
     assert 0 < wrong <= 400 * 0.05
 
 
-def test_what_no_point_meets_is_refused_with_the_best_one() -> None:
+def test_a_budget_that_no_point_meets_is_refused_with_the_best_point() -> None:
     with pytest.raises(
         UserError, match=r"the largest, of 856 KV slots, scores 0\.9, .* choose 0\.856 or less"
     ):
@@ -136,7 +136,7 @@ def test_what_no_point_meets_is_refused_with_the_best_one() -> None:
         chosen_point(lost, _price(keep=0.5))
 
 
-def test_points_lie_between_the_smallest_window_and_the_original() -> None:
+def test_points_are_between_the_smallest_window_and_the_original() -> None:
     section = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32])
     slots = point_slots(section, _price(ratio=0.5))
     assert len(slots) == 8 and slots[0] > 16 * 7 and slots[-1] < 16 * 100
@@ -171,7 +171,7 @@ def _documents(case: Case, *overrides: str) -> dict[str, Any]:
     return {node.name: node.document for node in nodes}
 
 
-def test_another_budget_takes_no_new_search(case: Case) -> None:
+def test_another_budget_needs_no_new_search(case: Case) -> None:
     first = _documents(case)
     for override in ("search.budget.keep=0.04", "search.budget.kv_cache=0.5 @ 256"):
         other = _documents(case, override)
@@ -203,11 +203,11 @@ def test_an_engine_that_does_not_serve_the_model_is_refused(case: Case) -> None:
     assert "vllm does not serve this model: it takes more than text" in case.fault(*vllm)
 
 
-def test_the_plan_says_what_the_budget_and_the_points_are(case: Case) -> None:
+def test_the_plan_states_budget_and_points(case: Case) -> None:
     lines = "\n".join(plan_lines(load_recipe(case.file, ["search.budget.kv_cache=0.5 @ 256"])))
     assert "search.budget.kv_cache allows 64 KiB of the original's 128 KiB at 256 tokens" in lines
     assert "a front of 8 points, " in lines and "held out to score the points: 1 example" in lines
-    # Two anchors and what a front may spend, each on the three other examples.
+    # Two anchors and the passes of a front, each over the three other examples.
     assert "at most 62 evaluations of 768 tokens in 3 batches" in lines
     unknown = "which point search.budget.keep takes is unknown: all heads count as full"
     assert unknown not in lines
@@ -219,8 +219,8 @@ def test_the_plan_says_what_the_budget_and_the_points_are(case: Case) -> None:
     assert "so 9 of 16 KV heads slide (rho = 0.5625)" in lines
 
 
-def test_the_stage_writes_a_front_of_priced_points_and_no_mask(tmp_path: Path) -> None:
-    """Materialising it: tests/e2e/test_materialize_stage.py."""
+def test_the_stage_writes_a_front_with_costs_and_no_mask(tmp_path: Path) -> None:
+    """tests/e2e/test_materialize_stage.py makes a model of it."""
     base, prepared = write_inputs(tmp_path, examples=8)
     section = SearchConfig(
         method="front", swa_ratio=0.5, windows=[4, 8], budget_per_layer=40, seed=9

@@ -1,4 +1,4 @@
-"""Greedy generation in batches: an answer does not depend on its batch or on the model's file."""
+"""Greedy generation in batches: an answer depends neither on its batch nor on generation_config."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def answer(model: Any, tokenizer: Any, answers: list[str] | None = None, **optio
         {"suppress_tokens": [*range(3, VOCABULARY, 2)]},
     ],
 )
-def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str, Any]) -> None:
+def test_answers_are_greedy_whatever_generation_config_says(settings: dict[str, Any]) -> None:
     model, tokenizer = materialize(small_model(), random_mask(), Window(6)), tiny_tokenizer()
     expected, ids = answer(model, tokenizer), tokens(1, 20)
     for _ in range(13):
@@ -52,10 +52,10 @@ def test_answers_are_greedy_whatever_the_models_own_file_says(settings: dict[str
     assert all(getattr(model.generation_config, name) for name in settings)
 
 
-def test_a_hybrid_is_saved_with_sampling_settings_that_its_base_does_not_use(
+def test_a_hybrid_with_unused_sampling_settings_of_its_base_is_saved(
     tmp_path: Path,
 ) -> None:
-    """As transformers saves the base itself, whose published file nobody has changed."""
+    """Like transformers saves the base itself if its published file is unchanged."""
     small_model().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     base = load_model(str(tmp_path))
@@ -73,9 +73,7 @@ def test_a_hybrid_is_saved_with_sampling_settings_that_its_base_does_not_use(
         (["G"], 13),  # which the prompt has
     ],
 )
-def test_an_answer_ends_with_the_last_text_that_is_looked_for(
-    answers: list[str], ended: int
-) -> None:
+def test_an_answer_ends_with_the_last_expected_text(answers: list[str], ended: int) -> None:
     model, tokenizer = small_model(), tiny_tokenizer()
     assert "G" in decode(tokenizer, torch.from_numpy(PROMPT))
     whole = answer(model, tokenizer)
@@ -83,7 +81,7 @@ def test_an_answer_ends_with_the_last_text_that_is_looked_for(
     assert answer(model, tokenizer, answers) == whole[:ended]
 
 
-def test_a_line_ends_with_the_last_token_of_its_break(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_ends_with_the_last_token_of_its_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tokenizers put a space before any text."""
     model, tokenizer = small_model(), tiny_tokenizer()
     ids = [tokenizer.convert_tokens_to_ids(token) for token in "-E"]
@@ -103,7 +101,7 @@ def test_end_tokens_are_ids() -> None:
         list(generate(model, tiny_tokenizer(), [question], 12, 1))
 
 
-def test_decoding_leaves_special_tokens_out_and_blanks_as_they_are() -> None:
+def test_decoding_removes_special_tokens_and_keeps_blanks() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
@@ -120,8 +118,8 @@ def test_a_prompt_beyond_the_positions_is_refused(max_new_tokens: int, own: int 
         next(generate(model, None, [question], max_new_tokens, 1))
 
 
-def test_how_long_an_answer_may_be_does_not_depend_on_its_batch() -> None:
-    """Answers of these three are cut, where nothing else ends them, by the positions or by 38."""
+def test_the_limit_of_an_answer_does_not_depend_on_its_batch() -> None:
+    """These three answers end at the positions or after 38 tokens."""
     model, tokenizer = small_model(), tiny_tokenizer()
     model.config.max_position_embeddings = 60
     questions = [
@@ -153,7 +151,7 @@ def test_a_longer_prompt_of_its_batch_does_not_cut_an_answer(
 
     monkeypatch.setattr(model, "generate", spy)
     most = model.config.max_position_embeddings
-    # The last token of an answer is not read.
+    # The last token of an answer is not read by the model.
     long = Question(0, np.zeros(most - 3, np.int32), [], new_tokens=4)
     short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
     batches = list(generate(model, nolima_case.tokenizer(), [short, long], 6, batch_size))
@@ -161,7 +159,7 @@ def test_a_longer_prompt_of_its_batch_does_not_cut_an_answer(
     assert limits == [4, 6]
 
 
-def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding() -> None:
+def test_an_answer_does_not_change_next_to_a_longer_one_without_padding_token() -> None:
     model, tokenizer = small_model(), nolima_case.tokenizer()
     tokenizer.pad_token = None
     questions = [Question(index, np.arange(5, 9 + index, dtype=np.int32), []) for index in range(4)]
@@ -178,7 +176,7 @@ def test_an_answer_is_the_same_beside_a_longer_one_without_a_token_for_padding()
     assert texts(4) == texts(1) and texts(1)[0] == ""
 
 
-def test_one_logit_that_is_no_number_is_enough() -> None:
+def test_a_single_nan_logit_is_found() -> None:
     whole = torch.zeros(2, 5)
     faulty = whole.clone()
     faulty[1, 3] = torch.nan

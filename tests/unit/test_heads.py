@@ -33,14 +33,14 @@ _MASKS = st.tuples(st.integers(1, 5), st.integers(1, 9)).flatmap(
 
 
 @given(_MASKS)
-def test_mask_survives_every_form_it_has(mask: HeadMask) -> None:
+def test_a_mask_survives_every_conversion(mask: HeadMask) -> None:
     assert HeadMask.from_swa_kv_heads(mask.swa_kv_heads, mask.num_key_value_heads) == mask
     assert HeadMask.from_key(mask.key) == mask
     assert hash(HeadMask(mask.is_full.astype(int))) == hash(mask)
 
 
 @given(_MASKS, st.integers(1, 15), st.integers(0, 9))
-def test_a_mask_of_several_windows_survives_every_form_it_has(
+def test_a_mask_of_several_windows_survives_every_conversion(
     shape: HeadMask, most: int, seed: int
 ) -> None:
     choices = np.random.default_rng(seed).integers(0, most + 1, shape.is_full.shape)
@@ -74,7 +74,7 @@ def test_window_shares_count_windows_that_the_first_layer_lacks() -> None:
     ("windows", "said"),
     [([], "none"), ([4, 4], "4, 4"), ([Window(4), Window(5, 1)], "4, 5 with 1 sinks")],
 )
-def test_a_menu_of_windows_differs_in_size_alone(windows: list[Any], said: str) -> None:
+def test_windows_of_a_menu_must_differ_in_size(windows: list[Any], said: str) -> None:
     menu = [w if isinstance(w, Window) else Window(w) for w in windows]
     with pytest.raises(ValueError, match=f"must differ in size .* found {said}$"):
         window_menu(menu)
@@ -85,7 +85,7 @@ def test_a_menu_of_windows_differs_in_size_alone(windows: list[Any], said: str) 
         HeadMaskFile.of(mask, Window(4), model="m", method="rand", swa_ratio=0.5)
 
 
-def test_a_changed_layer_leaves_the_windows_of_the_others() -> None:
+def test_changing_a_layer_keeps_the_windows_of_the_others() -> None:
     mask = HeadMask.of_choices([[0, 2], [3, 1]])
     assert mask.with_layer(0, [False, True]) == HeadMask.of_choices([[1, 0], [3, 1]])
 
@@ -98,7 +98,7 @@ def test_polarity_true_is_full() -> None:
     assert HeadMask.all_sliding(2, 3).swa_ratio == 1.0
 
 
-def test_mask_cannot_be_changed_nor_follow_its_source() -> None:
+def test_a_mask_is_immutable_and_independent_of_its_source() -> None:
     bits = np.ones((2, 2), dtype=bool)
     mask = HeadMask(bits)
     bits[0, 0] = False
@@ -120,7 +120,7 @@ _KEYS = ("", "1x3", "1x9:e0", "1x3:ff", "1x3:e000", "1x3:E0", "1x3/3:012", "1x3/
     ],
     ids=["bits", "choices", "keys", "heads"],
 )
-def test_what_is_no_mask_is_refused(made: Any, of: tuple[Any, ...], said: str) -> None:
+def test_invalid_masks_are_refused(made: Any, of: tuple[Any, ...], said: str) -> None:
     for one in of:
         with pytest.raises(ValueError, match=said):
             made(one)
@@ -132,7 +132,7 @@ def test_budget_is_the_exact_ceiling(units: int, thousandths: int) -> None:
     assert swa_budget(units, thousandths / 1000) == exact
 
 
-def test_budget_is_not_fooled_by_floats() -> None:
+def test_budget_is_exact_although_floats_are_not() -> None:
     assert 0.07 * 100 > 7
     assert swa_budget(100, 0.07) == 7
     assert swa_budget(3, 1 / 3) == 1 and swa_budget(10, 0.1 + 0.2) == 3
@@ -141,14 +141,14 @@ def test_budget_is_not_fooled_by_floats() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1e-3, 1e-9, 1e-300])
-def test_any_ratio_above_zero_asks_for_a_sliding_unit(ratio: float) -> None:
+def test_any_ratio_above_zero_gives_a_sliding_unit(ratio: float) -> None:
     assert swa_budget(1, ratio) == swa_budget(384, ratio / 384) == 1
     assert swa_budget(384, 1 - 1e-9) == 384
     assert swa_budget(384, 0.0) == 0
 
 
 def _content(damaged: str) -> dict[str, Any]:
-    """What a file holds: of one window, of several, or of one with a sink bias."""
+    """Content of a file: one window, several windows, or one window with a sink bias."""
     mask, windows, bias = HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), [Window(16)], None
     if damaged == "several":
         mask = HeadMask.of_choices([[0, 1, 2, 2], [1, 0, 0, 0]])
@@ -162,7 +162,7 @@ def _content(damaged: str) -> dict[str, Any]:
     return file.content
 
 
-def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
+def test_a_file_accepts_numpys_numbers(tmp_path: Path) -> None:
     ratio, score, bias = np.float32([0.5, 0.75, -2.5])
     mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
     numbers = {"swa_ratio": ratio, "score": score, "seed": np.int64(3)}
@@ -224,7 +224,7 @@ def test_a_file_takes_numpy_s_numbers(tmp_path: Path) -> None:
         ("bias", {"sinks": 4}, "sink_bias takes the place of sinks, and sinks is 4"),
     ],
 )
-def test_a_damaged_file_names_the_field(
+def test_a_damaged_file_is_refused_with_its_field(
     tmp_path: Path, damaged: str, change: dict[str, Any], named: str
 ) -> None:
     path = tmp_path / "head_mask.json"
@@ -233,7 +233,7 @@ def test_a_damaged_file_names_the_field(
         HeadMaskFile.load(path)
 
 
-def test_missing_field_missing_file_and_no_json(tmp_path: Path) -> None:
+def test_a_missing_field_a_missing_file_and_invalid_json_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "head_mask.json"
     with pytest.raises(UserError, match="there is no such file"):
         HeadMaskFile.load(path)
@@ -260,7 +260,7 @@ def test_units_of_one_head_are_the_heads() -> None:
 
 
 @given(layers=st.integers(1, 50), heads=st.integers(1, 64), ratio=st.floats(0, 1), g=st.data())
-def test_a_refused_ratio_names_ratios_that_are_not(
+def test_a_refused_ratio_names_accepted_ones(
     layers: int, heads: int, ratio: float, g: st.DataObject
 ) -> None:
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -278,7 +278,7 @@ def test_a_refused_ratio_names_ratios_that_are_not(
         assert swa_budget(layers * heads, ratio) % granularity == 0
 
 
-def test_heads_that_units_do_not_divide_are_refused() -> None:
+def test_units_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(UserError, match="choose a divisor of 8"):
         check_granularity(4, 8, 0.5, 3)
     assert not admits_granularity(3, 8, 0.5, 3)

@@ -43,7 +43,7 @@ def test_entries_come_back_and_lines_are_plain_json(tmp_path: Path) -> None:
         assert fields == entry
 
 
-def test_a_file_torn_at_any_byte(tmp_path: Path) -> None:
+def test_a_file_torn_at_any_byte_keeps_the_entries_before(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     content = written(path)
     ends = [end for end, byte in enumerate(content, start=1) if byte == ord("\n")]
@@ -60,7 +60,7 @@ def test_a_file_torn_at_any_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda byte: byte ^ 1, lambda byte: 0, lambda byte: 255])
-def test_a_damaged_byte_costs_its_own_line_only(tmp_path: Path, change) -> None:
+def test_a_damaged_byte_loses_only_its_own_line(tmp_path: Path, change) -> None:
     path = tmp_path / "journal.jsonl"
     content = written(path)
     for place in range(len(content) - 1):  # without the last line feed a file is torn
@@ -126,7 +126,7 @@ def test_an_append_waits_for_another_writer(
 
     path = tmp_path / "journal.jsonl"
     content, fcntl_flock = written(path), fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", lock)  # fails at once where it would wait
+    monkeypatch.setattr(fcntl, "flock", lock)  # fails at once instead of waiting
     with path.open() as other:
         fcntl_flock(other, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="cannot be written"):
@@ -146,7 +146,7 @@ def test_replaced_entries_are_not_read_again(tmp_path: Path) -> None:
     assert Journal(path).read_new(dict) == [*ENTRIES[:2], NEW]
 
 
-def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_or_read_raises_run_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         Journal(tmp_path / "file" / "journal.jsonl").append({})
@@ -157,8 +157,8 @@ def test_a_file_that_cannot_be_written_or_read_is_a_run_failure(tmp_path: Path) 
         Journal(tmp_path / "journal.jsonl").read_new(dict)
 
 
-def test_a_whole_line_that_is_none_of_its_reader_is_damaged(tmp_path: Path) -> None:
-    """Its checksum fits, but it is no JSON, or its fields are not those that are read."""
+def test_a_complete_line_of_another_kind_is_damaged(tmp_path: Path) -> None:
+    """Its checksum matches, but it is no JSON, or lacks the expected fields."""
     path = tmp_path / "journal.jsonl"
     Journal(path).append({"step": 1}, {"stop": 2}, {"step": [3]}, {"step": 4})
     for text in (b'{"step": ', b'{"step": 1} ', b'{"step": ' + b"[" * 100_000):
@@ -192,7 +192,7 @@ def test_forgotten_work_is_done_again(tmp_path: Path) -> None:
     finished = FinishedWork(tmp_path / "results.jsonl")
     with pytest.raises(AssertionError, match="again"):
         finished.once({"n": 0}, never)
-    finished.forget()  # though there is no file
+    finished.forget()  # although there is no file
     finished.once({"n": 0}, lambda: {"value": 0})
     finished.forget()
     assert len(finished) == 0 and not (tmp_path / "results.jsonl").exists()

@@ -60,7 +60,7 @@ def folder(model: Any, front: Front, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("family", "menu"), [("qwen3", MENU), ("gemma2", [Window(6)]), ("gemma3", MENU)]
 )
-def test_each_budget_is_bit_for_bit_a_directory_of_its_own(
+def test_each_budget_equals_a_directory_of_its_own_bit_for_bit(
     family: str, menu: list[Window], tmp_path: Path
 ) -> None:
     """By `from_pretrained` and by `set_kv_budget`, in a pass and in `generate`."""
@@ -78,7 +78,7 @@ def test_each_budget_is_bit_for_bit_a_directory_of_its_own(
         for loaded in (served, kind.from_pretrained(tmp_path, kv_budget=slots)):
             logits, answer = outputs(loaded, ids)
             assert torch.equal(logits, expected[0]) and torch.equal(answer, expected[1])
-        # With heads in another order sums are taken in another.
+        # With heads in another order, sums are computed in another order.
         logits, answer = outputs(alone(base, front, index, reordered=True), ids)
         assert torch.allclose(logits, expected[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(answer, expected[1])
@@ -89,7 +89,7 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     original = CONTEXT * KV_HEADS * front.num_layers
     with pytest.raises(UserError, match="name the slots of one") as caught:
         budget_slots(AutoConfig.from_pretrained(folder), 5)
-    # What the sentence calls each of them names it.
+    # Each name in the message selects its budget.
     for shown, one in zip(re.findall(r"(\d+) \(([\d.]+)\)", str(caught.value)), slots, strict=True):
         config = AutoConfig.from_pretrained(folder)
         assert one == int(shown[0]) == budget_slots(config, float(shown[1]))
@@ -110,7 +110,7 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     assert again.kv_budget == slots[1]
 
 
-def test_a_share_of_slots_that_is_rounded_down_names_them() -> None:
+def test_a_share_rounded_down_in_a_message_selects_its_budget() -> None:
     config: Any = small_config(num_hidden_layers=1)
     config.hybrid_attention = budget_table([[{None: 1, Window(4, 2): 3}]], 38, 53)
     assert 53 / 152 * 152 < 53 == budget_slots(config, 53 / 152) == budget_slots(config, 53)
@@ -118,8 +118,10 @@ def test_a_share_of_slots_that_is_rounded_down_names_them() -> None:
         budget_slots(config, 53.0)
 
 
-def test_a_budget_beside_a_configuration_is_of_one_model_alone(folder: Path, front: Front) -> None:
-    """The configuration may be an object, which stays as it was, or the path of one."""
+def test_kv_budget_with_a_given_configuration_affects_only_one_model(
+    folder: Path, front: Front
+) -> None:
+    """The configuration may be an object, which does not change, or the path of one."""
     least, default = front.points[0].kv_slots, front.points[1].kv_slots
     config = load_config(str(folder))
     assert load_model(folder, config=config, kv_budget=least).kv_budget == least
@@ -131,7 +133,7 @@ def test_a_budget_beside_a_configuration_is_of_one_model_alone(folder: Path, fro
 
 
 @pytest.mark.parametrize("asked", [17, 1.5, 0.0, -3, True, "25%", 0.001, float("nan")])
-def test_a_budget_that_is_not_there_is_refused_with_those_that_are(
+def test_a_missing_budget_is_refused_with_the_existing_ones(
     folder: Path, front: Front, asked: Any
 ) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -148,8 +150,8 @@ def test_a_budget_that_is_not_there_is_refused_with_those_that_are(
 
 
 def test_compiled_decoding_follows_the_budget() -> None:
-    """Numbers of heads that have changed once are symbols in the graphs made after that."""
-    torch._dynamo.reset()  # it counts graphs of the same code, of other tests too
+    """Numbers of heads that have changed once are symbols in later graphs."""
+    torch._dynamo.reset()  # it also counts graphs of the same code in other tests
     base = small_model(num_hidden_layers=1)
     front, ids = front_of(base), tokens(1, 14)
     model = materialize_front(base, front)
@@ -168,7 +170,7 @@ def test_compiled_decoding_follows_the_budget() -> None:
             torch.testing.assert_close(decoded(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_of_one_layout_has_no_budgets(model: Any, front: Front) -> None:
+def test_a_model_with_one_layout_has_no_budgets(model: Any, front: Front) -> None:
     hybrid = alone(model, front, 1)
     assert hybrid.kv_budget is None
     with pytest.raises(UserError, match="a single head layout"):
@@ -176,7 +178,7 @@ def test_a_model_of_one_layout_has_no_budgets(model: Any, front: Front) -> None:
     hybrid.set_kv_budget(None)
 
 
-def test_a_budget_stays_while_a_cache_holds_states_of_its_layout(model: Any, front: Front) -> None:
+def test_a_budget_cannot_change_while_a_cache_holds_states(model: Any, front: Front) -> None:
     served, ids = materialize_front(model, front), tokens(1, 20)
     first, second = (point.kv_slots for point in front.points[:2])
     served.set_kv_budget(first)
@@ -195,7 +197,7 @@ def test_a_budget_stays_while_a_cache_holds_states_of_its_layout(model: Any, fro
     assert torch.equal(outputs(served, ids)[0], expected[0])
 
 
-def test_a_budget_stays_while_a_manager_of_requests_is_held(model: Any) -> None:
+def test_a_budget_cannot_change_while_a_batching_manager_exists(model: Any) -> None:
     front = front_of(model, menu=[Window(6)])
     served = materialize_front(model, front)
     options = ContinuousBatchingConfig(num_blocks=40, page_size=4)
@@ -206,7 +208,7 @@ def test_a_budget_stays_while_a_manager_of_requests_is_held(model: Any) -> None:
     served.set_kv_budget(front.points[0].kv_slots)
 
 
-def test_an_empty_cache_takes_the_layout_in_force_and_a_copy_of_another_is_refused(
+def test_an_empty_cache_takes_the_current_layout_and_a_copy_of_another_is_refused(
     model: Any, front: Front
 ) -> None:
     served, ids = materialize_front(model, front), tokens(1, 20)
@@ -228,8 +230,8 @@ def test_an_empty_cache_takes_the_layout_in_force_and_a_copy_of_another_is_refus
         served.set_kv_budget(front.points[0].kv_slots)
 
 
-def test_points_that_share_no_order_are_left_out(model: Any) -> None:
-    """The directory holds the chain of the chosen point."""
+def test_points_that_are_not_nested_are_left_out(model: Any) -> None:
+    """The directory holds the points nested with the chosen one."""
     points = []
     for row in ([2, 2, 2, 2], [0, 2, 2, 2], [2, 0, 0, 2], [0, 0, 0, 2]):
         mask = HeadMask.of_choices([row, *[[2] * KV_HEADS] * (mask_shape(model.config)[0] - 1)])
@@ -263,7 +265,7 @@ def test_a_damaged_table_is_refused_in_one_sentence(
     assert "hybrid_attention" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_table_says_its_windows_once(front: Front) -> None:
+def test_the_table_stores_its_windows_once(front: Front) -> None:
     rows = [front.mask(index).heads_per_layer(front.windows) for index in (2, 0)]
     table = budget_table(rows, CONTEXT, front.points[0].kv_slots)
     assert json.loads(json.dumps(table)) == table
@@ -275,7 +277,7 @@ def test_the_table_says_its_windows_once(front: Front) -> None:
 
 
 def test_transformers_alone_serves_every_budget(folder: Path, front: Front, tmp_path: Path) -> None:
-    """The code file is enough."""
+    """With only the code file."""
     ids = tokens(1, 24)
     slots = [point.kv_slots for point in front.points]
     expected = [outputs(AutoModelForCausalLM.from_pretrained(folder, kv_budget=s), ids)[1].tolist()
@@ -299,7 +301,7 @@ except Exception as error:
     assert all(str(one) in refusal for one in slots)
 
 
-def test_show_names_the_budgets(
+def test_show_lists_the_budgets(
     folder: Path, front: Front, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(folder)]) == 0
@@ -308,8 +310,8 @@ def test_show_names_the_budgets(
     assert all(f"{point.kv_slots:,}" in shown for point in front.points)
 
 
-def test_vllm_serves_the_budget_of_its_configuration(model: Any) -> None:
-    """`--hf-overrides '{"kv_budget": …}'` sets the attribute, which the plan of modules follows."""
+def test_vllm_serves_the_budget_in_its_configuration(model: Any) -> None:
+    """`--hf-overrides '{"kv_budget": …}'` sets the attribute, which decides the plan of modules."""
     front = front_of(model, menu=[Window(9), Window(4)])
     config = materialize_front(model, front).config
     for index, point in enumerate(front.points):

@@ -1,4 +1,4 @@
-"""A stage's processes: how they start, that none is left, and the error that their end becomes."""
+"""A stage's processes: how they start, that none remains, and the error that their end becomes."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_variables_of_a_stages_processes(
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launcher, "cpu_cores", lambda: 8)
-    # Progress bars are for terminals.
+    # Progress bars are only for terminals.
     is_terminal = "TQDM_DISABLE" in expected and expected["TQDM_DISABLE"] is None
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: is_terminal))
     env = launcher.stage_environment(world, "/w")
     assert {name: env.get(name) for name in expected} == expected
 
 
-# Leaves a process of its own behind, writes its inputs down, and ends with the order's status.
+# Leaves a process behind, writes its inputs to a file, and ends with the order's status.
 WORKER = """
 import json, os, pathlib, subprocess, sys
 file = pathlib.Path(sys.argv[2])
@@ -106,7 +106,7 @@ sys.exit(order["status"])
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The work directory of a stage that WORKER stands for."""
+    """The work directory of a stage that runs WORKER."""
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setattr(launcher, "PROCESS", (str(tmp_path / "worker.py"),))
     (tmp_path / "work").mkdir()
@@ -117,7 +117,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("status", "node_rank"), [(0, 0), (3, 0), (0, 1)])
-def test_no_process_and_no_folder_is_left_of_a_stage(
+def test_no_process_and_no_folder_of_a_stage_remains(
     worker: Path, status: int, node_rank: int
 ) -> None:
     order = {"stage": "search", "work_dir": str(worker), "status": status}
@@ -137,7 +137,7 @@ def test_no_process_and_no_folder_is_left_of_a_stage(
 @pytest.mark.parametrize(
     ("status", "error"), [(REQUEUE_STATUS, StoppedError), (1, Terminated), (-9, Terminated)]
 )
-def test_a_stage_stopped_by_a_signal_has_saved_its_work_only_if_its_status_says_so(
+def test_a_stage_stopped_by_a_signal_has_saved_its_work_only_with_the_right_status(
     worker: Path, monkeypatch: pytest.MonkeyPatch, status: int, error: type[BaseException]
 ) -> None:
     ends, signals = iter((Terminated(), status)), list[int]()
@@ -156,7 +156,7 @@ def test_a_stage_stopped_by_a_signal_has_saved_its_work_only_if_its_status_says_
 
 
 @pytest.mark.parametrize("kills", [0, 1])
-def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
+def test_a_killed_process_is_out_of_memory_only_if_the_kernel_reports_it(
     worker: Path, monkeypatch: pytest.MonkeyPatch, kills: int
 ) -> None:
     counts = iter((5, 5 + kills))
@@ -166,7 +166,7 @@ def test_a_killed_process_is_out_of_memory_only_if_the_kernel_says_so(
     assert ("because memory ran out" in str(caught.value)) == bool(kills)
 
 
-def test_a_child_that_stays_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_remains_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """With SIGTERM, then with SIGKILL."""
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
@@ -225,7 +225,7 @@ FROZE = {"kind": "frozen", "message": "rank 0 froze"}
          "or NCCL gave up on one that hangs, after runtime.collective_timeout"),
     ],
 )  # fmt: skip
-def test_the_error_of_a_failed_stage(
+def test_status_and_signal_decide_the_error_of_a_failed_stage(
     files: dict[str, Any], status: int, processes: int, kind: type[Exception], message: str,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -241,7 +241,7 @@ def test_the_error_of_a_failed_stage(
 def test_a_disk_with_less_than_a_mebibyte_left_is_full(
     blocks: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The 1 MiB blocks of f_bfree are for root alone.
+    # The 1 MiB blocks of f_bfree are reserved for root.
     left = SimpleNamespace(f_bavail=blocks, f_frsize=4096, f_bfree=2**20, f_bsize=2**20, f_files=0)
     monkeypatch.setattr(os, "statvfs", lambda folder: left)
     order = {"stage": "search", "work_dir": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Locks: one holder, named; a dead one's lock is taken over where its death can be shown."""
+"""Locks: the holder is named; a lock is taken over only if its holder can be shown to be dead."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _can_unshare() -> bool:
 
 
 def leave_lock(path: Path, **changes: object) -> None:
-    """What a process that was killed left behind."""
+    """Leave a lock as a killed process does."""
     path.write_text(json.dumps({**locks.this_process("other").model_dump(), **changes}))
 
 
@@ -86,7 +86,7 @@ WHOLE = {"pid": 1, "host": "h", "boot": "b", "pid_namespace": "n", "since": 1.0,
         ),
     ],
 )
-def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
+def test_a_torn_lock_has_no_holder(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     assert read_holder(path) is None
@@ -105,7 +105,7 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
         lambda path: path.hardlink_to(shutil.copy(__file__, path.with_name("other"))),
     ],
 )
-def test_what_is_no_file_in_the_place_of_a_lock_is_reported(tmp_path: Path, harm: object) -> None:
+def test_a_folder_in_the_place_of_a_lock_is_reported(tmp_path: Path, harm: object) -> None:
     path = tmp_path / "a.json"
     harm(path)  # type: ignore[operator]
     sentence = rf"^{path}: a folder, link or pipe stands where the lock of a run should be"
@@ -117,7 +117,7 @@ def test_what_is_no_file_in_the_place_of_a_lock_is_reported(tmp_path: Path, harm
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_machine_restarted_has_no_holders(tmp_path: Path) -> None:
+def test_a_restarted_machine_has_no_holders(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     boot = {"boot": "an earlier one"}
     leave_lock(path, pid_namespace="pid:[1]", **boot)
@@ -128,7 +128,7 @@ def test_a_machine_restarted_has_no_holders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("boot", "is_free"), [("one", True), ("", False)])
-def test_a_machine_is_known_by_its_boot_also_after_it_was_renamed(
+def test_a_machine_is_recognised_by_its_boot_id_after_renaming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: str, is_free: bool
 ) -> None:
     monkeypatch.setattr(locks, "boot_id", lambda: boot)
@@ -151,10 +151,10 @@ def test_a_machine_is_known_by_its_boot_also_after_it_was_renamed(
         {"machine": "", "boot": "its own", "pid_namespace": locks.MACHINE_NAMESPACE},
     ],
 )
-def test_what_was_left_elsewhere_is_never_taken_over(
+def test_locks_left_on_other_machines_or_in_containers_are_not_taken_over(
     tmp_path: Path, elsewhere: dict[str, object]
 ) -> None:
-    """Neither another machine's, also of this one's name, nor that of a container."""
+    """Even if the other machine has the same name."""
     path = tmp_path / "a.json"
     leave_lock(path, pid=2**22 + 1, **elsewhere)
     assert read_holder(path) is not None
@@ -167,7 +167,7 @@ def test_what_was_left_elsewhere_is_never_taken_over(
 
 
 @pytest.mark.skipif(not _can_unshare(), reason="PID namespaces need unshare and the right to it")
-def test_a_holder_in_a_container_is_neither_robbed_nor_killed(tmp_path: Path) -> None:
+def test_a_holder_in_a_container_is_neither_replaced_nor_killed(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     with holder(path, *UNSHARE) as process:
         with pytest.raises(RunError, match="is being made by pid 1 on"), hold(path, "x", "r"):
@@ -180,11 +180,11 @@ def test_a_holder_in_a_container_is_neither_robbed_nor_killed(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not _can_unshare(), reason="PID namespaces need unshare and the right to it")
-def test_only_leftovers_of_this_namespace_are_ended(tmp_path: Path) -> None:
+def test_only_leftover_processes_of_this_pid_namespace_are_ended(tmp_path: Path) -> None:
     marked = {**os.environ, "BOSCH_WORK_DIR": str(tmp_path)}
     script = ["sh", "-c", "echo started; sleep 60"]
     beside = subprocess.Popen(script, env=marked, stdout=subprocess.PIPE)
-    # unshare itself is of this namespace, so only the process within it carries the mark.
+    # unshare itself is in this namespace, so only the process inside it has the mark.
     assign = f"BOSCH_WORK_DIR={tmp_path}"
     inside = subprocess.Popen([*UNSHARE, "env", assign, *script], stdout=subprocess.PIPE)
     try:
@@ -200,7 +200,7 @@ def test_only_leftovers_of_this_namespace_are_ended(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_waiting_is_reported_once_and_ends_when_the_holder_is_done(
+def test_waiting_is_reported_once_and_ends_with_the_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(locks, "WAIT_SECONDS", 0.02)
@@ -226,7 +226,7 @@ def _count_up(path: str, counter: str, barrier: object, brief: bool) -> None:
 def test_only_one_process_at_a_time_holds_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brief: bool
 ) -> None:
-    """Though each removes the file, and a dead process has left it."""
+    """Although each removes the file, which a dead process had left."""
     path, counter = tmp_path / "a.json", tmp_path / "counter"
     counter.write_text("0")
     leave_lock(path)
@@ -244,7 +244,7 @@ def test_only_one_process_at_a_time_holds_a_lock(
     assert not path.exists()
 
 
-def test_who_deletes_a_lock_file_is_not_robbed_of_the_next(tmp_path: Path) -> None:
+def test_deleting_a_lock_file_does_not_break_the_next_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     with hold(path, "x", "first"):
         path.unlink()

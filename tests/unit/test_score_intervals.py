@@ -1,4 +1,4 @@
-"""Intervals against their definitions, and where the samples are too few for one.
+"""Intervals against their definitions, and cases with too few samples.
 
 tests/benchmarks/test_coverage.py simulates how often they hold the true value.
 """
@@ -29,10 +29,10 @@ from bosch.analysis.intervals import (
 )
 from tests.benchmarks import coverage
 
-LEAST = 0.91  # 0.93 less the noise of these few draws
+LEAST = 0.91  # 0.93, less the noise of these few draws
 
 
-def test_share_of_known_counts() -> None:
+def test_interval_of_a_share_equals_published_values() -> None:
     """8 of 10, as in Newcombe (1998), and none of 48."""
     assert share(0.8, 10) == pytest.approx((0.8, 0.4439, 0.9748), abs=1e-4)
     assert share(0.0, 48) == pytest.approx((0.0, 0.0, 1 - 0.025 ** (1 / 48)))
@@ -41,7 +41,7 @@ def test_share_of_known_counts() -> None:
 
 
 @pytest.mark.parametrize("counts", [(99, 300), (100, 200), (100, 201), (500, 900)])
-def test_large_and_unequal_subtasks_enter_with_intervals_of_their_own(counts: tuple) -> None:
+def test_large_subtasks_of_unequal_size_have_intervals_of_their_own(counts: tuple) -> None:
     one, other = share(0.5, counts[0]), share(0.8, counts[1])
     expected = share(0.65, 2 * counts[0])
     if counts == (100, 201):
@@ -50,8 +50,8 @@ def test_large_and_unequal_subtasks_enter_with_intervals_of_their_own(counts: tu
     assert mean_score([0.5, 0.8], counts) == pytest.approx(expected)
 
 
-def test_an_interval_of_a_difference_knows_that_what_is_won_is_not_lost() -> None:
-    """By the MOVER, of 10 gains and 5 losses in 50 samples, two cells of a multinomial."""
+def test_gains_and_losses_of_a_difference_are_not_independent() -> None:
+    """MOVER for 10 gains and 5 losses in 50 samples, two cells of a multinomial."""
     result = compare([[1.0] * 10 + [0.0] * 40], [[0.0] * 10 + [1.0] * 5 + [0.0] * 35])
     up, down = share(0.2, 50), share(0.1, 50)
     p, q = 10.5 / 51.5, 5.5 / 51.5
@@ -65,10 +65,8 @@ def test_an_interval_of_a_difference_knows_that_what_is_won_is_not_lost() -> Non
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.3, 0.8), (0.8, 0.3), (0.6, 0.6)])
-def test_a_ratio_ends_where_the_first_less_so_much_of_the_second_may_be_none(
-    first: float, second: float
-) -> None:
-    """Fieller (1954) by the MOVER; difference and baseline vary against each other."""
+def test_a_ratio_has_fiellers_interval(first: float, second: float) -> None:
+    """Fieller (1954) by MOVER; difference and baseline vary against each other."""
     rng = np.random.default_rng(2)
     hard = [rng.random(60) for _ in range(2)]
     scores = [[(h < p).astype(float) for h in hard] for p in (first, second)]
@@ -91,7 +89,7 @@ def test_a_ratio_ends_where_the_first_less_so_much_of_the_second_may_be_none(
         assert difference.mean + factor * base.mean + reach == pytest.approx(0, abs=1e-9)
 
 
-def test_a_ratio_that_the_samples_do_not_bound_is_none() -> None:
+def test_a_ratio_with_a_baseline_near_zero_has_no_interval() -> None:
     bounded = compare([[1.0] * 200], [[1.0] + [0.0] * 199]).ratio
     assert bounded is not None and bounded.high == pytest.approx(7900, rel=0.01)
     assert compare([[1.0] * 200], [[0.9] + [0.0] * 199]).ratio is None
@@ -111,7 +109,7 @@ def test_four_documents_have_no_interval() -> None:
         (crossed_mean, {2: 98, 9: 98, 10: 95}),
     ],
 )
-def test_few_values_get_a_higher_level(
+def test_few_values_get_a_higher_confidence_level(
     interval: Callable[[np.ndarray], Estimate], levels: dict[int, float]
 ) -> None:
     for count, level in levels.items():
@@ -120,8 +118,8 @@ def test_few_values_get_a_higher_level(
         assert interval(values)[1:] == pytest.approx(expected)
 
 
-def test_models_that_agree_everywhere_are_not_reported_as_equal() -> None:
-    """The exact bound of no event in 4 x 12 samples, 7.4 points."""
+def test_models_with_equal_answers_still_have_an_interval() -> None:
+    """The exact bound for no event in 4 x 12 samples: 7.4 points."""
     result = compare([[1.0] * 12] * 4, [[1.0] * 12] * 4)
     exact = 1 - 0.025 ** (1 / 48)
     assert result.p_value == 1.0
@@ -139,8 +137,10 @@ def test_models_that_agree_everywhere_are_not_reported_as_equal() -> None:
     ("counts", "gains"),
     [([12], 0.0), ([48], 0.0), ([200], 0.0), ([200], 0.1), ([100, 2000], 0.0), ([90, 600], 0.1)],
 )
-def test_visible_loss_is_seen_in_four_cases_of_five(counts: list[int], gains: float) -> None:
-    """Also where a tenth of the samples is won, which hides the loss of others."""
+def test_the_detectable_loss_is_detected_in_four_cases_of_five(
+    counts: list[int], gains: float
+) -> None:
+    """Also if a tenth of the samples is won, which hides some losses."""
     rng, seen, loss = np.random.default_rng(1), [], visible_loss(counts, gains)
     assert loss is not None
     for draw in range(150):
@@ -151,8 +151,8 @@ def test_visible_loss_is_seen_in_four_cases_of_five(counts: list[int], gains: fl
     assert np.mean(seen) == pytest.approx(0.8, abs=0.09)
 
 
-def test_five_samples_are_too_few() -> None:
-    """All of them lost is no more than chance at 5 %: p = 2 / 2^5."""
+def test_five_samples_detect_nothing() -> None:
+    """Even if all of them are lost, p = 2 / 2^5 is above 5 %."""
     result = compare([[0.0] * 5], [[1.0] * 5])
     assert result.p_value > 0.05 and result.visible_loss is None
     assert result.difference.high == 0 and result.ratio.high == 1
@@ -163,8 +163,8 @@ def test_five_samples_are_too_few() -> None:
     assert result.difference.high < 0
 
 
-def test_seeds_vary_too() -> None:
-    """Seeds that disagree widen the interval however many examples there are."""
+def test_differences_between_seeds_widen_the_interval() -> None:
+    """However many examples there are."""
     results = np.repeat(np.array([[0.0], [1.0], [0.0], [1.0]]), 500, axis=1)
     wide = crossed_mean(results, is_score=True)
     assert wide.mean == 0.5 and wide.low < 0.1 and wide.high > 0.9
@@ -173,14 +173,14 @@ def test_seeds_vary_too() -> None:
 
 
 @np.errstate(all="raise")
-def test_equal_scores_leave_room_for_the_next_example() -> None:
+def test_equal_scores_leave_room_for_one_more_example() -> None:
     ones = np.ones((3, 48))
     assert crossed_mean(ones, is_score=True) == share(1.0, 48)
     assert crossed_difference(ones, ones, is_score=True).high == share(0.0, 48).high
     assert crossed_mean([0.25]) == (0.25, None, None)
 
 
-def test_a_difference_of_scores_ends_at_a_whole_score() -> None:
+def test_the_interval_of_a_difference_ends_at_possible_scores() -> None:
     few = np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([[0.0, 1.0], [0.0, 0.0]])
     assert crossed_difference(*few).low < -1 and crossed_difference(*few).high > 1
     assert crossed_difference(*few, is_score=True) == (0.25, -1.0, 1.0)
@@ -188,7 +188,7 @@ def test_a_difference_of_scores_ends_at_a_whole_score() -> None:
 
 
 @pytest.mark.parametrize("compared", [crossed_difference, crossed_test])
-def test_seeds_of_either_side_vary(compared: Any) -> None:
+def test_seeds_on_both_sides_widen_a_difference(compared: Any) -> None:
     same, varying = np.full((3, 40), 0.5), np.repeat([[0.3], [0.5], [0.7]], 40, axis=1)
     one, other = compared(same, varying), compared(varying, same)
     assert (other.low, other.high) == pytest.approx((-one.high, -one.low))
@@ -198,15 +198,15 @@ def test_seeds_of_either_side_vary(compared: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 12, 40, 300])
-def test_differences_of_losses_are_as_wide_as_losses(count: int) -> None:
-    """Of one seed on each side, with Student's t for values as skewed as losses."""
+def test_intervals_of_differences_of_losses_use_students_t(count: int) -> None:
+    """One seed on each side; levels are higher for values as skewed as losses."""
     losses = np.random.default_rng(count).lognormal(size=(1, count))
     base = np.zeros_like(losses)
     assert crossed_difference(losses, base) == pytest.approx(student(losses[0]))
     assert crossed_mean(losses) == pytest.approx(student(losses[0]))
 
 
-def test_what_is_no_result_is_refused() -> None:
+def test_values_that_are_no_results_are_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         crossed_mean([0.0, float("nan")])
     with pytest.raises(ValueError, match="shape"):
@@ -215,13 +215,13 @@ def test_what_is_no_result_is_refused() -> None:
         crossed_difference(np.zeros((2, 3)), np.zeros((2, 4)))
 
 
-def test_holm_of_known_p_values() -> None:
+def test_holms_correction_of_known_p_values() -> None:
     """Holm (1979): 4 x 0.01, 3 x 0.02, then no smaller, and none above 1."""
     assert holm([0.02, 0.01, 0.025, 0.6]) == pytest.approx([0.06, 0.04, 0.06, 0.6])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_a_test_of_methods_agrees_with_its_interval_and_covers() -> None:
+def test_a_test_of_methods_agrees_with_its_interval() -> None:
     mean, difference, rejected = coverage.method_coverage((0.9, 0.7), 3, 120, 0.02, 100)
     assert min(mean, difference) >= LEAST and rejected > 0.5
     ones, zeros = np.ones((2, 5)), np.zeros((2, 5))
@@ -231,8 +231,8 @@ def test_a_test_of_methods_agrees_with_its_interval_and_covers() -> None:
     assert many.p_value < 0.05 and many.high < 0
 
 
-def test_a_test_of_methods_is_exact_for_few_samples_that_differ() -> None:
-    """Five of 35 are lost: by signs alone p = 2 / 2^5. Of 30 by Hoeffding's bound.
+def test_a_test_of_methods_is_exact_if_few_samples_differ() -> None:
+    """Five of 35 are lost: by signs alone p = 2 / 2^5. For 30 Hoeffding's bound.
 
     And five subtasks of one sample each.
     """
@@ -244,8 +244,8 @@ def test_a_test_of_methods_is_exact_for_few_samples_that_differ() -> None:
     assert compare(ones[:, :30], 0 * ones[:, :30]).p_value == 1 / 4001
 
 
-def test_subtasks_weigh_the_same() -> None:
-    """One of 5 samples and one of 500: the mean of their means, as `mean_score` takes it."""
+def test_subtasks_have_equal_weights() -> None:
+    """One of 5 samples and one of 500: the mean of their means, as in `mean_score`."""
     values = np.concatenate([np.zeros(5), np.ones(500)])
     mean = crossed_mean(values[None], is_score=True, counts=[5, 500])
     assert mean.mean == pytest.approx(0.5)
@@ -256,7 +256,7 @@ def test_subtasks_weigh_the_same() -> None:
         ones = np.ones((3, sum(counts)))
         assert crossed_mean(ones, is_score=True, counts=counts) == share(1.0, 2 * counts[0])
         assert crossed_test(ones, 0 * ones, counts).low == pytest.approx(0.025 ** (0.5 / counts[0]))
-    # Three won of the 3 weigh more than three lost of the 10: only these six may have fallen so.
+    # Three gains of 3 weigh more than three losses of 10: only these six samples can differ so.
     first = np.array([[1.0] * 3 + [0.0] * 10])
     second = np.array([[0.0] * 3 + [1.0] * 3 + [0.0] * 7])
     assert crossed_test(first, second).p_value == 1.0
@@ -266,8 +266,8 @@ def test_subtasks_weigh_the_same() -> None:
 UNEQUAL = [1] * 90 + [10] * 10
 
 
-def test_one_lost_document_of_many_is_no_difference() -> None:
-    """Of one question or of ten: the exact test flips one sign."""
+def test_one_lost_document_of_many_is_not_significant() -> None:
+    """With one question or ten: the exact test flips one sign."""
     right = Documents([1.0] * 100, UNEQUAL)
     for lost in (0, 99):
         own = Documents([float(at != lost) for at in range(100)], UNEQUAL)
@@ -279,7 +279,7 @@ def test_one_lost_document_of_many_is_no_difference() -> None:
 
 @pytest.mark.parametrize("sizes", [UNEQUAL, [1] * 40 + [30] * 5, [5] * 50])
 def test_intervals_hold_for_documents_of_unequal_size(sizes: list[int]) -> None:
-    """Answers to one document are alike: those of two equal models to each, and its own chance."""
+    """Answers about a document are alike: two equal models, and a chance for each document."""
     rng, inside, apart, draws = np.random.default_rng(3), 0, 0, 300
     weights = np.array(sizes) / np.mean(sizes)
     for _ in range(draws):

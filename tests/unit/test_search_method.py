@@ -34,12 +34,12 @@ def full_layers(mask):
     return [i for i, n in enumerate(mask.full_kv_heads_per_layer) if n]
 
 
-def test_layer_rules_keep_the_layers_their_names_say():
+def test_layer_rules_keep_the_layers_that_their_names_say():
     assert full_layers(layer_rules.bme(12, 4, 0.5)) == [0, 1, 5, 6, 10, 11]
     assert full_layers(layer_rules.bme(8, 4, 0.75)) == [0, 7]
     assert full_layers(layer_rules.intr(8, 4, 0.75)) == [2, 6]
     assert full_layers(layer_rules.intr(8, 4, 0.5)) == [1, 3, 5, 7]
-    # What is left, less than a layer, are the first heads of the layer named next.
+    # The rest, less than a layer, goes to the first heads of the next layer.
     assert layer_rules.intr(4, 4, 0.625).swa_kv_heads == [[0, 1, 2, 3], [], [0, 1, 2, 3], [2, 3]]
     assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[0] == []
     assert layer_rules.bme(6, 4, 0.75).swa_kv_heads[5] == [2, 3]
@@ -63,42 +63,43 @@ def test_ratios_meet_the_budget_for_any_scores(scores, heads, ratio, buckets):
 
 
 FIVE = (0.0, 0.25, 0.5, 0.75, 1.0)
-DROPS = [0.2, 0.0, 0.6, 0.05, 0.1]  # of five layers of 8 units, of which layer 2 hurts most
+DROPS = [0.2, 0.0, 0.6, 0.05, 0.1]  # Five layers of 8 units, of which layer 2 hurts most.
 
 
 @pytest.mark.parametrize(
     ("drops", "buckets", "budget", "hardest_first", "quotas"),
     [
         (DROPS, FIVE, 20, [2, 0, 4, 3, 1], [2, 8, 0, 6, 4]),  # the start is on budget
-        (DROPS, FIVE, 24, [2, 0, 4, 3, 1], [2, 8, 0, 8, 6]),  # the easiest rise one bucket each
-        (DROPS, FIVE, 16, [2, 0, 4, 3, 1], [0, 8, 0, 6, 2]),  # the hardest fall
-        # What no bucket step fits goes unit by unit: to the easiest, or from the hardest.
+        # The easiest layers rise by one bucket each.
+        (DROPS, FIVE, 24, [2, 0, 4, 3, 1], [2, 8, 0, 8, 6]),
+        (DROPS, FIVE, 16, [2, 0, 4, 3, 1], [0, 8, 0, 6, 2]),  # the hardest layers fall
+        # If no bucket step fits, single units move: to the easiest layers, or from the hardest.
         ([0.3, 0.2, 0.1], (0.0, 1.0), 11, [0, 1, 2], [1, 2, 8]),
         ([0.3, 0.2, 0.1], (0.5, 1.0), 14, [0, 1, 2], [3, 3, 8]),
     ],
 )
-def test_ratios_by_hand(drops, buckets, budget, hardest_first, quotas):
+def test_ratios_worked_out_by_hand(drops, buckets, budget, hardest_first, quotas):
     result = assign_ratios(np.array(drops), 8, budget, buckets)
     assert (result.hardest_first, result.quotas) == (hardest_first, quotas)
 
 
-def test_drops_are_what_each_layer_adds():
+def test_drops_are_each_layers_own_contribution():
     best = [0.5, 0.6, 0.9]
     assert layer_drops(best, 1.0, 1.0) == pytest.approx([0.1, 0.3, 0.1])
     assert layer_drops(best, 1.0, 0.5) == pytest.approx([0.2, 0.6, 0.2])
 
 
-def test_equal_drops_weigh_one_half_and_outliers_are_clipped():
+def test_equal_drops_give_weights_of_one_half_and_outliers_are_clipped():
     assert layer_weights(np.zeros(5)).tolist() == [0.5] * 5
-    # Of 41 values the percentiles are the second and the last but one.
+    # Of 41 values the percentiles are the second and the second but last.
     drops = np.append(np.arange(40.0), 1000.0)
     assert layer_weights(drops) == pytest.approx(np.clip((drops - 1) / 38, 0, 1))
 
 
-def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
+def test_rows_of_layers_have_their_drop_and_their_final_sliding_units():
     costs = random_costs(3, 4, 5, exponent=2)
     scorer = Additive(costs, lambda mask: 0.8 - 0.5 * costs[~mask.is_full].sum())
-    # Three units of each layer are two too many, which the two hardest layers get back.
+    # Three units of each layer are two too many; the two hardest layers get them back.
     evaluator = evaluator_of(scorer)
     result = b_single(evaluator, SearchSettings(0.55, budget_per_layer=6))
     cheapest = np.sort(costs, axis=1)[:, :3].sum(axis=1)
@@ -117,7 +118,7 @@ def test_the_rows_of_layers_say_what_each_cost_and_what_slides_in_the_end():
     assert not any("last phase" in note for note in evaluator.notes)
 
 
-def test_algorithm_one_is_the_algorithm_on_an_additive_score():
+def test_algorithm_one_is_exact_on_an_additive_score():
     """With 4 heads and rho = 0.5 every layer is enumerated, so the mask is known."""
     costs = random_costs(3, 4, 5, exponent=2)
     oracle = Additive(costs)
@@ -157,8 +158,8 @@ def test_groups_are_split_as_the_paper_does():
     assert [quota for _, quota in groups] == sorted((q for _, q in groups), reverse=True)
 
 
-def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
-    """While a subgroup is searched, the layers below it are as full as the model that is known."""
+def test_subgroups_are_neighbours_and_the_deepest_is_searched_first():
+    """While a subgroup is searched, the layers below it have not changed yet."""
     quotas = [1, 1, 1, 1, 1, 1, 2]
     subgroups = [[6], [4, 5], [2, 3], [0, 1]]
     assert [layers for layers, _ in ratio_groups(quotas, 3, 6)] == subgroups
@@ -172,8 +173,8 @@ def test_parts_of_a_group_are_neighbours_and_the_deepest_is_searched_first():
         assert HeadMask.from_key(key).is_full[:lowest].all()
 
 
-def test_tied_layers_are_ranked_by_log_likelihood():
-    """Only layer 4 lowers the score; of the tied ones layer 1 matters to the log-likelihood."""
+def test_layers_with_equal_scores_are_ranked_by_log_likelihood():
+    """Only layer 4 lowers the score; of the others layer 1 lowers the log-likelihood."""
     hidden = np.full((5, 8), 1e-3)
     hidden[1] = 5.0
 
@@ -198,7 +199,7 @@ def test_tied_layers_are_ranked_by_log_likelihood():
     assert broken.evaluation.rank > plain.evaluation.rank
 
 
-def test_the_top_layer_too_is_ranked_by_what_it_costs_the_originals_log_likelihood():
+def test_the_top_layer_is_also_ranked_by_its_drop_from_the_originals_log_likelihood():
     """Layer 1 lowers the score; of the others layer 0 costs the answers more than the top one."""
     scorer = Additive([[3.0] * 2, [1.0] * 2, [0.5] * 2])
     scorer.evaluate = lambda mask, shared_layers=0, can_win=None: Evaluation(
@@ -210,15 +211,15 @@ def test_the_top_layer_too_is_ranked_by_what_it_costs_the_originals_log_likeliho
 
 
 class OneHeadOfEachLayer(Additive):
-    """Answers all examples as long as unit 0 of every layer is full, and none otherwise."""
+    """Answers all examples if unit 0 of every layer is full, and none otherwise."""
 
     def evaluate(self, mask, shared_layers=0, *, can_win=None):
         missing = int((~mask.is_full[:, 0]).sum())
         return Evaluation(float(missing == 0), -float(missing))
 
 
-def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
-    """Algorithm 1 ties in every layer; Algorithm 2 then localises whole layers."""
+def test_no_measured_mask_on_budget_is_better_than_the_result():
+    """All layers are equal for Algorithm 1, so Algorithm 2 makes whole layers sliding."""
     settings_of = {
         strict: SearchSettings(0.75, "one_plus_one", strict=strict) for strict in (True, False)
     }
@@ -235,7 +236,7 @@ def test_no_mask_on_budget_that_was_measured_is_better_than_the_result():
     assert any("every layer gets the same ratio" in note for note in evaluator.notes)
 
 
-def test_the_best_mask_on_budget_is_by_score_then_by_log_likelihood():
+def test_the_best_mask_on_budget_has_the_best_score_then_log_likelihood():
     """Of equal ones it is the first."""
     evaluator = evaluator_of(Additive([[0.1, 0.2, 0.3, 0.1]], lambda mask: 0.5))
     evaluator.anchors(0.25)
@@ -261,7 +262,7 @@ def test_a_better_mask_of_an_earlier_stage_is_returned():
     assert any("the latter is returned" in note for note in evaluator.notes)
 
 
-def test_loss_by_hand():
+def test_loss_worked_out_by_hand():
     loss = Loss(Anchors(0.1, 0.8), alpha=100.0, gamma=0.25)
     assert loss.score_range == pytest.approx(0.9)
     assert loss.value(0.55, 5, 4, 8) == pytest.approx(-0.5 + 100 / 64)
@@ -282,7 +283,7 @@ def test_b_multi_searches_groups_of_layers_jointly_top_first():
     assert not any("too many" in note for note in evaluator.notes)
 
 
-def test_b_multi_spreads_what_a_group_cost_over_its_layers():
+def test_b_multi_spreads_a_groups_drop_over_its_layers():
     costs = random_costs(4, 2, 7)
     evaluator = evaluator_of(Additive(costs))
     result = b_multi(evaluator, SearchSettings(0.5, budget_per_layer=9, max_group_variables=4))
@@ -291,7 +292,7 @@ def test_b_multi_spreads_what_a_group_cost_over_its_layers():
     assert sum(drops) == pytest.approx(1.0 - result.evaluation.score)
 
 
-def test_b_layer_turns_a_surplus_back_in_the_one_layer_where_it_helps_most():
+def test_b_layer_makes_its_surplus_full_in_the_layer_that_gains_most():
     costs = np.full((4, 4), 0.01)
     costs[2] = [0.02, 0.05, 0.03, 0.02]
     evaluator = evaluator_of(Additive(costs))
@@ -309,7 +310,7 @@ def test_b_layer_turns_a_surplus_back_in_the_one_layer_where_it_helps_most():
         (False, True, "layers scored 1 as far as it was measured: the sliding"),
     ],
 )
-def test_ties_are_noted(strict, race, words):
+def test_a_note_reports_ties(strict, race, words):
     def flat(mask):
         return 1.0 if mask.is_full.any() else 0.0
 
@@ -325,6 +326,6 @@ def test_ties_are_noted(strict, race, words):
 
 
 @given(st.integers(0, 60), st.integers(1, 12))
-def test_groups_are_as_equal_as_they_can_be(count, parts):
+def test_groups_have_nearly_equal_sizes(count, parts):
     expected = [part.tolist() for part in np.array_split(np.arange(count), parts)]
     assert split_evenly(range(count), parts) == expected

@@ -46,7 +46,9 @@ def problem(size: int, quota: int, budget: int, measure: Additive, **options: ob
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(("size", "quota", "budget"), [(8, 4, 25), (24, 18, 75), (32, 16, 60)])
-def test_budget_is_spent_exactly_and_no_candidate_measured_twice(solver, size, quota, budget):
+def test_the_budget_is_spent_exactly_and_no_candidate_is_measured_twice(
+    solver, size, quota, budget
+):
     measure = Additive(size)
     task = problem(size, quota, budget, measure)
     best = solve(task, solver, seed=3)
@@ -57,7 +59,7 @@ def test_budget_is_spent_exactly_and_no_candidate_measured_twice(solver, size, q
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_the_same_seed_asks_the_same_candidates(solver):
+def test_the_same_seed_gives_the_same_candidates(solver):
     runs = [Additive(16), Additive(16), Additive(16)]
     for measure, seed in zip(runs, (7, 7, 8), strict=True):
         solve(problem(16, 8, 40, measure), solver, seed=seed)
@@ -67,7 +69,7 @@ def test_the_same_seed_asks_the_same_candidates(solver):
 
 @given(st.integers(1, 8), st.data(), st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_brute_force_takes_over_when_it_fits_and_finds_the_optimum(size, data, seed):
+def test_brute_force_is_used_if_the_budget_suffices_and_finds_the_optimum(size, data, seed):
     quota = data.draw(st.integers(0, size))
     measure = Additive(size, seed)
     task = problem(size, quota, math.comb(size, quota), measure)
@@ -85,7 +87,7 @@ def test_brute_force_takes_over_when_it_fits_and_finds_the_optimum(size, data, s
         ("annealing", 4, "brute_force"),
     ],
 )  # fmt: skip
-def test_the_solver_of_a_sub_problem(solver, size, used, monkeypatch):
+def test_a_sub_problems_size_and_settings_choose_its_solver(solver, size, used, monkeypatch):
     names = ("nomad", "one_plus_one", "annealing", "brute_force")
     mocks = {name: Mock(wraps=getattr(solvers, name)) for name in names}
     for name, mock in mocks.items():
@@ -94,7 +96,7 @@ def test_the_solver_of_a_sub_problem(solver, size, used, monkeypatch):
     assert [name for name, mock in mocks.items() if mock.called] == [used]
 
 
-def test_searches_beat_as_many_random_candidates():
+def test_searches_find_better_candidates_than_random_draws():
     rng = np.random.default_rng(0)
     for solver in (nomad, one_plus_one, annealing):
         better = 0
@@ -107,28 +109,28 @@ def test_searches_beat_as_many_random_candidates():
         assert better >= 4
 
 
-def test_a_search_moves_on_to_candidates_that_are_as_good():
+def test_a_search_moves_to_candidates_of_equal_loss():
     measure = Additive(32, levels=1)
     one_plus_one(problem(32, 16, 100, measure), 0)
     first, last = (np.frombuffer(measure.calls[index], dtype=bool) for index in (0, -1))
-    assert (first != last).sum() > 10  # a swap or two changes four
+    assert (first != last).sum() > 10  # a swap changes two units, two swaps four
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_annealing_goes_to_better_candidates_as_it_cools(seed):
+def test_annealing_prefers_better_candidates_as_it_cools(seed):
     measure = Additive(32, seed)
     task = problem(32, 16, 400, measure)
     annealing(task, seed)
-    assert task.spent > 300  # all, unless it finds nothing new for long
+    assert task.spent > 300  # all, unless it long finds nothing new
     scores = [1 - measure.weights[np.frombuffer(bits, dtype=bool)].sum() for bits in measure.calls]
     assert np.mean(scores[200:]) > np.mean(scores[:200]) + 0.05
 
 
 @pytest.mark.parametrize(("solver", "most"), [("nomad", 4), ("nomad_penalty", 10)])
-def test_nomad_does_not_circle_for_long(solver, most, monkeypatch):
-    """Where every candidate scores the same it asks for few points per evaluation.
+def test_nomad_stops_if_it_proposes_nothing_new(solver, most, monkeypatch):
+    """If all candidates have equal loss, few points are proposed per evaluation.
 
-    Left alone it asks for a million. On the penalised loss most points are off budget.
+    NOMAD alone would propose a million. With the penalised loss most points are off budget.
     """
     calls = 0
     value = Problem.value
@@ -146,7 +148,7 @@ def test_nomad_does_not_circle_for_long(solver, most, monkeypatch):
 
 
 class Racing(Additive):
-    """Ends an evaluation with bounds where these already lose."""
+    """Ends an evaluation with bounds if these already lose."""
 
     def __call__(self, bits: np.ndarray, can_win: CanWin | None = None) -> Evaluation:
         whole = super().__call__(bits)
@@ -160,8 +162,9 @@ class Racing(Additive):
 
 
 @pytest.mark.parametrize("break_ties", [False, True])
-@pytest.mark.parametrize("budget", [60, 500])  # too few to enumerate 495 candidates, and enough
-def test_ending_losing_evaluations_changes_nothing_that_is_asked_or_found(budget, break_ties):
+# Too few evaluations to enumerate 495 candidates, and enough.
+@pytest.mark.parametrize("budget", [60, 500])
+def test_ending_losing_evaluations_changes_neither_candidates_nor_result(budget, break_ties):
     for seed in range(3):
         plain, raced = Racing(12, seed, 32), Racing(12, seed, 32)
         expected, task = (
@@ -178,8 +181,8 @@ def test_ending_losing_evaluations_changes_nothing_that_is_asked_or_found(budget
         assert raced.ended and not plain.ended
 
 
-def test_annealing_goes_by_no_bounds() -> None:
-    """It goes on from worse masks, and a bound looks nearly best."""
+def test_annealing_ignores_bounds() -> None:
+    """It continues from worse masks, and a bound looks almost like the best."""
     plain, raced = Racing(12, 0, 8), Racing(12, 0, 8)
     for measure in (plain, raced):
         solve(problem(12, 4, 60, measure, race=measure is raced), "annealing", 0)
@@ -187,8 +190,8 @@ def test_annealing_goes_by_no_bounds() -> None:
 
 
 @pytest.mark.parametrize("solver", ["nomad", "nomad_penalty"])
-def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
-    """It goes by the bounds too, and may ask for other candidates than without them."""
+def test_nomad_ends_with_a_completely_measured_candidate(solver):
+    """It also uses bounds, so its candidates may differ from those without them."""
     for seed in range(3):
         measure = Racing(32, seed, 64)
         best = solve(problem(32, 16, 60, measure, race=True), solver, seed)
@@ -200,7 +203,7 @@ def test_nomad_ends_with_a_candidate_that_was_measured_whole(solver):
         )
 
 
-def test_nomad_starts_again_from_the_best_candidate(monkeypatch):
+def test_nomad_restarts_from_the_best_candidate(monkeypatch):
     task, optimize, from_best = problem(32, 16, 500, Additive(32)), PyNomad.optimize, []
 
     def recorded(ask, start, *options):
@@ -213,7 +216,7 @@ def test_nomad_starts_again_from_the_best_candidate(monkeypatch):
     assert len(from_best) >= 2 and all(from_best)
 
 
-def test_an_error_of_the_model_leaves_nomad():
+def test_an_error_of_the_model_ends_nomad():
     def fails(bits):
         raise KeyError("model")
 
@@ -233,7 +236,7 @@ def test_off_budget_candidates_are_bounded_without_the_model():
     assert task.best.value.loss <= bound.loss <= truth
 
 
-def test_off_budget_candidates_that_might_win_are_measured(caplog):
+def test_off_budget_candidates_that_could_win_are_measured(caplog):
     caplog.set_level("INFO", "bosch.search")
     weak = Loss(Anchors(0.0, 1.0), alpha=0.01)
     task = Problem(8, 4, 10, Additive(8), weak)
@@ -244,7 +247,7 @@ def test_off_budget_candidates_that_might_win_are_measured(caplog):
     task.report_off_budget()
     [said] = caplog.messages
     assert "best mask is off its budget (loss -0.6370)" in said
-    # One that is as good at best is not.
+    # A candidate that is at best as good is not measured.
     task = Problem(8, 4, 10, lambda bits: Evaluation(1.0, 0.0), Loss(Anchors(0.0, 1.0), alpha=0.0))
     task.value(np.arange(8) < 4)
     task.value(np.arange(8) < 3)
@@ -253,13 +256,13 @@ def test_off_budget_candidates_that_might_win_are_measured(caplog):
 
 
 @pytest.mark.parametrize(("size", "spent"), [(256, 300), (4, 6)])
-def test_annealing_ends_where_its_budget_or_what_is_new_does(size, spent):
+def test_annealing_ends_with_its_budget_or_without_new_candidates(size, spent):
     task = problem(size, size // 2, 300, Additive(size))
     annealing(task, 3)
     assert task.spent == spent
 
 
-def test_ties_are_broken_by_log_likelihood_only_where_asked():
+def test_ties_are_broken_by_log_likelihood_only_if_requested():
     def run(break_ties):
         measure = Additive(8, 1, levels=1)
         task = problem(8, 3, 100, measure, break_ties=break_ties, quantum=1.0)
@@ -277,8 +280,8 @@ def test_ties_are_broken_by_log_likelihood_only_where_asked():
 
 
 @pytest.mark.parametrize(("score", "alike"), [(0.5, True), (0.25, False)])
-def test_a_bound_tells_scores_apart_where_it_is_below_the_best(score, alike):
-    """What lies behind it may be worse than it, but no better."""
+def test_a_bound_is_used_only_below_the_best_score(score, alike):
+    """The true value may be worse than the bound, but not better."""
     evaluations = iter([Evaluation(0.5, -1.0), Evaluation(score, -2.0, is_bound=True)])
     task = Problem(4, 2, 9, lambda *_: next(evaluations), LOSS, break_ties=True, race=True)
     for bits in (np.arange(4) < 2, np.arange(4) >= 2):
@@ -289,7 +292,7 @@ def test_a_bound_tells_scores_apart_where_it_is_below_the_best(score, alike):
 @given(
     st.integers(0, 63), st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(0, 0.5), st.floats(0, 1)
 )
-def test_the_scalar_never_reorders_different_scores(hits, ll_low, ll_high, sliding, gamma):
+def test_the_scalar_loss_keeps_the_order_of_scores(hits, ll_low, ll_high, sliding, gamma):
     loss = Loss(Anchors(sliding, 1.0), gamma=gamma)
     task = Problem(4, 2, 9, lambda bits: None, loss, break_ties=True, quantum=1 / 64)
     worse = Value(loss.value(hits / 64, 2, 2, 4), -ll_low)
@@ -300,7 +303,7 @@ def test_the_scalar_never_reorders_different_scores(hits, ll_low, ll_high, slidi
 
 
 @given(st.integers(1, 12), st.data())
-def test_completion_meets_the_quota_and_keeps_what_it_can(size, data):
+def test_completion_meets_the_quota_with_the_fewest_changes(size, data):
     bits = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
     quota = data.draw(st.integers(0, size))
     order = np.array(data.draw(st.permutations(range(size))))
