@@ -1,4 +1,4 @@
-"""Sequences that are split over gloo processes: attention, losses and gradients as in one."""
+"""Sequences split over gloo processes: attention, losses and gradients equal those of one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WINDOWS: list[list[int | None]] = [
 
 
 def _documents(length: int) -> Tensor:
-    """Of one row many borders, some close together; of the other one."""
+    """Borders of one row: many documents, some borders close together; of the other row, one."""
     begins = torch.zeros(ROWS, length, dtype=torch.long)
     generator = torch.Generator().manual_seed(0)
     begins[0, torch.randperm(length, generator=generator)[:9]] = 1
@@ -57,7 +57,7 @@ def compare_attention(
     backend: str,
     communicator: Communicator,
 ) -> None:
-    """Outputs and all gradients, and the bytes against the formula."""
+    """Compare outputs and all gradients, and the bytes with the formula."""
     size, rank = communicator.ranks, communicator.rank
     length = 2 * size * CHUNK
     split = ContextSplit(length, size)
@@ -113,12 +113,12 @@ def attention_on_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_split_attention_is_that_of_one_process(ranks: int) -> None:
+def test_split_attention_equals_that_of_one_process(ranks: int) -> None:
     on_ranks(ranks, f"{__name__}:attention_on_ranks")
 
 
 def compare_models(family: str, shared: ContextParallel) -> None:
-    """One row has two documents, whose sinks are their own."""
+    """One row has two documents, each with its own sinks."""
     base = small_model(family)
     hybrid = materialize(base, mask_of(base.config), Window(5, 2)).eval()
     hybrid.requires_grad_()
@@ -174,7 +174,7 @@ def models_on_ranks(*families: str) -> None:
     score_needles(shared)
 
 
-def test_models_on_split_sequences_are_those_of_one_process() -> None:
+def test_models_on_split_sequences_equal_those_of_one_process() -> None:
     """Of every family whose sequences may be split, and whose attention is not another's."""
     families = [name for name in SAMPLE if split_fault(small_config(name)) is None]
     assert len(families) > 35
@@ -194,10 +194,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, 4, "fsdp", {"teacher": "original", "teacher_tokens": 0.5, "teacher_weight": 0.7}),
     ],
 )
-def test_training_on_split_sequences_is_that_of_one_process(
+def test_training_on_split_sequences_equals_that_of_one_process(
     case: Path, tmp_path: Path, ranks: int, split: int, sharding: str, train: dict[str, Any]
 ) -> None:
-    """Of 32 tokens, 8 or 4 to a chunk, with a window of 6."""
+    """With 32 tokens, 8 or 4 to a chunk, and a window of 6."""
     changes: dict[str, Any] = {
         "train": {**train, "total_tokens": 384, "checkpoint_tokens": []},
         "runtime": {"heldout_every_steps": 1, "heldout_sequences": 3, "micro_batch_size": 1},

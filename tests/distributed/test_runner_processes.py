@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.test_command_line import wait_for
 from tests.pipeline_case import ROOT, Case, gone
 
-# Of other launchers: Slurm with PMI, Kubernetes with a service named "master", accelerate.
+# Variables of other launchers: Slurm with PMI, Kubernetes with a service "master", accelerate.
 _OF_ANOTHER_LAUNCHER = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "PMI_RANK": "3",
     "PMI_SIZE": "8", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "tcp://10.0.0.1:2222",
@@ -23,8 +23,8 @@ _OF_ANOTHER_LAUNCHER = {
 }  # fmt: skip
 
 
-def test_two_processes_of_one_stage(case: Case) -> None:
-    """Stages know only the processes that they were started on."""
+def test_two_processes_run_one_stage(case: Case) -> None:
+    """Stages only know the processes that they were started on."""
     case.make("original")
     command = case.command("run", "runtime.processes=2", "--until", "train", distributed=True)
     environment = case.environment(**_OF_ANOTHER_LAUNCHER)
@@ -82,8 +82,8 @@ def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_frozen_process_is_lost_whatever_the_others_do(case: Case) -> None:
-    """Here they are in no collective: one sleeps, the other was stopped."""
+def test_a_frozen_process_counts_as_lost_whatever_the_others_do(case: Case) -> None:
+    """They are in no collective here: one sleeps, the other was stopped."""
     case.make("original")
     run = case.start(
         "run", "runtime.processes=2", "runtime.collective_timeout_minutes=0.05",

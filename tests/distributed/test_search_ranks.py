@@ -1,4 +1,4 @@
-"""The search on two processes, which share examples, one model or each sequence, and a kill."""
+"""The search on two processes that share examples, a model or each sequence, with a kill."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read(folders, name):
 def search_or_die(
     config: StageConfig, inputs: Mapping[str, Path], work_dir: Path
 ) -> dict[str, Any]:
-    """The search, whose second rank dies at KILL_AT evaluations, where that is set."""
+    """The search; its second rank dies after KILL_AT evaluations, if set."""
     append = EvaluationLog.append
 
     def append_or_die(self: Any, mask: Any, evaluation: Any, stage: str) -> None:
@@ -109,9 +109,9 @@ def test_two_ranks_find_what_one_finds_also_after_a_kill(case):
     ],
 )  # fmt: skip
 def test_two_processes_find_what_one_finds(section, parallel, numerics, case):
-    """Gradients, swaps, the ends of evaluations that lose, and examples held out.
+    """Gradients, swaps, evaluations that end early, and held-out examples.
 
-    To the bit where each process measures examples of its own.
+    Bit for bit if each process measures its own examples.
     """
     base, inputs, folders = case
     search.run(config_of(base, section), inputs, folders[0])
@@ -147,7 +147,7 @@ def test_two_processes_find_what_one_finds(section, parallel, numerics, case):
 
 
 def masks() -> list[tuple[HeadMask, int]]:
-    """Masks with the layers that the next ones share, so that every kind of reuse occurs."""
+    """Masks, each with the layers it shares with later ones, so that every kind of reuse occurs."""
     top = [[True] * 4, [True, True, False, False], [False] * 4, [False, False, True, True]]
     first, second = random_mask(0), random_mask(2)
     return [
@@ -158,7 +158,7 @@ def masks() -> list[tuple[HeadMask, int]]:
 
 
 def measured(model: Any, ranks: Any = None) -> dict[str, Any]:
-    """Everything that is asked of a model in a search."""
+    """Every measurement that a search requests of a model."""
     prepare_for_search(model)
     data = CalibrationSet.from_records((tokens(1, n, seed=n)[0].tolist(), 2) for n in (40, 33, 37))
     objective = Objective(model, data, Window(WINDOW), batch_size=2, ranks=ranks)
@@ -209,7 +209,7 @@ def families(
     return {}
 
 
-def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_path):
+def test_sharded_models_of_every_kind_of_plan_equal_the_whole_model(tmp_path):
     inputs = {family: tmp_path / family for family in FAMILIES}
     for family, folder in inputs.items():
         small_model(family).save_pretrained(folder)
@@ -224,7 +224,7 @@ def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_pa
         assert result["agree"]
         assert result["scores"] == expected["scores"]
         assert result["fingerprint"] == expected["fingerprint"]
-        if result["reuse"]:  # where queries are gathered, reuse may not be exact and then stays off
+        if result["reuse"]:  # if queries are gathered, reuse may be inexact and then stays off
             np.testing.assert_allclose(result["work"], expected["work"])
         assert result["reuse"] or family not in ("qwen3", "qwen3_moe")
         np.testing.assert_allclose(result["log_likelihoods"], expected["log_likelihoods"], **close)
@@ -237,7 +237,7 @@ def test_shards_of_every_kind_of_plan_give_the_numbers_of_the_whole_model(tmp_pa
         assert result["held"] == [[[rows // 2, columns], heads]] * 2
 
 
-def test_what_cannot_be_sharded_is_refused_in_a_sentence(tmp_path, monkeypatch):
+def test_models_that_cannot_be_sharded_are_refused_in_a_sentence(tmp_path, monkeypatch):
     small_model("qwen3").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="4 KV heads cannot be divided among 3 processes"):
         sharding.load_sharded(tmp_path, Ranks(shards=3), dtype="float32")
@@ -253,6 +253,6 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(tmp_path, monkeypatch):
         sharding.load_sharded(tmp_path, Ranks(shards=2), dtype="float32")
 
 
-def test_a_model_that_is_not_really_sharded_is_found():
+def test_a_model_that_is_not_really_sharded_is_refused():
     with pytest.raises(RunError, match="instead of 1 in 2"):
         sharding.check_shards(small_model("qwen3"), 2)

@@ -1,4 +1,4 @@
-"""Search and evaluation that gloo processes share: the results of one."""
+"""Search and evaluation shared by gloo processes give the results of one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TOKENIZER: Any = SimpleNamespace(
 
 
 def masks(layers: int, heads: int) -> list[tuple[HeadMask, int]]:
-    """Masks of this menu, each with the layers that the next ones share."""
+    """Masks with the windows of this menu, each with the layers it shares with later ones."""
     generator = np.random.default_rng(0)
     choices, tops = generator.integers(0, 3, (layers, heads)), generator.integers(0, 3, (4, heads))
     drawn = [(HeadMask.all_full(layers, heads), 0)]
@@ -80,7 +80,7 @@ def compare_search(family: str, split: ContextParallel) -> None:
 
 
 def count_bytes(split: ContextParallel) -> None:
-    """Of a pass and of a gradient, against the formula, all ranks together."""
+    """Bytes of a pass and of a gradient, compared with the formula, over all ranks."""
     model: Any = small_model("qwen3")
     prepare_for_search(model)
     length = 48
@@ -100,7 +100,7 @@ def count_bytes(split: ContextParallel) -> None:
         )
 
     every = [dict.fromkeys((None, *MENU), heads)] * layers
-    # Activations are computed again; what the first layer is sent has no gradient.
+    # Activations are computed again; what the first layer receives has no gradient.
     for run, expected in (
         (lambda: objective.evaluate(mask), sent(mask.heads_per_layer(MENU))),
         (lambda: objective.gate_gradient(mask), 2 * sent(every) + sent(every[1:])),
@@ -109,7 +109,7 @@ def count_bytes(split: ContextParallel) -> None:
         run()
         total = torch.tensor(split.communicator.sent_bytes)
         dist.all_reduce(total)
-        # Beside them the states at the answer, or the gradients of the gates.
+        # And the states at the answer, or the gradients of the gates.
         assert expected < total <= 1.05 * expected, (int(total), expected)
 
 
@@ -122,7 +122,7 @@ def search_on_ranks(*families: str) -> None:
 
 
 def compare_reading(model: Any, shared: SharedReading, name: str) -> None:
-    """Caches, bytes that they hold, generated tokens and losses of a model."""
+    """Compare caches, their bytes, generated tokens and losses of a model."""
     for lengths in LENGTHS:
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
         for row, length in enumerate(lengths):
@@ -160,7 +160,7 @@ def compare_reading(model: Any, shared: SharedReading, name: str) -> None:
 
 
 def reading_on_ranks(*families: str) -> None:
-    """Of each family the original, and hybrids with one window and with two."""
+    """For each family the original, and hybrids with one window and with two."""
     torch.set_num_threads(1)
     shared = SharedReading()
     for family in families:
@@ -177,13 +177,13 @@ def reading_on_ranks(*families: str) -> None:
 
 
 @pytest.mark.parametrize("work", ["search", "reading"])
-def test_split_sequences_give_what_one_process_gives(work: str) -> None:
-    """Gemma 2 has layers with windows of their own and capped scores."""
+def test_split_sequences_give_the_results_of_one_process(work: str) -> None:
+    """Gemma 2 has layers with windows of their own and capped logits."""
     on_ranks(2, f"{__name__}:{work}_on_ranks", "qwen3", "gemma2")
 
 
 def test_an_evaluation_by_two_processes_gives_the_answers_of_one(tmp_path: Path) -> None:
-    """To the bit where each has samples of its own; splitting a prompt rounds otherwise."""
+    """Bit for bit if each has its own samples; split prompts are rounded differently."""
     model = save_tiny_model(tmp_path / "model")
     section = EvaluateConfig.model_validate(
         {

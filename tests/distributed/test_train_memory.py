@@ -43,7 +43,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held_by(function: str, case: Path, work_dir: Path, **changes: Any) -> list[dict[str, Any]]:
-    """What a function below writes on each of two ranks."""
+    """The result that a function below writes on each of two ranks."""
     done = train_in_processes(case, work_dir, 2, module=f"{__name__}:{function}", **changes)
     assert done.returncode == 0, done.stderr
     return [json.loads((work_dir / f"held.{rank}.json").read_text()) for rank in (0, 1)]
@@ -56,7 +56,7 @@ def say(work_dir: Path, held: dict[str, Any]) -> None:
 def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs(
     case: Path, tmp_path: Path
 ) -> None:
-    """The same bytes after every micro-batch: half of the model in float32, for two ranks."""
+    """Equal bytes after every micro-batch: half of the model in float32 on each of two ranks."""
     weights = load_file(case / "materialize" / "model" / "model.safetensors")
     parameters = sum(value.numel() for value in weights.values())
     layers, hidden = 2, 32
@@ -84,7 +84,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def gradient_bytes() -> int:
-    """Bytes of gradients that wait for the optimiser, whole ones that FSDP sets aside included."""
+    """Bytes of gradients that wait for the optimiser, including whole ones that FSDP sets aside."""
     alive = gc.get_objects()
     tensors = [one for one in alive if issubclass(type(one), torch.Tensor)]
     gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
@@ -95,7 +95,7 @@ def gradient_bytes() -> int:
 
 
 def measured_steps(*_: str) -> None:
-    """Train, and note gradients after each micro-batch, and inputs and outputs of layers."""
+    """Train, recording gradients after each micro-batch, and inputs and outputs of layers."""
     held: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
     loss_of, backward = Loop.loss_of, Accelerator.backward
 
@@ -147,10 +147,10 @@ def large(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks need Linux's /proc")
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
-def test_loading_takes_little_more_than_one_bf16_model_per_node(
+def test_loading_needs_little_more_than_one_bf16_model_per_node(
     large: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """Beyond the float32 shards the ranks keep, which on a GPU are not in the host's memory."""
+    """Apart from the float32 shards that the ranks keep, which with a GPU are in its memory."""
     runtime = {"sharding": sharding, "micro_batch_size": 1}
     ranks = held_by("measured_load", large, tmp_path, runtime=runtime)
     parameters = ranks[0]["parameters"]
@@ -165,7 +165,7 @@ def test_loading_takes_little_more_than_one_bf16_model_per_node(
 def measured_load(case: str, work_dir: str, changes: str) -> None:
     """Load a model for training; resident bytes since the load began, and parameters.
 
-    A weight that is freed is given back: it lies in a mapping of its own.
+    Every weight has its own mapping, so that a freed one is returned to the system.
     """
     # Without it glibc raises the threshold to the size of what was freed first, and pieces that
     # are kept hold together what was freed between them: as much as the shards themselves.

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit status, sentences, no traceback, kill and resume."""
+"""The command line as users meet it: exit status, sentences, no traceback, kill and resume."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def wait_for(path: Path, seconds: float = 60) -> str:
 
 
 def imports_of(stderr: str) -> set[str]:
-    """Top-level modules in what PYTHONPROFILEIMPORTTIME made Python print."""
+    """Top-level modules in the output of Python with PYTHONPROFILEIMPORTTIME."""
     lines = [line for line in stderr.splitlines() if line.startswith("import time:")]
     return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
-def test_run_status_and_a_second_run(case: Case) -> None:
-    time.sleep(0.1)  # a hash is remembered only of a file that has settled
+def test_run_and_status_and_a_second_run_with_nothing_to_do(case: Case) -> None:
+    time.sleep(0.1)  # a hash is kept only if the file has not just changed
     assert "never made" in case.fork("run", "--dry-run").stdout
     assert not case.runs.exists()
     first = case.fork("run")
@@ -42,7 +42,7 @@ def test_run_status_and_a_second_run(case: Case) -> None:
     assert "pydantic" in imports_of(second.stderr) and "torch" not in imports_of(second.stderr)
     assert second.stdout.startswith("tiny: nothing to do; 7 stages are up to date")
     assert "nothing to do; 1 stage is up to" in case.fork("run", "--until", "prepare").stdout
-    # Of the first of two nodes, which gives the other one no sign of life.
+    # On the first of two nodes, which sends the other one no heartbeat.
     nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     dry = case.fork("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **nodes)
     assert not list(case.runs.rglob("first_node.json"))
@@ -57,8 +57,8 @@ def test_run_status_and_a_second_run(case: Case) -> None:
     assert (case.output("search") / "stage.log").exists()
 
 
-def test_a_run_whose_scores_are_incomplete_ends_with_1(case: Case) -> None:
-    """Every time, so that a script sees it; the results are there."""
+def test_a_run_with_missing_scores_ends_with_1(case: Case) -> None:
+    """Every time, so that a script notices; the results are published."""
     missing = '{"harness": {"gsm8k": "its data could not be read"}}'
     for environment in ({"FAKE_MISSING": missing}, {}):
         done = case.fork("run", **environment)
@@ -79,7 +79,7 @@ def test_a_run_whose_scores_are_incomplete_ends_with_1(case: Case) -> None:
         ("stopped", 1, "error: search: unexpected _StoppedWhileToldError: boom; the traceback is "),
     ],
 )
-def test_failures_are_one_sentence(case: Case, kind: str, status: int, sentence: str) -> None:
+def test_a_failure_prints_one_sentence(case: Case, kind: str, status: int, sentence: str) -> None:
     done = case.fork("run", FAKE_FAIL=f"search={kind}")
     assert done.returncode == status
     assert sentence in done.stderr
@@ -106,7 +106,7 @@ def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
     assert plain.stderr == "error: no/such.yaml: there is no such recipe file\n"
 
 
-def test_kill_and_the_same_command_again(case: Case) -> None:
+def test_a_killed_run_resumes_with_the_same_command(case: Case) -> None:
     run = subprocess.Popen(
         case.command("run"), env=case.environment(FAKE_SLEEP="search=60"), stdout=subprocess.DEVNULL
     )
@@ -137,7 +137,7 @@ def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status:
 
 
 @pytest.mark.parametrize(("signum", "processes"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
-def test_a_stage_may_take_its_time_to_save_when_it_is_stopped(
+def test_a_stopped_stage_may_take_its_time_to_save(
     case: Case, signum: signal.Signals, processes: int
 ) -> None:
     case.make("original")
@@ -156,10 +156,10 @@ def test_a_stage_may_take_its_time_to_save_when_it_is_stopped(
 @pytest.mark.parametrize(
     ("hang_up", "status"), [(signal.SIG_DFL, REQUEUE_STATUS), (signal.SIG_IGN, 0)]
 )
-def test_a_terminal_that_closes_stops_a_run_but_not_under_nohup(
+def test_closing_the_terminal_stops_a_run_but_not_under_nohup(
     case: Case, hang_up: signal.Handlers, status: int
 ) -> None:
-    """It tells every process of the run, twice: once by the shell, once when that has ended."""
+    """Every process gets SIGHUP twice: from the shell, and when the shell has ended."""
     case.make("original")
     run = subprocess.Popen(
         case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
@@ -185,12 +185,12 @@ def test_a_terminal_that_closes_stops_a_run_but_not_under_nohup(
         ([76], "9", 76, True),
         ([76], "10", 76, False),
         ([2], "", 2, False),
-        # srun kills the other node, which then ends with 143 and would count as stopped.
+        # srun kills the other node, which ends with 143 and would count as stopped.
         ([1, 143], "", 1, False),
         ([76, 143], "", 76, True),
     ],
 )
-def test_slurm_queues_a_stopped_job_again_but_not_for_ever(
+def test_slurm_requeues_a_stopped_job_a_limited_number_of_times(
     tmp_path: Path, statuses: list[int], restarts: str, expected: int, requeued: bool
 ) -> None:
     """`srun` here runs one node after the other and ends with the highest status, as Slurm's."""
@@ -229,7 +229,7 @@ exit $highest""",
     assert not (tmp_path / "bosch-7.status").exists()
 
 
-def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:
+def test_processes_that_a_stage_left_behind_are_ended(case: Case) -> None:
     run = case.start("run", FAKE_SLEEP="search=60", FAKE_HELPER="search")
     wait_for(case.folder / "search.0")
     helper = int(wait_for(case.folder / "helper"))
@@ -240,7 +240,7 @@ def test_helpers_a_stage_left_behind_are_ended(case: Case) -> None:
     assert gone(helper)
 
 
-def test_scripts_say_how_they_are_used() -> None:
+def test_scripts_print_their_usage() -> None:
     bare = subprocess.run([ROOT / "launch/torchrun.sh"], capture_output=True, text=True)
     assert bare.returncode == 2
     assert "launch/torchrun.sh RECIPE" in bare.stderr
@@ -252,7 +252,9 @@ def test_scripts_say_how_they_are_used() -> None:
 
 
 @pytest.mark.parametrize("count", ["abc", "-1", "3.5"])
-def test_an_invalid_count_of_requeues_is_refused_before_the_job(tmp_path: Path, count: str) -> None:
+def test_an_invalid_number_of_requeues_is_refused_before_the_job(
+    tmp_path: Path, count: str
+) -> None:
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch/torchrun.sh").touch()  # what makes it a checkout; nothing can be started
     job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "BOSCH_REQUEUES": count}

@@ -87,7 +87,7 @@ def evaluated(stages):
     return summary, work
 
 
-def test_scores_have_the_promised_form(evaluated):
+def test_scores_have_the_documented_form(evaluated):
     summary, work = evaluated
     scores = json.loads((work / "scores.json").read_text())
     assert list(scores["checkpoints"]) == ["original", "hybrid", "tokens-900", "tokens-1000"]
@@ -104,7 +104,7 @@ def test_scores_have_the_promised_form(evaluated):
         assert summary[name]["needle"] == table["average"]
 
 
-def test_the_original_model_is_scored_without_anything_of_the_recipe(stages, evaluated):
+def test_the_original_model_is_scored_without_mask_and_data_of_the_recipe(stages, evaluated):
     scores = Scores.read(stages / "original")
     assert list(scores.checkpoints) == ["original"]
     evaluation = Scores.read(evaluated[1])
@@ -112,7 +112,7 @@ def test_the_original_model_is_scored_without_anything_of_the_recipe(stages, eva
     assert evaluation.corpus == scores.corpus
 
 
-def test_every_sample_is_kept_and_no_two_models_answer_alike(stages, evaluated):
+def test_every_answer_is_kept_and_no_two_models_answer_alike(stages, evaluated):
     lines = [*read_samples(stages / "original"), *read_samples(evaluated[1])]
     assert len(lines) == 4 * 2 * 2 * 3
     assert len({(r["checkpoint"], r["task"], r["length"], r["index"]) for r in lines}) == len(lines)
@@ -124,8 +124,8 @@ def test_every_sample_is_kept_and_no_two_models_answer_alike(stages, evaluated):
     assert not (evaluated[1] / "answers").exists()
 
 
-def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, tmp_path):
-    """Of the search's ratio and window; their masks are kept."""
+def test_rivals_are_scored_with_the_masks_of_their_methods(stages, tmp_path):
+    """With the search's ratio and window; their masks are kept."""
     section = SECTION.model_copy(update={"rivals": ["intr", "dcam"], "windows": [32, 512]})
     search = SearchConfig(method="bosch", swa_ratio=0.75, window_size=32, sinks=1)
     config = replace(
@@ -156,11 +156,11 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
     # The materialized hybrid happens to have the rule's mask.
     assert HeadMaskFile.load(work / "rivals" / "intr.json").mask.swa_kv_heads == [[0, 1], [1]]
     assert outputs["intr"] == outputs["hybrid"]
-    # A window longer than the samples leaves the original model.
+    # A window longer than the samples gives the original model.
     answers = [r["output"] for r in read_samples(stages / "original")]
     assert outputs["intr"] != answers
     assert [outputs[name] for name in windows] == [answers] * 3
-    # Another run finds the answers.
+    # Another run reuses the answers.
     again = tmp_path / "again"
     again.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -169,8 +169,8 @@ def test_rivals_are_scored_under_the_masks_that_the_search_methods_give(stages, 
     assert Scores.read(again).checkpoints["dcam"] == scores.checkpoints["dcam"]
 
 
-def test_a_lost_rank_is_reported_as_lost(stages, tmp_path, monkeypatch):
-    """Wherever ranks wait for each other: at the masks of the rivals, and at the answers."""
+def test_a_lost_rank_is_reported_wherever_ranks_wait(stages, tmp_path, monkeypatch):
+    """At the masks of rivals, and at the answers."""
 
     class Two:
         is_main_process, process_index, num_processes = True, 0, 2
@@ -186,7 +186,7 @@ def test_a_lost_rank_is_reported_as_lost(stages, tmp_path, monkeypatch):
     for module in (models, rivals):
         monkeypatch.setattr(module, "process_state", lambda _: Two())
     monkeypatch.setattr(rivals, "broadcast_object_list", broken)
-    # There is a group, which is gone when the other ranks are asked for.
+    # The process group exists at first, and is gone when the other ranks are asked.
     joined = itertools.cycle([True, False])
     monkeypatch.setattr("bosch.ranks.dist.is_initialized", lambda: next(joined))
     for methods in ([], ["intr"]):
@@ -199,8 +199,8 @@ def test_a_lost_rank_is_reported_as_lost(stages, tmp_path, monkeypatch):
             evaluate.run(config, _inputs(stages), tmp_path)
 
 
-def test_a_killed_run_resumes(stages, evaluated, tmp_path, monkeypatch):
-    """A second attempt asks only what is missing and ends with the same scores."""
+def test_a_killed_run_resumes_to_the_same_bytes(stages, evaluated, tmp_path, monkeypatch):
+    """A second attempt computes only missing answers and ends with the same scores."""
     real, batches = suite.generate, []
 
     def failing(*args, **kwargs):
@@ -224,13 +224,13 @@ def test_a_killed_run_resumes(stages, evaluated, tmp_path, monkeypatch):
 
     monkeypatch.setattr(suite, "generate", counting)
     evaluate.run(config, _inputs(stages), tmp_path)
-    # One record was torn: it is asked again, and nothing else that was answered.
+    # One record was torn: only its sample is asked again.
     assert sum(questions) == 3 * 2 * 2 * 3 - sum(batches) + 1
     assert (tmp_path / "scores.json").read_text() == (evaluated[1] / "scores.json").read_text()
     assert list(read_samples(tmp_path)) == list(read_samples(evaluated[1]))
 
 
-def test_finished_run_does_nothing(stages, evaluated, monkeypatch):
+def test_a_finished_run_does_nothing(stages, evaluated, monkeypatch):
     monkeypatch.setattr(models, "load_evaluated", lambda *args: pytest.fail("loaded a model"))
     assert (
         evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), evaluated[1])
@@ -248,7 +248,7 @@ def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monke
         evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), tmp_path)
 
 
-def test_a_hybrid_is_loaded_in_memory_for_one_model(stages) -> None:
+def test_a_hybrid_needs_the_memory_of_one_model(stages) -> None:
     file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
     config = _config(SECTION, stages / "model")
     one = Evaluated("hybrid", config.model, mask=file)
@@ -258,7 +258,7 @@ def test_a_hybrid_is_loaded_in_memory_for_one_model(stages) -> None:
     assert held.peak - held.before < sum(weights) + 2 * max(weights)
 
 
-def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_path, monkeypatch):
+def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, monkeypatch):
     """The chosen one under the model's own name, the others by their share of the KV slots."""
     front = nested_front(2, 2, [Window(32, 1)], points=3, context=400, chosen=1)
     slots = [point.kv_slots for point in front.points]
@@ -304,7 +304,7 @@ def test_a_directory_is_scored_at_the_budgets_that_the_recipe_names(stages, tmp_
     for one in every:
         loaded = models.load_evaluated(config, one, torch.device("cpu"))
         assert loaded.kv_budget == one.kv_budget
-    # The command evaluate asks the budgets of a directory, too.
+    # The command evaluate scores the budgets of a directory, too.
     hybrid = tmp_path / "materialize" / "model"
     shutil.copytree(stages / "prepare" / "tokenizer", hybrid, dirs_exist_ok=True)
     monkeypatch.setattr(

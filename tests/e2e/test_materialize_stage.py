@@ -49,7 +49,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def _budget_of(front: Front, index: int) -> dict[str, Any]:
-    """The sections of a recipe whose budget takes this point."""
+    """The sections of a recipe whose budget selects this point."""
     share = front.points[index].kv_slots / (4 * front.context)
     budget = {"kv_cache": f"{share + 1e-3:.4f} @ {front.context}"}
     prepare = {"train_tokens": 128, "sources": [{"name": "library", "kind": "python_docs"}]}
@@ -77,7 +77,9 @@ def _run(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_writes_a_model_anyone_can_load(base: Path, tmp_path: Path, dtype: Any) -> None:
+def test_the_stage_writes_a_model_that_anyone_can_load(
+    base: Path, tmp_path: Path, dtype: Any
+) -> None:
     summary = _run(base, tmp_path, dtype)
     folder = tmp_path / "work" / "model"
     assert json.loads((tmp_path / "work" / "summary.json").read_text()) == summary
@@ -108,7 +110,7 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     front_text, card = (folder / "README.md").read_text().removeprefix("---").split("\n---\n", 1)
     front = yaml.safe_load(front_text)
     assert (front["license"], front["license_name"]) == ("other", "some-licence")
-    assert "base_model" not in front  # a directory of this machine means nothing elsewhere
+    assert "base_model" not in front  # a local directory means nothing on other machines
     assert str(tmp_path) not in card
     for sentence in (
         "some-licence",
@@ -124,14 +126,14 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
     assert "| sinks | 2 |" in card and "| its score in the search | unknown |" in card
 
 
-def test_the_card_of_several_windows_tells_them_apart_and_one_of_the_hub_its_base() -> None:
+def test_the_card_names_several_windows_and_the_base_on_the_hub() -> None:
     mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
     file = HeadMaskFile.of(
         mask, windows, model="m", method="given", swa_ratio=0.7, score=0.8125, seed=4,
         sink_bias=[[0.5] * 4] * 2,
     )  # fmt: skip
     card = model_card(file, ModelConfig(path="org/model"), NUMBERS, [0, 1], {"license": "mit"})
-    # The share that slides, not the one that was asked for.
+    # The share of sliding heads in the mask, not the requested one.
     assert "a share of 0.75 sees" in card
     assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
@@ -143,7 +145,7 @@ def test_the_card_of_several_windows_tells_them_apart_and_one_of_the_hub_its_bas
     assert "org/model (abc)" in card and "not stated" in card
 
 
-def test_the_card_tells_decided_layers_from_those_with_windows_or_states_of_their_own() -> None:
+def test_the_card_lists_searched_layers_and_those_with_windows_or_states_of_their_own() -> None:
     own = [{"heads": 4, "window": 5, "bytes_per_head": 64}]
     numbers = NUMBERS | {"own_windows": own, "state_bytes": 8}
     card = model_card(_mask(), ModelConfig(path="org/model"), numbers, [5, 11], {})
@@ -156,7 +158,7 @@ def test_the_card_tells_decided_layers_from_those_with_windows_or_states_of_thei
 @pytest.mark.parametrize(
     "readme", [None, b"# Base", b"---\n: [\n---\n", b"---\n- a\n---\n", b"\xff"]
 )
-def test_a_base_card_without_licence_is_no_fault(readme: bytes | None, tmp_path: Path) -> None:
+def test_a_base_card_without_licence_is_accepted(readme: bytes | None, tmp_path: Path) -> None:
     if readme is not None:
         (tmp_path / "README.md").write_bytes(readme)
     assert base_licence(ModelConfig(path=str(tmp_path))) == {}
@@ -193,10 +195,10 @@ def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Pat
     assert (file.method, file.score, file.seed) == ("front", front.points[2].score, front.seed)
 
 
-def test_a_budget_that_computes_something_else_is_not_accepted(
+def test_a_budget_whose_logits_differ_is_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chosen one may be right while another, whose heads stand elsewhere, is not."""
+    """The chosen budget may be right while another, with other heads, is not."""
     front = nested_front(2, 2, [Window(WINDOW)], points=3, context=100, chosen=0)
     order = [row[::-1] for row in front.head_order()]
     (tmp_path / "search").mkdir()
@@ -206,7 +208,7 @@ def test_a_budget_that_computes_something_else_is_not_accepted(
         _run(base, tmp_path, upstream=_budget_of(front, 0))
 
 
-def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
+def test_the_summary_states_memory(base: Path, tmp_path: Path) -> None:
     budget = {"bytes": "8KiB @ 100"}
     search = SearchConfig(method="rand", window_size=WINDOW, sinks=2, budget=budget)
     summary = _run(base, tmp_path, upstream={"search": search})
@@ -215,7 +217,7 @@ def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
         "engine": "generate", "ranks": 1, "tokens": 100, "bytes": 32 * (100 + 3 * 17),
         "original": 32 * 400, "allowed": 8192,
     }  # fmt: skip
-    assert summary["check"]["tokens"] == 2 * (WINDOW + 64)  # a window, and what lies behind it
+    assert summary["check"]["tokens"] == 2 * (WINDOW + 64)  # the window, and the tokens before it
     assert summary["check"]["precision"] == "float32"
     per_head = 2 * 8 * 4  # keys and values, head dimension 8, float32
     assert summary["kv_cache_bytes_per_token_before"] == 4 * per_head
@@ -229,7 +231,7 @@ def test_summary_counts_memory(base: Path, tmp_path: Path) -> None:
     assert held_bytes(cache) == 100 * per_head + summary["sliding_bytes_constant"]
 
 
-def test_base_and_hybrid_are_not_held_together(
+def test_base_and_hybrid_are_not_in_memory_together(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emptied = []
@@ -245,7 +247,7 @@ def test_base_and_hybrid_are_not_held_together(
     assert emptied == [True]
 
 
-def test_starts_over_what_a_killed_run_left(base: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_replaced(base: Path, tmp_path: Path) -> None:
     leftovers = tmp_path / "work" / "model"
     leftovers.mkdir(parents=True)
     (leftovers / "model.safetensors").write_bytes(b"half")
@@ -264,7 +266,7 @@ def test_a_base_that_changes_while_it_is_read_is_not_published(base: Path, tmp_p
     assert not (tmp_path / "work" / "model").exists()
 
 
-def test_a_model_that_computes_something_else_is_not_accepted(
+def test_a_model_whose_logits_differ_is_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(model: Any, *_: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -280,7 +282,7 @@ def test_a_model_that_computes_something_else_is_not_accepted(
     assert not (tmp_path / "work" / "summary.json").exists()
 
 
-def test_a_wrong_window_shows_behind_many_sinks(
+def test_a_wrong_window_is_noticed_despite_many_sinks(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = materialize.materialize
@@ -297,7 +299,7 @@ def test_a_wrong_window_shows_behind_many_sinks(
         _run(base, tmp_path, mask=mask)
 
 
-def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
+def test_faults_of_the_input_are_reported(base: Path, tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     for layers, heads in ((3, 2), (2, 4)):
         front = nested_front(layers, heads, [Window(WINDOW)], context=100, chosen=None)
@@ -326,7 +328,7 @@ def test_faults_of_the_input_are_named(base: Path, tmp_path: Path) -> None:
 def test_logits_may_differ_by_the_tolerance_and_no_more(
     actual: list[Any], expected: list[Any], difference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a share of the expected ones' root mean square, where that is not 0."""
+    """As a share of the expected ones' root mean square, unless that is 0."""
     own, other = torch.tensor([actual]), torch.tensor([expected])
     monkeypatch.setitem(materialize.TOLERANCE, "float32", difference)
     found = materialize.compare_logits(own, other, "float32")

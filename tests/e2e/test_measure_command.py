@@ -1,4 +1,4 @@
-"""`bosch measure` as a user meets it."""
+"""`bosch measure` as users meet it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("measure") / "model")
 
 
-def test_a_report_in_which_the_original_has_no_memory(model: Path, tmp_path: Path) -> None:
+def test_a_report_in_which_the_original_ran_out_of_memory(model: Path, tmp_path: Path) -> None:
     for name in model.iterdir():
         if name.name != "config.json":
             name.unlink()  # with random weights nothing else is needed

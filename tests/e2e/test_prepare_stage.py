@@ -35,7 +35,7 @@ def corpus(tmp_path):
 
 @pytest.fixture(autouse=True)
 def prose(monkeypatch):
-    """Of pydoc's topics, which each Python words anew, the documents' lengths depend."""
+    """Fixed words in place of pydoc's topics, which differ by Python version."""
     words = ["some", "words", "of", "a", "text"] * 1000
     monkeypatch.setattr(retrieval, "haystack_words", lambda folder: words)
 
@@ -68,7 +68,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_outputs(model, corpus, tmp_path):
+def test_outputs_have_their_documented_form(model, corpus, tmp_path):
     sources = [
         {"name": "mine", "kind": "text", "path": str(corpus / "*.txt"), "weight": 3},
         {"name": "made", "kind": "retrieval", "weight": 1},
@@ -76,7 +76,7 @@ def test_outputs(model, corpus, tmp_path):
     out = run(config(model, sources), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
     assert statistics["sequences"] == 47 and statistics["tokens"] == 47 * 64
-    # As `plan` says beforehand: what fills no whole sequence takes one more.
+    # As `plan` states beforehand: tokens that fill no whole sequence take one more.
     loaded = SimpleNamespace(recipe={PrepareConfig: config(model, sources).section})
     planned = call("stages.prepare.stage:cost", loaded, None)
     assert planned.facts[0] == "3,008 tokens in 47 sequences of 64"
@@ -102,7 +102,7 @@ def test_outputs(model, corpus, tmp_path):
 
 
 def test_a_token_without_an_embedding_is_refused_before_the_search(model, corpus, tmp_path):
-    """The tokenizer grew and the model did not: training would end in an index error."""
+    """A tokenizer with more tokens than the model; training would end in an index error."""
     grown = shutil.copytree(model, tmp_path / "grown")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["Document"])
@@ -112,8 +112,9 @@ def test_a_token_without_an_embedding_is_refused_before_the_search(model, corpus
 
 
 @pytest.mark.parametrize(("length", "share"), [(3000, 0), (290, 3.56), (200, None)])
-def test_a_source_far_below_its_share_is_named(model, corpus, tmp_path, caplog, length, share):
-    """Below half of it."""
+def test_a_source_below_half_of_its_share_is_reported(
+    model, corpus, tmp_path, caplog, length, share
+):
     (tmp_path / "long.txt").write_text("One document. " * length)
     sources = [
         {"name": "long", "kind": "text", "path": str(tmp_path / "long.txt")},
@@ -142,8 +143,8 @@ def test_bytes_of_a_repeated_source_count_as_often_as_it_is_read(model, tmp_path
     assert statistics["bytes_per_token"] == pytest.approx(size / len(flat), rel=0.02)
 
 
-def test_training_data_is_the_documents(model, corpus, tmp_path):
-    """With room for all that the filters leave, each is there once, whole, closed by the end."""
+def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_path):
+    """With room for all, each is there once, whole, closed by the end token."""
     tokenizer = tiny_tokenizer()
     texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
     texts = [text for text in texts if len(text) >= 200]
@@ -204,8 +205,8 @@ def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypa
     assert all(files(one)[name] != files(other)[name] for name in names)
 
 
-def test_a_killed_run_resumes(model, corpus, tmp_path, monkeypatch):
-    """With the documents that were tokenised, to the same bytes."""
+def test_a_killed_run_resumes_to_the_same_bytes(model, corpus, tmp_path, monkeypatch):
+    """It reuses the documents that were tokenised."""
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
     stage_config = config(model, corpus)
     undisturbed = run(stage_config, tmp_path / "undisturbed")
@@ -225,14 +226,14 @@ def test_a_killed_run_resumes(model, corpus, tmp_path, monkeypatch):
     assert files(tmp_path / "work") == files(undisturbed)
 
 
-def test_processes_are_no_more_than_the_text_is_worth(monkeypatch):
+def test_there_are_no_more_processes_than_the_text_needs(monkeypatch):
     monkeypatch.setattr(prepare, "cpu_cores", lambda: 8)
     tokens = (5, 25_000_000, 10**9)
     assert [prepare.worker_count("auto", count) for count in tokens] == [1, 2, 8]
     assert prepare.worker_count(3, 5) == 3
 
 
-def test_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):
+def test_a_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):
     stage_config = config(model, corpus)
     out = run(stage_config, tmp_path / "out")
     monkeypatch.setattr(prepare, "write_training_data", lambda *a: pytest.fail("did it again"))
@@ -246,7 +247,7 @@ def test_empty_corpus(model, corpus, tmp_path):
         run(config(model, corpus), tmp_path / "out")
 
 
-def test_a_damaged_file_is_named_by_the_process_that_reads_it(model, corpus, tmp_path):
+def test_a_damaged_file_is_reported_by_the_process_that_reads_it(model, corpus, tmp_path):
     (corpus / "15.txt").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"15\.txt: not UTF-8 at byte 0"):
         run(config(model, corpus, workers=2), tmp_path / "out")
@@ -286,10 +287,10 @@ def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, con
 
 
 @pytest.mark.parametrize("work", ["write_calibration", "write_training_data"])
-def test_an_input_that_is_written_meanwhile_is_not_published(
+def test_an_input_that_changes_meanwhile_is_not_published(
     model, corpus, tmp_path, monkeypatch, work
 ):
-    """Told after the calibration set, before the long work, and again after that."""
+    """Noticed after the calibration set, before the long work, and again after that."""
     essay, real = corpus / "essay.md", getattr(prepare, work)
     essay.write_text("An essay.")
     made = config(model, [{"name": "made", "kind": "retrieval"}])

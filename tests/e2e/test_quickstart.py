@@ -1,4 +1,4 @@
-"""The quickstart recipe at a size a test can wait for: real model, real stages, real kills."""
+"""The quickstart recipe at a size for tests: real model, real stages, real kills."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def finish(root: Path, *options: str) -> str:
 
 
 def results(root: Path) -> dict[str, Any]:
-    """What has to be the same however often a run was killed; it decides the scores."""
+    """Results that must not depend on kills: the masks, weights and scores."""
     output = root / "quickstart"
     metrics = [json.loads(line) for line in (output / "train/metrics.jsonl").open()]
     weights = output / "train/checkpoints/tokens-3072/model.safetensors"
@@ -77,7 +77,7 @@ def results(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command that a user types, and after its first stage the same in forked processes."""
+    """The command that users type; stages after the first one run in forked processes."""
     root = tmp_path_factory.mktemp("undisturbed")
     done = subprocess.run(
         ["launch/torchrun.sh", RECIPE, *SMALL, f"runtime.output_root={root}", "--until", "prepare"],
@@ -133,8 +133,8 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) -> None:
-    """With the answers of the run, and so is a copy of it."""
+def test_a_checkpoint_can_be_evaluated_separately(undisturbed: Path, tmp_path: Path) -> None:
+    """With the answers of the run, and so can a copy of it."""
     name = "tokens-3072"
     chosen, output = _evaluate(undisturbed, "--checkpoints", name)
     assert list(chosen["checkpoints"]) == ["original", name]
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_evaluated_by_itself(undisturbed: Path, tmp_path: Path) 
     copy = shutil.copytree(undisturbed / "quickstart/train/checkpoints" / name, tmp_path / name)
     again, output = _evaluate(undisturbed, "--model", str(copy))
     assert again == chosen
-    # The run has paid for the answers of the original, and of the same weights at another place.
+    # The run has already computed answers of the original, and of equal weights elsewhere.
     assert "evaluating" not in output.stderr
 
 

@@ -1,4 +1,4 @@
-"""The search stage on a small model: its files, its methods, and a stop in the middle."""
+"""The search stage on a small model: its files, its methods, and a stop during a search."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_method_of_each_kind_writes_its_files(inputs, tmp_path, method, ratio)
         groups = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}g")
         [points] = [one for one in groups if "mark-symbol role-mark" in one.get("class", "")]
         measured = [point for point in summary["trace"] if not point["is_bound"]]
-        assert len(points) == len(measured) + 1  # the final mask's has a mark of its own
+        assert len(points) == len(measured) + 1  # the final mask has its own mark
     assert file.score == summary["best_score"]
     assert summary["anchors"]["all_full"] == 1.0
     assert all(summary["savings"].values())
@@ -99,16 +99,16 @@ def test_a_profile_chooses_among_several_windows(inputs, tmp_path, method):
     file = HeadMaskFile.load(tmp_path / "head_mask.json")
     assert [window.size for window in file.windows] == menu[::-1]
     assert file.swa_ratio == file.mask.swa_ratio and file.seed == 9
-    # Within the slots of the full heads that the budget allows beside the narrowest window.
+    # Within the slots of the full heads that the budget allows with the narrowest window.
     units, least = LAYERS * KV_HEADS, Window(menu[0]).held(context)
     full = int((0.4 * units * context - units * least) / (context - least))
     most = full * context + (units - full) * least
     assert most - context < file.mask.kv_slots(file.windows, context) <= most
-    assert (file.mask.choices == 1).any()  # what full heads leave is spent on the wider window
+    assert (file.mask.choices == 1).any()  # slots left by full heads are spent on the wider window
 
 
-def test_a_profile_counts_at_the_tokens_of_its_budget(inputs, tmp_path):
-    """`context` is where a front counts: there one full head pays for all wider windows."""
+def test_a_profile_counts_slots_at_the_budgets_length(inputs, tmp_path):
+    """At `context`, where a front counts, one full head pays for all wider windows."""
     menu, tokens = [WINDOW // 2, WINDOW], 2 * WINDOW
     budget = {"kv_cache": f"0.4 @ {tokens}", "context": 2**20}
     changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget}
@@ -117,7 +117,9 @@ def test_a_profile_counts_at_the_tokens_of_its_budget(inputs, tmp_path):
     assert file.mask.kv_slots(file.windows, tokens) <= 0.4 * LAYERS * KV_HEADS * tokens
 
 
-def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, caplog):
+def test_a_stopped_search_prints_its_best_mask_and_where_it_is(
+    inputs, tmp_path, monkeypatch, caplog
+):
     append = EvaluationLog.append
 
     def interrupted(self, mask, evaluation, phase):
@@ -141,7 +143,7 @@ def test_a_stopped_search_says_what_it_keeps(inputs, tmp_path, monkeypatch, capl
     assert not (tmp_path / "head_mask.json").exists()
 
 
-def test_the_summary_tells_the_result_from_the_last_phases_mask():
+def test_the_summary_distinguishes_the_result_from_the_last_phases_mask():
     evaluator = SimpleNamespace(
         costs=lambda: {"evaluations": 3}, fresh_seconds=2.0, trace=[], notes=["a note"]
     )
@@ -156,7 +158,7 @@ def test_the_summary_tells_the_result_from_the_last_phases_mask():
     }  # fmt: skip
 
 
-def test_searches_share_what_they_have_measured(inputs, tmp_path):
+def test_searches_share_their_evaluations(inputs, tmp_path):
     def shared(name, **changes):
         work = tmp_path / name
         work.mkdir()
@@ -175,10 +177,10 @@ def test_searches_share_what_they_have_measured(inputs, tmp_path):
     assert shared("other", method="rand", swa_ratio=0.75)["reused_evaluations"] >= 2  # the anchors
 
 
-def test_the_search_can_be_watched(inputs, tmp_path):
+def test_evaluations_appear_in_log_and_tensorboard(inputs, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for _ in range(2):  # the second one finds all its evaluations in the log
+    for _ in range(2):  # the second search finds all its evaluations in the log
         summary = run(inputs, tmp_path)
         (events,) = (tmp_path / "tensorboard").iterdir()
         board = EventAccumulator(str(events), size_guidance={"scalars": 0})
@@ -199,7 +201,7 @@ def test_the_search_can_be_watched(inputs, tmp_path):
         assert not (tmp_path / "best_so_far.json").exists()
 
 
-def test_what_the_last_bits_of_a_result_depend_on_tells_results_apart():
+def test_numerics_hold_all_that_the_last_bits_of_a_result_depend_on():
     places = [
         numerics(torch.device("cpu"), *options, **more)
         for options, more in (
@@ -214,7 +216,7 @@ def test_what_the_last_bits_of_a_result_depend_on_tells_results_apart():
 @pytest.mark.parametrize(
     ("parallel", "shards", "sharing"), [("data", 1, 1), ("tensor", 4, 1), ("context", 1, 4)]
 )
-def test_room_for_reuse_is_that_of_the_processes_of_a_machine(
+def test_memory_for_reuse_is_shared_by_the_processes_of_a_machine(
     parallel, shards, sharing, monkeypatch
 ):
     asked = []

@@ -51,7 +51,7 @@ def _wanted(hybrid: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
 
 
 def test_transformers_alone_loads_the_same_hybrids_and_saves_them_again(tmp_path: Path) -> None:
-    """Two families in one process; several windows are in test_kv_budgets.py."""
+    """Two families in one process; test_kv_budgets.py has several windows."""
     ids = tokens(2, LENGTH)
     expected = {name: _wanted(_save(name, tmp_path / name), ids) for name in ("qwen3", "llama")}
     torch.save({name: logits for name, (logits, _) in expected.items()}, tmp_path / "logits.pt")
@@ -91,10 +91,10 @@ report(any(name.partition(".")[0] == "bosch" for name in sys.modules))
     assert "modeling_hybrid.py" in names and len([n for n in names if n.endswith(".py")]) == 1
 
 
-def test_without_bosch_a_model_is_refused_unless_trusted_and_the_rest_is_read(
+def test_without_bosch_only_the_model_is_refused_unless_code_is_trusted(
     tmp_path: Path,
 ) -> None:
-    """By what only reads them: whether code is trusted or not, nothing is asked of the user."""
+    """Tools that only read files work, trusted or not, and ask the user nothing."""
     _save("qwen3", tmp_path / "model")
     words = Tokenizer(WordLevel({str(n): n for n in range(61)}, unk_token="0"))
     words.pre_tokenizer = Whitespace()
@@ -143,8 +143,8 @@ for name, class_name in json.load(open("families.json")).items():
 """
 
 
-def test_a_family_s_own_class_never_runs_full_attention_instead(tmp_path: Path) -> None:
-    """It knows no hybrid model type, and by itself would only warn of it."""
+def test_a_familys_own_class_refuses_instead_of_running_full_attention(tmp_path: Path) -> None:
+    """It does not know the hybrid model type, and by itself would only warn."""
     families = {f.model_type: f.base_model_class for f in map(FAMILIES.get, SAMPLE)}
     for name in families:
         table = {"window_size": 7, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 3]}
@@ -160,7 +160,7 @@ def test_a_family_s_own_class_never_runs_full_attention_instead(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention"] * 3])
-def test_layer_types_and_activation_come_back(layer_types: Any, tmp_path: Path) -> None:
+def test_layer_types_and_activation_are_restored(layer_types: Any, tmp_path: Path) -> None:
     for name in ("qwen3", "llama", "gemma2"):
         changes = {} if name == "gemma2" else {"layer_types": layer_types}
         saved = _save(name, tmp_path / name, **changes).config
@@ -173,8 +173,8 @@ def test_layer_types_and_activation_come_back(layer_types: Any, tmp_path: Path) 
         assert again.to_diff_dict() == result.to_diff_dict()
 
 
-def test_with_bosch_the_installed_code_runs_whatever_is_trusted(tmp_path: Path) -> None:
-    """And a model loaded by its code file before bosch came goes on beside one of bosch's."""
+def test_with_bosch_the_installed_code_runs_even_if_code_is_trusted(tmp_path: Path) -> None:
+    """A model loaded by its code file before bosch still works next to bosch's."""
     hybrid, ids = _save("qwen3", tmp_path / "model"), tokens(1, LENGTH)
     torch.save(_wanted(hybrid, ids)[0], tmp_path / "logits.pt")
     code = f"""
@@ -197,8 +197,8 @@ for model in models:
     assert result == [["transformers_modules", True], *[["bosch", True]] * 3]
 
 
-def test_whatever_bosch_loaded_carries_the_file_when_saved(tmp_path: Path) -> None:
-    """Directories made before there was a code file gain it too."""
+def test_models_loaded_with_bosch_carry_the_file_when_saved(tmp_path: Path) -> None:
+    """Directories made before the code file existed get it, too."""
     _save("qwen3", tmp_path / "old")
     path = tmp_path / "old" / "config.json"
     config = json.loads(path.read_text())
@@ -212,13 +212,13 @@ def test_whatever_bosch_loaded_carries_the_file_when_saved(tmp_path: Path) -> No
 
 
 def test_the_code_file_imports_nothing_of_bosch() -> None:
-    """Not within a function either, which the tests above may not call."""
+    """Nor inside a function, which the tests above might not call."""
     text = code_file.code_file(FAMILIES["qwen3"])
     assert re.search(r"^ *import torch$", text, re.M)
     assert not re.search(r"^ *(import|from) bosch", text, re.M)
 
 
-def test_modules_that_cannot_stand_in_one_file_are_refused(
+def test_modules_that_cannot_be_joined_into_one_file_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(code_file, "MODULES", ("errors.py", "errors.py"))
@@ -251,7 +251,7 @@ def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _LOAD = "print(type(AutoModelForCausalLM.from_pretrained(path)).__name__)"
 
 
-def test_bosch_first_then_transformers(hybrid_dir: Path) -> None:
+def test_importing_bosch_first_registers_the_models(hybrid_dir: Path) -> None:
     shown = run_python(
         f"import bosch; from transformers import AutoConfig; path = {str(hybrid_dir)!r}\n"
         "print(AutoConfig.from_pretrained(path).hybrid_attention['window_size'])\n"
@@ -262,8 +262,10 @@ def test_bosch_first_then_transformers(hybrid_dir: Path) -> None:
     assert shown.splitlines() == ["7", "HybridQwen3ForCausalLM", "this family alone"]
 
 
-def test_transformers_first_refuses_until_bosch_is_there(hybrid_dir: Path) -> None:
-    """A plain load must never run full attention under another name."""
+def test_importing_transformers_first_refuses_hybrids_until_bosch_is_imported(
+    hybrid_dir: Path,
+) -> None:
+    """A plain load must never run full attention under the hybrid's name."""
     shown = run_python(
         f"from transformers import AutoModelForCausalLM; path = {str(hybrid_dir)!r}\n"
         "try:\n"
@@ -282,7 +284,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["PreTrainedModel", "Qwen3Config", "Trainer", "pipeline"])
-def test_bosch_first_then_anything_of_transformers(name: str) -> None:
+def test_importing_bosch_first_does_not_break_transformers(name: str) -> None:
     """Registration must not import transformers' models while transformers itself is loading."""
     shown = run_python(
         f"import bosch; from transformers import {name}, AutoConfig\n"
@@ -291,8 +293,8 @@ def test_bosch_first_then_anything_of_transformers(name: str) -> None:
     assert shown.split() == ["HybridQwen3Config"]
 
 
-def test_a_config_is_unpickled_in_a_process_that_has_made_none() -> None:
-    """An engine hands a model's configuration to its processes."""
+def test_a_configuration_can_be_unpickled_in_a_new_process() -> None:
+    """An engine sends a model's configuration to its processes."""
     pack = (
         "import pickle\n"
         "from bosch.model.configuration import hybrid_config_class\n"

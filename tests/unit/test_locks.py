@@ -105,7 +105,9 @@ def test_a_torn_lock_has_no_holder(tmp_path: Path, text: str) -> None:
         lambda path: path.hardlink_to(shutil.copy(__file__, path.with_name("other"))),
     ],
 )
-def test_a_folder_in_the_place_of_a_lock_is_reported(tmp_path: Path, harm: object) -> None:
+def test_a_folder_link_or_pipe_in_the_place_of_a_lock_is_reported(
+    tmp_path: Path, harm: object
+) -> None:
     path = tmp_path / "a.json"
     harm(path)  # type: ignore[operator]
     sentence = rf"^{path}: a folder, link or pipe stands where the lock of a run should be"
