@@ -31,14 +31,14 @@ class CacheSize:
     """KV cache of a hybrid model, in bytes.
 
     `heads` counts the KV heads of all layers with full attention in the base model, by window
-    (None: full). `bytes_per_head` are the key and value of one token in one such head. `own` are
-    the layers that slide in the base model, and `state_bytes` the states of fixed size; original
-    and hybrid both hold them.
+    (None: full). `bytes_per_head` are the key and value of one token in one such head.
+    `own_windows` are those of layers that slide in the base model, and `state_bytes` the states of
+    fixed size; original and hybrid both hold them.
     """
 
     heads: Mapping[Window | None, int]
     bytes_per_head: int
-    own: tuple[OwnWindow, ...] = ()
+    own_windows: tuple[OwnWindow, ...] = ()
     state_bytes: int = 0
 
     @classmethod
@@ -96,7 +96,9 @@ class CacheSize:
     def static(self, room: int) -> int:
         """Bytes of a StaticHybridCache with room for `room` tokens of one sequence."""
         slots = sum(count * min(window.most_keys, room) for window, count in self.sliding.items())
-        own_bytes = sum(o.bytes_per_head * o.heads * min(o.window, room) for o in self.own)
+        own_bytes = sum(
+            own.bytes_per_head * own.heads * min(own.window, room) for own in self.own_windows
+        )
         return self.per_token * room + self.bytes_per_head * slots + own_bytes + self.state_bytes
 
     def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
@@ -111,13 +113,13 @@ class CacheSize:
 
         slots = sum(count * pages(window.size) for window, count in self.sliding.items())
         own_bytes = sum(
-            window.bytes_per_head * window.heads * pages(window.window) for window in self.own
+            own.bytes_per_head * own.heads * pages(own.window) for own in self.own_windows
         )
         return self.per_token * pages(tokens) + self.bytes_per_head * slots + own_bytes
 
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""
-        return sum(window.bytes(tokens) for window in self.own) + self.state_bytes
+        return sum(window.bytes(tokens) for window in self.own_windows) + self.state_bytes
 
 
 def beside_states(layers: int) -> str:

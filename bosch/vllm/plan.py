@@ -360,7 +360,7 @@ def served_tokens(longest: int | None) -> tuple[int, ...]:
 def served_caches(
     layers: Sequence[EngineHeads],
     bytes_per_head: int,
-    own: Sequence[int] = (),
+    own_windows: Sequence[int] = (),
     *,
     engine: Engine,
     lengths: Sequence[int] = SERVED_TOKENS,
@@ -368,11 +368,11 @@ def served_caches(
 ) -> Iterator[ServedCache]:
     """The cache of a request in vLLM, for each length and number of ranks.
 
-    `own` are the windows of layers that also slide in the original model.
+    `own_windows` are those of layers that also slide in the original model.
     """
     heads = sum(layers[0].values())
     full: EngineHeads = {None: heads}
-    sliding: list[EngineHeads] = [{window: heads} for window in own]
+    sliding: list[EngineHeads] = [{window: heads} for window in own_windows]
     hybrid_layers, original_layers = [*layers, *sliding], [*[full] * len(layers), *sliding]
     one_rank = module_plan(hybrid_layers)
     for ranks in numbers_of_ranks:

@@ -83,10 +83,11 @@ class ModelError(RunError):
 class AnswerFolder:
     """The answers below a folder: writes those of one rank, reads those of all ranks.
 
-    Answers of models with an identity are below `shared`, if given, and outlive the run.
+    Answers of models with an identity are below `shared`, if given, and outlive the run; all others
+    are below `folder`.
     """
 
-    own: Path
+    folder: Path
     shared: Path | None
     rank: int
 
@@ -108,7 +109,7 @@ class AnswerFolder:
         if self.shared is not None and model.identity is not None:
             return answers_of(self.shared) / model.identity
         # A name may be any text, even a path.
-        return self.own / digest_of({"name": model.name, "identity": model.identity})
+        return self.folder / digest_of({"name": model.name, "identity": model.identity})
 
 
 def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:

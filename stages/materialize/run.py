@@ -205,7 +205,7 @@ def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any
         "kv_cache_bytes_per_token_before": size.original_per_token,
         "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.sliding_bytes,
-        "own_windows": [asdict(window) for window in size.own],
+        "own_windows": [asdict(window) for window in size.own_windows],
         "state_bytes": size.state_bytes,
     }
 

@@ -319,7 +319,7 @@ def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
     return CacheSize(
         bytes_per_head=materialized.kv_cache_bytes_per_token_before // search.total,
         heads=search.heads,
-        own=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
+        own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
         state_bytes=materialized.state_bytes,
     )
 
@@ -331,14 +331,17 @@ def served_bytes(
     if file.sinks:
         return "not served, because vLLM has no sinks of a sliding head."
     heads = file.num_key_value_heads
-    other = any(o.bytes_per_head != cache.bytes_per_head or o.heads % heads for o in cache.own)
+    other = any(
+        window.bytes_per_head != cache.bytes_per_head or window.heads % heads
+        for window in cache.own_windows
+    )
     if cache.state_bytes or other:
         return "not served by the plugin, because of layers of other kinds."
     return list(
         served_caches(
             engine_heads(file.mask.heads_per_layer(file.windows)),
             cache.bytes_per_head,
-            [window.window for window in cache.own for _ in range(window.heads // heads)],
+            [window.window for window in cache.own_windows for _ in range(window.heads // heads)],
             engine=engine,
             lengths=lengths,
         )

@@ -317,7 +317,7 @@ def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **
                 for index, value in enumerate(values)
             ]
             for rank, own in enumerate((lines[1:][::-1], lines[:1])):
-                writer = AnswerFolder(folder.own, None, rank)
+                writer = AnswerFolder(folder.folder, None, rank)
                 subtask = Subtask(task, 0, more.get("digests", {}).get(task, ""))
                 writer.journal(model(name), subtask).append(*own)
     counts = {task: len(values) for tasks in scores.values() for task, values in tasks.items()}

@@ -243,7 +243,7 @@ def test_caches_hold_the_bytes_of_the_formula(family: str) -> None:
     hybrid = materialize(model, mask, Window(WINDOW))
     size = CacheSize.of(mask.heads_per_layer(Window(WINDOW)), kinds, 4, state_bytes(model))
     assert (size.state_bytes > 0) == bool(kinds.states)
-    assert len(size.own) == len(set(kinds.windows.values()))
+    assert len(size.own_windows) == len(set(kinds.windows.values()))
     cache = hybrid.new_cache()
     text = hybrid.generate(ids, past_key_values=cache, **options)
     assert held_bytes(cache) == 2 * size.dynamic(ids.shape[1] + 3)

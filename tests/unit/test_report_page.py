@@ -381,8 +381,8 @@ def test_cache_in_vllm_is_stated_with_own_windows_of_equal_heads_and_without_sta
     """The search's layers have eight KV heads of 128 bytes a token."""
     mask = results.search.mask
 
-    def served(*own: OwnWindow, **changes: int) -> Any:
-        cache = replace(results.cache, own=own, **changes)
+    def served(*own_windows: OwnWindow, **changes: int) -> Any:
+        cache = replace(results.cache, own_windows=own_windows, **changes)
         return served_bytes(cache, mask, LARGE_GPU, [2048])
 
     rows = engine_heads(mask.mask.heads_per_layer(mask.windows))
