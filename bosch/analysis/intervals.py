@@ -22,17 +22,18 @@ Values = npt.NDArray[np.float64]
 _TAIL = 0.025
 LEVEL = 2 * _TAIL
 _POWER = 0.8
-# Losses of documents: so many have no interval, since of two kinds they are often all of one; below
-# each count, the tail of Student's, since skewed ones hold it less often.
+# Losses of documents: this many or fewer have no interval, since they often contain only one of two
+# kinds of documents. Below each count Student's interval has this smaller tail, since with skewed
+# values the usual one covers less.
 _TOO_FEW = 4
 _SKEWED = ((30, 0.0025), (60, 0.005), (200, 0.01))
-# Means of seeds and examples below which 98 % stand for 95 %, for the same reason.
+# With fewer seeds or examples than this, 98 % intervals are used, for the same reason.
 _FEW = 10
-# Samples of the smallest of unequal subtasks from which on each enters with its own interval.
+# From this many samples of the smallest subtask on, intervals of unequal subtasks are combined.
 _LARGE = 100
 _FLIPS = 4000
 _CHUNK = 500
-# A ratio whose interval reaches further is not bounded by the samples.
+# A ratio whose interval reaches further counts as unbounded.
 _HIGHEST_RATIO = 1e4
 
 
@@ -68,7 +69,7 @@ class Comparison(NamedTuple):
     """First model against second: difference of scores, first over second, and a p-value.
 
     `ratio` is None if too few samples, or too low a second score, leave it unbounded. `p_value` is
-    that of the hypothesis that both answer equally well. `visible_loss` is explained at the
+    that of the hypothesis that both answer equally well. `visible_loss` is the result of the
     function of this name.
     """
 
@@ -110,7 +111,7 @@ def weights_of(scores: Sequence[float]) -> Values:
 def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
     """Clopper and Pearson's exact interval (1934) for a share of `count` samples.
 
-    For partial scores in [0, 1] it is conservative, since none vary more than 0 and 1. With a
+    For partial scores in [0, 1] it is conservative, since no values vary more than 0 and 1. With a
     `tail` of 0.05 each end is a one-sided limit of 95 %.
     """
     hits = mean * count
@@ -139,9 +140,10 @@ def compare(
     """Two models on the same samples, subtask by subtask.
 
     The interval of the difference combines those of the gains and of the losses; that of the ratio
-    has every r for which first - r second may be 0 (Fieller 1954). The p-value comes from flipping
-    the signs of the samples' differences; if it is not significant, the intervals contain equality
-    (0 or 1). A document of several samples (`Documents`) counts once, weighted by its samples.
+    contains every r for which first - r second may be 0 (Fieller 1954). The p-value comes from
+    flipping the signs of the samples' differences; if it is not significant, the intervals contain
+    equality (0 or 1). A document of several samples (`Documents`) counts once, weighted by its
+    samples.
     Raises ValueError if the numbers of samples differ or are 0, or a score is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
@@ -180,7 +182,8 @@ def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
 
     exact = optimize.brentq(unseen, 0.0, 1.0)
     spread, power = -special.ndtri(_TAIL), special.ndtri(_POWER)
-    samples = len(counts) ** 2 / sum(1 / count for count in counts)  # of a mean as uncertain
+    # Those of one task with equal uncertainty.
+    samples = len(counts) ** 2 / sum(1 / count for count in counts)
 
     def missing(loss: float) -> float:
         discordant = min(1.0, 2 * gains + loss)
@@ -324,7 +327,7 @@ def holm(p_values: Sequence[float], among: int | None = None) -> list[float]:
 
 
 def _weights(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
-    """Weights [E] of the examples with which their mean is the mean of the subtasks' means."""
+    """Weights [E] with which the mean over examples is the mean of the subtasks' means."""
     each = np.ones(values.shape[1]) * weights
     if counts is None:
         return each
@@ -410,7 +413,8 @@ def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Inte
         end = difference.high if side > 0 else difference.low
         far = baseline.high if side * factor > 0 else baseline.low
         half_width, other = abs(end - difference.mean), abs(factor) * abs(far - baseline.mean)
-        # Difference and baseline vary against each other, which narrows the sum where factor > 0.
+        # For factor > 0 the correlation of difference and baseline would narrow the sum, which is
+        # left out.
         joint = -correlation if factor < 0 else 0.0
         reach = math.sqrt(max(0.0, half_width**2 + other**2 + 2 * joint * half_width * other))
         return difference.mean + factor * baseline.mean + side * reach
@@ -494,6 +498,6 @@ def _skewed_t(freedom: int) -> float:
 
 
 def _t(freedom: float, tail: float = _TAIL) -> float:
-    # Of few values 98 % stand for 95 %, and any other level is taken as much further.
+    # For few values the tail is 0.4 times as large: 98 % instead of 95 %.
     tail = tail if freedom >= _FEW - 1 else 0.4 * tail
     return float(special.stdtrit(freedom, 1 - tail))

@@ -118,7 +118,7 @@ def _sliding(call: GroupCall, window: Window) -> Tensor:
 
 
 def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
-    """Few queries (decoding, short chunks), or a cache of fixed size, under one mask."""
+    """Attention with one mask: few queries (decoding, short chunks), or a cache of fixed size."""
     query, context = call.query, call.context
     fixed = context.start is not None or call.slots is not None
     key, value, slots = call.with_slots()
@@ -216,9 +216,9 @@ def _blocks(states: Tensor, count: int, block: int) -> Tensor:
 def _band_mask(
     context: AttentionContext, queries: int, window: Window, device: torch.device
 ) -> Tensor:
-    """Causal mask of `queries` over their band and the sinks before it, which end with them.
+    """Mask of `queries` queries over the sinks and their band: bool [queries, S + W + queries].
 
-    Bool [queries, S + W + queries].
+    The last keys of the band are the queries' own.
     """
 
     def make() -> Tensor:

@@ -97,7 +97,7 @@ def load_model(
     if kv_budget is not None:
         config = copy.copy(config)  # the caller may reuse its own
         config.kv_budget = kv_budget
-    # Ignore the one in config.json, which transformers may download from the hub as a kernel.
+    # Ignore config.json's attention, which transformers might download from the hub as a kernel.
     options: dict[str, Any] = {"attn_implementation": None}
     _load_dequantised(config)
     if distributed_config is not None:

@@ -1,6 +1,6 @@
 """`bosch evaluate RECIPE`: scores of checkpoints, or of any model directories.
 
-Answers of earlier runs and calls of any recipe are reused.
+Answers from earlier runs of any recipe are reused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from stages.train.stage import TrainConfig, checkpoint_name
 COMMAND = RecipeCommand("score checkpoints, of a running training too, or any model directory")
 
 _POLL_SECONDS = 30.0
-# A run holds no lock between two stages.
+# Polls in a row without a running stage after which a run counts as ended; between two stages no
+# stage is running.
 _IDLE_POLLS = 4
 
 
@@ -163,7 +164,7 @@ def _checkpoints(
 
 
 def _planned(evaluation: Evaluation) -> list[str]:
-    """Names of all checkpoints of the recipe, those to come included."""
+    """Names of all checkpoints of the recipe, including future ones."""
     train = evaluation.runner.loaded.recipe.get(TrainConfig)
     return [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]
 

@@ -95,7 +95,7 @@ def run(
         for index, point in _nested(front):
             logits = _searched_logits(base, front.mask(index), front.windows, tokens, exact)
             expected_of_budgets[point.kv_slots] = logits[:, -_BEYOND:].clone()
-    if exact:  # it is now in float32, with some of its buffers
+    if exact:  # `_logits` has converted the model to float32
         del base
         base = _load_base(config, device)
         set_sink_bias(base, file.sink_bias)
