@@ -1,4 +1,4 @@
-"""int8 weights and LoRA adapters on a hybrid model, by the libraries' own means."""
+"""int8 weights and LoRA adapters on a hybrid model, made with the libraries' own functions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def _adapted(model: Any) -> Any:
     [(_offloaded, "are offloaded"), (_wrapped, "merge_and_unload"), (_adapted, "merge_and_unload")],
 )
 @pytest.mark.parametrize("take_weights", [False, True])
-def test_a_base_with_other_weights_is_refused(change: Any, reason: str, take_weights: bool) -> None:
+def test_an_adapter_on_a_base_with_other_weights_is_refused(
+    change: Any, reason: str, take_weights: bool
+) -> None:
     model = change(small_model())
     before = {name: weight.is_meta for name, weight in model.state_dict().items()}
     with pytest.raises(UserError, match=reason):
@@ -77,7 +79,7 @@ def _bitsandbytes() -> Any:
 
 
 def _int8_of(weight: Any) -> torch.Tensor:
-    """The integers a quantised weight holds."""
+    """The integers that a quantised weight holds."""
     held = getattr(weight, "qdata", weight)
     return torch.as_tensor(held.data if held is weight else held)
 
@@ -108,7 +110,7 @@ def test_int8_weights_compute_nearly_the_same_with_the_same_cache(
     assert torch.equal(logits_of(small, ids), logits_of(again, ids))
 
 
-def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
+def test_lora_trains_only_adapters_and_merges_them(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     hybrid, ids = _hybrid(tmp_path / "plain"), torch.arange(4 * LENGTH).reshape(4, -1) % 13 + 3
     before = {name: weight.clone() for name, weight in hybrid.state_dict().items()}
@@ -145,7 +147,7 @@ def test_lora_trains_adapters_alone_and_merges(tmp_path: Path) -> None:
     assert is_hybrid(again.config) and torch.equal(logits_of(again, ids), logits_of(merged, ids))
 
 
-def test_a_head_mask_on_a_base_within_adapters() -> None:
+def test_a_head_mask_applies_to_a_base_inside_peft() -> None:
     """`generate` is that of the model within, which must have the masks of the static cache too."""
     base, ids = small_model(), tokens(2, 20)
     model, padding = _wrapped(base).eval(), torch.ones(2, 20, dtype=torch.long)
@@ -160,7 +162,7 @@ def test_a_head_mask_on_a_base_within_adapters() -> None:
     assert "create_masks_for_generate" not in vars(base)
 
 
-def test_a_prefix_by_peft() -> None:
+def test_a_prefix_by_peft_works() -> None:
     peft = pytest.importorskip("peft", MIN_PEFT_VERSION, MISSING)
     hybrid, ids = materialize(small_model(), random_mask(), Window(7)), tokens(2, 20)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -171,7 +173,7 @@ def test_a_prefix_by_peft() -> None:
         assert torch.equal(logits[:, -1].argmax(-1), generated[:, length])
 
 
-def test_adapters_begin_spread_around_zero_and_add_nothing() -> None:
+def test_adapters_start_random_around_zero_and_add_nothing() -> None:
     names = {f"q_proj.lora_{one}.default.weight": torch.ones(200, 100) for one in "AB"}
     model = SimpleNamespace(named_parameters=lambda: [*names.items(), ("q_proj.weight", None)])
     first, again, other = (trainable.first_adapters(model, seed) for seed in (1, 1, 2))

@@ -66,7 +66,7 @@ def test_mean_distances_average_over_seeds() -> None:
 
 
 @given(rows, rows)
-def test_turnover_and_its_maximum(a: list[bool], b: list[bool]) -> None:
+def test_turnover_and_its_maximum_worked_out_by_hand(a: list[bool], b: list[bool]) -> None:
     small, large = sorted((mask_of(a), mask_of(b)), key=lambda mask: len(units(mask)))
     if not units(small):
         with pytest.raises(ValueError, match="no sliding head"):
@@ -100,7 +100,7 @@ def test_turnover_of_the_papers_ratios() -> None:
 
 
 @given(rows, rows, st.integers(0, 5))
-def test_swap_keeps_the_budget_and_takes_in_what_turned_over(
+def test_a_swap_keeps_the_budget_and_includes_the_heads_that_turned_over(
     a: list[bool], b: list[bool], seed: int
 ) -> None:
     small, large = sorted((mask_of(a), mask_of(b)), key=lambda mask: len(units(mask)))
@@ -112,8 +112,8 @@ def test_swap_keeps_the_budget_and_takes_in_what_turned_over(
     assert result == swapped(small, large, seed)
 
 
-def test_swap_draws_its_victims() -> None:
-    """Also those that slide at both ratios."""
+def test_a_swap_draws_the_heads_that_make_room_at_random() -> None:
+    """Also heads that slide at both ratios."""
     small = mask_of([i in (0, 1, 6) for i in range(12)])
     large = mask_of([i >= 6 for i in range(12)])
     results = {swapped(small, large, seed) for seed in range(20)}
@@ -151,7 +151,7 @@ def test_stability_counts_pairs_without_an_order() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.4, 0.5, 0.75, 1.0])
-def test_every_mask_on_budget_once(ratio: float) -> None:
+def test_every_mask_on_budget_is_enumerated_once(ratio: float) -> None:
     masks = list(masks_on_budget(2, 4, ratio))
     every = [HeadMask(np.array(bits).reshape(2, 4)) for bits in product((True, False), repeat=8)]
     expected = {mask for mask in every if int((~mask.is_full).sum()) == swa_budget(8, ratio)}
@@ -179,7 +179,7 @@ def test_standing_is_the_place_in_a_sorted_list(scores: list[int], place: int) -
         standing(HeadMask.all_full(2, 3), landscape)
 
 
-def test_a_layers_importance_is_what_localising_it_costs_on_top_of_the_layers_above() -> None:
+def test_a_layers_importance_is_its_loss_after_the_layers_above() -> None:
     layers = [{"drop": d, "best_log_likelihood": b} for d, b in ((0.1, -3), (0.2, -2.5), (0, -2))]
     run = SearchOutcome(mask_of([False] * 12), 0.5, -3.0, {}, layers, full_log_likelihood=-1.0)
     assert importances(run, "score") == [0.1, 0.2, 0]

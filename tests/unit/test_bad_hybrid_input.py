@@ -1,4 +1,4 @@
-"""Bad input about hybrid models ends in one sentence that names it; no default takes its place."""
+"""Bad input for hybrid models ends in one sentence that names it; no default replaces it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ABSENT = [name for name, entry in BACKENDS.items() if not entry.usable()]
 
 
 def _message_of(call: Callable[[], Any]) -> str:
-    """The message of the UserError that `call` raises; it must be one sentence."""
+    """The message of the UserError raised by `call`, which must be one sentence."""
     with pytest.raises(UserError) as caught:
         call()
     text = str(caught.value)
@@ -44,7 +44,7 @@ def _message_of(call: Callable[[], Any]) -> str:
 
 
 def _change(folder: Path, **changes: Any) -> dict[str, Any]:
-    """config.json with other values, and without those that are "gone"."""
+    """Write config.json with other values, and without those that are "gone"."""
     path = folder / "config.json"
     changed = json.loads(path.read_text()) | changes
     content = {name: value for name, value in changed.items() if value != "gone"}
@@ -64,7 +64,7 @@ def folder(base: Any, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(LAYERS - 1, KV_HEADS), (LAYERS, 2 * KV_HEADS)])
-def test_a_mask_of_another_model(base: Any, layers: int, heads: int) -> None:
+def test_a_mask_of_another_model_is_refused(base: Any, layers: int, heads: int) -> None:
     mask = HeadMask.all_sliding(layers, heads)
     for use in (apply_head_mask, materialize):
         message = _message_of(lambda use=use: use(base, mask, Window(WINDOW)))
@@ -72,7 +72,7 @@ def test_a_mask_of_another_model(base: Any, layers: int, heads: int) -> None:
         assert f"has {LAYERS} of {KV_HEADS}" in message
 
 
-def test_a_window_larger_than_any_sequence(base: Any) -> None:
+def test_a_window_larger_than_any_sequence_is_refused(base: Any) -> None:
     for use in (apply_head_mask, materialize):
         message = _message_of(lambda use=use: use(base, random_mask(), Window(512)))
         assert "window_size is 512" in message and "no more than 512 tokens" in message
@@ -115,7 +115,7 @@ _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 
         (_LAYOUT | {"window_sizes": [WINDOW, 9]}, "must hold full_kv_heads_per_layer, sinks, swa"),
     ],
 )
-def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> None:
+def test_a_damaged_or_missing_layout_is_refused(folder: Path, layout: Any, named: str) -> None:
     _change(folder, hybrid_attention=layout)
     for load in (load_model, AutoModelForCausalLM.from_pretrained):
         message = _message_of(lambda load=load: load(folder))
@@ -126,7 +126,9 @@ def test_a_damaged_or_missing_layout(folder: Path, layout: Any, named: str) -> N
     ("family", "types"),
     [*((name, "gone") for name in PARTLY_SLIDING), ("olmo3", ["full_attention"]), ("olmo3", ["x"])],
 )
-def test_damaged_layer_types_of_the_base_model(family: str, types: Any, tmp_path: Path) -> None:
+def test_damaged_layer_types_of_the_base_model_are_refused(
+    family: str, types: Any, tmp_path: Path
+) -> None:
     """With the family's default pattern of sliding layers it would be another model."""
     model = small_model(family)
     config = materialize(model, mask_of(model.config), Window(WINDOW)).config
@@ -141,13 +143,13 @@ def test_a_missing_activation_is_not_taken_from_the_family(folder: Path) -> None
     assert "hidden_act" in _message_of(lambda: load_model(folder))
 
 
-def test_a_hybrid_with_another_versions_words_in_place_of_its_activation(folder: Path) -> None:
+def test_a_hybrid_of_another_version_is_refused_by_its_activation(folder: Path) -> None:
     content = _change(folder, hidden_act=["other words"])
     assert load_model(folder).config.hidden_act == content["base_hidden_act"]
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "mamba"])
-def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
+def test_an_unsupported_family_is_refused(model_type: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         model_type, vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=16, head_dim=8, state_size=2,
@@ -162,7 +164,7 @@ def test_an_unsupported_family(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 12), (2, 1, 12, 12)])
-def test_a_mask_that_is_not_one_of_padding(base: Any, shape: tuple[int, ...]) -> None:
+def test_a_mask_that_is_no_padding_mask_is_refused(base: Any, shape: tuple[int, ...]) -> None:
     hybrid, searched = materialize(base, random_mask(), Window(WINDOW)), small_model()
     prepare_for_search(searched)
     expected = f"takes a 2-D attention mask .* not a {len(shape)}-D one"
@@ -172,7 +174,7 @@ def test_a_mask_that_is_not_one_of_padding(base: Any, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("name", [*ABSENT, "triton"])
-def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
+def test_a_missing_backend_is_refused(base: Any, folder: Path, name: str) -> None:
     for use in (
         lambda: prepare_for_search(base, name),
         lambda: load_model(folder, backend=name),
@@ -191,7 +193,7 @@ def test_a_backend_that_is_absent(base: Any, folder: Path, name: str) -> None:
         {"distributed_config": {"pp_size": 2}},
     ],
 )
-def test_heads_or_layers_that_transformers_would_split(
+def test_tensor_parallelism_of_transformers_is_refused(
     folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""One training for several budgets of a front: which step is for which, and what stays the same."""
+"""One training for several budgets of a front: the budget of each step, and what stays the same."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_steps_follow_their_numbers_and_checkpoints_serve_every_budget(
     assert AutoModelForCausalLM.from_pretrained(checkpoint).kv_budget == SLOTS[1]
 
 
-def test_a_resumed_run_draws_the_same(
+def test_a_resumed_run_draws_the_same_budgets(
     case: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = Loop.log
@@ -134,7 +134,7 @@ def test_accumulation_and_checkpointing_change_no_budget(
         assert same(weights(tmp_path), weights(shared))
 
 
-def test_a_layout_that_changes_before_the_backward_pass_is_an_error(
+def test_changing_the_layout_before_the_backward_pass_is_an_error(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss_of = Loop.loss_of
@@ -151,10 +151,10 @@ def test_a_layout_that_changes_before_the_backward_pass_is_an_error(
 
 
 @pytest.mark.parametrize("teacher", ["none", "original"])
-def test_one_budget_trains_as_a_directory_of_its_own(
+def test_training_one_budget_equals_training_a_directory_of_it(
     case: Path, tmp_path: Path, teacher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The teacher has every head full, whatever the step's budget."""
+    """The teacher has every head full, whatever the step's budget is."""
     load, teachers = distillation.load_teacher, []
     monkeypatch.setattr(
         "stages.train.run.load_teacher", lambda *args: teachers.append(load(*args)) or teachers[-1]
@@ -170,7 +170,7 @@ def test_one_budget_trains_as_a_directory_of_its_own(
     assert len(teachers) == (2 if teacher == "original" else 0)
 
 
-def test_scores_while_training_are_of_the_chosen_budget(
+def test_scores_during_training_are_of_the_chosen_budget(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, score = [], HeldOutWatch.score
@@ -207,7 +207,7 @@ def test_compiled_layers_have_a_graph_for_each_layout(
         assert torch._dynamo.config.recompile_limit == 8 * len(layouts) > 8
 
 
-def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> None:
+def test_budgets_are_named_by_slots_or_shares(case: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(case / "materialize" / "model")
     assert named_budgets(config, "all") == SLOTS
     assert named_budgets(config, [1.0, SLOTS[0], (SLOTS[2] - 1) / 128]) == SLOTS
@@ -215,10 +215,8 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
         f"{100 * slots / 128:.1f}".removesuffix(".0") + " %" for slots in SLOTS
     ]
     assert share_names([1000, 4000, 8000], 8000) == ["12.5 %", "50 %", "100 %"]
-    assert share_names([1000, 1001], 8000) == [
-        "12.50 %",
-        "12.51 %",
-    ]  # rounded no further than they differ
+    # Rounded only as far as they still differ.
+    assert share_names([1000, 1001], 8000) == ["12.50 %", "12.51 %"]
     with pytest.raises(UserError, match="kv_budget is 5"):
         train_here(case, tmp_path, train={"budgets": [5]})
     points = [*FRONT.points, FrontPoint.of(
@@ -236,7 +234,7 @@ def test_budgets_are_named_by_slots_and_shares(case: Path, tmp_path: Path) -> No
             train_here(single, tmp_path, train={"budgets": budgets})
 
 
-def test_a_budget_in_quotes_is_what_it_is_without() -> None:
+def test_a_quoted_budget_equals_an_unquoted_one() -> None:
     budgets = TrainConfig(budgets=["12k", "2.5k", "4992", "0.25", "1.0", "1e-1", 0.5]).budgets
     assert repr(budgets) == "[12288, 2560, 4992, 0.25, 1.0, 0.1, 0.5]"
 
@@ -270,10 +268,10 @@ def test_the_plan_counts_the_mean_over_a_cycle_of_steps(tmp_path: Path) -> None:
     assert flops("train.budgets=[0.4,0.9]")[0] == pytest.approx((3 * each[1] + 2 * each[3]) / 5)
 
 
-def test_memory_is_that_of_the_largest_budget(
+def test_planned_memory_is_that_of_the_largest_budget(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of the default one, which holds less of other processes' keys."""
+    """Not of the default one, which receives fewer keys from other processes."""
     seen: list[Any] = []
 
     def stop(*arguments: Any) -> None:
@@ -290,8 +288,8 @@ def test_memory_is_that_of_the_largest_budget(
     assert seen == [every[chosen], every[largest]]
 
 
-def test_the_plan_counts_what_processes_send_for_the_budgets_trained(tmp_path: Path) -> None:
-    """Processes that share sequences; the original's budget sends what the original does."""
+def test_the_plan_counts_bytes_sent_for_the_trained_budgets(tmp_path: Path) -> None:
+    """If processes share sequences; the original's budget sends as much as the original."""
     case = Case(tmp_path)
 
     def sent(budgets: str) -> int:
@@ -310,7 +308,7 @@ def test_the_plan_counts_what_processes_send_for_the_budgets_trained(tmp_path: P
     assert sent("[0.3,0.5]") == pytest.approx((3 * scarce + 2 * large) / 5, abs=1)
 
 
-def test_the_plan_takes_the_budget_whose_share_is_named_to_the_bit(tmp_path: Path) -> None:
+def test_the_plan_finds_a_budget_by_its_share_despite_rounding(tmp_path: Path) -> None:
     """In floats 0.58 of 3,200 slots is less than the 1,856 that a budget of this share holds."""
     case = Case(tmp_path)
     front = [

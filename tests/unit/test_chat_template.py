@@ -1,4 +1,4 @@
-"""Prompts in a tokenizer's chat template, and templates that cannot take them."""
+"""Prompts in a tokenizer's chat template, and templates that do not accept them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEMPLATE = (
 PREFIX = " The answer is"
 
 
-def test_a_models_folder_with_a_template_is_known(tmp_path: Path) -> None:
+def test_a_template_in_a_models_folder_is_found(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert not has_template(tmp_path)
@@ -36,7 +36,7 @@ def test_a_models_folder_with_a_template_is_known(tmp_path: Path) -> None:
         assert has_template(tmp_path) is expected
 
 
-def test_a_prompt_is_the_users_turn_and_its_end_may_begin_the_answer() -> None:
+def test_a_prompt_is_the_users_turn_and_may_begin_the_answer() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     chat = ChatTemplate(tokenizer)
@@ -57,8 +57,8 @@ def test_a_prompt_is_the_users_turn_and_its_end_may_begin_the_answer() -> None:
     assert len(digests) == 4
 
 
-def test_the_answers_beginning_is_found_where_texts_begin_with_a_space() -> None:
-    """And where a space is a token by itself."""
+def test_the_beginning_of_an_answer_is_found_if_texts_begin_with_a_space() -> None:
+    """Also if a space is a token by itself."""
     tokenizer = nolima_case.tokenizer()
     tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
     prompt = encode_prompt(tokenizer, f"What is it?{PREFIX}")
@@ -87,8 +87,8 @@ def test_a_template_without_a_place_for_the_prompt_is_refused(
         ChatTemplate(tokenizer)
 
 
-def test_a_template_that_refuses_a_role_is_named() -> None:
-    """Gemma's has no system prompts."""
+def test_a_template_that_refuses_a_role_is_reported() -> None:
+    """Gemma's has no system turns."""
     tokenizer = nolima_case.tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
@@ -99,8 +99,8 @@ def test_a_template_that_refuses_a_role_is_named() -> None:
         ChatTemplate(tokenizer).text(turns)
 
 
-def test_a_template_that_writes_todays_date_makes_the_same_prompts_every_day() -> None:
-    """Llama 3's do; the day's prompts would be others, and answers of yesterday not taken."""
+def test_a_template_with_todays_date_makes_the_same_prompts_every_day() -> None:
+    """As Llama 3's does; otherwise yesterday's answers could not be reused."""
     tokenizer = tiny_tokenizer()
     for format, date in (("%d %b %Y", "26 Jul 2024"), ("%A, %Y-%m-%d", "Friday, 2024-07-26")):
         tokenizer.chat_template = (

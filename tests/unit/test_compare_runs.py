@@ -93,7 +93,7 @@ def rewrite(file: Path, old: str, new: str) -> None:
         ("evaluate/samples.jsonl", "1.25", "1.5", "hybrid positions t 512 0: {'loss': "),
     ],
 )
-def test_a_changed_result_is_reported(
+def test_every_changed_result_is_reported(
     run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     name: str, old: str, new: str, line: str,
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_changed_result_is_reported(
     assert f"\n  {line}" in capsys.readouterr().out
 
 
-def test_changed_weights_and_what_one_run_lacks_are_reported(
+def test_changed_weights_and_missing_results_are_reported(
     run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = ("train/checkpoints/tokens-64", "rival/model", "train_rival/checkpoints/tokens-64")
@@ -118,7 +118,7 @@ def test_changed_weights_and_what_one_run_lacks_are_reported(
         assert f"\n  {line}" in out
 
 
-def test_timings_checksums_and_places_of_files_do_not_count(
+def test_timings_checksums_and_places_of_files_are_ignored(
     run: Path, other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rewrite(other / "search/evaluations.jsonl", '"seconds": 0.1', '"seconds": 0.2')

@@ -1,4 +1,4 @@
-"""Compiled layers in training, and search mode over many masks: right, and nothing made twice."""
+"""Compiled layers in training, and search mode with many masks: correct, without repeated work."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _span(packed: bool, seed: int) -> AttentionContext:
 @pytest.mark.parametrize(
     ("searched", "sinks", "packed"), [(False, 0, False), (False, 4, True), (True, 0, True)]
 )
-def test_compiled_layer_trains_as_the_layer_does(searched: bool, sinks: int, packed: bool) -> None:
-    """Outputs and all gradients; other data and other documents run the same graph."""
+def test_a_compiled_layer_trains_like_the_layer(searched: bool, sinks: int, packed: bool) -> None:
+    """Outputs and all gradients; other data and other documents use the same graph."""
     model = small_model()
     if searched:
         apply_head_mask(model, random_mask(), Window(WINDOW, sinks))
@@ -70,8 +70,10 @@ def test_compiled_layer_trains_as_the_layer_does(searched: bool, sinks: int, pac
 @pytest.mark.parametrize(
     ("block", "window", "count"), [(4, 7, 3), (16, 7, 3), (4, 8, 3), (5, 2, 4), (3, 9, 1)]
 )
-def test_bands_are_the_slices_and_gradients_add_up(block: int, window: int, count: int) -> None:
-    """Compiled too: if the last piece is no whole block, views with gaps would lose gradients."""
+def test_bands_are_overlapping_slices_and_their_gradients_add_up(
+    block: int, window: int, count: int
+) -> None:
+    """Also compiled: if the last piece is no whole block, views with gaps would lose gradients."""
     keys = torch.randn(2, count * block + window, 3, dtype=torch.float64, requires_grad=True)
     expected = torch.stack([keys[:, i * block :][:, : block + window] for i in range(count)])
     weight = torch.randn_like(expected)
@@ -88,7 +90,7 @@ def test_bands_are_the_slices_and_gradients_add_up(block: int, window: int, coun
 
 
 def _alive() -> tuple[int, int, int]:
-    """Number and bytes of the tensors that are alive, and number of bosch's own objects."""
+    """Number and bytes of the tensors alive, and number of bosch's own objects."""
     gc.collect()
     everything = gc.get_objects()
     held = [x for x in everything if type(x) in (Tensor, torch.nn.Parameter)]
@@ -96,8 +98,8 @@ def _alive() -> tuple[int, int, int]:
     return len(held), sum(x.untyped_storage().nbytes() for x in held), ours
 
 
-def test_passes_over_changing_masks_leave_nothing_behind() -> None:
-    """Every row a layer can have, three times: after the first time nothing more is kept."""
+def test_passes_with_changing_masks_leak_nothing() -> None:
+    """Every row that a layer can have, three times: after the first time nothing more is kept."""
     model, ids = small_model(), tokens(2, LENGTH)
     prepare_for_search(model)
     rows = [[bool(bits >> head & 1) for head in range(KV_HEADS)] for bits in range(2**KV_HEADS)]
@@ -111,8 +113,8 @@ def test_passes_over_changing_masks_leave_nothing_behind() -> None:
     assert alive[0] == alive[1] == alive[2]
 
 
-def test_a_compiled_search_runs_one_graph_for_each_split_of_the_heads() -> None:
-    """Going back to a mask compiles nothing: the graphs of its layers are there."""
+def test_a_compiled_search_has_one_graph_for_each_number_of_full_heads() -> None:
+    """Returning to a mask compiles nothing, since the graphs of its layers exist."""
     model = small_model()
     prepare_for_search(model)
     layer, positions = model.model.layers[0], torch.arange(LENGTH)[None]
@@ -137,10 +139,10 @@ def test_a_compiled_search_runs_one_graph_for_each_split_of_the_heads() -> None:
     assert torch.equal(torch.stack(again), torch.stack([first[2], first[0], first[1]]))
 
 
-def test_a_new_head_mask_compiles_the_flex_kernel_not_again(
+def test_a_new_head_mask_does_not_compile_the_flex_kernel_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As inductor makes it, here for the CPU, which has its forward pass only."""
+    """With inductor, here for the CPU, which has only the forward pass."""
     counter = CompileCounterWithBackend("inductor")
     kernel = torch.compile(torch_flex.flex_attention, backend=counter)
     monkeypatch.setattr(flex, "kernel_for", lambda device: kernel)

@@ -1,4 +1,4 @@
-"""How a sequence is split over processes: what each is sent, what is refused, what plan says."""
+"""How a sequence is split over processes: what each receives, what is refused, what plan states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pipeline_case import Case
 
 
 def _sent(split: ContextSplit, window: Window | None) -> int:
-    """Token by token: what a rank's queries see and another rank holds."""
+    """Token by token: the tokens that a rank's queries see and another rank holds."""
     owner = [
         min(slot // split.chunk, 2 * split.ranks - 1 - slot // split.chunk)
         for slot in range(split.length)
@@ -35,14 +35,14 @@ def _sent(split: ContextSplit, window: Window | None) -> int:
 @pytest.mark.parametrize(("length", "ranks"), [(24, 2), (48, 3), (64, 4), (12, 1)])
 @pytest.mark.parametrize("window", [1, 2, 6, 8, 9, 20, 100])
 @pytest.mark.parametrize("sinks", [0, 3, 20])
-def test_traffic_is_what_queries_see_of_others(
+def test_traffic_is_what_queries_see_on_other_ranks(
     length: int, ranks: int, window: int, sinks: int
 ) -> None:
     split = ContextSplit(length, ranks)
     assert split.traffic(Window(window, sinks)) == _sent(split, Window(window, sinks))
 
 
-def test_a_full_head_is_sent_everything_and_a_sliding_one_its_halos() -> None:
+def test_a_full_head_receives_all_keys_and_a_sliding_one_those_before_its_chunks() -> None:
     split = ContextSplit(65536, 4)
     assert split.traffic(None) == 3 * 65536
     assert split.traffic(Window(1024)) == 6 * 1023  # none before the first, one beside its own
@@ -72,7 +72,9 @@ QWEN3 = {
         ({"text_config": SimpleNamespace(**QWEN3)}, "takes more than text"),
     ],
 )
-def test_models_that_cannot_be_split(changes: dict[str, Any], reason: str | None) -> None:
+def test_models_that_cannot_be_split_are_refused(
+    changes: dict[str, Any], reason: str | None
+) -> None:
     fault = split_fault(SimpleNamespace(**{**QWEN3, **changes}))
     assert fault is None if reason is None else reason in str(fault)
 
@@ -98,12 +100,12 @@ def test_a_sequence_is_padded_to_whole_chunks(length: int, ranks: int, whole: in
     assert ContextSplit.padded(length, ranks) == ContextSplit(whole, ranks)
 
 
-def test_what_a_pass_sends_is_that_of_its_heads_by_hand() -> None:
+def test_bytes_sent_in_a_pass_worked_out_by_hand() -> None:
     """Of 24 tokens on two processes a full head is sent 12 twice, W = 4 three before two chunks."""
     split, window = ContextSplit(24, 2), Window(4)
     kinds = SimpleNamespace(head_dim=8, own_head_dim=16, own_heads=3, windows={})
     shape: Any = SimpleNamespace(kinds=kinds)
     rows = [{None: 1, window: 2}, {window: 3}]
     assert pass_values(shape, rows, split) == 2 * 8 * (24 + 5 * 6)
-    kinds.windows = {1: 4, 5: 4}  # two layers that slide by themselves
+    kinds.windows = {1: 4, 5: 4}  # two layers that slide in the original
     assert pass_values(shape, rows, split) == 2 * 8 * (24 + 5 * 6) + 2 * (2 * 16 * 3 * 6)

@@ -1,4 +1,4 @@
-"""What `plan` says of recipes of every kind.
+"""`plan` for recipes of every kind.
 
 The modules behind it: stages.cost, stages.search.cost, stages.train.cost, stages.train.fit,
 stages.evaluate.cost, stages.materialize.cost, stages.prepare.stage, pipeline.commands.plan.
@@ -23,13 +23,13 @@ from tests.golden_plans import GOLDEN, plans
 from tests.pipeline_case import Case
 
 
-def test_plans_are_the_golden_ones() -> None:
+def test_plans_equal_the_golden_ones() -> None:
     """Every line; tests/golden_plans.py writes the file again."""
     assert list(plans()) == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(("way", "speedup"), [("data", 1.0), ("context", 2.0)])
-def test_processes_speed_one_sample_up_where_they_share_it(
+def test_processes_that_share_a_sample_answer_it_faster(
     tmp_path: Path, way: str, speedup: float
 ) -> None:
     case = Case(tmp_path)
@@ -42,8 +42,8 @@ def test_processes_speed_one_sample_up_where_they_share_it(
     assert cost.speedup(2) == speedup
 
 
-def test_an_answer_takes_no_more_of_the_disk_than_planned(tmp_path: Path) -> None:
-    """In samples.jsonl and, with fewer names, among the answers that runs share."""
+def test_an_answer_takes_no_more_disk_than_planned(tmp_path: Path) -> None:
+    """In samples.jsonl and, with fewer names, among the shared answers."""
     case = Case(tmp_path)
 
     def disk(samples: int) -> float:

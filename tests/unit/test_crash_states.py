@@ -52,7 +52,7 @@ def test_publishing_loses_and_invents_nothing(tmp_path: Path) -> None:
 RUN = ("prepare", "search")
 
 
-def test_a_journal_holds_all_that_was_acknowledged(tmp_path: Path) -> None:
+def test_a_journal_keeps_all_acknowledged_entries(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
     path, entries = folder / "lines.jsonl", [{"step": step} for step in range(4)]
@@ -73,7 +73,7 @@ def test_a_journal_holds_all_that_was_acknowledged(tmp_path: Path) -> None:
         assert Journal(path).read_new(dict) == entries, str(state)
 
 
-def test_a_restart_point_that_was_saved_is_there_and_whole(tmp_path: Path) -> None:
+def test_a_saved_restart_point_exists_and_is_complete(tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
     train = TrainConfig(batch_tokens=8, total_tokens=80, checkpoint_tokens=[16])
@@ -109,7 +109,7 @@ def test_a_restart_point_that_was_saved_is_there_and_whole(tmp_path: Path) -> No
         assert latest is not None and restart_step(latest) == 3, str(state)
 
 
-def test_prepared_data_is_whole_or_made_again(
+def test_prepared_data_is_complete_or_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "load_tokenizer", lambda spec: tiny_tokenizer())

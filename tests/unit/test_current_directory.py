@@ -21,15 +21,15 @@ from tests.pipeline_case import ROOT, Case
 from tests.search_case import order
 
 ENTRY = ROOT / "pipeline" / "__main__.py"
-# Libraries, modules of the standard library that others import late, and our own names.
+# Libraries, standard modules that others import late, and the project's own names.
 NAMES = ("yaml", "tokenize", "pydantic", "filecmp", "bosch", "stages", "torch", "numpy")
-# What the interpreter itself looks for before the first line of a program.
+# Modules that the interpreter imports before the first line of a program.
 EARLY = ("sitecustomize", "usercustomize", "runpy", "pkgutil", "encodings", "pipeline")
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A folder whose modules say that they were imported, and stop the program."""
+    """A folder whose modules print that they were imported, and stop the program."""
     folder = tmp_path / "hostile"
     folder.mkdir()
     for name in NAMES:
@@ -39,7 +39,7 @@ def hostile(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def more_hostile(hostile: Path) -> Path:
-    """With modules that the interpreter imports before the first line of a program, too."""
+    """A folder that also has the modules that the interpreter itself imports."""
     for name in EARLY:
         shutil.copy(hostile / "yaml.py", hostile / f"{name}.py")
     return hostile
@@ -52,7 +52,7 @@ def _run(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("python_path", ["{root}", ":{root}", "{root}:"])
-def test_a_command_imports_nothing_from_there(
+def test_a_command_imports_nothing_from_the_current_directory(
     tmp_path: Path, hostile: Path, python_path: str
 ) -> None:
     """An empty entry of PYTHONPATH means the current directory, too."""
@@ -64,7 +64,7 @@ def test_a_command_imports_nothing_from_there(
         assert "never made" in done.stdout
 
 
-def test_the_documented_ways_import_nothing_before_the_program_either(
+def test_documented_ways_to_start_import_nothing_before_the_program(
     tmp_path: Path, more_hostile: Path
 ) -> None:
     """docs/notes/security.md: as a file, or with -P; launch/torchrun.sh is tested below."""
@@ -74,17 +74,17 @@ def test_the_documented_ways_import_nothing_before_the_program_either(
         assert done.returncode == 0, done.stderr
 
 
-def test_a_measured_process_imports_nothing_from_there(
+def test_a_measured_process_imports_nothing_from_the_current_directory(
     more_hostile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(more_hostile)
-    monkeypatch.delenv("PYTHONPATH", raising=False)  # one that names this folder means it
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # unless an entry names this folder on purpose
     with pytest.raises(RunError, match="KeyError: 'settings'"):
         run_in_process({}, "it")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_stage_imports_nothing_from_there(
+def test_a_stage_imports_nothing_from_the_current_directory(
     tmp_path: Path, more_hostile: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     monkeypatch.chdir(more_hostile)
@@ -99,7 +99,9 @@ def test_a_stage_imports_nothing_from_there(
     assert json.loads((work / "output.json").read_text())["world"] == str(processes)
 
 
-def test_launch_scripts_import_nothing_from_there(tmp_path: Path, more_hostile: Path) -> None:
+def test_launch_scripts_import_nothing_from_the_current_directory(
+    tmp_path: Path, more_hostile: Path
+) -> None:
     """A Python without packages is not taken for one that has them; torchrun.sh runs a recipe."""
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "launch", root / "launch")
@@ -132,7 +134,7 @@ def test_a_command_works_in_the_folder_of_installed_packages() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_command_works_in_a_folder_that_was_removed(tmp_path: Path) -> None:
+def test_a_command_works_in_a_removed_folder(tmp_path: Path) -> None:
     command = ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, str(ENTRY), "--help"]
     done = _run(command, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

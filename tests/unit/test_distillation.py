@@ -47,7 +47,7 @@ PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small case with larger weights, so that sliding heads make a difference."""
+    """The small case with larger weights, so that sliding heads matter."""
     folder = make_case(tmp_path_factory.mktemp("case"))
     file = folder / "materialize" / "model" / "model.safetensors"
     weights = load_file(file)
@@ -98,11 +98,11 @@ def plain_loss(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.3), (0.4, 1.0), (0.6, 0.5)])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "cohere"])
-def test_value_and_gradients_are_those_of_whole_logits(
+def test_value_and_gradients_equal_those_of_whole_logits(
     family: str, weight: float, share: float, packed: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In chunks that do not divide the tokens; heads with soft-cap or scaled logits among them."""
+    """In chunks that do not divide the tokens; also with heads that cap or scale logits."""
     monkeypatch.setattr(distillation, "chunk_tokens", lambda vocabulary, distilled: 5)
     base, student, teacher = models(family, tmp_path)
     ids = tokens(2, 12)
@@ -129,7 +129,7 @@ def test_value_and_gradients_are_those_of_whole_logits(
     loss = student(input_ids=ids, labels=labels, position_ids=positions)["loss"]
     loss.backward()
     assert caches == [None]
-    # Log-probabilities of about 4 are rounded by 2e-7 each, by another machine otherwise.
+    # Log-probabilities of about 4 are rounded by 2e-7 each, on another machine differently.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
     assert gradients(student).keys() == plain.keys()
     for name, gradient in gradients(student).items():
@@ -138,7 +138,7 @@ def test_value_and_gradients_are_those_of_whole_logits(
 
 
 class Stub(torch.nn.Module):
-    """A teacher of 1,000 words whose states are given."""
+    """A teacher of 1,000 words that returns the given states."""
 
     def __init__(self, states: torch.Tensor) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Stub(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
-def test_neither_models_logits_are_ever_whole(
+def test_no_model_computes_all_logits_at_once(
     weight: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distillation, "chunk_tokens", lambda vocabulary, distilled: 4)
@@ -161,15 +161,15 @@ def test_neither_models_logits_are_ever_whole(
     teacher = TeacherLoss(Stub(torch.randn(2, 32, 8)), weight, share)
     with LargestTensor() as held:
         teacher(small_config(), targets, targets, None)(head, states).backward()
-    assert held.elements == 8 * 1000  # the head's weight and its gradient
+    assert held.elements == 8 * 1000  # the output head's weight and its gradient
     assert states.grad is not None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_a_teacher_has_no_sink_bias(tmp_path: Path, family: str) -> None:
-    """No head of it slides, whatever the file holds; a hybrid whose heads slide needs its own.
+    """None of its heads slides, whatever the file holds; a hybrid with sliding heads needs its own.
 
-    Layers that slide in the base model itself, as Gemma 3's, have no sink bias.
+    Layers that slide in the base model itself, like Gemma 3's, have no sink bias.
     """
     base, ids = small_model(family).eval(), tokens(2, 12)
     expected = base.get_decoder()(ids).last_hidden_state
@@ -186,7 +186,7 @@ def test_a_teacher_has_no_sink_bias(tmp_path: Path, family: str) -> None:
 
 
 def test_a_teacher_has_no_budget(tmp_path: Path) -> None:
-    """Every head of it is full, whichever of several budgets the model was saved at."""
+    """All its heads are full, whichever budget the model was saved with."""
     base, ids = small_model().eval(), tokens(2, 12)
     front = nested_front(*mask_shape(base.config), [Window(WINDOW)])
     expected = base.get_decoder()(ids).last_hidden_state
@@ -197,12 +197,12 @@ def test_a_teacher_has_no_budget(tmp_path: Path) -> None:
 
 
 def test_only_predicted_tokens_are_among_the_largest() -> None:
-    """Where the models agree rounding leaves values just below 0."""
+    """If the models agree, rounding leaves values just below 0."""
     values = torch.tensor([[-2e-9, -1e-9, 5.0, -3e-9], [0.1, 0.3, 0.2, 9.0]])
     valid = torch.tensor([[True, True, False, True], [True, True, True, False]])
     chosen = torch.tensor([[True, True, False, False], [False, True, True, False]])
     assert torch.equal(largest(values, valid, 0.5), chosen)
-    # In floats a little more than 7 of 100.
+    # In floats slightly more than 7 of 100.
     hundred = torch.arange(100.0)[None]
     assert largest(hundred, hundred >= 0, 0.07).sum() == 7
 
@@ -221,7 +221,7 @@ def test_training_with_a_teacher_resumes_after_a_kill(case: Path, tmp_path: Path
 
 
 def test_two_processes_with_shards_train_adapters_like_one(case: Path, tmp_path: Path) -> None:
-    """Whole weights with a teacher are in tests/distributed/test_context_parallel.py."""
+    """tests/distributed/test_context_parallel.py has whole weights with a teacher."""
     train = {**SHORT, "lora": {"rank": 3, "alpha": 6}}
     train_here(case, tmp_path / "one", train=train)
     done = train_in_processes(case, tmp_path / "two", 2, train=train, runtime={"sharding": "fsdp"})
@@ -238,7 +238,7 @@ def test_two_processes_with_shards_train_adapters_like_one(case: Path, tmp_path:
 
 
 def changed(case: Path, work_dir: Path) -> set[str]:
-    """Names of the weights that training changed."""
+    """Names of the weights that training has changed."""
     start = load_file(case / "materialize" / "model" / "model.safetensors")
     folder = next((work_dir / "checkpoints").iterdir())
     end = load_file(folder / "model.safetensors")
@@ -247,7 +247,7 @@ def changed(case: Path, work_dir: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("freeze", ["none", "attention_only"])
-def test_adapters_are_saved_as_sums_and_resume(case: Path, tmp_path: Path, freeze: str) -> None:
+def test_adapters_are_saved_merged_and_resume(case: Path, tmp_path: Path, freeze: str) -> None:
     train: dict[str, Any] = {"freeze": freeze, "lora": {"rank": 2, "alpha": 8}}
     train_here(case, tmp_path / "whole", train=train)
     names = changed(case, tmp_path / "whole")
@@ -263,7 +263,7 @@ def test_adapters_are_saved_as_sums_and_resume(case: Path, tmp_path: Path, freez
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
 
 
-def test_sums_are_those_of_peft(case: Path) -> None:
+def test_merged_weights_equal_pefts(case: Path) -> None:
     from peft.tuners.lora import LoraLayer
 
     train = TrainConfig(lora=LoraConfig(rank=3, alpha=5), mixed_precision="no")
@@ -290,7 +290,7 @@ def test_sums_are_those_of_peft(case: Path) -> None:
         {"lora": {"rank": 4}, "freeze": "attention_only"},
     ],
 )
-def test_the_plan_counts_what_is_trained(case: Path, train: dict[str, Any]) -> None:
+def test_the_plan_counts_only_trained_weights(case: Path, train: dict[str, Any]) -> None:
     config = TrainConfig(mixed_precision="no", **train)
     model = load_for_training(
         case / "materialize" / "model", ModelConfig(path="x"), config, Runtime()

@@ -1,4 +1,4 @@
-"""Evaluations shared by several searches: paid once, the same results, whatever dies on the way."""
+"""Evaluations shared by several searches: computed once, with equal results, whatever is killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def evaluation_in(log, mask):
 
 
 def search(log, method="bosch", ratio=0.5, stop_after=None):
-    """(result, evaluator, masks evaluated); None for the result of a search that was stopped."""
+    """(result, evaluator, masks evaluated); the result of a stopped search is None."""
     scorer = Scorer()
     evaluate = scorer.evaluate
 
@@ -64,7 +64,7 @@ def search(log, method="bosch", ratio=0.5, stop_after=None):
     return result, evaluator, scorer.calls
 
 
-def test_no_mask_is_paid_for_twice_and_results_do_not_depend_on_it(tmp_path):
+def test_no_mask_is_computed_twice_and_results_do_not_depend_on_sharing(tmp_path):
     paid: list[str] = []
     for number, (method, ratio) in enumerate(
         [("bosch", 0.5), ("b_single", 0.5), ("bosch", 0.75), ("rand", 0.5), ("bosch", 0.5)]
@@ -102,7 +102,7 @@ def test_a_resumed_search_keeps_its_costs(tmp_path):
     assert costs["evaluations"] - costs["reused_evaluations"] == len(first) + len(second)
 
 
-def test_a_search_sees_what_another_one_finds_meanwhile(tmp_path):
+def test_a_search_uses_evaluations_that_another_one_adds_meanwhile(tmp_path):
     mask = HeadMask.all_full(3, 4)
     one, other = log_of(tmp_path, "one"), log_of(tmp_path, "other")
     assert not other.history(mask, "anchors")
@@ -113,7 +113,7 @@ def test_a_search_sees_what_another_one_finds_meanwhile(tmp_path):
     assert [record.reused for record in one.history(mask, "anchors")] == [False]
 
 
-def test_a_search_sees_what_another_one_finds_while_it_makes_a_bound(tmp_path):
+def test_a_search_uses_evaluations_that_another_one_adds_during_a_bound(tmp_path):
     mask, other = HeadMask.all_full(3, 4), log_of(tmp_path, "other")
 
     class Slower(Scorer):
@@ -139,7 +139,7 @@ def test_a_search_sees_what_another_one_finds_while_it_makes_a_bound(tmp_path):
         {"numerics": "gpu"},
     ],
 )
-def test_other_models_data_windows_and_kernels_share_no_evaluations(tmp_path, change):
+def test_searches_with_other_models_data_windows_or_kernels_share_nothing(tmp_path, change):
     mask = HeadMask.all_full(3, 4)
     log_of(tmp_path, "one").append(mask, Evaluation(0.5, -1.25), "anchors")
     assert not log_of(tmp_path, "other", replace(CONTEXT, **change)).history(mask, "anchors")
@@ -150,7 +150,7 @@ def test_other_models_data_windows_and_kernels_share_no_evaluations(tmp_path, ch
         assert not log_of(tmp_path, "new", replace(CONTEXT, **change)).history(mask, "anchors")
 
 
-def test_what_was_killed_between_the_two_files_is_made_up(tmp_path):
+def test_an_evaluation_killed_between_the_two_files_is_completed(tmp_path):
     mask = HeadMask.all_full(3, 4)
     alone = tmp_path / "mine" / "evaluations.jsonl"
     alone.parent.mkdir()
@@ -170,7 +170,7 @@ def test_a_mask_is_beaten_by_score_then_by_log_likelihood(rank, is_better):
     assert Evaluation(0.5, -1.25).beaten_by(*rank) == is_better
 
 
-def test_bounds_stay_with_the_search_that_made_them(tmp_path):
+def test_bounds_are_not_shared(tmp_path):
     mask = HeadMask.all_full(3, 4)
     bound = Evaluation(0.5, -1.25, is_bound=True, whole_pass_equivalents=0.75)
     log_of(tmp_path, "one").append(mask, bound, "anchors")
@@ -192,12 +192,12 @@ def test_a_line_without_its_fields_is_damaged_in_the_log_and_the_pool(tmp_path, 
     assert [text.rpartition(": ")[2] for text in caplog.messages] == [
         "3 damaged lines are not used"
     ] * 2
-    # What the search publishes holds whole lines alone.
+    # The search publishes only whole lines.
     assert len((tmp_path / "one" / "evaluations.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 100.0])
-def test_the_solvers_seconds_are_those_beside_the_evaluations(seconds):
+def test_the_solvers_seconds_leave_out_the_evaluations(seconds):
     scorer = Scorer()
     evaluate = scorer.evaluate
     scorer.evaluate = lambda mask, shared_layers=0, can_win=None: replace(
@@ -210,7 +210,7 @@ def test_the_solvers_seconds_are_those_beside_the_evaluations(seconds):
     assert (run.costs["solver_seconds"] > 0) == (seconds == 0)
 
 
-def test_a_mask_that_is_asked_for_again_is_in_the_trace_but_as_the_final_one():
+def test_a_repeated_mask_is_in_the_trace_only_as_the_final_one():
     evaluator = Evaluator(Scorer(), EvaluationLog(None, CONTEXT))
     for phase in ("anchors", "layer_importance", "final"):
         evaluator.evaluate(HeadMask.all_full(3, 4), phase, phase)

@@ -33,7 +33,7 @@ def _front(*choices: list[list[int]], chosen: int | None = None) -> Front:
 CHAIN = ([[2, 2], [2, 2]], [[1, 2], [2, 0]], [[0, 2], [1, 0]], [[0, 1], [1, 0]])
 
 
-def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_file_survives_writing_and_reading(tmp_path: Path) -> None:
     points = [
         _point(CHAIN[0], held_out=(0.5, 0.25, 0.75), passes=3.5),
         _point(CHAIN[1], score=1.0, held_out=(1.0, 1.0, 1.0)),
@@ -129,7 +129,7 @@ def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
         Front.load(tmp_path / "front.json")
 
 
-def test_a_point_against_the_others_is_outside_the_chain() -> None:
+def test_a_point_with_an_opposite_order_is_not_nested() -> None:
     assert _front(*CHAIN).nested == (True,) * 4
     front = _front(CHAIN[0], [[2, 1], [2, 2]], CHAIN[2], CHAIN[3])
     assert front.nested == (True, False, True, True)
@@ -142,7 +142,7 @@ def test_a_point_against_the_others_is_outside_the_chain() -> None:
     assert replace(scarcest, chosen=0).nested == (True, False, False)
 
 
-def test_the_order_is_one_for_all_nested_points_of_random_fronts() -> None:
+def test_one_order_fits_all_nested_points_of_random_fronts() -> None:
     rng = np.random.default_rng(0)
     for _ in range(60):
         choices = [rng.integers(0, 3, (2, 3)).tolist() for _ in range(4)]
@@ -153,7 +153,7 @@ def test_the_order_is_one_for_all_nested_points_of_random_fronts() -> None:
             assert sorted(order) == [0, 1, 2]
             for mask in chain:
                 assert (np.diff(mask.choices[layer][order].astype(int)) >= 0).all()
-        # No point outside has an order in common with all of the chain.
+        # No other point has a common order with all nested ones.
         for mask, inside in zip(masks, front.nested, strict=True):
             assert inside or not all(_have_order(layer, [*chain, mask]) for layer in range(2))
 

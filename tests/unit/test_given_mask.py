@@ -47,7 +47,7 @@ def _find(objective: Any, **settings: Any) -> Any:
     return find_mask("given", evaluator_of(objective), SearchSettings(**settings))
 
 
-def test_the_mask_of_the_file_is_scored(tmp_path: Path, objective: Objective) -> None:
+def test_the_mask_in_the_file_is_scored(tmp_path: Path, objective: Objective) -> None:
     shape = objective.num_layers, objective.num_key_value_heads
     mask = _mask(shape, 5)
     path = _saved(tmp_path / "mask.json", mask)
@@ -57,7 +57,7 @@ def test_the_mask_of_the_file_is_scored(tmp_path: Path, objective: Objective) ->
 
 
 def test_no_head_of_a_given_mask_gets_another_window(tmp_path: Path) -> None:
-    """Where all heads slide the anchor, all of the widest window, is on budget and scores more."""
+    """If all heads slide, the anchor (all at the widest window) is on budget and scores more."""
     model, calibration = searchable()
     menu = Window(WINDOW), Window(3)
     objective = Objective(model, calibration, menu, batch_size=4)
@@ -79,7 +79,7 @@ def test_no_head_of_a_given_mask_gets_another_window(tmp_path: Path) -> None:
         (0, 6, WINDOW, 2, r"search\.head_granularity: layer 0 of .* has 3 full KV heads, no mul"),
     ],
 )
-def test_a_mask_for_something_else_is_refused(
+def test_a_mask_that_does_not_fit_is_refused(
     tmp_path: Path,
     objective: Objective,
     layers: int,
@@ -100,7 +100,7 @@ def _keys(case: Case) -> dict[str, str | None]:
     return {node.name: node.key for node in resolve(loaded, hasher)}
 
 
-def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
+def test_the_recipe_names_the_file_and_its_content_is_in_the_key(tmp_path: Path) -> None:
     case = Case(tmp_path)
     case.content["search"] |= {"method": "given", "mask": str(tmp_path / "mask.json")}
     case.save()
@@ -119,7 +119,7 @@ def test_a_recipe_names_the_file_and_its_content_counts(tmp_path: Path) -> None:
     assert _keys(case) == second
 
 
-def test_a_mask_with_a_sink_bias_is_for_a_search_with_one(
+def test_a_mask_with_a_sink_bias_needs_a_search_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, path = Case(tmp_path), str(tmp_path / "mask.json")

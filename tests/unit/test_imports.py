@@ -1,6 +1,6 @@
 """The order of imports: one way, no cycles, and no project module imported in a function.
 
-pyproject.toml declares every package that the code imports, and no version below the tested.
+pyproject.toml declares every imported package, and no version below the tested one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.elsewhere import ROOT
 
 PACKAGES = ("bosch", "data_prep", "stages", "pipeline")
 
-# From the ground up: a module may use what stands below it, and what stands beside it in its own
-# package. Names on one line are on one floor.
+# From the bottom up: a module may use modules below it, and modules of its own package on its own
+# line. Names on one line are on one level.
 FLOORS = {
     "bosch": (
         (
@@ -64,7 +64,7 @@ USES = {
     "stages": {"bosch", "data_prep"},
     "pipeline": {"bosch", "data_prep", "stages"},
 }
-# Imports that stand in a function, and why.
+# Imports inside functions, and the reason.
 _TRANSFORMERS = "`import bosch` loads neither torch nor transformers, only waits for the latter"
 LAZY = {
     "bosch.model.registration imports bosch.model.configuration": _TRANSFORMERS,
@@ -122,7 +122,7 @@ def floor(name: str) -> int:
     return floors[0]
 
 
-def test_packages_use_only_those_below_them() -> None:
+def test_packages_use_only_packages_below_them() -> None:
     wrong = [
         f"{name} imports {used}"
         for name, all_used in imports_of_modules().items()
@@ -132,7 +132,7 @@ def test_packages_use_only_those_below_them() -> None:
     assert wrong == []
 
 
-def test_floors_use_only_those_below_them() -> None:
+def test_levels_use_only_levels_below_them() -> None:
     wrong = []
     for name, all_used in imports_of_modules().items():
         package, _, rest = name.partition(".")
@@ -147,8 +147,8 @@ def test_floors_use_only_those_below_them() -> None:
     assert wrong == []
 
 
-def test_nothing_is_imported_in_a_circle() -> None:
-    """Of what type checkers alone import neither."""
+def test_there_are_no_import_cycles() -> None:
+    """Not even in imports for type checkers."""
     graph = graphlib.TopologicalSorter(imports_of_modules())
     order = list(graph.static_order())  # raises CycleError
     assert len(order) >= len(modules())
@@ -175,7 +175,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
         "import sys, pipeline.cli, pipeline.run.runner\n"
         "import pipeline.commands.run, pipeline.commands.status\n"
         "import pipeline.commands.evaluate\n"
-        "import stages.report.index\n"  # which every run writes, a cached one too
+        "import stages.report.index\n"  # every run writes the index, also a cached one
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'pyarrow', 'accelerate', "
         "'altair', 'vl_convert'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
@@ -184,7 +184,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_tests_use_what_is_public() -> None:
+def test_tests_use_only_public_names() -> None:
     """No test imports, calls or replaces a name of the project that begins with an underscore."""
     wrong = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
@@ -219,7 +219,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # Modules of a distribution with another name.
 _DISTRIBUTION = {"PyNomad": "PyNomadBBO", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
 _OWN = {"bosch", "data_prep", "pipeline", "recipes", "stages", "tests"}
-# Where each folder's imports may be declared; "" is the core, which the library must do with.
+# The extras in which each folder's imports may be declared; "" is the core, for the library.
 _EXTRAS = {
     "bosch": ("", "pipeline", "flash", "mlx"),
     "data_prep": ("", "pipeline", "eval"),
@@ -229,10 +229,10 @@ _EXTRAS = {
     "recipes": ("", "pipeline"),
     "tests": ("", "pipeline", "eval", "adapt", "gpu", "serve", "test", "flash", "mlx"),
 }
-# vllm's dependencies and ours do not agree; triton comes with torch's builds for a GPU. On a CPU
-# each has an environment of its own.
+# The dependencies of vllm conflict with ours; triton comes with torch's builds for a GPU. On a CPU
+# each has its own environment.
 _BESIDE = {"triton", "vllm"}
-# Of which only a maker of test data has need, by hand.
+# Needed only by a maker of test data, by hand.
 _BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
 
 
@@ -268,8 +268,8 @@ def test_every_package_imported_is_declared(folder: str) -> None:
     assert not missing
 
 
-def test_the_library_is_imported_with_its_own_dependencies_alone() -> None:
-    """`pip install .` brings no extra; what needs one is imported where it is used."""
+def test_the_library_can_be_imported_with_only_its_own_dependencies() -> None:
+    """`pip install .` installs no extra; modules that need one import it when used."""
     core = _declared("")
     missing = {
         f"{path.relative_to(ROOT)}: {package}"
@@ -281,8 +281,8 @@ def test_the_library_is_imported_with_its_own_dependencies_alone() -> None:
 
 
 @pytest.mark.parametrize("extra", ["", *PROJECT["optional-dependencies"]], ids="extra {}".format)
-def test_requirements_have_a_lowest_version_and_admit_what_is_installed(extra: str) -> None:
-    """`launch/setup.sh oldest` installs the lowest: it must be written so that it finds it."""
+def test_requirements_have_a_lowest_version_and_allow_the_installed_one(extra: str) -> None:
+    """`launch/setup.sh oldest` installs the lowest, which it must be able to find in the file."""
     for text in _lines(extra):
         requirement = Requirement(text)
         if requirement.name == PROJECT["name"]:

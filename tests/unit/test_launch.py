@@ -50,7 +50,7 @@ from tests.pipeline_case import gone
         ),
     ],
 )  # fmt: skip
-def test_options_of_torchrun(world: World, options: list[str]) -> None:
+def test_options_with_which_torchrun_is_started(world: World, options: list[str]) -> None:
     assert torchrun_options(world) == options
 
 
@@ -73,7 +73,7 @@ def test_options_of_torchrun(world: World, options: list[str]) -> None:
         (World(processes_per_node=2), {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "5"}),
     ],
 )  # fmt: skip
-def test_variables_of_a_stages_processes(
+def test_environment_of_a_stages_processes(
     world: World, given: dict[str, str], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PYTHONPATH", *expected):
