@@ -109,7 +109,7 @@ def _sinks(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("step", [2048, 100])
-def test_tokens_are_those_of_generate(
+def test_tokens_equal_those_of_generate(
     model: Any, reference: Any, prompts: list[list[int]], step: int
 ) -> None:
     for prompt in prompts:

@@ -1,6 +1,6 @@
-"""The Dockerfile, without a builder: its steps name what is in the repository, and run as they are.
+"""The Dockerfile, without a builder: its steps name files of the repository, and run as they are.
 
-With `DOCKER_ROOT=FOLDER` in the environment they are run in that folder, which takes minutes.
+With `DOCKER_ROOT=FOLDER` in the environment they run in that folder, which takes minutes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _ignored(path: Path) -> bool:
     )
 
 
-def test_the_image_has_a_python_that_the_project_takes_and_no_unknown_step() -> None:
+def test_the_image_has_a_supported_python_and_no_unknown_step() -> None:
     assert {step for step, _ in _steps()} <= _KNOWN
     (base,) = _of("FROM")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -58,7 +58,7 @@ def test_the_image_has_a_python_that_the_project_takes_and_no_unknown_step() -> 
     assert _of("ARG") == [f"MODE={_MODES[0]}"] and _of("COPY") == [". ."]
 
 
-def test_the_image_holds_what_its_steps_and_the_comment_use() -> None:
+def test_the_image_contains_what_its_steps_and_comments_name() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     assert not [name for name in tracked.stdout.splitlines() if _ignored(ROOT / name)]
     assert _ignored(ROOT / ".git") and _ignored(ROOT / ".venv") and _ignored(ROOT / "runs")
@@ -73,7 +73,7 @@ def test_the_image_holds_what_its_steps_and_the_comment_use() -> None:
     load_recipe(ROOT / recipe[1], fetch=False, env={})
 
 
-def test_the_image_starts_the_program_that_is_installed() -> None:
+def test_the_image_starts_the_installed_program() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (entry,), (command,), (folder,) = (_of(name) for name in ("ENTRYPOINT", "CMD", "WORKDIR"))
     (program,) = json.loads(entry)
@@ -98,7 +98,7 @@ def test_the_steps_run_in_a_clean_root() -> None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """What a container has, and where pip finds packages here."""
+    """The environment of a container, with the package index of this machine."""
     names = ("PATH", "HOME", "LANG")
     kept = {name for name in os.environ if name in names or name.startswith("PIP_")}
     return {name: os.environ[name] for name in kept}

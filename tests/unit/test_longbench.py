@@ -19,23 +19,23 @@ from data_prep.tasks.longbench import (
 from tests.tiny_data import tiny_tokenizer
 
 
-def test_categories():
-    """Those of single tasks are as lm-eval has them, see below."""
+def test_categories_of_tasks():
+    """test_tasks_equal_lm_evals checks those of single tasks."""
     sizes = {name: len(tasks) for name, tasks in groups().items()}
     assert sizes["LongBench"] == 21 and sizes["LongBench few-shot, without samsum"] == 3
     assert sizes["LongBench summarisation, with samsum"] == 5
 
 
-def test_means_over_categories_are_the_benchmarks_and_the_papers():
+def test_means_over_categories_are_those_of_benchmark_and_paper():
     benchmark, paper = category_means().values()
     assert [len(tasks) for tasks in benchmark] == [4, 4, 4, 4, 3, 2]
-    # Samsum is a summary there, and GSM8K the seventh category (BOSCH B.6).
+    # Samsum counts as a summary there, and GSM8K is the seventh category (BOSCH B.6).
     assert [len(tasks) for tasks in paper] == [4, 4, 5, 3, 3, 2, 1]
     assert "longbench_samsum" in paper[2] and paper[-1] == ["gsm8k"]
 
 
-def test_tasks_are_as_lm_eval_has_them():
-    """How long an answer is, what measures it, and which tasks stand together."""
+def test_tasks_equal_lm_evals():
+    """Length of answers, metrics, and groups of tasks."""
     tags = {}
     for task, ours in TASKS.items():
         text = (files("lm_eval") / "tasks" / "longbench" / f"{task}.yaml").read_text()
@@ -48,7 +48,7 @@ def test_tasks_are_as_lm_eval_has_them():
     )
 
 
-def test_prompt_takes_both_field_names_and_the_benchmarks_ends():
+def test_prompts_accept_both_field_names_and_have_the_benchmarks_ends():
     record = {"context": "Braces {{question}} stay.", "input": "Why?"}
     renamed = {"context": record["context"], "question": "Why?"}
     template = "Read.\n{{context}}\n{{question}}"
@@ -75,7 +75,7 @@ def test_long_prompts_lose_their_middle():
     assert tokenizer.decode(whole) == text
     expected = tokenizer.decode(whole[:50]) + tokenizer.decode(whole[-50:])
     assert tokenizer.decode(short) == expected
-    assert truncated_ids(tokenizer, text, 1) == []  # two halves of no token
+    assert truncated_ids(tokenizer, text, 1) == []  # halves that end within a token
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_long_prompts_lose_their_middle():
         ("qasper", "Paris", [], None, 0.0),
     ],
 )
-def test_score(task, output, answers, classes, expected):
+def test_scores_equal_the_benchmarks(task, output, answers, classes, expected):
     assert score(task, output, answers, classes) == pytest.approx(expected, abs=1e-6)
 
 
@@ -106,11 +106,11 @@ def test_only_the_first_line_counts_in_few_shot_tasks():
     assert score("qasper", "", ["Paris"], []) == 0.0
 
 
-def test_code_is_the_first_line_without_marks():
+def test_a_code_answer_is_its_first_line_without_marks():
     output = "\n# a comment\n```\nx = 1\ny = 2"
     assert score("lcc", output, ["x = 1"], []) == 1.0
     assert score("lcc", "\n// only\n", ["x = 1"], []) == 0.0
-    # A line of blanks is a line of code to the benchmark.
+    # For the benchmark a line of blanks is a line of code.
     assert score("lcc", "  \nx = 1", ["x = 1"], []) < 1.0
 
 
@@ -123,14 +123,16 @@ def test_code_is_the_first_line_without_marks():
         ("", "x = 1", 0.0),
     ],
 )
-def test_no_package_decides_how_similar_code_is(monkeypatch, output, answer, expected):
-    """With python-Levenshtein fuzzywuzzy's ratio of the first is 0.65."""
+def test_installed_packages_do_not_change_the_similarity_of_code(
+    monkeypatch, output, answer, expected
+):
+    """With python-Levenshtein fuzzywuzzy's ratio of the first pair would be 0.65."""
     monkeypatch.setattr("fuzzywuzzy.fuzz.ratio", lambda *_: 50)
     assert score("lcc", output, [answer], []) == expected
 
 
-def test_a_prompt_of_the_longest_length_is_read_as_it_is():
-    """Decoding and tokenising again could change it."""
+def test_a_prompt_of_exactly_the_longest_length_is_not_changed():
+    """Decoding and tokenising it again could change it."""
 
     class Words:
         eos_token_id = None

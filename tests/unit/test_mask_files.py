@@ -1,4 +1,4 @@
-"""The head masks in recipes/masks, their format, and masks to and from other projects' files."""
+"""The head masks in recipes/masks, their format, and conversion to and from other formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA = json.loads(resources.files("bosch").joinpath("head_mask.schema.json").r
 
 
 @pytest.mark.parametrize("path", MASKS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_mask_is_named_by_its_method_and_ratio_and_says_where_it_is_from(path: Path) -> None:
+def test_a_published_mask_has_its_method_ratio_and_origin_in_its_name(path: Path) -> None:
     file = HeadMaskFile.load(path)
     method, *options, ratio = path.stem.split("-")
     assert method == file.method
@@ -42,7 +42,7 @@ def test_a_mask_is_named_by_its_method_and_ratio_and_says_where_it_is_from(path:
 
 
 @pytest.mark.parametrize("path", MASKS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_recipe_takes_the_mask(path: Path) -> None:
+def test_a_recipe_accepts_each_published_mask(path: Path) -> None:
     file = HeadMaskFile.load(path)
     loaded = load_recipe(
         ROOT / json.loads(path.read_text())["provenance"]["recipe"],
@@ -54,10 +54,10 @@ def test_a_recipe_takes_the_mask(path: Path) -> None:
     assert loaded.recipe.model.path == str(ROOT / file.model)
 
 
-def test_of_a_study_the_mask_of_the_largest_budget_is_kept(tmp_path: Path) -> None:
-    """A key leaves a default budget out; masks of several windows or another model are left out.
+def test_for_each_study_the_mask_of_the_largest_budget_is_published(tmp_path: Path) -> None:
+    """Keys leave out a default budget; masks of several windows or another model are skipped.
 
-    Of two budgets alike the mask of more examples is kept.
+    Of two equal budgets the mask of more examples is published.
     """
     recipe = Path("recipes", "study", "enumerable.yaml")
     loaded = load_recipe(ROOT / recipe, []).recipe
@@ -115,7 +115,7 @@ def _saved(folder: Path, sinks: int = 2) -> Path:
 
 
 @pytest.mark.parametrize("form", ["duoattention", "rtp_llm"])
-def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None:
+def test_masks_of_several_windows_are_refused_by_other_formats(form: str, tmp_path: Path) -> None:
     path = tmp_path / "head_mask.json"
     HeadMaskFile.of(
         HeadMask.of_choices([[0, 1, 2]]), [Window(4), Window(9)],
@@ -128,7 +128,7 @@ def test_masks_of_several_windows_are_refused(form: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("form", ["duoattention", "rtp_llm"])
 @pytest.mark.parametrize(("choices", "window"), [([[0, 2, 2]], 4), ([[0, 0, 0]], 9)])
-def test_windows_of_a_front_that_a_point_does_not_use_are_left_out(
+def test_windows_that_a_fronts_point_does_not_use_are_left_out(
     form: str, choices: list[list[int]], window: int, tmp_path: Path
 ) -> None:
     mask = HeadMask.of_choices(choices)
@@ -148,7 +148,7 @@ def test_windows_of_a_front_that_a_point_does_not_use_are_left_out(
     ("form", "export", "imports"),
     [("duoattention", [], []), ("rtp_llm", _HEADS, _BOTH)],
 )
-def test_a_mask_comes_back_as_it_went(
+def test_a_mask_survives_conversion_to_a_format_and_back(
     tmp_path: Path, form: str, export: list[str], imports: list[str], sinks: int
 ) -> None:
     other, back = str(tmp_path / "other"), tmp_path / "back.json"
@@ -160,19 +160,19 @@ def test_a_mask_comes_back_as_it_went(
     assert read.method == form
 
 
-def test_rtp_llm_counts_the_keys_before_the_query(tmp_path: Path) -> None:
+def test_rtp_llm_counts_only_the_keys_before_the_query(tmp_path: Path) -> None:
     target = tmp_path / "config.json"
     arguments = ["mask", "export", str(_saved(tmp_path)), str(target), "--format", "rtp_llm"]
     assert main([*arguments, *_HEADS]) == 0
     settings = json.loads(target.read_text())["headwise_config"]
     assert settings["swa_token_num"] == 9 and settings["sink_token_num"] == 2
-    # Up to 12 tokens a window of 10 with 2 sinks sees everything.
+    # Up to 12 tokens a window of 10 with 2 sinks hides nothing.
     assert settings["seqlen_threshold"] == 12
     assert settings["0"] == [1, 1, 0, 0, 0, 0] and settings["2"] == [1] * 6
 
 
-def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
-    """The heads of the lowest scores slide; a published file has this form."""
+def test_gate_scores_are_read_as_a_ranking(tmp_path: Path) -> None:
+    """The heads with the lowest scores slide; published files have this form."""
     scores = "6.05e-01\t0.0e+00\t9.6e-01\n2.49e-02\t1.0e+00\t0.0e+00\n"
     (tmp_path / "full_attention_heads.tsv").write_text(scores)
     (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 256, "lr": 0.02}')
@@ -192,7 +192,7 @@ def test_gate_scores_are_a_ranking(tmp_path: Path) -> None:
         (["--format", "rtp_llm", *_HEADS, "--model", "m"], "--model: has no effect on export"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(
+def test_masks_that_a_format_cannot_hold_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     source = str(_saved(tmp_path, sinks=0))
@@ -229,7 +229,7 @@ def test_what_a_format_cannot_hold_is_refused(
         ("rtp_llm", "no json", _BOTH, "cannot be read as JSON ("),
     ],
 )
-def test_damaged_files_are_refused_by_name(
+def test_damaged_files_are_reported_by_name(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     form: str,

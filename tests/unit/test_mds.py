@@ -39,13 +39,13 @@ def test_all_samples_and_spans_are_read(name):
         assert pieces == [t * times for t in TEXTS]
 
 
-def test_columns_of_fixed_size():
+def test_columns_of_fixed_size_are_read():
     records = samples("fixed")
     assert [text(s["input_ids"]) for s in records] == ["First do"] * 2 + ["First do"] * 4
     assert samples("text") == [{}] * 3  # other columns are not decoded
 
 
-def test_documents_are_cut_at_the_spans():
+def test_documents_are_split_at_their_spans():
     tokenizer = tiny_tokenizer()
     texts = documents(SHARDS / "packed_zstd")
     ids = [s["input_ids"][a:b] for s in samples("packed_zstd") for a, b in s["indices"]]
@@ -71,7 +71,7 @@ def documents(folder: Path, special_tokens: bool = False) -> list[str]:
 
 
 def change_index(folder: Path, place: str, value: object) -> None:
-    """Set the index's value at a dotted place; DELETE removes it."""
+    """Set the value at a dotted path of the index; DELETE removes it."""
     index = json.loads((folder / "index.json").read_text())
     *path, last = place.split(".")
     entry = index
@@ -88,7 +88,7 @@ DELETE = object()
 
 
 def state_truth(folder: Path) -> None:
-    """Make the index of a folder of plain shards state its files' sizes, and no hashes."""
+    """Make an index state the sizes of its plain shards, and no hashes."""
     for number in range(len(json.loads((folder / "index.json").read_text())["shards"])):
         size = (folder / f"shard.{number:05d}.mds").stat().st_size
         change_index(folder, f"shards.{number}.raw_data.bytes", size)
@@ -96,7 +96,7 @@ def state_truth(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "packed_zstd"])
-def test_flipped_bit_is_not_read(tmp_path, name):
+def test_a_shard_with_a_flipped_bit_is_refused(tmp_path, name):
     folder = damaged(tmp_path, name)
     shard = sorted(folder.glob("shard.00001.mds*"))[0]
     data = bytearray(shard.read_bytes())
@@ -106,8 +106,8 @@ def test_flipped_bit_is_not_read(tmp_path, name):
         documents(folder)
 
 
-def test_stated_hash_of_the_other_form_is_verified(tmp_path):
-    """An index that states a hash of the plain shard only, beside a compressed one."""
+def test_a_hash_of_only_the_plain_form_is_verified(tmp_path):
+    """The index states a hash of the plain shard for a compressed one."""
     folder = damaged(tmp_path, "packed_zstd")
     change_index(folder, "shards.1.zip_data.hashes", {})
     assert len(documents(folder)) == 18
@@ -141,7 +141,7 @@ def test_every_hash_of_the_library_is_verified(tmp_path, algorithm):
 
 
 @pytest.mark.parametrize("cut", [0, 2, 100, 1500])
-def test_shard_cut_short(tmp_path, cut):
+def test_a_truncated_shard_is_refused(tmp_path, cut):
     folder = damaged(tmp_path, "plain")
     shard = folder / "shard.00000.mds"
     size = shard.stat().st_size
@@ -155,7 +155,7 @@ def test_shard_cut_short(tmp_path, cut):
         read_all(folder)
 
 
-def test_decompressed_size_is_bounded(tmp_path):
+def test_the_decompressed_size_is_bounded(tmp_path):
     folder = damaged(tmp_path, "packed_zstd")
     change_index(folder, "shards.0.raw_data.bytes", 3 * 2**30)
     with pytest.raises(UserError, match=r"more than .* bytes decompressed"):
@@ -169,7 +169,7 @@ def test_decompressed_size_is_bounded(tmp_path):
     "name", ["../plain/shard.00000.mds", "/etc/hostname", "a/../../b", "..", "."]
 )
 @pytest.mark.parametrize("form", ["raw_data", "zip_data"])
-def test_shard_outside_the_folder_is_refused(tmp_path, name, form):
+def test_a_shard_outside_of_the_folder_is_refused(tmp_path, name, form):
     folder = damaged(tmp_path, "packed_zstd")
     change_index(folder, f"shards.1.{form}.basename", name)
     with pytest.raises(
@@ -178,7 +178,7 @@ def test_shard_outside_the_folder_is_refused(tmp_path, name, form):
         read_all(folder)
 
 
-def test_shard_in_a_subfolder_is_read(tmp_path):
+def test_a_shard_in_a_subfolder_is_read(tmp_path):
     """As in an index merged from those below it; a name has up to 255 bytes."""
     folder = damaged(tmp_path, "plain")
     name = "s" * 251 + ".mds"
@@ -204,7 +204,7 @@ def test_shard_in_a_subfolder_is_read(tmp_path):
         ("shards.0.column_sizes.1", 10**400),
     ],
 )  # fmt: skip
-def test_index_of_wrong_values(tmp_path, place, value):
+def test_wrong_values_in_the_index_are_reported(tmp_path, place, value):
     folder = damaged(tmp_path, "plain")
     change_index(folder, place, value)
     with pytest.raises(UserError, match=r"index\.json: ") as caught:
@@ -215,14 +215,14 @@ def test_index_of_wrong_values(tmp_path, place, value):
 @pytest.mark.parametrize(
     "content", [b"", b"\xff", b"[" * 100_000, b'{"shards":' * 50_000, b"null", b'{"shards": NaN}']
 )
-def test_index_that_is_no_index(tmp_path, content):
+def test_a_file_that_is_no_index_is_refused(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
     with pytest.raises(UserError, match=r"index\.json: not an index of MDS shards, version 2"):
         read_index(tmp_path / "index.json")
 
 
 def write_sample(folder: Path, **columns: tuple[str, bytes]) -> Path:
-    """A shard of one sample whose columns hold these encodings and bytes."""
+    """A shard of one sample whose columns have these encodings and bytes."""
     sizes = np.array([len(data) for _, data in columns.values()], "<u4").tobytes()
     sample = sizes + b"".join(data for _, data in columns.values())
     content = np.array([1, 12, 12 + len(sample)], "<u4").tobytes() + sample
@@ -245,7 +245,7 @@ def u32(*numbers: int, shape: tuple[int, ...] | None = None) -> tuple[str, bytes
 @pytest.mark.parametrize("bits", [8, 16, 32, 64])
 @pytest.mark.parametrize("place", range(3))
 def test_numbers_of_every_type_are_read(tmp_path, bits, place):
-    """In arrays whose type and shape stand in the encoding or before the data."""
+    """In arrays whose type and shape are in the encoding or before the data."""
     kinds = ["uint", "int", "float" if bits > 8 else "int"]
     name, code = f"{kinds[place]}{bits}", bits + kinds.index(kinds[place])
     data = np.array([[1, 2, 3]], name)
@@ -260,7 +260,7 @@ def test_numbers_of_every_type_are_read(tmp_path, bits, place):
         assert sample["input_ids"].tolist() == [[1, 2, 3]]
 
 
-def test_special_tokens_are_no_text_unless_the_source_says_so(tmp_path):
+def test_special_tokens_are_dropped_unless_the_source_keeps_them(tmp_path):
     tokenizer = tiny_tokenizer()
     ids = tokenizer("One. ")["input_ids"]
     folder = write_sample(tmp_path, input_ids=u32(*ids, tokenizer.eos_token_id, *ids))
@@ -296,12 +296,12 @@ IDS = u32(*range(10))
         ({"text": ("str", b"x")}, "no column `input_ids` .there is text"),
     ],
 )
-def test_sample_of_wrong_values(tmp_path, columns, message):
+def test_a_sample_with_wrong_values_is_refused(tmp_path, columns, message):
     with pytest.raises(UserError, match=rf"shard\.00000\.mds.*{message}"):
         documents(write_sample(tmp_path, **columns))
 
 
-def test_a_sample_of_more_bytes_than_its_columns_is_damaged(tmp_path):
+def test_a_sample_longer_than_its_columns_is_damaged(tmp_path):
     folder = write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))
     for column in ("names", "sizes", "encodings"):
         change_index(folder, f"shards.0.column_{column}.1", DELETE)
@@ -309,7 +309,7 @@ def test_a_sample_of_more_bytes_than_its_columns_is_damaged(tmp_path):
         documents(folder)
 
 
-def test_sample_with_no_span_has_no_document(tmp_path):
+def test_a_sample_without_spans_has_no_document(tmp_path):
     assert documents(write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))) == []
 
 

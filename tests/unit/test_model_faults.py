@@ -1,4 +1,4 @@
-"""Faults of a recipe's model are reported before anything runs; nothing else is refused."""
+"""Faults of a recipe's model are reported before anything runs, and valid models are accepted."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def write_index(case: Case, name: str) -> None:
         ({"layer_types": ["linear_attention"] * 4}, "no layer of it has full attention"),
     ],
 )
-def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expected: str) -> None:
+def test_models_that_cannot_be_searched_are_refused(
+    case: Case, config: dict[str, Any], expected: str
+) -> None:
     case.change_config(**{"layer_types": None, **config})
     message = case.fault("search.buckets=[0,0.25]")
     assert message.startswith("2 faults")
@@ -154,7 +156,9 @@ def test_models_that_cannot_be_searched(case: Case, config: dict[str, Any], expe
         {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 9},
     ],
 )
-def test_models_that_have_full_layers_are_not_refused(case: Case, config: dict[str, Any]) -> None:
+def test_models_with_layers_of_full_attention_are_accepted(
+    case: Case, config: dict[str, Any]
+) -> None:
     case.change_config(**{"layer_types": None, **config})
     assert load_recipe(case.file).info is not None
 
@@ -168,7 +172,7 @@ def test_models_that_have_full_layers_are_not_refused(case: Case, config: dict[s
         ({"vision": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
     ],
 )
-def test_weights_of_which_no_hybrid_can_be_made_are_refused_before_the_search(
+def test_weights_that_cannot_become_a_hybrid_are_refused_before_the_search(
     case: Case, config: dict[str, Any], quantiser: str
 ) -> None:
     case.change_config(**config)

@@ -1,4 +1,4 @@
-"""RULER as a suite: what its answers depend on, who makes which samples, and how they score."""
+"""RULER as a suite: keys of its answers, which rank makes which samples, and its scores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def digests(suite: NeedleSuite) -> dict[tuple[str, int], str]:
     return {(one.task, one.length): one.digest for one in suite.subtasks}
 
 
-def test_answers_are_told_apart_by_what_they_depend_on(suite: Any, tmp_path: Path) -> None:
+def test_keys_of_answers_hold_all_that_they_depend_on(suite: Any, tmp_path: Path) -> None:
     plain = digests(suite())
     assert list(plain) == [(task, length) for length in (600, 900) for task in TASKS]
     assert len(set(plain.values())) == 4 and digests(suite()) == plain
@@ -53,12 +53,12 @@ def test_answers_are_told_apart_by_what_they_depend_on(suite: Any, tmp_path: Pat
     carded = digests(suite(yarn={900: 2}))
     assert carded == stated and {p for p in carded if carded[p] != stretched[p]} == changed
     assert digests(suite(yarn={900: 2}, yarn_original_length=4096)) != carded
-    assert digests(suite()) == plain  # the card says nothing where nothing is stretched
+    assert digests(suite()) == plain  # the card does not matter if nothing is stretched
     chat = digests(suite(chat=SimpleNamespace(digest="template")))
     assert all(chat[place] != plain[place] for place in plain)
 
 
-def test_samples_take_as_much_of_the_disk_as_planned(suite: Any, tmp_path: Path) -> None:
+def test_samples_need_as_much_disk_as_planned(suite: Any, tmp_path: Path) -> None:
     for rank in (0, 1):
         suite(rank).prepare()
     files = [path for path in (tmp_path / "samples").rglob("*") if path.is_file()]
@@ -67,12 +67,12 @@ def test_samples_take_as_much_of_the_disk_as_planned(suite: Any, tmp_path: Path)
     assert 0.6 * planned < sum(path.stat().st_size for path in files) <= planned
 
 
-def test_a_task_without_its_data_is_missing_where_it_may_be(suite: Any) -> None:
+def test_a_task_without_its_data_is_missing_if_a_preset_added_it(suite: Any) -> None:
     few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
     assert {one.task for one in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
 
 
-def test_a_task_that_cannot_be_made_is_missing_where_it_may_be_on_every_rank(
+def test_a_task_that_cannot_be_made_is_missing_on_every_rank_if_a_preset_added_it(
     suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Common words of 128k tokens need more words than there are."""
@@ -99,7 +99,7 @@ def test_a_task_that_cannot_be_made_is_missing_where_it_may_be_on_every_rank(
     counts.clear()
     with pytest.raises(UserError, match=r"for cwe\ntoo few words for vt"):
         suite(tasks=["cwe", "vt", "niah_multikey_1"]).prepare()
-    assert counts == [1, 1, 1]  # all are named before more than a first sample is made
+    assert counts == [1, 1, 1]  # all are reported before more than one sample is made
 
 
 def test_samples_are_made_in_turn_and_answered_by_their_rank(
@@ -131,7 +131,7 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
         assert one.count_unanswered(MODEL) == 4 * (2, 1)[one.rank]
         one.run(MODEL, None, STOP)
         assert one.count_unanswered(MODEL) == 0
-        one.run(MODEL, None, STOP)  # nothing is asked twice
+        one.run(MODEL, None, STOP)  # no answer is computed again
     assert asked == [(indices, new) for indices in ([0, 2], [1]) for new in (30, 128, 30, 128)]
     card = tmp_path / "README.md"
     assert stretches == [(None, 500, card)] * 2 + [(2.0, 500, card)] * 2 + [
@@ -145,10 +145,10 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
 
 
 @pytest.mark.parametrize(("any_answer", "score"), [((), 0.25), (("niah_multivalue",), 1.0)])
-def test_one_of_several_answers_is_enough_where_upstream_says_so(
+def test_one_of_several_answers_is_enough_as_upstream(
     suite: Any, any_answer: tuple[str, ...], score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a chat template the beginning of the answer stands behind the prompt."""
+    """With a chat template the beginning of the answer comes after the prompt."""
     monkeypatch.setattr(needle_suite, "ANY_ANSWER", any_answer)
     chat = SimpleNamespace(digest="template", ids=lambda ids, prefix: [len(ids), len(prefix)])
     one = suite(chat=chat, tasks=["niah_multivalue"], lengths=[600], samples=1)

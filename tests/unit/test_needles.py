@@ -29,8 +29,8 @@ from data_prep.tasks.words import KEYS
 from data_prep.text import encode_prompt, essay_identity, haystack_words
 from tests.ruler_case import TOKENIZER, essay_text
 
-# Of two samples of each seed space. Another digest is another calibration set: raise prepare's
-# version.
+# Of two samples of each seed space. With another digest the calibration set is another one: raise
+# prepare's version.
 DIGESTS = {
     "niah_single_1": "acc924519299c2df",
     "niah_single_2": "1d398bde6a99ccea",
@@ -51,8 +51,8 @@ def sample_of(task, tokenizer, words, *, length=1024, space="evaluation", index=
 
 
 @pytest.mark.parametrize("task", NEEDLES)
-def test_a_seed_makes_the_samples_that_it_made(task, tokenizer, words):
-    """Of a short essay too, which begins again; what they look like is as in RULER's own."""
+def test_a_seed_still_makes_the_same_samples(task, tokenizer, words):
+    """Also with a short essay, which begins again. Samples look like RULER's."""
     content = [
         sample_of(task, tokenizer, essay, space=space, index=index, new=new)
         for essay in (words, words[:50])
@@ -64,7 +64,7 @@ def test_a_seed_makes_the_samples_that_it_made(task, tokenizer, words):
 
 
 @pytest.mark.parametrize("normalizer", [None, Prepend(" ")])
-def test_the_answer_goes_on_as_the_whole_text_does(normalizer, words):
+def test_an_answer_is_tokenised_as_in_the_whole_text(normalizer, words):
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     if normalizer is not None:
         tokenizer.backend_tokenizer.normalizer = normalizer
@@ -89,7 +89,7 @@ def test_seed_spaces_share_no_needle(task, tokenizer, words):
         assert {pair_owner(*pair) for pair in pairs} == {space}
 
 
-def test_a_sample_with_a_needle_or_the_prompt_of_the_calibration_set_is_refused(
+def test_a_sample_with_a_needle_or_prompt_of_the_calibration_set_is_refused(
     tokenizer, words, tmp_path
 ):
     tasks, length, seed = ["niah_single_2", "niah_single_3"], 512, 7
@@ -121,14 +121,14 @@ def test_keys_of_a_sample_are_distinct(tokenizer, words):
         draw_pair(Random(1), NEEDLES["niah_multikey_2"], "training", range(KEYS))
 
 
-def test_too_short_a_length_is_refused(tokenizer, words):
+def test_a_length_that_is_too_short_is_refused(tokenizer, words):
     with pytest.raises(UserError, match="niah_single_1 does not fit into 60 tokens"):
         sample_of("niah_single_1", tokenizer, words, length=60)
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0, 7.7])
 @pytest.mark.parametrize("guess", [1.0, 3.0, 40.0])
-def test_fit_is_found_in_few_steps(rate, guess):
+def test_the_fitting_size_is_found_in_few_steps(rate, guess):
     calls = []
 
     def tokens(size: int) -> int:
@@ -140,15 +140,15 @@ def test_fit_is_found_in_few_steps(rate, guess):
     assert len(calls) < 20
 
 
-def test_the_shortest_sample_may_be_as_long_as_the_length():
+def test_the_shortest_sample_may_fill_the_length_exactly():
     assert largest_fit(lambda size: 10 + size, 10, 1.0, 0, "task") == 0
 
 
-def test_fit_ends_when_counts_never_grow():
+def test_fitting_ends_if_lengths_never_grow():
     assert largest_fit(lambda size: 10, 4096, 2.0, 1, "task") > 1
 
 
-def test_essay_folder(tmp_path):
+def test_essays_are_read_from_a_folder(tmp_path):
     (tmp_path / "b.txt").write_text("three\n four")
     (tmp_path / "a.md").write_text("one  two")
     (tmp_path / "c.json").write_text(json.dumps({"text": "five"}))
@@ -166,7 +166,7 @@ def test_essay_folder(tmp_path):
         ("a.bin", b"x", "holds no .txt"),
     ],
 )
-def test_damaged_essay_folder(tmp_path, name, content, message):
+def test_a_damaged_essay_folder_is_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         haystack_words(tmp_path)
@@ -182,7 +182,7 @@ def test_damaged_essay_folder(tmp_path, name, content, message):
         ("123\x004567", ["1234567"], 0.0, 0.0),
     ],
 )
-def test_string_match(output, answers, score, of_any):
-    """As string_match_all and string_match_part of RULER's scripts/eval/synthetic/constants.py."""
+def test_string_match_equals_rulers(output, answers, score, of_any):
+    """string_match_all and string_match_part in its scripts/eval/synthetic/constants.py."""
     assert string_match(output, answers) == score
     assert string_match(output, answers, any_answer=True) == of_any

@@ -1,4 +1,4 @@
-"""The wheel and the sdist that `pip install .` and a package index get, and what they can do."""
+"""The wheel and the sdist for `pip install .` and a package index, and what they can do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(built: Path) -> Path:
-    """What the wheel puts into site-packages."""
+    """The wheel's contents, as in site-packages."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(built / "site")
@@ -61,7 +61,7 @@ def _bosch(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_wheel_holds_the_library_alone(site: Path) -> None:
+def test_the_wheel_contains_only_the_library(site: Path) -> None:
     assert {path.name for path in site.iterdir()} == {
         "bosch",
         f"bosch_pipeline-{VERSION}.dist-info",
@@ -72,14 +72,14 @@ def test_the_wheel_holds_the_library_alone(site: Path) -> None:
     assert list((site / "bosch").glob("*.schema.json"))
 
 
-def test_the_sdist_builds_what_the_wheel_holds(built: Path) -> None:
+def test_the_sdist_builds_the_same_wheel(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     assert {"pyproject.toml", "LICENSE", "bosch/README.md", "bosch/py.typed"} <= names
 
 
-def test_an_index_shows_the_description(site: Path) -> None:
+def test_the_package_has_a_description_for_an_index(site: Path) -> None:
     (file,) = site.glob("*.dist-info/METADATA")
     metadata = email.message_from_string(file.read_text(encoding="utf-8"))
     assert metadata["Version"] == VERSION
@@ -93,7 +93,7 @@ def test_an_index_shows_the_description(site: Path) -> None:
     assert any("Typing :: Typed" in line for line in metadata.get_all("Classifier") or ())
 
 
-def test_the_library_s_commands_work_without_the_checkout(site: Path, tmp_path: Path) -> None:
+def test_the_librarys_commands_work_without_the_checkout(site: Path, tmp_path: Path) -> None:
     listing = _bosch(site)
     assert listing.returncode == 0 and "mask " in listing.stdout and "show " in listing.stdout
     materialize(small_model(), random_mask(), Window(6)).save_pretrained(tmp_path)
@@ -131,7 +131,7 @@ def test_the_exit_status_of_the_librarys_commands(
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
-def test_a_reader_of_the_output_that_is_gone_is_no_traceback(option: str) -> None:
+def test_a_closed_pipe_gives_no_traceback(option: str) -> None:
     read, write = os.pipe()
     os.close(read)
     code = (
@@ -157,7 +157,7 @@ def test_other_commands_say_that_they_need_the_checkout(site: Path) -> None:
     )
 
 
-def test_a_package_of_another_named_pipeline_is_not_run(site: Path, tmp_path: Path) -> None:
+def test_another_package_named_pipeline_is_not_run(site: Path, tmp_path: Path) -> None:
     shutil.copytree(site, tmp_path / "site")
     (tmp_path / "site" / "pipeline").mkdir()
     (tmp_path / "site" / "pipeline" / "__main__.py").write_text("raise SystemExit('another')")

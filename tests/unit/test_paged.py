@@ -56,20 +56,20 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
     return list(output[0, len(prompt) :].tolist())
 
 
-# Plain logits; capped ones and a window of its own; a logit of each head, experts; a sink bias.
+# Plain logits; capped ones and own windows; a logit of each head, experts; a sink bias.
 @pytest.mark.parametrize(
     ("family", "mask"),
     [
         *((family, mask_of) for family in ("qwen3", "gemma2", "gpt_oss", "llama")),
-        # Heads of one kind, for which transformers makes one mask.
+        # Heads of one kind, for which transformers makes a single mask.
         *(("qwen3", _all_full), ("qwen3", _all_sliding), ("gemma2", _all_sliding)),
     ],
 )
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_tokens_are_those_of_generate(
+def test_batched_tokens_equal_those_of_generate(
     family: str, mask: Callable[[Any], HeadMask], backend: str
 ) -> None:
-    """Prompts are read in pieces of 8 tokens, beside requests that decode."""
+    """Prompts are read in pieces of 8 tokens, together with requests that decode."""
     hybrid = _hybrid(family, mask=mask)
     hybrid.set_attn_implementation(backend)
     expected = [_greedy(hybrid, prompt) for prompt in PROMPTS]
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_generate(
     assert _greedy(hybrid, PROMPTS[1]) == expected[1], "the model is as it was"
 
 
-def test_slices_share_the_heads_of_every_group_evenly() -> None:
+def test_slices_have_equally_many_heads_of_a_kind() -> None:
     full = np.array([[True, True, False, False, False]] * 3)
     heads = {"num_attention_heads": 10, "num_key_value_heads": 5}
     hybrid = _hybrid(mask=lambda _: HeadMask(full), **heads)
@@ -88,7 +88,7 @@ def test_slices_share_the_heads_of_every_group_evenly() -> None:
     assert [one.generated_tokens for one in outputs.values()] == [_greedy(hybrid, PROMPTS[0])]
 
 
-def test_requests_hold_the_pages_that_the_formula_says() -> None:
+def test_requests_hold_the_pages_of_the_formula() -> None:
     hybrid = _hybrid("gemma2")
     config = hybrid.init_continuous_batching(
         continuous_batching_config=_options(max_batch_tokens=64)
@@ -128,7 +128,9 @@ def test_requests_hold_the_pages_that_the_formula_says() -> None:
         ("stablelm", Window(WINDOW), "layers that do not hand"),
     ],
 )
-def test_what_the_pools_cannot_hold_is_refused(family: str, window: Window, reason: str) -> None:
+def test_hybrids_that_continuous_batching_does_not_support_are_refused(
+    family: str, window: Window, reason: str
+) -> None:
     hybrid = _hybrid(family, window)
     with pytest.raises(UserError, match=f"this model has {reason}.*; call generate"):
         hybrid.generate_batch([[5, 6, 7]])

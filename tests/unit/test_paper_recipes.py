@@ -31,13 +31,13 @@ def _load(name: str, *overrides: str) -> LoadedRecipe:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> list[str]:
-    """Overrides that replace the ProLong data by an empty index of shards."""
+    """Overrides that replace the ProLong data by empty shard indexes."""
     (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
     return [f"prepare.sources.{index}.path={tmp_path}" for index in range(SOURCES)]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -> None:
+def test_paper_recipes_have_the_papers_parameters(name: str, shards: list[str]) -> None:
     recipe = _load(name, *shards).recipe
     assert recipe.name == f"{name}_r075"
     assert recipe.model.path == MODELS[name]
@@ -60,14 +60,14 @@ def test_paper_recipes_hold_the_paper_parameters(name: str, shards: list[str]) -
         assert 64 % (recipe.runtime.micro_batch_size * gpus) == 0
 
 
-def test_an_override_gives_the_published_search(shards: list[str]) -> None:
+def test_the_documented_override_gives_the_published_search(shards: list[str]) -> None:
     published = ["search.method=bosch", "search.strict=true", "search.budget_per_layer=100"]
     search = _load("qwen3_14b", *shards, *published).recipe.search
     assert (search.method, search.solver, search.budget_per_layer) == ("bosch", "nomad", 100)
     assert not search.settings(0).break_ties
 
 
-def test_missing_data_is_named_source_by_source(tmp_path: Path) -> None:
+def test_missing_data_is_reported_for_each_source(tmp_path: Path) -> None:
     missing = [f"prepare.sources.{index}.path={tmp_path}/{index}" for index in range(SOURCES)]
     with pytest.raises(UserError) as caught:
         _load("qwen3_8b", *missing)
@@ -76,7 +76,7 @@ def test_missing_data_is_named_source_by_source(tmp_path: Path) -> None:
 
 
 def _runs(page: str) -> list[LoadedRecipe]:
-    """The recipe of every launch/torchrun.sh in a page's bash blocks, expanded by bash."""
+    """The recipe of every launch/torchrun.sh line in a page's bash blocks, expanded by bash."""
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = [b for b in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "torchrun" in b]
     script = re.sub(r"\\\n\s*", "", "\n".join(blocks)).replace(
@@ -102,7 +102,7 @@ def runs() -> dict[str, LoadedRecipe]:
     return by_name
 
 
-def test_the_readme_holds_the_paper_s_runs(runs: dict[str, LoadedRecipe]) -> None:
+def test_the_readme_has_the_papers_runs(runs: dict[str, LoadedRecipe]) -> None:
     recipes = [run.recipe for run in runs.values()]
     settings = {(one.model.path, one.search.method, one.search.swa_ratio) for one in recipes}
     paths = MODELS.values()
@@ -111,7 +111,7 @@ def test_the_readme_holds_the_paper_s_runs(runs: dict[str, LoadedRecipe]) -> Non
     assert any("Llama-3" in path for path, _, _ in settings)
 
 
-def test_the_readme_holds_the_ablations_of_windows_and_lengths(
+def test_the_readme_has_the_ablations_of_windows_and_lengths(
     runs: dict[str, LoadedRecipe],
 ) -> None:
     for model in ("qwen3_8b", "qwen3_14b"):
@@ -132,5 +132,5 @@ def test_every_training_fits_sixteen_gpus(runs: dict[str, LoadedRecipe]) -> None
     assert len(trainings) > len(MODELS)
 
 
-def test_the_guide_s_runs_are_valid() -> None:
+def test_the_runs_of_the_guide_are_valid() -> None:
     assert _runs("docs/guide/two_nodes.md")

@@ -1,4 +1,4 @@
-"""Presets: every benchmark on small data in its public layout, and what of them is missing."""
+"""Presets: every benchmark on small data in its public layout, and missing benchmarks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from stages.evaluate.suites.harness.tasks import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-# The folders of lm-eval that hold the presets' tasks; its whole index takes seconds.
+# The folders of lm-eval that contain the presets' tasks; its whole index takes seconds.
 FOLDERS = (
     "mmlu", "arc", "hellaswag", "winogrande", "gsm8k", "longbench", "longbench2", "babilong",
     "longproc", "graphwalks", "infinitebench", "minerva_math", "aime",
@@ -40,7 +40,7 @@ LONG_ROW = {"id": 1, "context": "A long text.", "input": "Which?", "options": ["
 PROC = {"input_prompt": "Do it.", "metadata": json.dumps({"ground_truth_cities": "Oslo**Rome",
         "ground_truth_durations": "2**3"})}  # fmt: skip
 
-# By task: its splits, a record as the public data has it, and an answer that is right. An index
+# By task: its splits, a record of the public data, and a right answer. An index means that choice.
 # stands for the choice that is right.
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any], str | int]] = {
     "mmlu_anatomy": (("test", "dev"), {**FOUR, "answer": 1}, 1),
@@ -145,8 +145,10 @@ def test_lm_eval_has_all_tasks_of_a_preset(manager: TaskManager, preset: Any) ->
 
 
 @pytest.mark.parametrize("task", LAYOUTS)
-def test_public_layout(manager: TaskManager, data: Path, task: str) -> None:
-    """Its documents are read, and a right answer scores 1, a wrong one less."""
+def test_data_in_the_public_layout_is_read_and_scored(
+    manager: TaskManager, data: Path, task: str
+) -> None:
+    """A right answer scores 1, a wrong one less."""
     if task == "minerva_math500":
         pytest.importorskip("math_verify")
     answer = LAYOUTS[task][2]
@@ -198,7 +200,7 @@ def test_the_score_of_sampled_answers_is_their_mean(manager: TaskManager, data: 
     task.apply_filters()
     [(name, filtered)] = request.filtered_resps.items()
     assert (name, request.repeats, filtered) == ("none", 4, ["1", "$4$", "2", "3"])
-    # A task's own filters go before: the first number, the last number.
+    # A task's own filters apply first: the first number, the last number.
     section = HarnessEvaluation(
         tasks=["gsm8k"], data_dir=str(data), hub=False, settings={"gsm8k": {"repeats": 2}}
     )
@@ -212,14 +214,14 @@ def test_the_score_of_sampled_answers_is_their_mean(manager: TaskManager, data: 
     assert task.process_results(task.eval_docs[0], [filtered])["exact_match"] == 0.5
 
 
-def test_what_the_model_writes_is_not_executed(manager: TaskManager) -> None:
+def test_code_that_the_model_writes_is_not_executed(manager: TaskManager) -> None:
     """LongProc's countdown evaluates it, its pseudo_to_code compiles it."""
     for name in ("longproc", "longproc_countdown", "longproc_pseudo_to_code"):
         with pytest.raises(UserError, match="runs code that the model writes"):
             refuse_unscorable(manager, [name])
 
 
-def test_who_names_a_task_himself_needs_it() -> None:
+def test_a_task_that_the_recipe_names_itself_must_be_available() -> None:
     config = configured(
         presets=["short", "long"],
         needle={"tasks": ["qa_1"]},
@@ -230,8 +232,8 @@ def test_who_names_a_task_himself_needs_it() -> None:
     assert {f"longbench_{task}" for task in LONGBENCH} < {*config.harness.task_names}
 
 
-def test_own_settings_change_those_of_a_preset_key_by_key() -> None:
-    """Who asks for shorter answers keeps four of them, sampled."""
+def test_settings_in_the_recipe_change_those_of_a_preset_key_by_key() -> None:
+    """With a shorter limit for answers there are still four sampled answers."""
     own = {"aime24": {"generation_kwargs": {"max_gen_toks": 100}}, "gsm8k": {"repeats": 2}}
     settings = configured(presets=["reasoning"], harness={"settings": own}).harness.settings
     assert settings["gsm8k"] == {"repeats": 2}
@@ -245,7 +247,7 @@ def loaded_with(config: EvaluateConfig, positions: int | None = None) -> Any:
     return SimpleNamespace(recipe={EvaluateConfig: config}, positions=positions)
 
 
-def test_gaps_are_named_by_benchmark(
+def test_missing_benchmarks_are_reported_by_name(
     manager: TaskManager, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness_tasks, "task_manager", lambda names: manager)
@@ -265,7 +267,7 @@ def test_gaps_are_named_by_benchmark(
 
 
 @pytest.mark.parametrize(("positions", "count"), [(32_768, 0), (30_720, 3), (None, 0)])
-def test_answers_that_leave_no_room_for_a_prompt_are_gaps_of_presets(
+def test_benchmarks_whose_answers_leave_no_room_for_a_prompt_are_missing(
     positions: int | None, count: int
 ) -> None:
     """Qwen3's base models have 32,768 positions."""
@@ -273,7 +275,7 @@ def test_answers_that_leave_no_room_for_a_prompt_are_gaps_of_presets(
     gaps = [gap for gap in gaps_of(loaded) if "positions" in gap]
     assert len(gaps) == count
     assert all(gap.startswith("evaluate.presets: reasoning: ") for gap in gaps)
-    # A task that the recipe names itself is a fault.
+    # If the recipe names such a task itself, it is a fault.
     long = {"gsm8k": {"generation_kwargs": {"max_gen_toks": 512}}}
     section = HarnessEvaluation(tasks=["gsm8k"], settings=long)
     where = "evaluate.harness.settings.gsm8k.generation_kwargs.max_gen_toks with a prompt: "
@@ -281,7 +283,7 @@ def test_answers_that_leave_no_room_for_a_prompt_are_gaps_of_presets(
         assert list(section.faults(loaded_with(configured(), most), "evaluate.harness")) == faults
 
 
-def test_validate_names_gaps_and_returns_1(
+def test_validate_reports_missing_benchmarks_and_returns_1(
     manager: TaskManager, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(harness_tasks, "task_manager", lambda names: manager)

@@ -18,7 +18,7 @@ from stages.shape import stored_shape
 from stages.stage import ModelInfo
 from tests.pipeline_case import Case
 
-# Parameters that the models' cards and files state.
+# Numbers of parameters in the models' cards and files.
 PARAMETERS = {
     "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
     "Qwen/Qwen3-8B-Base": 8_190_735_360,
@@ -30,7 +30,7 @@ PARAMETERS = {
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and an error wherever a connection is tried."""
+    """An empty hub cache, and an error for every connection."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("the network was used")
@@ -41,7 +41,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_published_shape_has_the_model_s_parameters(
+def test_a_published_shape_has_the_models_parameters(
     name: str, tmp_path: Path, offline: None
 ) -> None:
     info, faults = read_model(name, None, tmp_path, fetch=False)
@@ -50,7 +50,7 @@ def test_a_published_shape_has_the_model_s_parameters(
     assert stored_shape(info).parameters == PARAMETERS[name]
 
 
-def test_a_model_of_any_size_is_sized_without_its_memory() -> None:
+def test_a_large_model_is_sized_without_its_memory() -> None:
     """As large as Qwen3-235B-A22B: 876 GiB of weights in float32."""
     content = json.loads((SHAPES / "qwen3_30b_a3b" / "config.json").read_text())
     content |= {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
@@ -60,7 +60,7 @@ def test_a_model_of_any_size_is_sized_without_its_memory() -> None:
     assert shape.active_parameters == pytest.approx(22e9, rel=0.03)  # and its name says 22
 
 
-def test_validate_names_what_a_run_would_fetch(
+def test_validate_names_the_files_that_a_run_would_download(
     tmp_path: Path, offline: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(tmp_path / "case")
@@ -72,7 +72,7 @@ def test_validate_names_what_a_run_would_fetch(
     assert "a run fetches the model Qwen/Qwen3-8B-Base" in capsys.readouterr().out
     assert main(["validate", str(case.file), "model.path=nobody/unknown"]) == 0
     assert "its shape is not known here" in capsys.readouterr().out
-    # All of it is in the hub's cache, then its weights are not.
+    # First all files are in the hub's cache, then the weights are not.
     snapshot = tmp_path / "cache" / "hub" / "models--some--model" / "snapshots" / "main"
     shutil.copytree(case.model, snapshot)
     for is_noted in (False, True):
@@ -81,7 +81,7 @@ def test_validate_names_what_a_run_would_fetch(
         (snapshot / "model.safetensors").unlink(missing_ok=True)
 
 
-def test_a_plan_needs_a_configuration_and_nothing_else(
+def test_a_plan_needs_only_a_configuration(
     tmp_path: Path, offline: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case(tmp_path / "case")
@@ -94,7 +94,7 @@ def test_a_plan_needs_a_configuration_and_nothing_else(
     assert "the shape of nobody/unknown is not known here" in capsys.readouterr().err
 
 
-def test_a_run_needs_the_files_themselves(tmp_path: Path) -> None:
+def test_a_run_needs_the_files(tmp_path: Path) -> None:
     case = Case(tmp_path / "case")
     with pytest.raises(UserError, match="has no tokenizer files"):
         load_recipe(case.file, [f"model.path={SHAPES / 'qwen3_8b'}"])

@@ -1,4 +1,4 @@
-"""S(z) over several ranks, played by threads: the same bits, the same failures for all of them."""
+"""S(z) over several ranks, simulated by threads: equal bits, and equal failures on all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MASKS = [
 
 @dataclass
 class Meeting:
-    """Where threads put what they found and get the sum."""
+    """Collects values of all threads and gives each the sum."""
 
     size: int
     evaluations: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class ThreadRanks(Ranks):
 
 
 def on_ranks(size, work, batch_size=2, reuse_bytes=1 << 30):
-    """What `work(objective, rank)` returns or raises on each rank."""
+    """The result or exception of `work(objective, rank)` on each rank."""
     meeting = Meeting(size)
 
     def play(rank):
@@ -101,11 +101,11 @@ def test_reuse_on_every_rank_counts_the_whole_set():
     evaluations, _ = on_ranks(2, evaluated)
     assert [e.log_likelihood for e in evaluations] == [e.log_likelihood for e in alone]
     assert evaluations[3].full_forward_equivalents == alone[3].full_forward_equivalents < 1.0
-    # Each rank once computes one of its batches a second time, to check that reuse is exact.
+    # Each rank computes one of its batches twice, to check that reuse is exact.
     assert evaluations[2].full_forward_equivalents > alone[2].full_forward_equivalents
 
 
-def test_numbers_that_are_not_finite_on_one_rank_fail_on_all():
+def test_nan_on_one_rank_fails_on_all():
     def broken(objective, rank):
         objective.evaluate(FULL)
         if rank == 1:
@@ -121,7 +121,7 @@ def test_ranks_that_measure_different_masks_fail():
     assert all("different head masks" in one for one in message)
 
 
-def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
+def test_inexact_reuse_on_one_rank_is_switched_off_on_all():
     def drifting(objective, rank):
         calls = []
 
@@ -143,7 +143,7 @@ def test_reuse_that_is_not_exact_on_one_rank_is_switched_off_on_all():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
+def test_each_batch_has_one_rank_and_ranks_have_similar_numbers_of_batches(size):
     rounds = [[10, 20, 30, 40, 50, 20], [10, 9, 8, 20], [5]]
     shares = [batches_of_rank(rounds, Ranks(rank, size)) for rank in range(size)]
     sizes = [batch for batches in rounds for batch in batches]
@@ -151,14 +151,14 @@ def test_every_batch_has_one_rank_and_no_rank_much_more_than_another(size):
     work = [sum(sizes[i] for i in share) for share in shares]
     assert max(work) - min(work) <= 2 * max(sizes)
     first = 0
-    for batches in rounds:  # gradients take one: no rank has two while another has none
+    for batches in rounds:  # gradients need one: no rank has two while another has none
         own = [sum(first <= i < first + len(batches) for i in share) for share in shares]
         assert max(own) - min(own) <= 1
         first += len(batches)
 
 
-def test_a_lost_connection_names_the_processes_that_do_not_report(monkeypatch):
-    """By the launcher's store, which is on the first node; other errors go through."""
+def test_a_lost_connection_names_the_silent_processes(monkeypatch):
+    """From the launcher's store on the first node; other errors are raised unchanged."""
     store = dist.HashStore()
     store.set("bosch/alive/0", "1")
     for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 3}.items():
@@ -185,7 +185,7 @@ def test_a_lost_connection_names_the_processes_that_do_not_report(monkeypatch):
         fail("Broken pipe", f"{message} this run does not answer")
 
 
-def test_collectives_wait_as_long_as_the_work_around_them(monkeypatch):
+def test_time_limits_of_collectives_follow_the_work_around_them(monkeypatch):
     limits = []
     monkeypatch.setattr(dist, "set_timeout", limits.append, raising=False)
     ranks.limit_collectives(3)

@@ -24,7 +24,7 @@ from tests.hybrid_case import mask_of, random_mask, small_model
 
 
 def saved(folder: Path, family: str = "qwen3", tuned: float = 0.0, mask_seed: int = 0) -> Path:
-    """A hybrid of which every weight is moved by so much of itself."""
+    """A hybrid in which every weight is moved by this share of itself."""
     model = small_model(family)
     hybrid = materialize(model, mask_of(model.config, mask_seed), Window(6))
     with torch.no_grad():
@@ -42,12 +42,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "family", ["qwen3", "phi3", "gemma3", "gemma4_text", "mistral3", "qwen3_5", "qwen3_vl"]
 )
-def test_queries_and_keys_come_back_and_all_else_stays(
+def test_queries_and_keys_are_restored_and_nothing_else_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, share: float
 ) -> None:
-    """By the command, which restores all of them unless a share is named."""
+    """By the command, which restores all of them unless given a share."""
     tuned, older = saved(tmp_path / "tuned", family, 0.1), saved(tmp_path / "older", family)
-    # Beside the model's own weights, and none of it.
+    # A file in the model's folder that is not part of it.
     save_file({name: -value for name, value in weights(older).items()}, older / "z.safetensors")
     paths = [str(tuned), "--from", str(older), "--output", str(tmp_path / "out")]
     assert main(["repair", *paths, *([] if share == 1 else ["--share", str(share)])]) == 0
@@ -73,8 +73,8 @@ def test_queries_and_keys_come_back_and_all_else_stays(
         assert share < 1 or torch.equal(ours[name][:rows], source[name][:rows])
 
 
-def test_biases_that_are_zero_or_have_turned_come_back(tmp_path: Path) -> None:
-    """As a model has them that began with none: no direction says from what they were tuned."""
+def test_biases_that_were_zero_or_changed_sign_are_restored(tmp_path: Path) -> None:
+    """Zero biases have no direction that would show their origin."""
     hybrid = materialize(small_model("qwen2"), random_mask(), Window(6))
     biases = [weight for name, weight in hybrid.named_parameters() if name.endswith("k_proj.bias")]
     for name, value in (("older", 0.0), ("tuned", 1e-3)):
@@ -89,7 +89,7 @@ def test_biases_that_are_zero_or_have_turned_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["itself", "stale shards"])
-def test_a_file_beside_its_index_is_mixed_once(tmp_path: Path, names: str) -> None:
+def test_a_weight_file_in_a_folder_with_an_index_is_mixed_once(tmp_path: Path, names: str) -> None:
     """As mlx-lm writes it; transformers reads the file, whatever the index names."""
     tuned, older = saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")
     own, source = weights(tuned), weights(older)
@@ -107,7 +107,7 @@ def test_a_file_beside_its_index_is_mixed_once(tmp_path: Path, names: str) -> No
         torch.testing.assert_close(restored[name], (own[name] + source[name]) / 2)
 
 
-def test_what_does_not_match_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_models_that_do_not_match_are_refused_and_leave_no_output(tmp_path: Path) -> None:
     tuned, other = saved(tmp_path / "tuned"), saved(tmp_path / "other", mask_seed=3)
     stranger = saved(tmp_path / "stranger", tuned=1.0)
     base = tmp_path / "base"
@@ -168,7 +168,7 @@ def test_damaged_models_are_refused_in_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_mix_each_heads_queries_keys_and_values_are_not_restored(
+def test_fused_weights_of_queries_keys_and_values_by_head_are_not_restored(
     tmp_path: Path,
 ) -> None:
     model = saved(tmp_path / "model", "gpt_neox")
@@ -178,7 +178,7 @@ def test_weights_that_mix_each_heads_queries_keys_and_values_are_not_restored(
 
 
 @pytest.mark.parametrize("missing", ["model", "source"])
-def test_a_missing_directory_is_no_name_on_the_hub(
+def test_a_missing_directory_is_not_taken_for_a_hub_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -189,10 +189,10 @@ def test_a_missing_directory_is_no_name_on_the_hub(
 
 
 @pytest.mark.parametrize("full", ["copies", "weights"])
-def test_a_full_disk_is_that_of_the_output(
+def test_a_full_disk_is_reported_for_the_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
-    """The system names the file that is read; safetensors names none."""
+    """The system would name the file that is read; safetensors names none."""
     tuned, older = saved(tmp_path / "tuned"), saved(tmp_path / "older")
     said = os.strerror(errno.ENOSPC)
 
@@ -231,7 +231,7 @@ def test_quantised_weights_are_refused(tmp_path: Path, name: str, value: torch.T
 
 
 def test_weights_of_a_quantised_source_are_refused(tmp_path: Path) -> None:
-    """They have the direction of the weights, and another scale."""
+    """They have the direction of the weights, but another scale."""
     tuned, older = saved(tmp_path / "tuned", tuned=0.1), saved(tmp_path / "older")
     name, source = "model.layers.0.self_attn.q_proj.weight", weights(older)
     scaled = source[name] / source[name].abs().max() * 448
@@ -243,10 +243,10 @@ def test_weights_of_a_quantised_source_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "value"), [("k_proj.bias", float("nan")), ("q_proj.weight", 1e7)])
-def test_weights_that_would_not_be_finite_are_refused(
+def test_results_that_would_not_be_finite_are_refused(
     tmp_path: Path, kind: str, value: float
 ) -> None:
-    """A bias has no direction to be known by, and a direction no size: 1e7 is none of float16's."""
+    """A bias has no direction to compare, a direction no size: 1e7 is beyond float16."""
     folders = [saved(tmp_path / "tuned", "qwen2", 0.1), saved(tmp_path / "older", "qwen2")]
     own, source = (weights(folder) for folder in folders)
     name = f"model.layers.1.self_attn.{kind}"

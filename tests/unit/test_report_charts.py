@@ -42,7 +42,7 @@ from stages.report.charts import extent
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
 
 
-def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> None:
+def test_a_chart_file_contains_its_colours_and_its_description(tmp_path: Path) -> None:
     rows = [
         {"series": name, "x": x, "y": x + 1.0, "low": x, "high": x + 2.0, "tip": "a < b"}
         for name in ("one <series>", "two")
@@ -64,12 +64,12 @@ def test_a_file_has_its_colours_and_its_description_inside(tmp_path: Path) -> No
     assert [one.text for one in root if one.tag.endswith("title")] == ["a & b.; c.; d."]
     assert float(root.attrib["width"]) < 1.5 * float(root.attrib["height"])  # two rows of two
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
-    # On a page they are the style sheet's.
+    # On a page they come from the style sheet.
     assert "var(--hybrid)" in picture.still(470)
 
 
 @pytest.mark.parametrize(("ends", "drawn"), [((None, None), 0), ((None, 1.0), 1), ((0.5, 1.0), 1)])
-def test_intervals_are_drawn_of_the_points_that_have_one(
+def test_intervals_are_drawn_only_for_points_that_have_one(
     ends: tuple[float | None, ...], drawn: int
 ) -> None:
     rows = [
@@ -92,7 +92,7 @@ def test_intervals_are_drawn_of_the_points_that_have_one(
         *(("length", length, [label]) for length, label in ((3072, "3k"), (1000, "1,000"))),
     ],
 )  # fmt: skip
-def test_an_axis_says_the_numbers_that_are_drawn(
+def test_an_axis_has_the_numbers_that_are_drawn(
     tmp_path: Path, form: AxisForm, highest: float, labels: list[str]
 ) -> None:
     rows = [{"series": "one", "x": 7.0, "y": y, "tip": ""} for y in (0.0, highest)]
@@ -104,7 +104,7 @@ def test_an_axis_says_the_numbers_that_are_drawn(
     assert texts == ["7", *labels]
 
 
-def test_series_keep_their_own_look_and_others_differ() -> None:
+def test_series_have_distinct_and_stable_looks() -> None:
     names = [f"method {number}" for number in range(42)]
     assert len(set(styles(names).values())) == 42
     own = styles(names)["method 8"]
@@ -123,7 +123,9 @@ TABLE = Table(
 )
 
 
-def test_one_table_on_the_terminal_in_markdown_and_csv(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_can_be_written_to_terminal_markdown_and_csv(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert TABLE.markdown().splitlines() == [
         "## Scores", "", "| method | ρ = 0.5 | n |", "|---|---:|---:|",
         "| Original | 97.0 | 1,024 |",
@@ -140,13 +142,13 @@ def test_one_table_on_the_terminal_in_markdown_and_csv(capsys: pytest.CaptureFix
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=9))
-def test_extent_is_never_flat(values: list[float]) -> None:
+def test_the_extent_of_an_axis_is_never_empty(values: list[float]) -> None:
     low, high = extent(values)
     assert low < high
     assert low <= min(values) <= max(values) <= high
 
 
-def test_formats() -> None:
+def test_numbers_are_formatted() -> None:
     assert format_score(None) == signed(math.nan, 1) == "–"
     assert [signed(value, 1) for value in (1.25, -1.25, 0.04, -0.04)] == [
         "+1.2",

@@ -1,4 +1,4 @@
-"""Documents that train retrieval: what each kind promises, and that a seed means what it meant."""
+"""Documents that train retrieval: properties of each kind, and stability of a seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = {
     "repeat": lambda rng, characters: repeated_spans(rng, characters, PROSE),
     "hops": two_hops,
 }
-# Of forty documents of each kind. Another digest is other training data: raise prepare's version.
+# Of forty documents of each kind. If digests change, training data does: raise prepare's version.
 DIGESTS = {
     "list": "94799c19225de6a4",
     "needle": "981bef0dd50bde59",
@@ -48,31 +48,31 @@ def documents(kind: str) -> list[Document]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_makes_the_documents_that_it_made(kind: str) -> None:
+def test_a_seed_still_makes_the_same_documents(kind: str) -> None:
     content = repr([list(map(tuple, document)) for document in documents(kind)])
     assert hashlib.sha256(content.encode()).hexdigest()[:16] == DIGESTS[kind]
 
 
 @pytest.mark.parametrize("kind", range(4))
-def test_a_document_has_about_the_length_that_is_asked_for(kind: int) -> None:
+def test_a_document_has_about_the_requested_length(kind: int) -> None:
     prose = [f"word{number}" for number in range(5000)]
     weights = [float(number == kind) for number in range(4)]
     for seed in range(20):
         document = retrieval_document(Random(seed), 4000, prose, weights)
         assert 0.98 <= sum(len(segment.text) for segment in document) / 4000 <= 1.06
         earlier = ""
-        for segment in document:  # an answer stands earlier, as such or line by line
+        for segment in document:  # the answer occurs earlier, whole or line by line
             assert not segment.is_answer or set(segment.text.split()) <= set(_words(earlier))
             earlier += segment.text
 
 
-def test_hops_of_a_long_document_have_one_answer() -> None:
+def test_hops_of_a_long_document_lead_to_one_answer() -> None:
     lines = "".join(segment.text for segment in two_hops(Random(0), 100_000)).splitlines()
     keys = [line.split()[0] for line in lines if " holds " in line or " points to " in line]
     assert len(keys) == len({*keys}) > 1000
 
 
-def test_weights_of_a_training_row_stand_at_their_tokens() -> None:
+def test_weights_of_a_training_row_are_at_their_tokens() -> None:
     """Also after an answer without text."""
     rows = Rows(AutoTokenizer.from_pretrained(TOKENIZER), ["text"], PROSE)
     document = [Segment("a"), Segment("", True), Segment("b"), Segment("c", True)]
@@ -85,8 +85,8 @@ def _words(text: str) -> list[str]:
     return text.replace(".", " ").replace(";", " ").replace("|", " ").replace(",", " ").split()
 
 
-def test_a_stream_of_a_seed_and_its_mixture() -> None:
-    """Eight in ten ask for needles; of all documents the lengths are between the two ends."""
+def test_a_stream_is_determined_by_seed_and_mixture() -> None:
+    """Eight in ten ask for needles; lengths of all documents are between the two ends."""
     stream = list(itertools.islice(retrieval_documents(3, PROSE, (500, 4000)), 200))
     digest = hashlib.sha256("\0".join(stream).encode()).hexdigest()
     assert digest[:16] == DIGESTS["stream"]

@@ -1,4 +1,4 @@
-"""The trained rival: what it needs, what it leaves alone, and how it is trained."""
+"""The trained rival: its inputs, the stages it leaves cached, and its training."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from tests.tiny_data import save_tiny_model
 CPU = Devices("cpu", 2, 1, 1, 1e12)
 
 
-def test_a_rival_added_later_trains_nothing_again(case: Case) -> None:
-    """Days of training stay cached; only what shows the rival runs again."""
+def test_adding_a_rival_to_a_finished_run_trains_the_hybrid_no_second_time(case: Case) -> None:
+    """Only the stages that show the rival run again."""
     assert runner(case).run() == 7
     states = {
         state.node.name: str(state).partition(" ")[0]
@@ -69,7 +69,7 @@ def test_a_rival_that_cannot_be_made_is_refused(
     assert sentence in case.fault(*overrides)
 
 
-def test_the_plan_says_what_the_rival_costs(case: Case) -> None:
+def test_the_plan_states_the_cost_of_the_rival(case: Case) -> None:
     def costs(*overrides: str) -> dict[str, Cost]:
         return plan_costs(load_recipe(case.file, overrides, env={}), CPU)
 
@@ -77,16 +77,16 @@ def test_the_plan_says_what_the_rival_costs(case: Case) -> None:
     assert "train_rival" not in without
     assert with_rival["train_rival"] == with_rival["train"] == without["train"]
     assert without["train"].flops > 0
-    # Of the hybrid, its two checkpoints and now the rival's.
+    # For the hybrid, its two checkpoints and the rival's.
     assert with_rival["evaluate"].flops == pytest.approx(without["evaluate"].flops * 4 / 3)
-    # The search's hybrid alone is trained for several budgets.
+    # Only the search's hybrid is trained for several budgets.
     front = ("search.method=front", "search.points=[0.2,0.5,0.9]", "rival={}")
     one_budget, all_budgets = costs(*front), costs(*front, "train.budgets=all")
     assert all_budgets["train_rival"] == one_budget["train_rival"] == one_budget["train"]
     assert all_budgets["train"].flops != one_budget["train"].flops
 
 
-def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(
+def test_a_rival_is_trained_like_the_hybrid_but_only_for_its_own_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -107,7 +107,7 @@ def test_it_is_trained_as_the_hybrid_is_on_its_own_budget_alone(
     assert work_dir == tmp_path
 
 
-def test_its_hybrid_is_made_as_the_searchs_is_with_a_mask_of_its_own(
+def test_a_rivals_hybrid_is_made_like_the_searchs_with_another_mask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mask_file(mask: HeadMask, method: str) -> HeadMaskFile:
@@ -137,7 +137,7 @@ def test_its_hybrid_is_made_as_the_searchs_is_with_a_mask_of_its_own(
 def test_the_original_is_scored_under_its_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that recipes on one base model share what is known of it."""
+    """So that recipes with the same base model share its answers."""
     model = ModelConfig(path="org/name", revision="abc", trust_remote_code=True)
     config = StageConfig(EvaluateConfig(), model, 3, Runtime(), model_identity="hash")
     calls = []
@@ -150,7 +150,7 @@ def test_the_original_is_scored_under_its_identity(
     assert calls == [(config, [evaluated], TokenizerSpec("org/name", "abc", True), tmp_path)]
 
 
-def test_rivals_of_a_mask_of_several_windows_have_its_commonest_and_hold_no_more(
+def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_more(
     tmp_path: Path,
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
@@ -195,7 +195,7 @@ def test_rivals_of_a_mask_of_several_windows_have_its_commonest_and_hold_no_more
 def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the hybrid and all its checkpoints, and at no other budget."""
+    """Together with the hybrid and all its checkpoints, and at no other budget."""
     for stage in ("train", "train_rival"):
         for tokens in (5, 10):
             (tmp_path / stage / "checkpoints" / f"tokens-{tokens}").mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     assert {name: place.as_posix() for name, place in places.items()} == expected
 
 
-def test_names_of_models_say_what_they_are() -> None:
+def test_names_of_models_describe_them() -> None:
     assert named_window(window_name(64)) == (None, 64)
     assert named_window(window_name(64, "intr")) == ("intr", 64)
     for name in ("other-window-64", "intr-window-", "hybrid", "tokens-64"):

@@ -1,4 +1,4 @@
-"""Capped scores and logits of heads: every backend that has them computes what is written down."""
+"""Capped logits and logits of heads: every backend that supports them equals the definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _written_down(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: torch.Tensor | None,
     softcap: float | None, layout: HeadLayout, valid: list[bool],
 ) -> torch.Tensor:  # fmt: skip
-    """Head by head, with the logit in the denominator."""
+    """The definition, head by head, with the extra logit in the denominator."""
     slots, outputs = torch.arange(query.shape[2]), []
     distance, real = slots[:, None] - slots, torch.tensor(valid)
     first = real.long().cumsum(0) <= layout.sinks
@@ -58,10 +58,10 @@ def _written_down(
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("capped", "joined"), [(True, False), (False, True), (True, True)])
-def test_outputs_and_gradients_are_what_is_written_down(
+def test_outputs_and_gradients_equal_the_definition(
     backend: str, layout: HeadLayout, capped: bool, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 5_000)  # some queries at a time
+    monkeypatch.setattr(causal, "DENSE_MASK_ENTRIES", 5_000)  # a few queries at a time
     for length, padding in ((WINDOW + 1, 0), (70, 0), (70, 5)):
         *tensors, logits = _tensors(length)
         cap, extra = 1.5 if capped else None, logits if joined else None
@@ -84,7 +84,7 @@ def test_outputs_and_gradients_are_what_is_written_down(
 
 
 @pytest.mark.parametrize("backend", ["flex", "flash"])
-def test_backends_without_capped_scores_refuse(backend: str) -> None:
+def test_backends_that_do_not_support_capped_logits_refuse_them(backend: str) -> None:
     *tensors, _ = _tensors(8)
     with pytest.raises(UserError, match=f"{backend} has no capped attention scores"):
         hybrid_attention(*tensors, LAYOUTS["deployed"], softcap=30.0, backend=backend)
