@@ -1,4 +1,4 @@
-"""Search and evaluate stages that give scores by method and ratio, to test comparisons with."""
+"""Search and evaluate stages that give scores by method and ratio, for tests of comparisons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.front_case import nested_front
 
 VERSION = 1
 SAMPLES = 40
-# By length what a task scores more than the average.
+# By length: the difference of a task's score from the average.
 LENGTHS = {256: 1.0, 512: -1.0}
 
 
@@ -61,7 +61,7 @@ def materialize(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path)
     mask = HeadMaskFile.load(inputs["search"] / HEAD_MASK)
     mask.save(work_dir / MODEL / HEAD_MASK)
     section = config.upstream_section(SearchConfig)
-    if section.method == "front":  # the masks of the points are not compared
+    if section.method == "front":  # masks of a front's points are not compared
         chosen = 1 if section.stated_ratio == 0.5 else 2
         nested_front(4, 4, mask.windows, chosen=chosen).save(work_dir / FRONT)
     MaterializeSummary(
@@ -109,7 +109,7 @@ def _write_scores(folder: Path, averages: Mapping[str, float]) -> None:
     }
     Scores.model_validate({"checkpoints": checkpoints, "corpus": {}}).write(folder)
     places = {("vt", length): more for length, more in LENGTHS.items()}
-    places["odd", 512] = 600.0  # no share of 1: it has no score
+    places["odd", 512] = 600.0  # it has no score, since this is no share of 1
     write_samples(
         folder,
         (

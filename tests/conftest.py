@@ -16,23 +16,23 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from tests.pipeline_case import Case
 from tests.ruler_case import TOKENIZER
 
-# A loaded machine is no fault of what is tested; no test asserts a time.
+# A loaded machine is no fault of the code under test; no test asserts a time.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
 def _same_log_level() -> Iterator[None]:
-    """A command sets the root logger's level for good, in a module's fixture before any test."""
+    """Restore the root logger's level, which commands change, before any test."""
     yield
     logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_the_disk() -> Iterator[None]:
-    """Nothing here crashes the machine, and a busy disk would take much of the time."""
+    """No fsync: the machine does not crash here, and a busy disk would take much of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # fails of what is not open, as well
+        patch.setattr(os, "fsync", os.fstat)  # it also fails for files that are not open
         yield
 
 
@@ -44,13 +44,13 @@ def case(tmp_path: Path) -> Case:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """The quickstart's."""
+    """The quickstart's tokenizer."""
     return load_tokenizer(TokenizerSpec(str(TOKENIZER)))
 
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Here and in the processes that are started: time, rounding and reuse depend on it."""
+    """Use one thread, also in new processes: time, rounding and reuse depend on the number."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -35,7 +35,7 @@ class State:
     tree: dict[str, bytes | Path | None]
 
     def restore(self, folder: Path) -> None:
-        """Make `folder` what the state says."""
+        """Make `folder` equal to the state."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for name, content in self.tree.items():
@@ -54,7 +54,10 @@ class State:
 
 @dataclass
 class _Disk:
-    """What of a folder is on disk. A file or folder is known by a number of its own."""
+    """The part of a folder that is on disk.
+
+    Files and folders are identified by numbers of their own.
+    """
 
     root: Path
     numbers: dict[int, int] = field(default_factory=dict)  # of live inodes
@@ -70,7 +73,7 @@ class _Disk:
         return self.numbers[inode]
 
     def forget_removed(self) -> None:
-        """Inodes are used again: a number is for one life of them."""
+        """Forget removed inodes: the system uses their numbers again."""
         live = {path.lstat().st_ino for path in [self.root, *self.root.rglob("*")]}
         self.numbers = {inode: number for inode, number in self.numbers.items() if inode in live}
 
@@ -91,7 +94,7 @@ class _Disk:
         }
 
     def durable_tree(self) -> dict[str, bytes | Path | None]:
-        """What is left when the disk has nothing but what was synced."""
+        """The tree that is left if only synced data survives."""
         tree: dict[str, bytes | Path | None] = {}
 
         def visit(number: int, prefix: str) -> None:
@@ -108,7 +111,7 @@ class _Disk:
         return tree
 
     def current_tree(self, unsynced: Callable[[bytes], bytes]) -> dict[str, bytes | Path | None]:
-        """All names as they are now; `unsynced` says what is left of content that is not synced."""
+        """All current names; `unsynced` says how much is left of content that is not synced."""
         tree: dict[str, bytes | Path | None] = {}
         for path in sorted(self.root.rglob("*")):
             name = str(path.relative_to(self.root))
@@ -118,7 +121,7 @@ class _Disk:
                 tree[name] = None
             else:
                 content, synced = path.read_bytes(), self.synced.get(self.number(path), b"")
-                # What was appended can be lost, what was there before it cannot.
+                # Appended content can be lost, earlier content cannot.
                 start = len(synced) if content.startswith(synced) else 0
                 tree[name] = content[:start] + unsynced(content[start:])
         return tree

@@ -1,4 +1,4 @@
-"""Stages that write what they were given; the environment makes them fail, wait or grow."""
+"""Stages that write their inputs; environment variables make them fail, wait or grow."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def refuse(loaded: LoadedRecipe) -> None:
 
 
 def _save_and_stop(signum: int, frame: object) -> None:
-    """As training does, which takes longer to save than a runner waits after Ctrl-C."""
+    """Save for longer than a runner waits after Ctrl-C, as training does."""
     time.sleep(3)
     raise StoppedError("saved")
 
 
 class _StoppedWhileToldError(Exception):
-    """As in a rank that torchrun stops for another's failure while it tells of its own."""
+    """As in a rank that torchrun stops for another's failure while it reports its own."""
 
     def __str__(self) -> str:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A recipe with a model directory and stages that take no time, to test the pipeline with."""
+"""A recipe with a model directory and instant stages, for tests of the pipeline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def fake_table(distributed: bool = False) -> tuple[Stage[Any], ...]:
-    """The real table with every function replaced; only train keeps its processes if asked."""
+    """The real table of stages with other functions; only train may run on several processes."""
     return tuple(
         replace(
             stage,
@@ -45,12 +45,12 @@ def fake_table(distributed: bool = False) -> tuple[Stage[Any], ...]:
 
 
 def in_process(order: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Run a stage in this process, in the place of the runner's workers."""
+    """Run a stage in this process instead of the runner's workers."""
     return execute(order)
 
 
 def runner(case: Case, *overrides: str, **options: Any) -> Runner:
-    """A runner of a case's recipe whose stages take no time."""
+    """A runner of a case's recipe with instant stages."""
     loaded = load_recipe(case.file, overrides, env={}, stages=fake_table())
     return Runner(loaded, RunOptions(**options), in_process)
 
@@ -62,7 +62,7 @@ def write_safetensors(path: Path, value: int = 0) -> None:
 
 
 def truncate(path: Path, cut: int) -> None:
-    """Leave the last `cut` bytes out."""
+    """Cut the last `cut` bytes off."""
     path.write_bytes(path.read_bytes()[:-cut])
 
 
@@ -143,12 +143,12 @@ class Case:
         self.save()
 
     def change_config(self, **changes: Any) -> None:
-        """Other values in the model's config.json."""
+        """Change values in the model's config.json."""
         path = self.model / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     def fault(self, *overrides: str, **env: str) -> str:
-        """What loading the recipe is refused with."""
+        """The message with which loading the recipe is refused."""
         try:
             load_recipe(self.file, overrides, env=env)
         except UserError as fault:
@@ -164,11 +164,11 @@ class Case:
         return {**env, "FAKE_MARK": str(self.folder), **extra}
 
     def command(self, *arguments: str, distributed: bool = False) -> list[str]:
-        """The command line on the fake stages, in a new Python."""
+        """The command line with the fake stages, in a new Python."""
         return [sys.executable, "-m", __name__, *self._arguments(arguments, distributed)]
 
     def call(self, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        """Run that to its end."""
+        """Run `command` to its end."""
         return subprocess.run(
             self.command(*arguments),
             env=self.environment(**extra),
@@ -179,13 +179,13 @@ class Case:
         )
 
     def start(self, *arguments: str, distributed: bool = False, **extra: str) -> Forked:
-        """The same, forked from a process that has imported it, as are stages and ranks."""
+        """The same, forked from a process that has imported it, with forked stages and ranks."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         extra["FAKE_MARK"] = str(self.folder)
         return Forked(self._arguments(arguments, distributed), folder / "output", __name__, **extra)
 
     def fork(self, *arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
-        """Run that to its end."""
+        """Run `start` to its end."""
         return self.start(*arguments, **extra).done()
 
     def _arguments(self, arguments: tuple[str, ...], distributed: bool) -> list[str]:
@@ -193,14 +193,14 @@ class Case:
         return [str(int(distributed)), name, str(self.file), *rest]
 
     def make(self, until: str) -> None:
-        """Run the stages up to one in this process."""
+        """Run the stages up to this one in this process."""
         runner(self, until=until).run()
 
     def output(self, stage: str) -> Path:
         return self.runs / "tiny" / stage
 
     def calls(self, stage: str, rank: int = 0) -> int:
-        """How often a stage's published output was worked on."""
+        """The number of times that a stage has worked on its published output."""
         return (self.output(stage) / f"calls.{rank}.txt").read_text().count("called")
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PRELOAD = [
     "stages.prepare.run", "stages.search.run", "stages.materialize.run", "stages.train.run",
     "stages.train.watch", "stages.evaluate.run", "stages.report.run", "tests.training_case",
-    # What training and torchrun import when they begin.
+    # The imports of training and torchrun at their start.
     "transformers.models.qwen3.modeling_qwen3", "torch.utils.tensorboard",
     "deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.run",
 ]  # fmt: skip
@@ -141,7 +141,7 @@ class Forked:
         return subprocess.CompletedProcess([], status, *(f.read_text() for f in self._files))
 
     def wait(self, seconds: float | None = 120) -> int | None:
-        """Its status, a negative one after a signal; None where it runs for longer."""
+        """Its exit status, negative after a signal; None if it runs longer than the limit."""
         self._process.join(seconds)
         return self._process.exitcode
 
@@ -159,13 +159,13 @@ def _run_pipeline(
         Popen=_ForkedProcess, TimeoutExpired=subprocess.TimeoutExpired
     )
     subprocess_handler.Popen = _ForkedProcess  # type: ignore[attr-defined]
-    # torchrun's rendezvous asks it for seconds of all that is imported here.
+    # torchrun's rendezvous would take seconds to import all this.
     inspect.getmodule = lambda *_: None  # type: ignore[assignment]
     _run(module, arguments, environment, output, errors)
 
 
 class _ForkedProcess:
-    """What `pipeline.run.launch` and torchrun need of a Popen, for a process that is forked."""
+    """The part of Popen that `pipeline.run.launch` and torchrun use, for a forked process."""
 
     def __init__(
         self, args: Sequence[str], env: dict[str, str], start_new_session: bool = False, **_: Any
@@ -211,7 +211,7 @@ class _ForkedProcess:
 
 
 def _start_server() -> None:
-    """In the thread that asks first: the environment is another meanwhile."""
+    """Starts in the thread that asks first, because the environment changes later."""
     with _STARTING:
         _start_once()
 
@@ -234,7 +234,7 @@ def _run(
     output: str,
     errors: str | None = None,
 ) -> None:
-    gc.freeze()  # what the server has imported is read by no collection, which would copy it
+    gc.freeze()  # the server's imports are frozen: a collection would copy their pages
     os.fsync = os.fstat  # as in tests/conftest.py
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)

@@ -1,4 +1,4 @@
-"""Published stage directories with made-up results, as the report finds them."""
+"""Published stage directories with made-up results, as the report reads them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 6
 def publish(
     root: Path, *, layers: int = 6, heads: int = 8, without: tuple[str, ...] = ()
 ) -> dict[str, Path]:
-    """Write one directory per stage below `root`, but for those in `without`."""
+    """Write one directory per stage below `root`, except for those in `without`."""
     rng = random.Random(0)
     checkpoints = () if "train" in without else ("tokens-1000000", "tokens-4000000")
     evaluated = (ORIGINAL, "intr", HYBRID, *checkpoints)
@@ -288,7 +288,7 @@ def _materialize(folder: Path, layers: int, heads: int) -> None:
 
 
 def _measure(folder: Path) -> None:
-    """Faster at 2,048 tokens than at 512, each figure by as much as no other."""
+    """Faster at 2,048 tokens than at 512; all figures differ."""
     points = []
     figures = {"prefill_tokens_per_second": 100.0, "decode_tokens_per_second": 10.0,
                "memory_peak_bytes": 2**20, "kv_cache_bytes": 2**10}  # fmt: skip
@@ -316,7 +316,7 @@ def _train(folder: Path, rng: random.Random) -> None:
 
 
 def evaluate(folder: Path, *models: str) -> None:
-    """Write scores.json and samples.jsonl of these of the `AVERAGES`."""
+    """Write scores.json and samples.jsonl of these models, with their `AVERAGES`."""
     answers = {name: _answers(AVERAGES[name]) for name in models}
     checkpoints = {
         name: {"needle": suite_table(subtasks, answers[ORIGINAL] if name != ORIGINAL else None)}
@@ -340,7 +340,7 @@ def evaluate(folder: Path, *models: str) -> None:
     }
     content = {"checkpoints": checkpoints, "positions": positions, "corpus": CORPUS}
     Scores.model_validate(content).write(folder)
-    if len(models) > 1:  # the original's are those of its own stage
+    if len(models) > 1:  # the original's scores come from its own stage
         del answers[ORIGINAL]
     write_samples(folder, _records(answers))
 
@@ -357,7 +357,7 @@ def _records(answers: Mapping[str, SubtaskScores]) -> Iterator[dict[str, Any]]:
 
 
 def _answers(average: float) -> dict[tuple[str, int], list[float]]:
-    """Samples whose scores have this mean over subtasks, of which no two have the same."""
+    """Samples with this mean score over subtasks; no two subtasks have the same."""
     places = [(task, length) for task in TASKS for length in LENGTHS]
     right = {
         place: round(SAMPLES * average / 100) + number - len(places) // 2

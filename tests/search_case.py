@@ -23,7 +23,7 @@ CONTEXT = EvaluationContext("data", "model", 16, 0)
 
 
 class Additive:
-    """Score = 1 - the costs of the sliding units, or `score` of a mask; remembers its calls."""
+    """Score = 1 - the costs of the sliding units, or `score` of a mask; records its calls."""
 
     quantum = 1e-9
 
@@ -58,7 +58,7 @@ def answered_records(model: Any, examples: int = 6, seed: int = 0) -> list[dict[
     records = []
     for index in range(examples):
         answer = 1 + index % 2
-        for attempt in range(20):  # in the wrong order, equal tokens would be right
+        for attempt in range(20):  # with equal tokens, a wrong order would go unnoticed
             prompt = tokens(1, 40 + 3 * index, seed=100 * seed + index + 10_000 * attempt)
             with torch.inference_mode():
                 ids = model.generate(prompt, do_sample=False, max_new_tokens=answer)[0].tolist()
@@ -95,7 +95,7 @@ def write_inputs(folder: Path, seed: int = 0, examples: int = 6) -> tuple[Path, 
 
 
 def config_of(base: Path, section: SearchConfig, **runtime: Any) -> StageConfig:
-    """Of a search of a saved model, in batches of two unless said otherwise."""
+    """The configuration of a search of a saved model, by default in batches of two."""
     model = ModelConfig(path=str(base), dtype="float32")
     return StageConfig(section, model, 5, Runtime(**{"eval_batch_size": 2, **runtime}))
 
@@ -103,7 +103,7 @@ def config_of(base: Path, section: SearchConfig, **runtime: Any) -> StageConfig:
 def order(
     config: StageConfig, inputs: dict[str, Path], work: Path, function: str
 ) -> dict[str, Any]:
-    """What `pipeline.run.worker` is to do for a stage that needs no section but its own."""
+    """The order to `pipeline.run.worker` for a stage that needs only its own section."""
 
     def typed(section: Any) -> dict[str, Any]:
         return {

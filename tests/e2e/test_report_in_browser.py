@@ -1,4 +1,4 @@
-"""The report and the comparison in headless Chromium: clicked, in every look, offline."""
+"""The report and the comparison in headless Chromium: clicks, looks, offline use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The two pages, made of the report's fixture."""
+    """The two pages, made from the report's fixture."""
     root = tmp_path_factory.mktemp("pages")
     inputs = report_fixture.publish(root)
     config = report_fixture.config(inputs, gpu_hour_price=2.0)
@@ -83,7 +83,7 @@ def _comparison(folder: Path) -> Comparison:
 
 
 def _shown(browser: Any, selector: str) -> list[Any]:
-    """The elements that are neither hidden nor in what is closed."""
+    """The elements that are neither hidden nor inside a closed one."""
     script = "return [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility())"
     return browser.execute_script(script, selector)
 
@@ -127,7 +127,7 @@ def test_filters_show_one_task_and_one_length(browser: Any, pages: dict[str, Pat
     _choose(browser, "length", "1k")
     assert len(_shown(browser, "td.score")) == 5 * (len(TASKS) + 1)
     _choose(browser, "task", TASKS[1])
-    assert len(_shown(browser, "td.score")) == 5 * 2  # the task's and that of all tasks
+    assert len(_shown(browser, "td.score")) == 5 * 2  # the task's table and that of all tasks
     assert {row.get_attribute("data-task") for row in _shown(browser, "tr[data-task]")} == {
         TASKS[1]
     }
@@ -141,7 +141,7 @@ def test_filters_show_one_task_and_one_length(browser: Any, pages: dict[str, Pat
     assert len(_shown(browser, "tr[data-task]")) == len(TASKS)
 
 
-def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path]) -> None:
+def test_a_score_links_to_its_predictions(browser: Any, pages: dict[str, Path]) -> None:
     _open(browser, pages["report"])
     assert not _shown(browser, ".samples")
     link = browser.find_element("css selector", f'a[href="#samples-hybrid-needle-{TASKS[0]}-1024"]')
@@ -150,7 +150,7 @@ def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path])
     top = browser.execute_script("return arguments[0].getBoundingClientRect().top", heading)
     assert -1 <= top < 900
     assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
-    # A tile's average leads to all samples of its model.
+    # A tile's average links to all samples of its model.
     browser.find_element("css selector", '.tile a[href="#samples-original"]').click()
     assert _shown(browser, '[id="samples-original"][open]')
 
@@ -166,9 +166,7 @@ def test_a_number_leads_to_its_predictions(browser: Any, pages: dict[str, Path])
     assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
 
 
-def test_runs_are_sorted_by_what_a_column_says(
-    browser: Any, pages: dict[str, Path], tmp_path: Path
-) -> None:
+def test_runs_are_sorted_by_a_column(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
     published = pages["report"].parents[1]
     summary = json.loads((published / "report/summary.json").read_text())
     for name, kib, hours in (("a", 24, 999.5), ("b", 400, 1234.5), ("c", 0.625, 2.0), ("d", 3, 0)):
@@ -191,7 +189,9 @@ def test_runs_are_sorted_by_what_a_column_says(
             assert [row.text for row in rows] == expected, head
 
 
-def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> None:
+def test_pages_work_in_light_dark_on_phones_and_on_paper(
+    browser: Any, pages: dict[str, Path]
+) -> None:
     for path in pages.values():
         _open(browser, path)
         colours = {}
@@ -205,7 +205,7 @@ def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> Non
             assert _overflow(browser) <= 0, (path.name, width)
         _size(browser, 1280)
         _emulate(browser, media="print")
-        # Paper has what is closed on the screen, but no menus and no predictions.
+        # Paper shows what is closed on the screen, but no menus and no predictions.
         assert not _shown(browser, ".filter") and not _shown(browser, ".samples")
         assert len(_shown(browser, ".facts tr")) == len(
             browser.find_elements("css selector", ".facts tr")
@@ -215,7 +215,7 @@ def test_light_dark_phone_and_paper(browser: Any, pages: dict[str, Path]) -> Non
         assert 1 <= len(pages) <= 10
 
 
-def test_charts_answer(browser: Any, pages: dict[str, Path]) -> None:
+def test_charts_are_interactive(browser: Any, pages: dict[str, Path]) -> None:
     """Drawn when they come into view, with values under the pointer and series that go."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.support.wait import WebDriverWait
@@ -252,7 +252,9 @@ def test_without_scripts_everything_is_visible(browser: Any, pages: dict[str, Pa
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_nothing_is_fetched_and_nothing_refused(browser: Any, pages: dict[str, Path]) -> None:
+def test_nothing_is_fetched_and_the_policy_blocks_nothing(
+    browser: Any, pages: dict[str, Path]
+) -> None:
     browser.get_log("performance")
     browser.get_log("browser")
     for path in pages.values():
@@ -264,4 +266,4 @@ def test_nothing_is_fetched_and_nothing_refused(browser: Any, pages: dict[str, P
     ]
     assert len(requests) == len(pages)
     assert not any('"url":"http' in request for request in requests)
-    assert browser.get_log("browser") == []  # the page's policy would say here what it refused
+    assert browser.get_log("browser") == []  # violations of the page's policy would appear here

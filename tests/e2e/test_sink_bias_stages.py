@@ -48,7 +48,7 @@ def _search(inputs: tuple[Path, Path], work: Path, **changes: Any) -> HeadMaskFi
     return HeadMaskFile.load(work / "head_mask.json")
 
 
-def test_the_mask_is_materialised_with_what_the_search_estimated(
+def test_the_mask_is_materialised_with_the_estimated_bias(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The stage itself compares the saved model's logits with the searched one's."""
@@ -79,9 +79,7 @@ def test_the_mask_is_materialised_with_what_the_search_estimated(
         assert (model(ids).logits - expected).abs().max() > 1e-4
 
 
-def test_a_search_resumes_with_the_bias_it_began_with(
-    inputs: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_resumed_search_keeps_its_bias(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     values = torch.randn(LAYERS, 8).tolist()
     kept = tmp_path / "stopped/sink_bias.jsonl"
     Journal(kept).append({"values": values})
@@ -95,13 +93,13 @@ def test_a_search_resumes_with_the_bias_it_began_with(
     (tmp_path / "damaged/sink_bias.jsonl").write_text(damaged)
     again = _search(inputs, tmp_path / "damaged", method="intr")
     assert again.sink_bias == _search(inputs, tmp_path / "whole", method="intr").sink_bias
-    # A mask with a bias of its own, taken as it is.
+    # A mask with a bias of its own, used unchanged.
     shutil.copy(tmp_path / "stopped/head_mask.json", tmp_path / "mask.json")
     again = _search(inputs, tmp_path / "given", method="given", mask=str(tmp_path / "mask.json"))
     assert again.sink_bias == file.sink_bias and again.score == file.score
 
 
-def test_calibration_must_reach_beyond_the_window_and_four_tokens(
+def test_calibration_must_be_longer_than_the_window_and_four_tokens(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     records = (inputs[1] / "calibration/calibration.jsonl").read_text().splitlines()
@@ -115,7 +113,9 @@ def test_calibration_must_reach_beyond_the_window_and_four_tokens(
     [{}, {"freeze": "attention_only"}, {"lora": {"rank": 2}}],
     ids=["all", "attn", "lora"],
 )
-def test_training_refines_the_bias_without_decay(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_training_refines_the_bias_without_weight_decay(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     case = make_case(tmp_path, sink_bias=True)
     model_dir = case / "materialize/model"
     train = {"total_tokens": 2 * 4 * 32, "checkpoint_tokens": [2 * 4 * 32], **options}

@@ -1,4 +1,4 @@
-"""mlx-lm against transformers: logits of every family that is served, in one pass and in pieces."""
+"""mlx-lm against transformers: logits of every supported family, in one pass and in pieces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hybrid_case import FAMILY_NAMES, small_config
 from tests.vllm_case import SIZES, load_reference, random_prompts, save_hybrid, save_menu_hybrid
 
 WINDOW, COUNTS, TOLERANCE = 8, (1, 3, 2), 1e-4
-# A chunk, single tokens while the window fills and turns over, and longer ones after that.
+# A chunk, single tokens while the window fills and wraps around, and then longer chunks.
 PIECES = (3, 1, 17, 1, 1, 9, 1, 30, 1, 1, 1, 1, 1, 1, 2)
 # Attention of a random model is not scaled by default, and its logits are too large to compare.
 _EXTRA: dict[str, dict[str, Any]] = {"granitemoe": {"attention_multiplier": 32**-0.5}}
@@ -31,7 +31,7 @@ register()
 
 
 def largest_difference(folder: Path, lengths: tuple[int, ...]) -> float:
-    """Of mlx-lm's logits from transformers', for prompts read whole and in pieces."""
+    """Largest difference of mlx-lm's logits from transformers', for whole and split prompts."""
     reference, (model, _) = load_reference(folder), load_model(folder)
     largest = 0.0
     for prompt in random_prompts(lengths):
@@ -63,7 +63,7 @@ def test_three_windows_have_transformers_logits(tmp_path: Path) -> None:
     assert largest_difference(tmp_path, (5, 12, 13, 100)) < TOLERANCE
 
 
-def test_another_family_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     (other,) = {"gemma2"} & set(FAMILY_NAMES) - set(SERVED)
     save_hybrid(tmp_path, other, COUNTS[:2], WINDOW)
     with pytest.raises(UserError, match="models of type 'gemma2' are not run by it"):
@@ -88,7 +88,7 @@ _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0
         ("qwen3", {"rope_parameters": {**_YARN, "truncate": False}}, "truncate is False"),
     ],
 )
-def test_settings_that_mlx_lm_reads_otherwise_are_refused(
+def test_settings_that_mlx_lm_reads_differently_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], said: str
 ) -> None:
     save_hybrid(tmp_path, family, COUNTS, WINDOW)

@@ -71,7 +71,7 @@ def reference(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(folder: Path) -> list[list[int]]:
-    """Of this repository's text: below, at and far beyond the window of 128."""
+    """Texts of this repository: below, at and far beyond the window of 128."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer((ROOT / "README.md").read_text(encoding="utf-8"))["input_ids"]
     lengths = (3, 64, 127, 128, 129, 132, 133, 300, 512, 513, 700)
@@ -91,7 +91,7 @@ def by_mlx(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[i
 
 
 def text_after(model: Any, prompt: str, tokens: int) -> str:
-    """What comes after a text, by the tokens that are compared with transformers' above."""
+    """The text after a prompt, from the tokens that are compared with transformers' above."""
     tokenizer = model[1]
     ids = by_mlx(model[0], tokenizer.encode(prompt), tokens)
     ends = [n for n, token in enumerate(ids) if token in tokenizer.eos_token_ids]
@@ -119,7 +119,7 @@ def test_tokens_equal_those_of_generate(
 def test_the_cache_holds_the_bytes_of_the_formula(
     folder: Path, model: Any, prompts: list[list[int]]
 ) -> None:
-    """Of a static cache with room for the tokens in whole steps, once a token was generated."""
+    """That of a static cache, rounded up to whole steps, after one generated token."""
     size = size_of(folder, model[0])
     for prompt in prompts[-3:]:
         cache = make_prompt_cache(model[0])
@@ -146,12 +146,12 @@ def test_quantised_caches_hold_full_heads_in_fewer_bits(
     )
 
 
-def test_a_batch_has_the_tokens_of_single_requests(
+def test_a_batch_gives_the_tokens_of_single_requests(
     folder: Path, model: Any, prompts: list[list[int]]
 ) -> None:
     some = prompts[1:8]
     if _sinks(folder):
-        # mlx-lm's caches of a batch would drop the sinks; its server asks for the attribute.
+        # mlx-lm's batched caches would drop the sinks; its server asks for this attribute.
         assert not any(hasattr(one, "merge") for one in make_prompt_cache(model[0]))
         with pytest.raises(ValueError, match="does not yet support batching"):
             batch_generate(*model, some, max_tokens=16)
@@ -173,7 +173,7 @@ def test_generation_continues_from_a_saved_cache(
     assert_greedy(reference, prompt, by_mlx(model[0], prompt[600:], 12, prompt_cache=restored))
 
 
-def test_converted_weights_are_run(
+def test_converted_weights_can_be_run(
     folder: Path, tmp_path: Path, model: Any, prompts: list[list[int]]
 ) -> None:
     """Of 8 bits, which change logits by less than a hundredth of the largest."""
@@ -191,7 +191,7 @@ def test_converted_weights_are_run(
 
 
 def test_experts_are_converted_once(tmp_path: Path) -> None:
-    """A hybrid joins experts and mlx-lm stacks them; what is in its own format stays as it is."""
+    """A hybrid joins experts and mlx-lm stacks them; its own format is not changed."""
     save_hybrid(tmp_path / "hybrid", "qwen3_moe", [1, 3, 2], 8)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(QUICKSTART / name, tmp_path / "hybrid" / name)
@@ -226,10 +226,10 @@ def address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield url
 
 
-def test_the_server_answers_clients_at_once(
+def test_the_server_answers_concurrent_clients(
     address: str, model: Any, prompts: list[list[int]]
 ) -> None:
-    """Together where there are no sinks, else one after another; the tokens are the same."""
+    """Together without sinks, otherwise one after another; the tokens are the same."""
     texts = [model[1].decode(prompt) for prompt in prompts[2:8]]
 
     def ask(text: str) -> str:
@@ -248,7 +248,7 @@ def test_the_server_answers_clients_at_once(
 
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_gradients_are_those_of_transformers(
+def test_gradients_equal_those_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, checkpointed: bool
 ) -> None:
     """Within a window of 8 and beyond it; with checkpointing each layer is computed twice."""
@@ -271,7 +271,7 @@ def test_gradients_are_those_of_transformers(
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), name
 
 
-def test_faults_are_sentences(folder: Path, tmp_path: Path) -> None:
+def test_faults_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config["hybrid_attention"]["full_kv_heads_per_layer"][0] = 99
@@ -285,7 +285,7 @@ def test_faults_are_sentences(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_draft_model_is_refused(folder: Path) -> None:
-    """A full window cannot take drafts back, and mlx-lm would go on with other tokens."""
+    """A full window cannot take drafts back, and mlx-lm would continue with other tokens."""
     done = subprocess.run(
         [*COMMAND, "generate", "--model", str(folder), "--draft-model", str(folder), "--prompt",
          "x", "--max-tokens", "4", "--ignore-chat-template"],
@@ -295,7 +295,7 @@ def test_a_draft_model_is_refused(folder: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("error: --draft-model: ")
 
 
-def test_what_mlx_lm_does_not_batch_is_named(folder: Path) -> None:
+def test_models_that_mlx_lm_does_not_batch_are_reported(folder: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "benchmark", "--model", str(folder), "--batch-size", "2", "--prompt-tokens", "8",
          "--generation-tokens", "2", "--num-trials", "1"],

@@ -1,4 +1,4 @@
-"""Sentences by punkt, where its data lies in a folder that nltk searches, and by rule elsewhere."""
+"""Sentences split by punkt, if its data is in a folder that nltk searches, otherwise by rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data_prep.tasks.words import sentences_identity, split_as_ruler, split_by_r
 from data_prep.text import pydoc_topics
 
 ROOT = Path(__file__).parents[2]
-# An abbreviation that the corpus teaches: the rule ends a sentence there.
+# An abbreviation that punkt learns from the corpus; the rule ends a sentence there.
 TEXT = "It has many uses, approx. Ten of them are known. Others follow."
 _SPLIT = """
 import json, sys
@@ -29,12 +29,12 @@ assert list(map(str, nltk_folders())) == nltk.data.path
 
 @pytest.fixture(scope="module")
 def nltk() -> Any:
-    """Imported here: it takes seconds, of every process that collects the tests."""
+    """Imported here: it would cost seconds in every process that collects the tests."""
     return importlib.import_module("nltk")
 
 
 def _split(data: Path) -> tuple[str, list[str]]:
-    # nltk reads NLTK_DATA while it is imported.
+    # nltk reads NLTK_DATA at its import.
     done = subprocess.run(
         [sys.executable, "-c", _SPLIT],
         cwd=ROOT, input=TEXT, capture_output=True, text=True, check=True,
@@ -44,15 +44,17 @@ def _split(data: Path) -> tuple[str, list[str]]:
     return identity, sentences
 
 
-def test_its_data_is_looked_for_where_nltk_does(nltk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_punkts_data_is_searched_where_nltk_searches(
+    nltk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[Path] = []
     monkeypatch.setattr(Path, "is_dir", lambda path: looked.append(path))
     assert sentences_identity() == "built in"
     assert looked == [Path(folder, "tokenizers/punkt_tab/english") for folder in nltk.data.path]
 
 
-def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs with a number of its own."""
+def test_a_user_without_home_folder_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with its own user number."""
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.setattr(Path, "is_dir", lambda path: False)
@@ -60,7 +62,7 @@ def test_a_user_may_have_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert split_as_ruler(TEXT) == split_by_rule(TEXT)
 
 
-def test_punkt_splits_where_its_data_is(
+def test_punkt_splits_if_its_data_is_found(
     nltk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tokenizers/punkt_tab/english"

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: their beginning is computed once, and nothing else changes."""
+"""Prompts with a common beginning: it is computed once, and no answer changes."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def _count_tokens(model: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["original", "0", "4", "130"])
 @pytest.mark.parametrize("sizes", [[3, 9, 20], [1, 1], [12]])
-def test_answers_are_those_of_whole_prompts(kind: str, sizes: list[int]) -> None:
+def test_answers_equal_those_of_whole_prompts(kind: str, sizes: list[int]) -> None:
     model = _model(kind)
     shared = SharedPrompt(model)
-    # The second batch finds the beginning; a batch of one row compares with the one before.
+    # The second batch finds the beginning; a batch of one row compares with the batch before.
     for first in (3, 20):
         ids, mask = _padded(_prompts(sizes, first))
         whole = _generate(model, ids, mask)
@@ -82,11 +82,13 @@ def test_answers_are_those_of_whole_prompts(kind: str, sizes: list[int]) -> None
     ("sizes", "batches", "prefill"),
     [
         ([3, 9, 20], 4, BEGINNING + 4 * 3 * 20),
-        # The first prompt is computed whole, the beginning with the second, its rest with each.
+        # The first prompt is computed whole, the beginning with the second, then only the rests.
         ([9], 3, BEGINNING + 9 + BEGINNING + 2 * 9),
     ],
 )
-def test_the_beginning_is_computed_once(sizes: list[int], batches: int, prefill: int) -> None:
+def test_the_common_beginning_is_computed_once(
+    sizes: list[int], batches: int, prefill: int
+) -> None:
     model = _model("4")
     counts, shared = _count_tokens(model), SharedPrompt(model)
     for first in (3, 10, 20, 30)[:batches]:
@@ -95,7 +97,7 @@ def test_the_beginning_is_computed_once(sizes: list[int], batches: int, prefill:
     assert sum(counts) == prefill + batches * len(sizes) * (NEW_TOKENS - 1)
 
 
-def test_a_beginning_of_more_than_twice_the_length_is_computed_anew() -> None:
+def test_a_beginning_longer_than_twice_the_common_one_is_computed_anew() -> None:
     model = _model("0")
     counts, shared = _count_tokens(model), SharedPrompt(model)
     shared.cache(*_padded(_prompts([3, 9])))
@@ -108,8 +110,8 @@ def test_a_beginning_of_more_than_twice_the_length_is_computed_anew() -> None:
 
 @pytest.mark.parametrize("kind", ["original", "0", "4"])
 @pytest.mark.parametrize("asked", [1, 4, 30])
-def test_logits_after_the_beginning_are_those_of_whole_rows(kind: str, asked: int) -> None:
-    """Rows padded on the right; also where what is asked for reaches back into the beginning."""
+def test_logits_after_the_beginning_equal_those_of_whole_rows(kind: str, asked: int) -> None:
+    """Rows padded on the right; also if requested positions are inside the beginning."""
     model = _model(kind)
     counts, shared = _count_tokens(model), SharedPrompt(model)
     for first in (3, 20):
@@ -129,10 +131,10 @@ def test_logits_after_the_beginning_are_those_of_whole_rows(kind: str, asked: in
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_the_harness_scores_options_as_it_does_with_whole_rows(
+def test_the_harness_scores_options_like_whole_rows(
     monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
-    """Worked examples before eight questions with options of one token and of several."""
+    """Worked examples before eight questions, with options of one token and of several."""
     from lm_eval.api.instance import Instance
 
     examples = "the cat sat on the mat and the dog ran to the house. " * 6
@@ -156,7 +158,7 @@ def test_the_harness_scores_options_as_it_does_with_whole_rows(
         assert own[0] == pytest.approx(other[0], abs=1e-4) and own[1] == other[1]
 
 
-def test_a_zero_that_may_be_padding_ends_the_beginning() -> None:
+def test_a_zero_that_may_be_padding_ends_the_common_beginning() -> None:
     shared = SharedPrompt(_model("0"))
     ids = torch.full((2, 90), 3)
     ids[:, 70:] = 0
@@ -166,13 +168,13 @@ def test_a_zero_that_may_be_padding_ends_the_beginning() -> None:
     assert shared.rest_logits(ids, 1) is None
 
 
-def test_unlike_prompts_and_other_states_are_computed_whole() -> None:
+def test_prompts_without_common_beginning_and_other_states_are_computed_whole() -> None:
     shared = SharedPrompt(_model("0"))
     ids = torch.stack([torch.full((90,), 3), torch.full((90,), 4)])
     assert shared.cache(ids, torch.ones_like(ids)) is None
     alike = torch.full((2, 90), 3)
     assert shared.cache(alike, torch.ones_like(alike)) is not None
-    # Of what is shared, a row's padding leaves too little, or is longer than that.
+    # A row's padding leaves too little of the common beginning, or is longer than it.
     assert shared.cache(*_padded(_prompts([3, 9]))) is not None
     for size in (50, 150):
         assert shared.cache(*_padded(_prompts([1, size]))) is None

@@ -7,7 +7,7 @@ import json
 from tests.tools import stage_code
 
 
-def test_the_code_of_every_stage_is_the_recorded_one() -> None:
+def test_the_code_of_every_stage_equals_the_recorded_one() -> None:
     recorded, now = json.loads(stage_code.FILE.read_text()), stage_code.current()
     changed = stage_code.behind(recorded, now)
     assert not changed, (
@@ -26,7 +26,7 @@ def test_a_change_is_reported_until_the_version_is_raised() -> None:
     assert stage_code.behind(recorded, raised) == {}
 
 
-def test_scoring_has_a_version_of_its_own() -> None:
+def test_scoring_code_has_a_version_of_its_own() -> None:
     """Scored answers are reused by later runs of the stages."""
     now = stage_code.current()
     for module in (

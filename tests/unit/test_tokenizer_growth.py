@@ -34,14 +34,14 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
         sequence(charsmap("ﷺ" * 18), replace({"Regex": " {2,}"}, "▁")),  # XLM-R
         sequence({"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")),  # Llama 2
         sequence({"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"}),  # CLIP
-        # The most that is taken, 256 times.
+        # The most that is accepted: 256 times.
         sequence(*[replace({"String": "e"}, "ee")] * 8),
         replace({"Regex": "(?=e)"}, "e" * 255),
         sequence(*[{"type": "ByteLevel"}] * 4),
         charsmap("x" * 256),
     ],
 )
-def test_real_normalizers_are_taken(normalizer: dict[str, Any] | None) -> None:
+def test_real_normalizers_are_accepted(normalizer: dict[str, Any] | None) -> None:
     check_growth("tokenizer.json", {"normalizer": normalizer, "decoder": None})
 
 
@@ -60,7 +60,9 @@ def test_real_normalizers_are_taken(normalizer: dict[str, Any] | None) -> None:
         ({"type": "Precompiled", "precompiled_charsmap": 5}, "has a wrong value"),
     ],
 )
-def test_exploding_parts_are_refused(part: str, steps: dict[str, Any], expected: str) -> None:
+def test_parts_that_lengthen_text_too_much_are_refused(
+    part: str, steps: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(UserError, match=expected):
         check_growth("tokenizer.json", {part: steps})
 
@@ -76,10 +78,10 @@ def hub_snapshot(cache: Path, patch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_a_tokenizer_of_the_hub_is_checked_before_it_is_loaded(
+def test_a_tokenizer_on_the_hub_is_checked_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that the repository lacks, such as config.json here, stop no check of the others."""
+    """Files that the repository lacks, here config.json, do not prevent the check of the others."""
     snapshot = hub_snapshot(tmp_path, monkeypatch)
     steps = sequence(*[replace({"String": "e"}, "ee")] * 9)
     (snapshot / "tokenizer.json").write_text(json.dumps({"normalizer": steps}))
@@ -98,7 +100,7 @@ def test_a_model_of_the_hub_needs_no_generation_config(
         load_config("some/one")
 
 
-def test_a_damaged_vocabulary_is_named(tmp_path: Path) -> None:
+def test_a_damaged_vocabulary_is_reported(tmp_path: Path) -> None:
     for name, text in (("config.json", '{"model_type": "gpt2"}'), ("vocab.json", "{")):
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=r"vocab\.json cannot be read as JSON"):

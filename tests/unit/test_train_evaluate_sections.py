@@ -36,8 +36,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("sections") / "case")
 
 
-# The override that is refused, what is said of which field and value, the nearest override that is
-# taken, and overrides beside both.
+# The refused override, the field and value in the message, the nearest accepted override, and
+# overrides for both.
 REFUSED: dict[str, tuple[str, ...]] = {
     "a window of a sequence": (
         "search.window_size=128", "128 is not shorter than prepare.sequence_length = 128",
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "evaluate.windows=[64,1024]", "evaluate.windows: 1,024 is not shorter",
         "evaluate.windows=[64,1023]",
     ),
-    "no room for a prompt": (  # in the task that answers most
+    "no room for a prompt": (  # for the task with the longest answers
         "evaluate.needle={tasks: [vt, fwe], lengths: [50]}", "max_new_tokens: 50",
         "evaluate.needle={tasks: [vt, fwe], lengths: [51]}",
     ),
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_section_is_refused_and_its_neighbour_is_taken(name: str, case: Case) -> None:
+def test_a_value_is_refused_and_its_neighbour_is_accepted(name: str, case: Case) -> None:
     refused, said, taken, *beside = REFUSED[name]
     fault = case.fault(*beside, refused)
     assert said in fault and "\n" not in fault
@@ -228,7 +228,7 @@ def test_moments_in_8_bits_need_torchao(case: Case, monkeypatch: pytest.MonkeyPa
         ({}, 1024, 1, "train.batch_tokens: 512 is no multiple of"),
     ],
 )  # fmt: skip
-def test_a_batch_splits_over_processes_or_says_why(
+def test_a_batch_that_does_not_divide_over_processes_is_refused(
     runtime: dict[str, object], length: int, processes: int, said: str | None
 ) -> None:
     train = TrainConfig(batch_tokens=512, total_tokens=2048)
@@ -241,7 +241,7 @@ def test_a_batch_splits_over_processes_or_says_why(
     ("total", "checkpoints", "steps"),
     [
         (1000, [250, 251, 700], {250: 3, 251: 3, 700: 7, 1000: 10}),
-        (1050, [1000], {1000: 10}),  # the last half of a step is not done
+        (1050, [1000], {1000: 10}),  # the last half of a step is not made
         (1050, [900, 1050], {900: 9, 1050: 10}),
         (1050, [900, 1001], {900: 9, 1001: 10}),
         (1050, [], {1050: 10}),
@@ -249,12 +249,14 @@ def test_a_batch_splits_over_processes_or_says_why(
         (1000, [1, 100, 101], {1: 1, 100: 1, 101: 2, 1000: 10}),
     ],
 )
-def test_steps_of_checkpoints(total: int, checkpoints: list[int], steps: dict[int, int]) -> None:
+def test_steps_at_which_checkpoints_are_written(
+    total: int, checkpoints: list[int], steps: dict[int, int]
+) -> None:
     train = TrainConfig(batch_tokens=100, total_tokens=total, checkpoint_tokens=checkpoints)
     assert train.checkpoint_steps == steps and train.optimizer_steps == total // 100
 
 
-def test_names_of_checkpoints() -> None:
+def test_names_of_checkpoints_have_their_tokens() -> None:
     assert checkpoint_tokens(checkpoint_name(1000)) == 1000
     for name in ("tokens-", "tokens-1x", "hybrid", "x-tokens-1"):
         assert checkpoint_tokens(name) is None
@@ -268,7 +270,7 @@ def test_checkpoints_are_in_the_order_of_training(tmp_path: Path) -> None:
     assert list(checkpoint_folders(tmp_path).items()) == list(expected.items())
 
 
-def test_steps_are_read_all_or_not_at_all(tmp_path: Path) -> None:
+def test_metrics_are_read_completely_or_refused(tmp_path: Path) -> None:
     step = {
         "step": 1, "tokens": 5, "loss": 2.0, "learning_rate": 0.1, "grad_norm": 1.0, "seconds": 3.0
     }  # fmt: skip
@@ -293,7 +295,7 @@ def test_steps_are_read_all_or_not_at_all(tmp_path: Path) -> None:
         (None, "vt", None),
     ],
 )
-def test_files_that_a_task_needs(
+def test_files_that_a_task_needs_are_named(
     files: list[str] | None, task: str, said: str | None, tmp_path: Path
 ) -> None:
     for name in files or ():
@@ -302,8 +304,8 @@ def test_files_that_a_task_needs(
     assert fault is None if said is None else fault is not None and said in fault
 
 
-def test_what_an_evaluation_lacks(case: Case) -> None:
-    """Data of a task that is no option, and a template of the tokenizer."""
+def test_missing_data_and_templates_of_an_evaluation_are_reported(case: Case) -> None:
+    """Data of a task that is not optional, and the tokenizer's template."""
     needle = "evaluate.needle.tasks=[vt,qa_2]"
     template = f"the tokenizer in {case.model} has no chat template; set it to false"
     for overrides, said in (
@@ -332,7 +334,7 @@ def test_a_length_without_room_for_a_chat_template_is_refused(tmp_path: Path) ->
         load_recipe(case.file, [chat, stretched.format(2048, 2048)], env={})
 
 
-def test_presets_add_their_tasks_and_leave_the_named_ones_needed(case: Case) -> None:
+def test_presets_add_their_tasks_and_named_tasks_stay_required(case: Case) -> None:
     changes = ["evaluate.presets=[short]", "evaluate.harness.tasks=[gsm8k,aime24]"]
     evaluate = load_recipe(case.file, changes, env={}).recipe[EvaluateConfig]
     assert evaluate.harness is not None

@@ -1,4 +1,4 @@
-"""The chunked training loss equals the model's own, and never holds the logits matrix."""
+"""The chunked training loss equals the model's own, without ever holding all logits."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def batch() -> dict[str, torch.Tensor]:
         "qwen3_moe",
     ],
 )  # fmt: skip
-def test_value_and_gradients_are_the_models_own(
+def test_value_and_gradients_equal_the_models_own(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scaled, capped and biased heads among them, in chunks that do not divide the tokens."""
+    """Also with scaled, capped and biased heads, in chunks that do not divide the tokens."""
     monkeypatch.setattr(training_loss, "chunk_tokens", lambda vocabulary: 5)
     base = small_model(family)
     model = materialize(base, mask_of(base.config), Window(WINDOW)).train()
@@ -86,7 +86,7 @@ def test_the_loss_of_a_step_that_predicts_nothing_is_0() -> None:
         assert loss.item() == 0 and not any(g.any() for g in gradients(model).values())
 
 
-def test_the_logits_matrix_is_never_there() -> None:
+def test_all_logits_are_never_held_at_once() -> None:
     head, states = torch.nn.Linear(8, 1000, bias=True), torch.randn(64, 8, requires_grad=True)
     labels = torch.randint(0, 1000, (64,))
     with LargestTensor() as whole:
@@ -94,10 +94,10 @@ def test_the_logits_matrix_is_never_there() -> None:
     assert whole.elements == 64 * 1000
     with LargestTensor() as chunked:
         head_loss(head, states, small_config(), cross_entropy(labels), chunk=4).backward()
-    assert chunked.elements == 8 * 1000  # the head's weight and its gradient
+    assert chunked.elements == 8 * 1000  # the output head's weight and its gradient
 
 
-def test_a_frozen_head_has_no_gradient_and_states_have_theirs() -> None:
+def test_a_frozen_head_gets_no_gradient_but_the_states_do() -> None:
     head, states = torch.nn.Linear(8, 50), torch.randn(6, 8, requires_grad=True)
     head.requires_grad_(False)
     head_loss(head, states, small_config(), cross_entropy(torch.arange(6)), chunk=4).backward()
@@ -108,7 +108,7 @@ def test_a_frozen_head_has_no_gradient_and_states_have_theirs() -> None:
     torch.testing.assert_close(states.grad, expected)
 
 
-def test_bf16_heads_follow_float32_ones() -> None:
+def test_bf16_heads_agree_with_float32_ones() -> None:
     torch.manual_seed(0)
     head, states = torch.nn.Linear(8, 50, bias=False), torch.randn(40, 8, requires_grad=True)
     labels = torch.randint(0, 50, (40,))
@@ -121,8 +121,8 @@ def test_bf16_heads_follow_float32_ones() -> None:
     torch.testing.assert_close(states.grad, expected[1], rtol=0.05, atol=0.05)
 
 
-def test_a_bf16_head_has_its_gradient_summed_over_chunks_in_float32() -> None:
-    """As under FSDP. Summed in bf16, the last bits of 64 chunks are lost."""
+def test_the_gradient_of_a_bf16_head_is_summed_in_float32() -> None:
+    """Over chunks, as under FSDP. Summed in bf16, the last bits of 64 chunks would be lost."""
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 50, bias=False, dtype=torch.bfloat16)
     states, labels = torch.randn(640, 8, dtype=torch.bfloat16), torch.randint(0, 50, (640,))
@@ -136,7 +136,7 @@ def test_a_bf16_head_has_its_gradient_summed_over_chunks_in_float32() -> None:
 
 
 def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A Liger whose fused loss is PyTorch's, since its kernels need a GPU; counts its calls."""
+    """A Liger whose fused loss is PyTorch's, since its kernels need a GPU; it counts its calls."""
     calls: list[int] = []
 
     def fused(
@@ -169,7 +169,7 @@ def fake_liger(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("liger", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
-def test_documents_stay_apart_with_every_option(
+def test_documents_stay_separate_with_every_option(
     masking: bool, liger: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With masking, the loss is that of every document on its own."""
@@ -201,10 +201,10 @@ def test_documents_stay_apart_with_every_option(
     ("family", "fused"),
     [("cohere", False), ("granite", False), ("gemma2", True), ("gemma4", True), ("phi", True)],
 )
-def test_liger_leaves_scaled_logits_to_the_chunked_loss(
+def test_liger_is_not_used_for_scaled_logits(
     family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Capped logits and a head's bias it knows."""
+    """It supports capped logits and a bias of the output head."""
     calls = fake_liger(monkeypatch)
     base = small_model(family)
     if fused:
@@ -217,7 +217,7 @@ def test_liger_leaves_scaled_logits_to_the_chunked_loss(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
-def test_a_loss_of_the_router_is_refused(family: str) -> None:
+def test_a_router_loss_is_refused(family: str) -> None:
     model = materialize(small_model(family), random_mask(), Window(WINDOW))
     text_config(model.config).output_router_logits = True
     with pytest.raises(UserError, match="output_router_logits = true"):

@@ -1,4 +1,4 @@
-"""`bosch upload` against a stand-in of the hub's interface."""
+"""`bosch upload` with a stand-in for the hub's interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPOSITORY = "someone/hybrid"
 
 
 class Hub:
-    """Takes one repository's commit, and keeps the files by path."""
+    """Takes the commit of one repository, and keeps the files by path."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -60,7 +60,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, its models a file each."""
+    """A finished run whose models are one file each."""
     run = tmp_path_factory.mktemp("run")
     publish(run)
     for folder in (
@@ -78,12 +78,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
+    """A copy of the run that a test may change."""
     return shutil.copytree(finished, tmp_path / "run")
 
 
 def note_files(run: Path) -> None:
-    """Have the manifests name the files that are there."""
+    """Make the manifests list the present files."""
     for file in run.glob("*/manifest.json"):
         others = [name for name in os.listdir(file.parent) if name != file.name]
         hashes = file_hashes(file.parent, sorted(others))
@@ -92,7 +92,7 @@ def note_files(run: Path) -> None:
         file.write_text(json.dumps({**content, "sha256": Manifest.digest(content)}))
 
 
-def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
+def test_the_last_checkpoint_is_uploaded_with_card_mask_and_scores(
     run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = json.loads((run / "evaluate" / Scores.FILE).read_text())
@@ -122,7 +122,7 @@ def test_the_last_checkpoint_is_there_with_card_mask_and_scores(
     ]
 
 
-def test_a_checkpoint_by_name_and_a_dry_run(
+def test_a_named_checkpoint_and_a_dry_run(
     run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["upload", str(run), REPOSITORY, "--checkpoint", "hybrid", "--dry-run"]) == 0
@@ -142,7 +142,7 @@ def test_a_checkpoint_by_name_and_a_dry_run(
         (["", f"a/{'b' * 100}"], 2, f"REPOSITORY a/{'b' * 100}: expected owner/name (Repo id"),
     ],
 )
-def test_what_cannot_be_uploaded_is_one_sentence(
+def test_models_that_cannot_be_uploaded_give_one_sentence(
     run: Path, hub: Hub, arguments: list[str], status: int, sentence: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -152,7 +152,7 @@ def test_what_cannot_be_uploaded_is_one_sentence(
 
 
 @pytest.mark.parametrize("damage", ["link", "adapter", "card", "weights"])
-def test_only_what_the_run_has_published_is_uploaded(
+def test_only_published_outputs_of_the_run_are_uploaded(
     run: Path, hub: Hub, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run / "train" / "checkpoints" / "tokens-4000000"
@@ -177,7 +177,7 @@ def test_only_what_the_run_has_published_is_uploaded(
         lambda manifest: manifest.pop("sha256"),
     ],
 )
-def test_an_output_whose_manifest_was_changed_is_not_uploaded(
+def test_an_output_with_a_changed_manifest_is_not_uploaded(
     run: Path, hub: Hub, change: Callable[[dict[str, Any]], object],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -191,7 +191,7 @@ def test_an_output_whose_manifest_was_changed_is_not_uploaded(
     assert not hub.files
 
 
-def test_a_model_without_scores_has_its_own_card_alone(run: Path, hub: Hub) -> None:
+def test_a_model_without_scores_has_only_its_own_card(run: Path, hub: Hub) -> None:
     scores = json.loads((run / "evaluate" / Scores.FILE).read_text())
     del scores["checkpoints"]["tokens-1000000"]
     (run / "evaluate" / Scores.FILE).write_text(json.dumps(scores))
@@ -206,7 +206,7 @@ def test_a_model_without_scores_has_its_own_card_alone(run: Path, hub: Hub) -> N
 
 
 @pytest.mark.parametrize("stage", ["evaluate", "train"])
-def test_a_stage_whose_output_is_gone_is_not_left_out(
+def test_a_stage_whose_output_is_missing_is_reported(
     run: Path, hub: Hub, stage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / stage).rename(run / "elsewhere")
@@ -216,7 +216,7 @@ def test_a_stage_whose_output_is_gone_is_not_left_out(
     assert not hub.files
 
 
-def test_without_a_token(
+def test_a_missing_token_is_reported(
     run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)

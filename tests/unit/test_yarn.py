@@ -1,4 +1,4 @@
-"""RoPE stretched on a loaded model is that of a model loaded with YaRN in its config.json."""
+"""A loaded model with stretched RoPE equals one loaded with YaRN in its config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hybrid_case import small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
 
 
-def test_stretched_model_is_the_one_loaded_with_yarn(tmp_path):
+def test_a_stretched_model_equals_one_loaded_with_yarn(tmp_path):
     folder = save_tiny_model(tmp_path / "model")
     model = load_model(folder, dtype="float32")
     ids = torch.arange(40)[None]
@@ -40,7 +40,7 @@ def test_stretched_model_is_the_one_loaded_with_yarn(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mistral3", "qwen2_5_vl", "qwen3_vl"])
-def test_the_text_decoder_alone_is_stretched_where_there_is_more(family):
+def test_only_the_text_decoder_is_stretched(family):
     model, ids = small_model(family), tokens(1, 12)
     config = small_config(family)
     text = config.get_text_config()
@@ -80,7 +80,7 @@ llama.cpp's `--rope-scaling yarn --yarn-orig-ctx 32768`.
         ({}, None, None),
     ],
 )
-def test_the_trained_length_is_what_config_or_card_say(tmp_path, config, card, length):
+def test_the_trained_length_is_that_of_config_or_card(tmp_path, config, card, length):
     path = tmp_path / "README.md"
     if card is not None:
         path.write_bytes(card if isinstance(card, bytes) else card.encode())
@@ -111,5 +111,5 @@ def test_the_trained_length_is_stretched(tmp_path):
         ({"rope_scaling": [4.0]}, "has [4.0] in place of RoPE's parameters"),
     ],
 )
-def test_what_cannot_be_stretched(config, fault):
+def test_models_that_cannot_be_stretched_are_refused(config, fault):
     assert yarn_fault(config) == fault or fault in yarn_fault(config)

@@ -19,7 +19,7 @@ FAMILIES = (
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What became of each family's hybrid, by the command that tries all of them."""
+    """The result for each family's hybrid, by the command that tries all of them."""
     results = tmp_path_factory.mktemp("families") / "results.jsonl"
     subprocess.run(
         [sys.executable, "-m", "tests.tools.vllm_families", *FAMILIES, "--results", str(results)],

@@ -28,7 +28,7 @@ from tests.vllm_case import (
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_SECONDS = 600
-# The quickstart's base model is no chat model and has none.
+# The quickstart's base model has no chat template.
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -60,7 +60,7 @@ def client(folder: Path, log: Path) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """More tokens than the window of 128."""
+    """A text longer than the window of 128 tokens."""
     return (ROOT / "README.md").read_text(encoding="utf-8")[:1500]
 
 
@@ -79,8 +79,8 @@ def test_completions_have_transformers_logprobs(client: OpenAI, folder: Path, te
     )
 
 
-def test_the_cache_holds_what_the_plan_says(client: OpenAI, log: Path) -> None:
-    """By the documented command, which says nothing of the cache but its memory."""
+def test_the_cache_holds_what_the_plan_states(client: OpenAI, log: Path) -> None:
+    """With the documented command, which sets only the memory of the cache."""
     file = QUICKSTART_MASK
     config = json.loads((QUICKSTART / "config.json").read_text())
     length = config["max_position_embeddings"]

@@ -40,7 +40,7 @@ from tests.vllm_case import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-WINDOW = 40  # no multiple of a block
+WINDOW = 40  # not a multiple of a block
 COUNTS = [1, 3, 2]
 LENGTHS = (5, WINDOW - 1, WINDOW, WINDOW + 1, 100, 200)
 TOLERANCE = 1e-4
@@ -89,7 +89,7 @@ def _check_cache(llm: Any, plan: ModulePlan) -> tuple[int, int]:
 
 
 def test_a_sink_bias_is_served(tmp_path: Path) -> None:
-    """Layers of both kinds of heads, of full heads alone, and of sliding heads alone."""
+    """In layers with heads of both kinds, with only full heads, and with only sliding heads."""
     save_hybrid(tmp_path, "qwen3", [1, 4, 0], WINDOW, sink_bias=True)
     prompts = random_prompts(LENGTHS)
     with engine(tmp_path) as running:
@@ -98,7 +98,7 @@ def test_a_sink_bias_is_served(tmp_path: Path) -> None:
 
 
 def test_a_mixed_batch_in_chunks_equals_transformers(llm: Any, reference: Any) -> None:
-    """64 tokens a step: prompts are read in chunks, beside others that generate already."""
+    """64 tokens a step: prompts are read in chunks, while other requests already generate."""
     prompts = random_prompts(LENGTHS)
     _agree(reference, prompts, generate(llm, prompts, 50))
 
@@ -112,13 +112,13 @@ def test_a_cached_prefix_equals_transformers(llm: Any, reference: Any) -> None:
     _agree(reference, prompts, outputs)
 
 
-def test_the_cache_is_the_plans(llm: Any) -> None:
+def test_the_cache_equals_the_plan(llm: Any) -> None:
     plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
     blocks, block_bytes = _check_cache(llm, plan)
     assert blocks == 2**30 // block_bytes
 
 
-def test_what_no_option_says_is_set_and_what_options_say_stays(
+def test_the_plugin_sets_only_options_that_the_user_left_out(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("vllm.bosch")
@@ -171,7 +171,7 @@ def test_three_windows_equal_generate_and_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_budget_of_a_front_is_served(tmp_path: Path) -> None:
-    """Another than the model's default, with two windows."""
+    """Not the model's default, with two windows."""
     front = nested_front(3, KV_HEADS, [Window(WINDOW), Window(9)], context=256)
     materialize_front(small_model("qwen3", **SIZES).float(), front).save_pretrained(tmp_path)
     budget = front.points[-1].kv_slots
@@ -205,7 +205,7 @@ def test_unequal_modules_equal_transformers(
         _check_cache(llm, plan)
 
 
-def test_requests_that_are_preempted_equal_transformers(folder: Path, reference: Any) -> None:
+def test_preempted_requests_equal_transformers(folder: Path, reference: Any) -> None:
     plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
     least = plan.blocks_per_request(Request(256, BLOCK, 64)) + 1
     with engine(folder, num_gpu_blocks_override=least + 2, disable_log_stats=False) as llm:
@@ -216,7 +216,7 @@ def test_requests_that_are_preempted_equal_transformers(folder: Path, reference:
     assert sum(preempted) > 0
 
 
-def test_the_record_is_what_the_planner_gives() -> None:
+def test_the_record_equals_the_planner() -> None:
     for case in (*vllm_planner.cases(), *vllm_planner.random_cases(1, 10)):
         for grouping in vllm_planner.groupings():
             assert vllm_planner.by_plan(case, grouping) == vllm_planner.by_vllm(case, grouping)
@@ -229,7 +229,7 @@ def test_the_record_is_what_the_planner_gives() -> None:
         ({}, {"tensor_parallel_size": 3}, "4 KV heads cannot be shared by 3 ranks"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_loading(
+def test_hybrids_that_cannot_be_served_are_refused_before_loading(
     tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], sentence: str
 ) -> None:
     save_hybrid(tmp_path, "qwen3", COUNTS, WINDOW, **changes)
@@ -272,9 +272,9 @@ def test_a_checkpoint_of_the_training_stage_equals_transformers(
 @pytest.mark.parametrize(
     ("counts", "padded"),
     [
-        # Heads are shared out while the weights load, so that each rank has as many full ones.
+        # Heads are distributed while the weights load, so that each rank has as many full ones.
         ([2, 4, 0], 0),
-        # Of each odd count a rank has a sliding head whose cache is full.
+        # With an odd number, one rank has a sliding head with a full-length cache.
         ([1, 3, 2], 2),
     ],
 )
@@ -299,7 +299,7 @@ def test_two_ranks_equal_transformers(
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_without_the_plugin_nothing_is_served(folder: Path, trusted: bool) -> None:
-    """Else vLLM would give every head of a layer the same cache and window."""
+    """Otherwise vLLM would give every head of a layer the same cache and window."""
     program = (
         "import sys; from vllm import LLM\n"
         "if __name__ == '__main__':\n"
