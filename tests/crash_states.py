@@ -154,7 +154,9 @@ def recorded(root: Path, progress: Callable[[], Any] = lambda: None) -> Iterator
         real = getattr(os, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            label = f"{name} {' '.join(str(one).replace(str(root), '') for one in arguments)}"
+            label = (
+                f"{name} {' '.join(str(argument).replace(str(root), '') for argument in arguments)}"
+            )
             if name == "fsync":
                 path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
                 label = f"fsync {str(path).replace(str(root), '')}"

@@ -38,7 +38,7 @@ NEEDLE_SET = [
 def tokenizer() -> Any:
     """Every byte is a token: the same everywhere, as a trained one is not."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({one: i for i, one in enumerate(alphabet)}, []))
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -24,9 +24,9 @@ class TensorBytes(TorchDispatchMode):
         self.peak = 0
         self._alive: dict[int, Any] = {}
         gc.collect()
-        for one in gc.get_objects():
-            if issubclass(type(one), torch.Tensor):
-                self._add(one)
+        for candidate in gc.get_objects():
+            if issubclass(type(candidate), torch.Tensor):
+                self._add(candidate)
         self.before = self._bytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

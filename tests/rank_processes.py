@@ -179,7 +179,7 @@ class _ForkedProcess:
                     os.setsid()
                 os.environ.clear()
                 os.environ.update(env)
-                sys.argv = [one for one in args[1:] if one != "-u"]
+                sys.argv = [arg for arg in args[1:] if arg != "-u"]
                 runpy.run_path(sys.argv[0], run_name="__main__")
                 status = 0
             except SystemExit as end:

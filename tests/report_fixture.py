@@ -103,9 +103,9 @@ def publish_front(root: Path) -> dict[str, Path]:
     evaluate(inputs["evaluate"], ORIGINAL, "intr", HYBRID, f"{HYBRID} @ 8.5 %")
     front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
     points = [
-        replace(one, bytes=BYTES_PER_HEAD * one.kv_slots, held_out_score=one.score,
-                held_out_low=one.score - 0.1, held_out_high=one.score)
-        for one in front.points
+        replace(point, bytes=BYTES_PER_HEAD * point.kv_slots, held_out_score=point.score,
+                held_out_low=point.score - 0.1, held_out_high=point.score)
+        for point in front.points
     ]  # fmt: skip
     front = replace(front, points=tuple(points))
     front.save(inputs["search"] / FRONT)

@@ -89,11 +89,11 @@ def comparison_coverage(
     results: Sequence[Comparison], scores: tuple[float, float]
 ) -> tuple[float, float | None, float]:
     """Coverage of the difference, of the ratio where half have one, and the share of p < 0.05."""
-    difference = _coverage((one.difference for one in results), scores[0] - scores[1])
-    given = [one.ratio for one in results if one.ratio is not None]
+    difference = _coverage((result.difference for result in results), scores[0] - scores[1])
+    given = [result.ratio for result in results if result.ratio is not None]
     few = len(given) < len(results) / 2
     ratio = None if few or not scores[1] else _coverage(given, scores[0] / scores[1])
-    return difference, ratio, float(np.mean([one.p_value < 0.05 for one in results]))
+    return difference, ratio, float(np.mean([result.p_value < 0.05 for result in results]))
 
 
 def seed_coverage(
@@ -151,5 +151,5 @@ def method_coverage(
 
 
 def _coverage(intervals: Iterable[Interval | Estimate], truth: float) -> float:
-    held = [one.low - 1e-12 <= truth <= one.high + 1e-12 for one in intervals]
+    held = [interval.low - 1e-12 <= truth <= interval.high + 1e-12 for interval in intervals]
     return float(np.mean(held))

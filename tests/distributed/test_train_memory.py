@@ -80,17 +80,19 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
 def _bytes(tensors: list[torch.Tensor]) -> int:
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = [t.untyped_storage() for t in local if t.device.type != "meta"]
-    return sum({one.data_ptr(): one.nbytes() for one in storages if one.nbytes()}.values())
+    return sum(
+        {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values()
+    )
 
 
 def gradient_bytes() -> int:
     """Bytes of gradients that wait for the optimiser, including whole ones that FSDP sets aside."""
     alive = gc.get_objects()
-    tensors = [one for one in alive if issubclass(type(one), torch.Tensor)]
+    tensors = [candidate for candidate in alive if issubclass(type(candidate), torch.Tensor)]
     gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    for one in alive:
-        if type(one).__name__ == "FSDPParam" and one.unsharded_accumulated_grad is not None:
-            gradients.append(one.unsharded_accumulated_grad)
+    for tensor in alive:
+        if type(tensor).__name__ == "FSDPParam" and tensor.unsharded_accumulated_grad is not None:
+            gradients.append(tensor.unsharded_accumulated_grad)
     return _bytes(gradients)
 
 

@@ -122,8 +122,8 @@ def _copy_without_optimizer(point: Path, name: str) -> None:
 def tensor_bytes(point: Path) -> int:
     """Bytes of all tensors of a restart point, over all processes."""
     metadata = FileSystemReader(point).read_metadata().state_dict_metadata.values()
-    tensors = [one for one in metadata if isinstance(one, TensorStorageMetadata)]
-    return sum(math.prod(one.size) * one.properties.dtype.itemsize for one in tensors)
+    tensors = [entry for entry in metadata if isinstance(entry, TensorStorageMetadata)]
+    return sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
 
 
 def checked_checkpoints(*_: str) -> None:

@@ -297,7 +297,7 @@ def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, mo
     every = evaluate.at_other_budgets(
         Evaluated("hybrid", model, "abc"), EvaluateConfig(budgets="all")
     )
-    assert [(one.kv_budget, one.identity) for one in every] == [
+    assert [(model.kv_budget, model.identity) for model in every] == [
         (slots[0], f"abc-{slots[0]}"), (slots[2], f"abc-{slots[2]}"),
     ]  # fmt: skip
     config = _config(section, stages / "model")
@@ -312,7 +312,7 @@ def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, mo
     )
     (tmp_path / "models.json").write_text(json.dumps({"models": {"one": "abc"}}))
     asked = selected.run(config, {"one": hybrid}, tmp_path)
-    assert [(one.name, one.identity) for one in asked] == [
+    assert [(model.name, model.identity) for model in asked] == [
         ("original", None), ("one", "abc"), (f"one @ {shares[2]}", f"abc-{slots[2]}"),
     ]  # fmt: skip
     with pytest.raises(UserError, match="a single head layout"):

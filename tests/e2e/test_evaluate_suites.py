@@ -112,11 +112,13 @@ def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch
     lm = harness_suite.language_model(model, tokenizer, 2)
     result = simple_evaluate(lm, tasks=[task], task_manager=manager, bootstrap_iters=0)
     alone = result["samples"]["gsm8k"]
-    prompts = {one["doc_id"]: one["arguments"][0][0] for one in alone}
+    prompts = {record["doc_id"]: record["arguments"][0][0] for record in alone}
     assert len(set(prompts.values())) == 4
     assert {prompt.count("Answer:") for prompt in prompts.values()} == {6}
     outputs = {
-        one["doc_id"]: one["filtered_resps"][0] for one in alone if one["filter"] == "strict-match"
+        record["doc_id"]: record["filtered_resps"][0]
+        for record in alone
+        if record["filter"] == "strict-match"
     }
 
     monkeypatch.setattr(harness_suite, "CHUNK", 1)

@@ -171,7 +171,7 @@ def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Pat
     summary = _run(base, tmp_path, upstream=_budget_of(front, 2))
     read = MaterializeSummary.read(tmp_path / "work")
     slots = [point.kv_slots for point in front.points]
-    assert [one.kv_slots for one in read.budgets] == slots and read.kv_budget == slots[2]
+    assert [budget.kv_slots for budget in read.budgets] == slots and read.kv_budget == slots[2]
     assert read.context == 100 and summary["check"]["largest_difference"] < 1e-4
     folder = tmp_path / "work" / "model"
     original = load_model(base, dtype="float32")

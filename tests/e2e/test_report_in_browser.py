@@ -77,7 +77,8 @@ def _comparison(folder: Path) -> Comparison:
         for method, seed in (("intr", 0), ("bosch", 0), ("bosch", 1))
     )
     results = {
-        one: Result({"evaluate": "e" * 64}, 0.9, -0.4, {}, [], rows, None) for one in combinations
+        combination: Result({"evaluate": "e" * 64}, 0.9, -0.4, {}, [], rows, None)
+        for combination in combinations
     }
     return Comparison("tiny", "base", folder, combinations, False, results)
 

@@ -68,7 +68,7 @@ def test_a_method_of_each_kind_writes_its_files(inputs, tmp_path, method, ratio)
     assert file.swa_ratio == ratio
     for name in TRACES.values():
         groups = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}g")
-        [points] = [one for one in groups if "mark-symbol role-mark" in one.get("class", "")]
+        [points] = [group for group in groups if "mark-symbol role-mark" in group.get("class", "")]
         measured = [point for point in summary["trace"] if not point["is_bound"]]
         assert len(points) == len(measured) + 1  # the final mask has its own mark
     assert file.score == summary["best_score"]

@@ -96,7 +96,7 @@ def test_training_leaves_its_promised_files_and_no_pickles(case: Path, undisturb
         checkpoint = undisturbed / "checkpoints" / f"tokens-{tokens}"
         assert sorted(os.listdir(checkpoint)) == sorted(os.listdir(start))
         # With these files, transformers alone loads the model.
-        assert all((checkpoint / one.name).read_bytes() == one.read_bytes() for one in code)
+        assert all((checkpoint / file.name).read_bytes() == file.read_bytes() for file in code)
         assert _auto_map(checkpoint) == auto_map
         card = (checkpoint / "README.md").read_text()
         assert card == f"# Card\n\n| continual pretraining | {tokens:,} tokens |\n"

@@ -126,7 +126,7 @@ def test_the_cache_holds_the_bytes_of_the_formula(
         by_mlx(model[0], prompt, 8, prompt_cache=cache)
         tokens = cache[0].offset
         assert tokens >= len(prompt)
-        held = sum(one.nbytes for one in cache)
+        held = sum(layer.nbytes for layer in cache)
         assert held == size.static(-(-tokens // _STEP) * _STEP)
         assert held < size.original(tokens) / 3
 
@@ -139,7 +139,7 @@ def test_quantised_caches_hold_full_heads_in_fewer_bits(
     for cache, own in zip(caches, ({}, options), strict=True):
         by_mlx(model[0], prompts[-1], 8, prompt_cache=cache, **own)
     size = size_of(folder, model[0])
-    plain, quantised = (sum(one.nbytes for one in cache) for cache in caches)
+    plain, quantised = (sum(layer.nbytes for layer in cache) for cache in caches)
     # 8 bits a number, and for 32 of them a scale and an offset in float32, instead of 32 bits.
     assert quantised == pytest.approx(
         size.sliding_bytes + (plain - size.sliding_bytes) * 10 / 32, rel=0.05
@@ -152,7 +152,7 @@ def test_a_batch_gives_the_tokens_of_single_requests(
     some = prompts[1:8]
     if _sinks(folder):
         # mlx-lm's batched caches would drop the sinks; its server asks for this attribute.
-        assert not any(hasattr(one, "merge") for one in make_prompt_cache(model[0]))
+        assert not any(hasattr(layer, "merge") for layer in make_prompt_cache(model[0]))
         with pytest.raises(ValueError, match="does not yet support batching"):
             batch_generate(*model, some, max_tokens=16)
         return
@@ -169,7 +169,7 @@ def test_generation_continues_from_a_saved_cache(
     model[0](mx.array([prompt[:600]]), cache=cache)
     save_prompt_cache(path, cache)
     restored = load_prompt_cache(path)
-    assert [type(one) for one in restored] == [type(one) for one in cache]
+    assert [type(layer) for layer in restored] == [type(layer) for layer in cache]
     assert_greedy(reference, prompt, by_mlx(model[0], prompt[600:], 12, prompt_cache=restored))
 
 
@@ -185,8 +185,8 @@ def test_converted_weights_can_be_run(
     tokens = mx.array([prompts[-1]])
     expected, logits = model[0](tokens), quantised(tokens)
     assert 0 < mx.abs(logits - expected).max() < 0.05 * mx.abs(expected).max()
-    assert [len(one.caches) for one in quantised.make_cache()] == [
-        len(one.caches) for one in model[0].make_cache()
+    assert [len(layer.caches) for layer in quantised.make_cache()] == [
+        len(layer.caches) for layer in model[0].make_cache()
     ]
 
 
@@ -312,7 +312,9 @@ def test_caches_of_another_model_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="caches of another one"):
         model[0](mx.array([[1, 2]]), cache=make_prompt_cache(model[0])[1:])
     other = make_prompt_cache(model[0])
-    next(one for one in other[0].caches if hasattr(one, "max_size")).max_size += 1
+    next(
+        cache_layer for cache_layer in other[0].caches if hasattr(cache_layer, "max_size")
+    ).max_size += 1
     with pytest.raises(UserError, match="caches of another one"):
         model[0](mx.array([[1, 2]]), cache=other)
     with pytest.raises(UserError, match="not shared among several machines"):

@@ -24,7 +24,7 @@ from tests.tiny_data import tiny_tokenizer
 from tests.tools.soak import ROOT, recipe
 
 _SECONDS = 600
-_RIVALS = [name for name, one in METHODS.items() if one.kind in ("layer rule", "ranking")]
+_RIVALS = [name for name, method in METHODS.items() if method.kind in ("layer rule", "ranking")]
 # Random models: they answer nothing that a search could go by.
 _FAMILIES = (
     "cohere2", "falcon_h1", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral",
@@ -104,7 +104,11 @@ def drawn(rng: random.Random, models: Path) -> list[str]:
         if rng.random() < chance:
             overrides += rng.choice(alternatives)
     without = "train=null" in overrides
-    return [one for one in overrides if not (without and one.startswith(("train.", "rival.")))]
+    return [
+        override
+        for override in overrides
+        if not (without and override.startswith(("train.", "rival.")))
+    ]
 
 
 def _model(folder: Path, family: str) -> Path:

@@ -295,7 +295,7 @@ class Checkout:
         """Status and output of the tests in the copy until one fails; None if they are too slow."""
         log = self.folder / "output.log"
         options = ["-x", "-q", "-p", "no:cacheprovider"]
-        left_out = [f"--deselect={one}" for one in self.left_out]
+        left_out = [f"--deselect={test}" for test in self.left_out]
         with log.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options, *tests, *left_out],

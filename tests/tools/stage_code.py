@@ -147,7 +147,7 @@ def _plain(node: Any) -> Any:
         if name in _SKIPPED_FIELDS or value is None or value == []:
             continue
         if name == "body" and isinstance(value, list):
-            value = [one for one in value if not _is_text(one)]
+            value = [item for item in value if not _is_text(item)]
         fields.append((name, _plain(value)))
     return type(node).__name__, tuple(fields)
 

@@ -115,7 +115,7 @@ def test_lora_trains_only_adapters_and_merges_them(tmp_path: Path) -> None:
     hybrid, ids = _hybrid(tmp_path / "plain"), torch.arange(4 * LENGTH).reshape(4, -1) % 13 + 3
     before = {name: weight.clone() for name, weight in hybrid.state_dict().items()}
     names = {"model": hybrid}
-    [guide] = [one for one in _LINES.findall(GUIDE.read_text()) if "peft" in one]
+    [guide] = [line for line in _LINES.findall(GUIDE.read_text()) if "peft" in line]
     exec(guide, names)
     model = names["adapted"]
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -174,7 +174,7 @@ def test_a_prefix_by_peft_works() -> None:
 
 
 def test_adapters_start_random_around_zero_and_add_nothing() -> None:
-    names = {f"q_proj.lora_{one}.default.weight": torch.ones(200, 100) for one in "AB"}
+    names = {f"q_proj.lora_{letter}.default.weight": torch.ones(200, 100) for letter in "AB"}
     model = SimpleNamespace(named_parameters=lambda: [*names.items(), ("q_proj.weight", None)])
     first, again, other = (trainable.first_adapters(model, seed) for seed in (1, 1, 2))
     spread, added = first.values()

@@ -444,8 +444,8 @@ def test_gradients_are_derivatives_of_the_blend_of_all_choices():
     AttentionMaskInterface.register("blended", lambda *args, **kwargs: None)
     plain.set_attn_implementation("blended")
     shares = torch.nn.functional.one_hot(torch.tensor(choices)).float().requires_grad_()
-    for layer, own in zip(plain.get_decoder().layers, shares, strict=True):
-        layer.self_attn.shares = own
+    for layer, share in zip(plain.get_decoder().layers, shares, strict=True):
+        layer.self_attn.shares = share
     total = 0.0
     for example in calibration.examples:
         ids = torch.tensor([example.input_ids])
@@ -455,8 +455,8 @@ def test_gradients_are_derivatives_of_the_blend_of_all_choices():
     slopes = torch.autograd.grad(total / 3, shares)[0].numpy()
     close = {"rtol": 1e-3, "atol": 1e-4}
     ours = np.array(objective.window_gradient(mask).values)
-    own = np.take_along_axis(slopes, choices[..., None], axis=2)
-    np.testing.assert_allclose(ours, slopes - own, **close)
+    share = np.take_along_axis(slopes, choices[..., None], axis=2)
+    np.testing.assert_allclose(ours, slopes - share, **close)
     ours = np.array(objective.gate_gradient(mask).values)
     np.testing.assert_allclose(ours, slopes[..., 0] - slopes[..., -1], **close)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

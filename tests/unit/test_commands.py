@@ -75,7 +75,7 @@ def test_with_json_only_json_is_printed(
     assert main([name, str(case.file), "--json"]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (record["recipe"], record["file"]) == ("tiny", str(case.file))
-    stages = [one if name == "validate" else one["stage"] for one in record["stages"]]
+    stages = [stage if name == "validate" else stage["stage"] for stage in record["stages"]]
     assert stages[0] == "prepare" and stages[-1] == "report"
     if name == "validate":
         assert (record["fetches"], record["gaps"]) == ([], [])
@@ -89,12 +89,12 @@ def test_with_json_only_json_is_printed(
         devices = plan_devices(loaded)
         costs = plan_costs(loaded, devices)
         assert record["hardware"] == {"name": devices.name, "count": devices.count}
-        for one in record["stages"]:
-            cost = costs[one["stage"]]
-            assert (one["flops"], one["disk_bytes"], one["facts"]) == (
+        for stage in record["stages"]:
+            cost = costs[stage["stage"]]
+            assert (stage["flops"], stage["disk_bytes"], stage["facts"]) == (
                 cost.flops, cost.disk, list(cost.facts)
             )  # fmt: skip
-            assert one["hours"] == cost.hours(devices.name, devices.count)
+            assert stage["hours"] == cost.hours(devices.name, devices.count)
 
 
 def _shown(model: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -204,7 +204,7 @@ def test_plan_uses_the_given_efficiency(
         arguments = ["plan", str(case.file), "--hardware", "h100x8", "--json"]
         assert main([*arguments, "--efficiency", efficiency]) == 0
         stages = json.loads(capsys.readouterr().out)["stages"]
-        return next(one["hours"] for one in stages if one["stage"] == "search")
+        return next(stage["hours"] for stage in stages if stage["stage"] == "search")
 
     assert hours("0.5") > hours("1") > 0
     with pytest.raises(SystemExit, match="2"):

@@ -282,7 +282,7 @@ def test_a_failed_search_leaves_the_other_combinations_their_scores(
     """Also if the first one fails, before the shared stage original."""
     launches = Launches(refused, error)
     result = comparison(case, "--methods", "bosch,bme", "--ratios", "0.5", launches=launches)
-    assert {one.method for one in result.results} == {"bosch", "bme"} - {refused}
+    assert {combination.method for combination in result.results} == {"bosch", "bme"} - {refused}
     [sentence] = result.missing
     assert sentence == f"{refused.upper()} at 0.5 has no scores: stopped"
     for name in ("compare.md", "compare.html"):
@@ -305,14 +305,14 @@ def test_a_front_is_searched_once_for_all_ratios(case: Case) -> None:
     Runner(recipe, RunOptions(until="search"), launches).run()
     result = comparison(case, "--methods", "front", "--ratios", "0.5,0.75", launches=launches)
     assert len(result.results) == 2 and launches.count("search") == 1
-    scores = [one.calibration_score for one in result.results.values()]
+    scores = [combination.calibration_score for combination in result.results.values()]
     assert scores == [0.5, 0.75]  # of the point that each ratio uses
     made = [order for order in launches.orders if order["stage"] == "materialize"]
     budgets = [order["upstream"]["search"]["values"]["budget"] for order in made]
-    assert [(one["ratio"], one["kv_cache"], one["context"]) for one in budgets] == [
+    assert [(budget["ratio"], budget["kv_cache"], budget["context"]) for budget in budgets] == [
         (0.5, None, 256), (0.75, None, 256),
     ]  # fmt: skip
-    assert {one["cache_dtype"] for one in budgets} == {"float8"}
+    assert {budget["cache_dtype"] for budget in budgets} == {"float8"}
 
 
 def test_sections_that_a_comparison_leaves_out_are_neither_run_nor_checked(
@@ -437,14 +437,14 @@ def test_the_highest_is_bold_only_if_all_others_are_significantly_lower(capsys: 
     assert "| Original | 97.0 (96.0–98.0) | 97.0 (96.0–98.0) |" in text
     assert "| Fisher | 0.75 | – | – | 0.500 | -1.000 | 3 |" in text
     assert text.index("Layer-level") < text.index("Head-level") < text.index("Not in the paper")
-    tests = {(one.ratio, one.method): one for one in compared.tests("untrained", "needle")}
+    tests = {(test.ratio, test.method): test for test in compared.tests("untrained", "needle")}
     assert tests.keys() == {
         (0.5, "bme"), (0.5, "bosch_plus"), (0.75, "fisher"), (0.75, "bosch_plus"),
     }  # fmt: skip
     near = tests[0.75, "fisher"]
     assert near.highest == "bme" and not near.is_lower and near.low < 0 < near.high + 1e-9
-    assert all(one.is_lower for one in tests.values() if one is not near)
-    assert all(one.p_holm >= one.p_value for one in tests.values())
+    assert all(test.is_lower for test in tests.values() if test is not near)
+    assert all(test.p_holm >= test.p_value for test in tests.values())
     assert "| Fisher | −0.5 |" in text and "| BME | −30.0 |" in text
     for score_table in score_tables(compared):
         score_table.print()
@@ -470,7 +470,7 @@ def test_p_values_are_corrected_for_all_pairs_of_a_ratio() -> None:
     names = ("bme", "intr", "fisher", "dcam", "apl", "proxy", "razor", "qada", "rand", "bosch")
     plain = {name: dict.fromkeys(ratios, 100.0 * (name == "bosch")) for name in names}
     tests = made_up(plain).tests("untrained", "needle")
-    assert len(tests) == 9 * 18 and all(one.is_lower for one in tests)
+    assert len(tests) == 9 * 18 and all(test.is_lower for test in tests)
     # Each of eight samples is answered by only one of the two methods.
     few = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 42.0}})
     [pair] = few.tests("untrained", "needle")
@@ -478,8 +478,8 @@ def test_p_values_are_corrected_for_all_pairs_of_a_ratio() -> None:
     [pair] = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}}).tests("untrained", "needle")
     assert pair.p_holm == pair.p_value
     three = made_up({"bme": {0.5: 40.0}, "fisher": {0.5: 46.0}, "dcam": {0.5: 40.0}})
-    for one in three.tests("untrained", "needle"):
-        assert one.p_holm == pytest.approx(3 * pair.p_value)
+    for test in three.tests("untrained", "needle"):
+        assert test.p_holm == pytest.approx(3 * pair.p_value)
 
 
 def test_documents_are_weighted_by_their_number_of_samples() -> None:
@@ -542,7 +542,7 @@ def test_nothing_is_bold_if_a_method_has_other_samples() -> None:
     for one, result in compared.results.items():
         if one.method == "intr":
             result.samples["untrained", "needle"] = SampleScores.of({("vt", 512): [1.0, 0.59]})
-    assert [one.method for one in compared.tests("untrained", "needle")] == ["bme"]
+    assert [test.method for test in compared.tests("untrained", "needle")] == ["bme"]
     text = markdown(compared)
     assert "<u>80.0 (" in text and "<u>79.5 (" in text and "| 10.0 (" in text and "**" not in text
 

@@ -151,7 +151,7 @@ def test_a_last_checkpoint_that_failed_a_suite_does_not_remove_the_others(
 ) -> None:
     made = with_answers(results, {ORIGINAL: 100, HYBRID: 50, FIRST: 100, LAST: 100}, 100)
     helmet = {("helmet", "kilt_nq", 8192): [1.0] * 100}
-    whole = {name: {**own, **helmet} for name, own in made.samples.items() if name != LAST}
+    whole = {name: {**suites, **helmet} for name, suites in made.samples.items() if name != LAST}
     choice = choose(replace(made, samples={**whole, LAST: made.samples[LAST]}))
     assert choice is not None and choice.model == FIRST
     alone = {ORIGINAL: whole[ORIGINAL], FIRST: whole[FIRST], LAST: made.samples[LAST]}
@@ -202,7 +202,7 @@ def test_depths_of_a_question_are_one_sample_also_in_the_sentence(results: Resul
         for depth in range(6)
     ]  # fmt: skip
     # A task without a score in scores.json counts for nothing.
-    records += [{**one, "task": "odd", "score": 7.0} for one in records]
+    records += [{**record, "task": "odd", "score": 7.0} for record in records]
     table = {"needle": SimpleNamespace(tasks={"vt": {512: None}})}
     scores: Any = SimpleNamespace(checkpoints={ORIGINAL: table, HYBRID: table})
     samples = collect_scores(records, scores)
@@ -215,7 +215,7 @@ def test_a_rival_without_needle_scores_is_compared_too(results: Results) -> None
     made = with_answers(results, {ORIGINAL: 100, HYBRID: 90, "intr": 70}, 100)
     place = ("helmet", "kilt_nq", 8192)
     samples = {
-        name: {place: scores} for name, own in made.samples.items() for scores in own.values()
+        name: {place: scores} for name, suites in made.samples.items() for scores in suites.values()
     }
     sentence = comparisons(replace(made, samples=samples, rivals=[]))
     assert sentence is not None and "against those of INTR before training" in sentence

@@ -379,7 +379,7 @@ def test_models_are_identified_by_their_content(
     [order] = launches.orders
     assert list(order["inputs"]) == [str(place) for place in places]
     stored = json.loads((Path(order["work_dir"]) / "models.json").read_text())["models"]
-    assert len(set(stored.values())) == 2 and all(len(one) == 64 for one in stored.values())
+    assert len(set(stored.values())) == 2 and all(len(digest) == 64 for digest in stored.values())
     # The same weights, copied elsewhere and written again, are the same model.
     copy = case.folder / "copy/model"
     shutil.copytree(places[0], copy)

@@ -33,10 +33,10 @@ def records(model: str, suite: str, task: str, length: int, *scores: Any) -> lis
     """Lines of samples.jsonl: numbers, or values of metrics whose first is the score."""
     head = {"checkpoint": model, "suite": suite, "task": task, "length": length}
     return [
-        {**head, "score": next(iter(one.values())), "scores": one}
-        if isinstance(one, dict)
-        else {**head, "score": one}
-        for one in scores
+        {**head, "score": next(iter(score.values())), "scores": score}
+        if isinstance(score, dict)
+        else {**head, "score": score}
+        for score in scores
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_group_has_the_uncertainty_of_its_only_task() -> None:
         for line in records(name, "s", "t", 0, *[float(number >= lost)] * 5)
     ]
     answers = [SuiteAnswers.of(lines, name, "s") for name in ("hybrid", "original")]
-    scores, metrics = [one.scores for one in answers], [one.metrics for one in answers]
+    scores, metrics = [answer.scores for answer in answers], [answer.metrics for answer in answers]
     rules = [Rule(metric="acc", weight_by_size=True)]
     table = suite_table(*scores, {"group": TaskGroup(("t",), rules)}, *metrics)
     own, group = table["t"]["0"], table["groups"]["group"]
@@ -113,7 +113,7 @@ def test_the_last_checkpoint_is_the_one_with_the_most_tokens() -> None:
 
 def test_losses_are_compared_only_if_as_many_documents_were_read() -> None:
     table = position_table(2, [[1.0], [2.0]], [[0.5], [1.0]])
-    assert [one["mean"] for one in table["difference"]] == [0.75]
+    assert [interval["mean"] for interval in table["difference"]] == [0.75]
     assert "difference" not in position_table(2, [[1.0], [2.0]], [[0.5]])
 
 
@@ -158,7 +158,7 @@ def test_a_table_of_known_scores() -> None:
     assert (table["low"], table["high"]) == pytest.approx((100 * whole.low, 100 * whole.high))
     assert table["standard_error"] == pytest.approx(math.hypot(*errors) / 3)
     assert list(table["by_length"]) == ["512", "1024"]
-    assert [one["score"] for one in table["by_length"].values()] == [62.5, 50.0]
+    assert [mean["score"] for mean in table["by_length"].values()] == [62.5, 50.0]
     assert "groups" not in table and "score" not in table
     assert suite_table({("a", 0): [1.0]})["standard_error"] == 0.0
     # In floats 100 * 0.29 is less than 29.
@@ -223,7 +223,7 @@ def test_a_groups_score_follows_the_groups_rule(
     if metrics is None:
         assert "metrics" not in row
     else:
-        assert {name: one["score"] for name, one in row["metrics"].items()} == pytest.approx(
+        assert {name: metric["score"] for name, metric in row["metrics"].items()} == pytest.approx(
             metrics
         )
     # A group that the recipe does not name does not change the average.
@@ -371,7 +371,7 @@ def test_scores_of_models_and_reasons_for_missing_ones(tmp_path: Path) -> None:
             "silent": TaskGroup(group, (Rule("f1"),)),
         },
     )  # fmt: skip
-    empty = answered(folder, {name: {"odd": own["odd"]} for name, own in scores.items()})
+    empty = answered(folder, {name: {"odd": tasks["odd"]} for name, tasks in scores.items()})
     empty.name = "needle"
     models = [model(name) for name in scores]
     tables = write_tables(models, [suite, empty], tmp_path, None)
@@ -465,7 +465,9 @@ def test_models_are_compared_on_the_questions_that_the_original_answered_too(
     own = {"easy": [1.0, 0.0], "hard": [0.0, 0.0], "new": [0.0], "other": [0.0]}
     later = answered(folder, {"hybrid": own}, digests={"other": "of other documents"})
     tables = write_tables([model("hybrid")], [later], tmp_path / "later", tmp_path)
-    averages = {name: one["harness"]["average"] for name, one in tables["checkpoints"].items()}
+    averages = {
+        name: suites["harness"]["average"] for name, suites in tables["checkpoints"].items()
+    }
     assert averages == {"original": 100.0, "hybrid": 50.0}
     assert tables["checkpoints"]["hybrid"]["harness"]["against_original"]["difference"] == -50.0
     again = "; run with --force original"
@@ -501,7 +503,7 @@ def test_cut_questions_about_one_context_are_one_cut_sample() -> None:
     ]
     answers = SuiteAnswers.of(records, "m", "harness")
     assert answers.cut == {("qa", 0): 1, ("choice", 0): 1}
-    assert [len(one) for one in answers.scores.values()] == [2, 2]
+    assert [len(task_scores) for task_scores in answers.scores.values()] == [2, 2]
 
 
 def test_answers_are_stored_by_the_models_identity_and_the_task(

@@ -530,7 +530,7 @@ def test_held_out_examples_are_of_all_tasks(every: int, tasks: int) -> None:
     assert sorted(one.input_ids[0] for one in used.examples + held_out.examples) == [
         *range(len(whole))
     ]
-    assert set(Counter(one.task for one in held_out.examples).values()) == {24}
+    assert set(Counter(example.task for example in held_out.examples).values()) == {24}
     if math.gcd(every, tasks) == 1:
         assert held_out.examples == whole.examples[every - 1 :: every]
     few = CalibrationSet.from_records(records[: every - 1])

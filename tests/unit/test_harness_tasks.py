@@ -198,7 +198,7 @@ def test_sampled_answers_have_a_seed_for_each_chunk(monkeypatch: pytest.MonkeyPa
     chunks: list[tuple[int, list[tuple[int, str]]]] = []
 
     def evaluate(lm: Any, tasks: Any, samples: dict[str, list[int]], **_: Any) -> dict[str, Any]:
-        asked = [(one.doc_id, one.args) for one in tasks["tasks"]["own"]._instances]
+        asked = [(instance.doc_id, instance.args) for instance in tasks["tasks"]["own"]._instances]
         chunks.append((torch.initial_seed(), asked))
         own = [{**logged("none", acc=1.0), "doc_id": index} for index in samples["own"]]
         return {"samples": {"own": own}}
@@ -216,8 +216,8 @@ def test_sampled_answers_have_a_seed_for_each_chunk(monkeypatch: pytest.MonkeyPa
                 range(2)] for index in range(80)
     }  # fmt: skip
     records = [one for batch in suite.answer(subtask, places, None) for one in batch]
-    assert [one["index"] for one in records] == [*places]
-    assert [one["index"] for one in records if "cut" in one] == [3]
+    assert [record["index"] for record in records] == [*places]
+    assert [record["index"] for record in records if "cut" in record] == [3]
     assert [len(asked) for _, asked in chunks] == [128, 12]
     assert len({seed for seed, _ in chunks}) == 2
     for first, (_, asked) in zip((2, 66), chunks, strict=True):
@@ -402,8 +402,8 @@ def test_documents_are_made_once_for_all_models(
         indices = range(1, suite.samples(subtask), 2)
         answers.append([one for some in suite.answer(subtask, indices, None) for one in some])
         counts.append(len(made))
-    assert answers[0] == answers[1] and [one["index"] for one in answers[0]] == [1, 3, 5]
-    assert [one["question"] for one in answers[0]] == ["q1", "q3", "q5"]
+    assert answers[0] == answers[1] and [answer["index"] for answer in answers[0]] == [1, 3, 5]
+    assert [answer["question"] for answer in answers[0]] == ["q1", "q3", "q5"]
     assert counts[0] == counts[1]
 
 
@@ -427,10 +427,10 @@ def test_a_task_whose_answers_fill_the_positions_is_missing_and_others_run(
         suite.prepare()
         return suite
 
-    assert [one.task for one in prepared(255).subtasks] == ["gsm8k", "mmlu_anatomy"]
+    assert [subtask.task for subtask in prepared(255).subtasks] == ["gsm8k", "mmlu_anatomy"]
     for most in (256, None):  # lm-eval's own default is 256
         suite = prepared(most)
-        assert [one.task for one in suite.subtasks] == ["mmlu_anatomy"]
+        assert [subtask.task for subtask in suite.subtasks] == ["mmlu_anatomy"]
         assert suite.missing["gsm8k"].startswith(
             "its answers of up to 256 tokens leave none of the model's 256 positions for a prompt; "
             "set evaluate.harness.settings to {gsm8k: "
@@ -516,7 +516,7 @@ def test_records_of_longbench_are_checked_for_the_fields_it_needs(
     manager: TaskManager, tmp_path: Path, name: str, value: Any, fault: str | None
 ) -> None:
     row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None}
-    other = {key: one for key, one in {**row, name: value}.items() if one is not ...}
+    other = {key: field for key, field in {**row, name: value}.items() if field is not ...}
     _write(tmp_path / "longbench/hotpotqa.jsonl", [row, other])
     loaded = load_tasks(manager, "longbench_hotpotqa", local(tmp_path, "longbench"))
     if fault is None:

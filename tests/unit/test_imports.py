@@ -241,7 +241,7 @@ def _lines(extra: str) -> list[str]:
 
 
 def _declared(*extras: str) -> set[str]:
-    return {canonicalize_name(Requirement(line).name) for one in extras for line in _lines(one)}
+    return {canonicalize_name(Requirement(line).name) for extra in extras for line in _lines(extra)}
 
 
 def _packages(nodes: Iterable[ast.AST]) -> set[str]:

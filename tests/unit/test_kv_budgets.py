@@ -90,9 +90,11 @@ def test_a_budget_may_be_a_share_and_is_saved(folder: Path, front: Front, tmp_pa
     with pytest.raises(UserError, match="name the slots of one") as caught:
         budget_slots(AutoConfig.from_pretrained(folder), 5)
     # Each name in the message selects its budget.
-    for shown, one in zip(re.findall(r"(\d+) \(([\d.]+)\)", str(caught.value)), slots, strict=True):
+    for shown, expected_slots in zip(
+        re.findall(r"(\d+) \(([\d.]+)\)", str(caught.value)), slots, strict=True
+    ):
         config = AutoConfig.from_pretrained(folder)
-        assert one == int(shown[0]) == budget_slots(config, float(shown[1]))
+        assert expected_slots == int(shown[0]) == budget_slots(config, float(shown[1]))
     load = AutoModelForCausalLM.from_pretrained
     for share, expected in [(1.0, 3), (slots[2] / original, 2), (slots[2] / original - 1e-6, 1)]:
         assert load(folder, kv_budget=share).kv_budget == slots[expected]
@@ -298,7 +300,7 @@ except Exception as error:
 """
     *answers, refusal = run_elsewhere(code, folder, cache=tmp_path)
     assert answers == [answer for answer in expected for _ in range(2)]
-    assert all(str(one) in refusal for one in slots)
+    assert all(str(slot) in refusal for slot in slots)
 
 
 def test_show_lists_the_budgets(

@@ -378,7 +378,7 @@ def run(seconds: float, peak: int = 100) -> dict[str, Any]:
 
 def test_the_slow_token_time_is_the_ninetieth_percentile_of_all_runs() -> None:
     seconds = [[1.0, 11.0, *range(3, 8)], [2.0, 8.0, 9.0, 10.0]]
-    runs = [{**run(1.0), "token_seconds": one} for one in seconds]
+    runs = [{**run(1.0), "token_seconds": second} for second in seconds]
     assert point_of(ORIGINAL, 10, 2, runs)["decode_seconds_per_token_p90"] == 10.0
 
 
@@ -407,7 +407,9 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
 
 def test_a_panel_shows_the_original_and_the_hybrids_of_one_window_with_units() -> None:
     wide = HYBRID.model_copy(update={"window_size": 16})
-    points = [point_of(one, 10, 1, [run(1.0, 2 * 10**9 + 1)]) for one in (ORIGINAL, HYBRID, wide)]
+    points = [
+        point_of(variant, 10, 1, [run(1.0, 2 * 10**9 + 1)]) for variant in (ORIGINAL, HYBRID, wide)
+    ]
     panels = figures(points)["figure_5_ratios"]
     assert len(panels) == 2 * 3
     for panel, window in ((panels[2], 8), (panels[5], 16)):

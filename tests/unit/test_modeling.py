@@ -71,8 +71,8 @@ def test_a_base_models_window_as_long_as_its_positions_is_ignored(
     hybrid = load_model(tmp_path / "hybrid", dtype="float32")
     prepare_for_search(model)
     apply_head_mask(model, mask, Window(WINDOW))
-    for one in (model, hybrid):
-        torch.testing.assert_close(logits_of(one, ids), logits_of(theirs, ids), **_NEAR)
+    for checked in (model, hybrid):
+        torch.testing.assert_close(logits_of(checked, ids), logits_of(theirs, ids), **_NEAR)
     theirs.config.sliding_window = 39
     theirs.save_pretrained(tmp_path / "base")
     with pytest.raises(UserError, match=r"its own \(39 tokens\) in every layer"):
@@ -464,8 +464,8 @@ def test_float32_weights_of_a_bf16_model_stay_float32(
     file = load_file(tmp_path / "hybrid" / "model.safetensors")
     loaded = load_model(tmp_path / "hybrid")
     assert {torch.float32, torch.bfloat16} == {weight.dtype for weight in file.values()}
-    for one in (hybrid, loaded):
-        for name, weight in one.state_dict().items():
+    for checked in (hybrid, loaded):
+        for name, weight in checked.state_dict().items():
             assert weight.dtype == weights[name].dtype, name
             if ".mlp." in name:
                 assert torch.equal(weight, weights[name]), name

@@ -38,7 +38,7 @@ def suite(tokenizer: Any, tmp_path: Path) -> Any:
 
 
 def digests(suite: NeedleSuite) -> dict[tuple[str, int], str]:
-    return {(one.task, one.length): one.digest for one in suite.subtasks}
+    return {(subtask.task, subtask.length): subtask.digest for subtask in suite.subtasks}
 
 
 def test_keys_of_answers_hold_all_that_they_depend_on(suite: Any, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_samples_need_as_much_disk_as_planned(suite: Any, tmp_path: Path) -> Non
 
 def test_a_task_without_its_data_is_missing_if_a_preset_added_it(suite: Any) -> None:
     few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
-    assert {one.task for one in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
+    assert {subtask.task for subtask in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
 
 
 def test_a_task_that_cannot_be_made_is_missing_on_every_rank_if_a_preset_added_it(
@@ -139,7 +139,8 @@ def test_samples_are_made_in_turn_and_answered_by_their_rank(
     ]  # fmt: skip
     for subtask in suites[0].subtasks:
         answers = suites[0].answers.read(MODEL, subtask)
-        assert {index: one["score"] for index, one in answers.items()} == {0: 1.0, 1: 1.0, 2: 0.0}
+        scores = {index: answer["score"] for index, answer in answers.items()}
+        assert scores == {0: 1.0, 1: 1.0, 2: 0.0}
         assert answers[2]["output"] == "nothing"
         assert len(answers[2]["answers"]) == (5 if subtask.task == "vt" else 1)
 

@@ -633,7 +633,7 @@ def test_calibration_files_are_read_or_refused_with_the_reason(tmp_path):
     assert loaded == CalibrationSet.from_records([([1, 2, 3], 1, "x"), ([1, 2], 1, "x")])
     assert loaded == CalibrationSet.load(tmp_path)  # as prepare writes it
     few = [([1, 2, 3], 1), ([1, 2, 3], 2), ([1, 2, 4], 1)]
-    assert len({CalibrationSet.from_records([one]).fingerprint for one in few}) == 3
+    assert len({CalibrationSet.from_records([record]).fingerprint for record in few}) == 3
     for damage in (
         "",
         "{",

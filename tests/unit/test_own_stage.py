@@ -62,13 +62,13 @@ def test_it_may_read_all_stages_or_the_report_itself(
     indexed: list[Any] = []
     monkeypatch.setattr(index, "write_index", indexed.append)
     table = [
-        replace(one, function="tests.own_stage:with_page") if one.name == "report" else one
-        for one in fake_table()
+        replace(stage, function="tests.own_stage:with_page") if stage.name == "report" else stage
+        for stage in fake_table()
     ]
     digest = replace(own_stage.STAGE, name="digest", needs=None)
     send = replace(own_stage.STAGE, name="send", field=None, needs=("report",))
     stages = in_order([send, *table, digest])
-    assert [one.name for one in stages][-3:] == ["digest", "report", "send"]
+    assert [stage.name for stage in stages][-3:] == ["digest", "report", "send"]
     loaded = load_recipe(case.file, env={}, stages=stages)
     assert Runner(loaded, RunOptions(), in_process).run() == 9
     summary = json.loads((case.output("digest") / "manifest.json").read_text())["summary"]

@@ -138,7 +138,7 @@ def test_a_document_encoded_in_windows_has_the_tokens_of_the_whole(
     monkeypatch.setattr(tokenizer, "OVERLAP", 16)
     letters = [*"abcd ", "aa", "aaaa", "bc", "bcd"]
     merges = [("a", "a"), ("aa", "aa"), ("b", "c"), ("bc", "d")]
-    backend = Tokenizer(models.BPE({one: i for i, one in enumerate(letters)}, merges))
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges))
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     encoder = Encoder.load(TokenizerSpec(str(tmp_path)))
     for start in range(100, 132):
@@ -486,7 +486,7 @@ def test_histogram_of_document_lengths():
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     blocks = [Block(np.zeros(32, np.int32), offsets[:7]), Block(np.zeros(1, np.int32), offsets[6:])]
     histogram = TokenisedSource(Source("s", "text"), blocks, 0).length_histogram()
-    assert [(one["up_to"], one["documents"], one["tokens"]) for one in histogram] == [
+    assert [(bin_["up_to"], bin_["documents"], bin_["tokens"]) for bin_ in histogram] == [
         (1, 1, 1), (2, 1, 2), (4, 2, 7), (8, 2, 13), (16, 1, 9), (1024, 1, 1000),
     ]  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_slices_have_equally_many_heads_of_a_kind() -> None:
     heads = {"num_attention_heads": 10, "num_key_value_heads": 5}
     hybrid = _hybrid(mask=lambda _: HeadMask(full), **heads)
     outputs = hybrid.generate_batch(PROMPTS[:1], continuous_batching_config=_options())
-    assert [one.generated_tokens for one in outputs.values()] == [_greedy(hybrid, PROMPTS[0])]
+    assert [output.generated_tokens for output in outputs.values()] == [_greedy(hybrid, PROMPTS[0])]
 
 
 def test_requests_hold_the_pages_of_the_formula() -> None:

@@ -104,7 +104,9 @@ def runs() -> dict[str, LoadedRecipe]:
 
 def test_the_readme_has_the_papers_runs(runs: dict[str, LoadedRecipe]) -> None:
     recipes = [run.recipe for run in runs.values()]
-    settings = {(one.model.path, one.search.method, one.search.swa_ratio) for one in recipes}
+    settings = {
+        (recipe.model.path, recipe.search.method, recipe.search.swa_ratio) for recipe in recipes
+    }
     paths = MODELS.values()
     assert {(path, "bosch_plus", ratio) for path in paths for ratio in RATIOS} <= settings
     assert {(path, method, 0.75) for path in paths for method in BASELINES} <= settings

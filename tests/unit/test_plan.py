@@ -317,7 +317,7 @@ def test_the_suggestion_is_the_one_change_that_suffices() -> None:
 def test_offloading_is_not_suggested_where_memory_is_already_the_hosts() -> None:
     loaded = _paper("qwen3_14b")
     advice = [remedy(loaded, 4, 80 * GIB, on_gpu) for on_gpu in (True, False)]
-    assert ["runtime.offload_activations=true" in one for one in advice] == [True, False]
+    assert ["runtime.offload_activations=true" in text for text in advice] == [True, False]
 
 
 def test_the_suggestion_does_not_split_sequences_that_attention_needs_whole() -> None:

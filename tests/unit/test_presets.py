@@ -153,11 +153,11 @@ def test_data_in_the_public_layout_is_read_and_scored(
         pytest.importorskip("math_verify")
     answer = LAYOUTS[task][2]
     settings = {
-        name: dict(one.settings)
+        name: dict(benchmark.settings)
         for preset in PRESETS
-        for one in benchmarks([preset])
-        for name in (*one.tasks, "babilong_qa1")
-        if one.settings and task.split("_")[0] in name
+        for benchmark in benchmarks([preset])
+        for name in (*benchmark.tasks, "babilong_qa1")
+        if benchmark.settings and task.split("_")[0] in name
     }
     section = HarnessEvaluation(
         tasks=[task], data_dir=str(data), hub=False, settings={task: settings.get(task, {})}

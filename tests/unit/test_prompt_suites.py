@@ -99,7 +99,7 @@ def test_all_places_of_a_nolima_question_count_as_one_document(folder: Path) -> 
     samples = section.make(nolima_case.tokenizer(), 0)
     tests = nolima.needle_tests(data / "needle_set.json", None)
     # Three depths in two books.
-    assert Counter(one.document for one in samples) == {test.name: 6 for test in tests}
+    assert Counter(sample.document for sample in samples) == {test.name: 6 for test in tests}
 
 
 def mrcr_suite(
@@ -242,7 +242,7 @@ def test_a_row_that_occurs_twice_counts_once(
     (tmp_path / "mrcr" / "copy.jsonl").write_text(lines)
     files = Mrcr(data_dir=str(tmp_path / "mrcr"), lengths=[512]).data_files
     samples = list(mrcr.read_samples(files, 1000))
-    assert len(samples) == 7 and {one.answer for one in samples} == {
+    assert len(samples) == 7 and {sample.answer for sample in samples} == {
         *(row["answer"] for row in rows), "aB3Another.",
     }  # fmt: skip
     assert "copy.jsonl: left out 2 that equal an earlier row of MRCR's data" in caplog.text
@@ -279,9 +279,11 @@ def test_all_suites_are_evaluated_and_answered_once(
     # Two depths of one question are one sample.
     assert counts["helmet"] == {(task, 8192): 1 for task in HELMET_TASKS}
     records = list(read_samples(tmp_path / "first"))
-    asked = [one["document"] for one in records if one["suite"] == "nolima"]
+    asked = [record["document"] for record in records if record["suite"] == "nolima"]
     assert len(asked) == 6 and sum(counts["nolima"].values()) == len({*asked})
-    assert all(one["question"].endswith("Assistant:") for one in records if one["suite"] == "mrcr")
+    assert all(
+        record["question"].endswith("Assistant:") for record in records if record["suite"] == "mrcr"
+    )
     # Other runs on the same data need no new answers.
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
     assert score_original(folder, tmp_path / "again", **section).checkpoints == scores.checkpoints
@@ -337,7 +339,7 @@ def test_a_length_without_samples_is_reported_as_missing(folder: Path, tmp_path:
 
 def test_keys_of_answers_hold_all_that_the_answers_depend_on(folder: Path, tmp_path: Path) -> None:
     def digests(data: Path = folder, **changes: Any) -> set[str]:
-        return {one.digest for one in mrcr_suite(data, tmp_path, **changes).subtasks}
+        return {subtask.digest for subtask in mrcr_suite(data, tmp_path, **changes).subtasks}
 
     shutil.copytree(folder / "mrcr", tmp_path / "mrcr")
     with (tmp_path / "mrcr" / "4needle.jsonl").open("a") as file:
@@ -481,7 +483,7 @@ def test_an_invalid_row_of_mrcr_is_reported(tmp_path: Path) -> None:
 def test_parquet_with_other_columns_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.Table.from_pylist(conversations()), path)
-    assert [one.needles for one in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
+    assert [sample.needles for sample in mrcr.read_samples([path], 1000)] == [2, 2, 2, 2, 4, 4]
     longest = max(len(row["prompt"]) for row in conversations())
     assert (
         len([*mrcr.read_samples([path], longest)])
@@ -530,7 +532,7 @@ def test_the_needle_set_decides_the_questions(folder: Path) -> None:
     assert {sample.task for sample in samples} == {"onehop", "twohop", "direct"}
     few = section.model_copy(update={"samples": 5}).make(nolima_case.tokenizer(), 7)
     drawn = sorted(np.random.default_rng([7, 400]).permutation(len(samples))[:5])
-    assert [one.turns() for one in few] == [samples[at].turns() for at in drawn]
+    assert [sample.turns() for sample in few] == [samples[at].turns() for at in drawn]
 
 
 @pytest.mark.parametrize(
@@ -556,10 +558,11 @@ def test_a_chat_model_gets_nolimas_system_turn(folder: Path, text: str, system: 
 def test_helmet_prompts_equal_upstreams(folder: Path) -> None:
     """All depths of a question share two worked examples; PopQA's are of other questions."""
     samples = helmet_samples(folder)
-    texts = {name: [one.plain(one.turns()) for one in samples if one.task == name]
+    texts = {name: [sample.plain(sample.turns()) for sample in samples if sample.task == name]
              for name in HELMET_TASKS}  # fmt: skip
     assert [len(texts[name]) for name in HELMET_TASKS] == [6, 6, 6, 4, 6]
-    limits = {one.task: one.new_tokens for one in samples}  # upstream's generation_max_length
+    # Upstream's generation_max_length.
+    limits = {sample.task: sample.new_tokens for sample in samples}
     assert limits == {name: 100 if name == "json_kv" else 20 for name in HELMET_TASKS}
     first, second = texts["kilt_nq"][:2]
     demos, _, rest = first.partition("Document (Title: Island 0): The island 0 of nq-dev")
@@ -591,10 +594,10 @@ def test_helmet_questions_are_drawn_as_upstream(folder: Path) -> None:
     samples = helmet_samples(folder, tasks=["kilt_nq"], samples=2)
     questions = sorted(f"How many tapirs has island {n} of nq-dev-multikilt?" for n in range(3))
     drawn = set(random.Random(42).sample(questions, 2))
-    assert {one.turns()[0]["content"].rpartition("Question: ")[2] for one in samples} == drawn
+    assert {sample.turns()[0]["content"].rpartition("Question: ")[2] for sample in samples} == drawn
     keys = helmet_samples(folder, tasks=["json_kv"], samples=4)
     expected = [f"key-{n}-1" for n in np.random.default_rng(42).permutation(6)[:4]]
-    assert [one.turns()[0]["content"].rpartition("Key: ")[2] for one in keys] == expected
+    assert [sample.turns()[0]["content"].rpartition("Key: ")[2] for sample in keys] == expected
 
 
 @pytest.mark.parametrize("form", ["$A", "a $A", "$A b", "a $A b"])
@@ -606,7 +609,8 @@ def test_a_long_helmet_prompt_loses_its_last_passages(folder: Path, form: str) -
     tokenizer = nolima_case.tokenizer()
     tokenizer.eos_token = "b"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=form, special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in "ab"]
+        single=form,
+        special_tokens=[(letter, tokenizer.convert_tokens_to_ids(letter)) for letter in "ab"],
     )
     whole = len(encode_prompt(tokenizer, sample.prompt() + sample.ending))
     text = helmet.fitted(sample, whole - 5, tokenizer)

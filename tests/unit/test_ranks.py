@@ -118,7 +118,7 @@ def test_nan_on_one_rank_fails_on_all():
 
 def test_ranks_that_measure_different_masks_fail():
     message = on_ranks(2, lambda objective, rank: objective.evaluate(random_mask(rank)))
-    assert all("different head masks" in one for one in message)
+    assert all("different head masks" in text for text in message)
 
 
 def test_inexact_reuse_on_one_rank_is_switched_off_on_all():

@@ -61,7 +61,7 @@ def test_a_chart_file_contains_its_colours_and_its_description(tmp_path: Path) -
     assert "var(" not in text and "one &lt;series&gt;" in text
     dashed = re.findall(r'<path [^>]*stroke="(#\w+)"[^>]*stroke-dasharray="6,4"', text)
     assert {*dashed} == {COLOURS["untrained"][0]}
-    assert [one.text for one in root if one.tag.endswith("title")] == ["a & b.; c.; d."]
+    assert [element.text for element in root if element.tag.endswith("title")] == ["a & b.; c.; d."]
     assert float(root.attrib["width"]) < 1.5 * float(root.attrib["height"])  # two rows of two
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     # On a page they come from the style sheet.
@@ -100,7 +100,9 @@ def test_an_axis_has_the_numbers_that_are_drawn(
     chart = curves(rows, Axis("", values=[7.0]), y, styles(["one"]))
     save(chart, tmp_path / "plot.svg")
     root = ElementTree.fromstring((tmp_path / "plot.svg").read_text(encoding="utf-8"))
-    texts = [one.text for one in root.iter() if one.tag.endswith("text") and one.text]
+    texts = [
+        element.text for element in root.iter() if element.tag.endswith("text") and element.text
+    ]
     assert texts == ["7", *labels]
 
 

@@ -418,7 +418,7 @@ def test_other_windows_have_a_curve_and_scores(tmp_path: Path, inputs: dict[str,
     page = make(tmp_path / "report", inputs)
     assert "INTR, untrained, W = 256" in page
     # A trained rival comes last, although its score is the lowest.
-    assert [one.name for one in results.rivals] == ["intr", "intr-tokens-4000000"]
+    assert [rival.name for rival in results.rivals] == ["intr", "intr-tokens-4000000"]
     # If it failed at the search's window, its curve has the other windows.
     failed = replace(results, rivals=results.rivals[1:])
     shown = [(row["series"], row["x"]) for row in rows_of(charts.windows(failed))]
@@ -458,7 +458,9 @@ def test_gpu_hours_have_a_price_only_if_the_recipe_states_one(results: Results) 
     hours = seconds / 3600
     assert priced is not None and priced.title == "GPU hours, at 2.50 EUR each"
     assert priced.rows[-1][3:] == [f"{hours:,.2f}", f"{2.5 * hours:,.2f}"]
-    manifests = {n: one.model_copy(update={"gpus": None}) for n, one in results.manifests.items()}
+    manifests = {
+        n: manifest.model_copy(update={"gpus": None}) for n, manifest in results.manifests.items()
+    }
     assert cost_table(replace(results, manifests=manifests), 2.5, "EUR") is None
 
 

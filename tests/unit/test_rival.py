@@ -182,7 +182,7 @@ def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_m
             sink_bias=bias,
         )  # fmt: skip
         found = rivals(config, searched, tmp_path, tmp_path / f"work {bias is None}")
-        assert [one.name for one in found] == ["intr", "rand"]
+        assert [rival.name for rival in found] == ["intr", "rand"]
         for one in found:
             assert one.mask is not None and one.mask.sink_bias == bias
             assert one.mask.windows == (Window(16),) and one.mask.swa_ratio == 0.75
@@ -208,7 +208,12 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     places: dict[str, Path] = {}
 
     def evaluated(config: Any, models: Any, *_: Any, **__: Any) -> Any:
-        places.update({one.name: Path(one.model.path).relative_to(tmp_path) for one in models})
+        places.update(
+            {
+                evaluated.name: Path(evaluated.model.path).relative_to(tmp_path)
+                for evaluated in models
+            }
+        )
         return SimpleNamespace(averages={})
 
     monkeypatch.setattr(evaluate, "evaluate_models", evaluated)

@@ -73,7 +73,7 @@ def fail(case: Case, stage: str, *overrides: str, **options: Any) -> None:
 
 
 def states(case: Case, *overrides: str, **options: Any) -> dict[str, str]:
-    return {one.node.name: str(one) for one in runner(case, *overrides, **options).states()}
+    return {state.node.name: str(state) for state in runner(case, *overrides, **options).states()}
 
 
 def to_run(case: Case, *overrides: str, **options: Any) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_run_publishes_every_stage_and_a_second_does_nothing(case: Case) -> No
     upstream = {name: case.output(name).resolve().name for name in ("prepare", "materialize")}
     assert manifest["upstream"] == upstream
     assert (manifest["recipe"], manifest["runtime"]["processes"]) == ("tiny", 1)
-    assert manifest["version"] == next(one.version for one in STAGES if one.name == "train")
+    assert manifest["version"] == next(stage.version for stage in STAGES if stage.name == "train")
     assert "torch" in manifest["packages"]
     assert {"created", "seconds", "git_commit", "python", "host"} <= manifest.keys()
 
@@ -131,7 +131,7 @@ def test_a_stage_gets_its_config_inputs_and_folder(
     document = nodes["search"].document or {}
     assert search.shared == current.store.shared("search", document)
     assert search.model_identity == document_key(document["model"])
-    assert search.other_stages == tuple(one.name for one in STAGES if one.name != "search")
+    assert search.other_stages == tuple(stage.name for stage in STAGES if stage.name != "search")
     assert str(case.model / "model.safetensors") in search.stamps
     recipe = current.loaded.recipe
     assert (search.seed, search.model, search.runtime) == (7, recipe.model, recipe.runtime)
@@ -147,7 +147,8 @@ def test_a_manifest_has_the_number_of_gpus_of_its_stage(case: Case) -> None:
     assert World(processes_per_node=4).used_gpus == 0
     Runner(loaded, RunOptions(until="train"), in_process).run()
     manifests = [published(case, name) for name in ("prepare", "materialize", "train")]
-    assert [(one["processes"], one["gpus"]) for one in manifests] == [(1, 0), (1, 1), (16, 16)]
+    found = [(manifest["processes"], manifest["gpus"]) for manifest in manifests]
+    assert found == [(1, 0), (1, 1), (16, 16)]
 
 
 def test_a_manifest_says_whether_the_checkout_differs_from_its_commit(
@@ -209,7 +210,7 @@ def test_status_shows_three_changes_and_counts_the_others(finished: Case) -> Non
 
 
 def test_runtime_is_in_no_key(finished: Case) -> None:
-    changes = [f"runtime.{one}" for one in ("eval_batch_size=1", "log_level=debug")]
+    changes = [f"runtime.{setting}" for setting in ("eval_batch_size=1", "log_level=debug")]
     assert to_run(finished, *changes, "runtime.data_workers=2") == []
 
 
@@ -237,7 +238,7 @@ def test_a_changed_stage_version_reruns_it(finished: Case) -> None:
         for stage in first.loaded.stages
     )
     again = Runner(replace(first.loaded, stages=raised), RunOptions(), in_process)
-    shown = {one.node.name: str(one) for one in again.states()}
+    shown = {state.node.name: str(state) for state in again.states()}
     before = next(stage.version for stage in STAGES if stage.name == "train")
     change = f"version {before} → {before + 1}"
     assert shown["train"] == f"to run (the code of train changed: {change})"
@@ -299,7 +300,7 @@ def test_an_output_that_another_run_has_rebuilt_meanwhile_is_used(
     runner(case, force=("search",), until="search").run()
     second = runner(case, wait=True)
     found = second.states()
-    assert [one.node.name for one in found if one.afresh] == [
+    assert [state.node.name for state in found if state.afresh] == [
         "materialize", "train", "evaluate", "report",
     ]  # fmt: skip
     runner(case).run()
@@ -528,7 +529,7 @@ def test_every_attempt_counts_its_own_gpus(case: Case) -> None:
 def test_a_stage_that_another_run_is_making_is_reported(case: Case) -> None:
     runner(case, until="prepare").run()
     current = runner(case)
-    node = next(one for one in current.nodes if one.name == "search")
+    node = next(node for node in current.nodes if node.name == "search")
     with hold(current.store.lock("search", str(node.key)), "x", "tiny"):
         assert states(case)["search"].startswith(f"running (pid {os.getpid()} on ")
         with pytest.raises(
@@ -612,8 +613,8 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
 
 def test_faults_of_later_stages_are_reported_before_the_first_stage_runs(case: Case) -> None:
     stages = [
-        replace(one, refusal="tests.fake_stages:refuse") if one.name == "search" else one
-        for one in fake_table()
+        replace(stage, refusal="tests.fake_stages:refuse") if stage.name == "search" else stage
+        for stage in fake_table()
     ]
     loaded = load_recipe(case.file, env={}, stages=stages)
     with pytest.raises(UserError, match="the GPUs are too small"):
@@ -840,7 +841,7 @@ def test_only_the_frozen_process_is_named(counts: Any, who: str | None) -> None:
     checks = _Checks(heart, counts)
     heart._ending = cast(Any, checks)
     heart._watch()
-    assert [one.partition(" has sent no heartbeat for 1 minutes")[0] for one in said] == (
+    assert [text.partition(" has sent no heartbeat for 1 minutes")[0] for text in said] == (
         [who] if who else []
     )
     # Ten checks take a minute, and the first has nothing to compare with.

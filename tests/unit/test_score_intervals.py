@@ -70,10 +70,10 @@ def test_a_ratio_has_fiellers_interval(first: float, second: float) -> None:
     rng = np.random.default_rng(2)
     hard = [rng.random(60) for _ in range(2)]
     scores = [[(h < p).astype(float) for h in hard] for p in (first, second)]
-    scores[0] = [np.where(rng.random(60) < 0.05, 1.0, one) for one in scores[0]]
-    result, base = compare(*scores), mean_score([one.mean() for one in scores[1]], [60, 60])
+    scores[0] = [np.where(rng.random(60) < 0.05, 1.0, score) for score in scores[0]]
+    result, base = compare(*scores), mean_score([score.mean() for score in scores[1]], [60, 60])
     centred = [
-        np.concatenate([one - one.mean() for one in values])
+        np.concatenate([value - value.mean() for value in values])
         for values in ([a - b for a, b in zip(*scores, strict=True)], scores[1])
     ]
     correlation, difference = np.corrcoef(centred)[0, 1], result.difference

@@ -215,7 +215,7 @@ def test_the_worst_mask_of_a_budget_holds_the_most_bytes(ranks: int) -> None:
                 if sum(counts) == budget
             ]
             worst = list(worst_shared_masks(budget, 3, heads, ranks))
-            assert all(sum(one) == budget and max(one) <= heads for one in worst)
+            assert all(sum(counts) == budget and max(counts) <= heads for counts in worst)
             padded = [sum(-n % shards for n in counts) for counts in (worst[0], *masks)]
             assert padded[0] == max(padded)
             held, largest = (
@@ -560,7 +560,7 @@ def test_the_log_states_the_cache_and_options_that_would_hold_more(
     )
     if more is not None:
         expected += f"; {tokens(more[0], more[1]):,}{more[2]}"
-    assert [(one.levelname, one.message) for one in caplog.records] == [(level, expected)]
+    assert [(record.levelname, record.message) for record in caplog.records] == [(level, expected)]
     for several in ("pipeline_parallel_size", "decode_context_parallel_size"):
         caplog.clear()
         config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, **parallel)

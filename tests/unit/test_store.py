@@ -52,7 +52,7 @@ def test_publishing_moves_the_work_and_writes_a_manifest(store: Store) -> None:
     assert manifest["key"] == KEY
     assert manifest["identity"] == DOCUMENT
     assert manifest["summary"] == {"x": 1}
-    assert [one["path"] for one in manifest["files"]] == ["b.txt", "sub/a.txt"]
+    assert [file["path"] for file in manifest["files"]] == ["b.txt", "sub/a.txt"]
     # In the form that stages read.
     assert Manifest.read(folder).hashes.keys() == {"b.txt", "sub/a.txt"}
     assert manifest["seconds"] >= 0
@@ -484,7 +484,7 @@ def test_a_folder_replaces_the_older_one(tmp_path: Path, kind: str) -> None:
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "new").touch()
         replace(tmp_path / "new", tmp_path / "place")
-        assert [str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")] == [
+        assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
             "place",
             "place/new",
         ]
@@ -500,7 +500,7 @@ def test_leftovers_of_a_killed_writer_are_not_published(store: Store) -> None:
     assert left.exists()
     assert not temporary.exists()
     folder = publish(store)
-    assert sorted(one.name for one in folder.rglob("*.txt")) == ["a.txt", "b.txt"]
+    assert sorted(path.name for path in folder.rglob("*.txt")) == ["a.txt", "b.txt"]
 
 
 @pytest.mark.parametrize(

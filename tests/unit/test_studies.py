@@ -69,9 +69,9 @@ def axes(picture: Picture) -> list[str]:
     layer = picture.chart.to_dict(validate=False)["layer"][0]
     encodings = [layer["encoding"][name] for name in ("x", "y")]
     return [
-        f"{one['title']} {one['scale']['type']} {one['scale'].get('domain', '')}"
-        f"{' reversed' if one['scale'].get('reverse') else ''}"
-        for one in encodings
+        f"{encoding['title']} {encoding['scale']['type']} {encoding['scale'].get('domain', '')}"
+        f"{' reversed' if encoding['scale'].get('reverse') else ''}"
+        for encoding in encodings
     ]
 
 
@@ -107,7 +107,7 @@ def test_cost_curves_have_each_setting_once_for_each_measure_and_ratio() -> None
     ]
     pictures = cost_curves(points, [0.5, 0.75])
     names = ["score-0.5", "score-0.75", "log_likelihood-0.5", "log_likelihood-0.75"]
-    assert [one.name for one in pictures] == names
+    assert [picture.name for picture in pictures] == names
     bosch, rand = drawn(pictures[0])[0]
     assert bosch == {
         "series": "bosch", "x": 10.0, "y": 0.8, "low": 0.7, "high": 0.9,
@@ -117,7 +117,7 @@ def test_cost_curves_have_each_setting_once_for_each_measure_and_ratio() -> None
     assert rand["tip"] == "rand: 0.2, 1 full passes"
     likely, missing = drawn(pictures[2])[0]
     assert (likely["y"], likely["low"], likely["high"], missing["y"]) == (0.5, 0.6, 0.4, 1e-4)
-    assert [len(drawn(one)[0]) for one in pictures] == [2, 1, 2, 1]
+    assert [len(drawn(picture)[0]) for picture in pictures] == [2, 1, 2, 1]
     assert axes(pictures[0])[1] == "held-out score linear [-0.03, 1.03]"
     assert axes(pictures[2]) == [
         "full passes (log) log ", "− held-out log-likelihood (nats) log  reversed",
@@ -137,7 +137,7 @@ def test_stability_shows_the_agreement_of_different_sets_and_scores_by_size() ->
         {"series": "ρ = 0.5, log-likelihood", "x": 4, "y": 0.25, "tip": "0.25"}
     ]
     assert drawn(score)[0] == [{"series": "bosch, ρ = 0.75", "x": 8, "y": 0.5, "tip": "0.500"}]
-    assert [one.name for one in stability_curves([], [size])] == ["size"]
+    assert [picture.name for picture in stability_curves([], [size])] == ["size"]
 
 
 def test_a_map_of_distances_has_a_row_for_each_method() -> None:
@@ -168,7 +168,7 @@ def test_figures_of_measurements_have_a_panel_per_setting_and_a_line_per_model()
         "figure_5_ratios": 6, "figure_6_windows": 6,
     }  # fmt: skip
     first = found["figure_5_ratios"]
-    assert [one.heading for one in first[::3]] == [
+    assert [panel.heading for panel in first[::3]] == [
         "prefill, tokens/s, W = 64", "prefill, tokens/s, W = 1,024",
     ]  # fmt: skip
     series = [(row["series"], row["x"], row["y"]) for row in drawn(first[0])[0]]
@@ -176,7 +176,7 @@ def test_figures_of_measurements_have_a_panel_per_setting_and_a_line_per_model()
     assert drawn(first[0])[1] == [
         {"series": "original", "x": 2048, "tip": "original, 2k: out of memory"}
     ]
-    assert all("✕ out of memory" in str(one.chart.to_dict(validate=False)) for one in first)
+    assert all("✕ out of memory" in str(panel.chart.to_dict(validate=False)) for panel in first)
     assert [row["y"] for row in drawn(first[1])[0]] == [20.0, 60.0, 40.0]
     assert [row["y"] for row in drawn(first[2])[0]] == [10.0, 30.0, 20.0]
     assert len(drawn(first[3])[0]) == 2
@@ -198,7 +198,9 @@ def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> Non
     mean, low, high = row.mean("log_likelihood")
     assert (mean, low) == crossed_mean(results["log_likelihood"])[:2]
     assert (mean, high) == (-11.25 / 6, 0.0)  # and not 1.4
-    other = Measured(Setting("rand", 0.5), runs, {name: own[:1] for name, own in results.items()})
+    other = Measured(
+        Setting("rand", 0.5), runs, {name: values[:1] for name, values in results.items()}
+    )
     for measure, is_score in (("score", True), ("log_likelihood", False)):
         sides = results[measure], results[measure][:1]
         found = row.difference(measure, other)
@@ -306,8 +308,8 @@ def test_headbench_tests_each_selector_against_the_best_of_its_kind() -> None:
     scores = [np.tile(row, (2, 1)) for row in ([1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0])]
     trained = [scores[1], scores[0]]
     rows = [
-        Row(name, name, "", 0.5, None, own, [], Window(8), 0.3, None, 1.0, after)
-        for name, own, after in zip("ab", scores, trained, strict=True)
+        Row(name, name, "", 0.5, None, score, [], Window(8), 0.3, None, 1.0, after)
+        for name, score, after in zip("ab", scores, trained, strict=True)
     ]
     first, second = records_of(rows, 0.5, ["untrained", "trained"])
     assert (first["score"], second["score"]) == (0.75, 0.25)
@@ -322,12 +324,12 @@ def test_headbench_corrects_for_all_pairs_because_the_examples_select_the_best()
     right = [40, 24, 20, 16]
     scores = [np.array([[1.0] * count + [0.0] * (48 - count)]) for count in right]
     rows = [
-        Row(str(count), "", "", 0.5, None, own, [], Window(8), 0.3, None, 1.0)
-        for count, own in zip(right, scores, strict=True)
+        Row(str(count), "", "", 0.5, None, score, [], Window(8), 0.3, None, 1.0)
+        for count, score in zip(right, scores, strict=True)
     ]
     _, *others = records_of(rows, 0.5, ["untrained"])
-    p_values = [crossed_test(own, scores[0]).p_value for own in scores[1:]]
-    assert [one["p_holm"] for one in others] == holm(p_values, among=6)
+    p_values = [crossed_test(score, scores[0]).p_value for score in scores[1:]]
+    assert [row["p_holm"] for row in others] == holm(p_values, among=6)
     assert holm(p_values, among=6) != holm(p_values)
 
 

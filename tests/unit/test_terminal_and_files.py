@@ -227,7 +227,7 @@ def test_files_that_are_not_regular_are_reported_and_not_read(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     make(path)
-    given = [one.format(path, folder=path.parent) for one in overrides]
+    given = [override.format(path, folder=path.parent) for override in overrides]
     for command in ("validate", "status"):
         assert cli.main([command, str(case.file), *given]) == 2
         assert path.name in capsys.readouterr().err

@@ -278,7 +278,7 @@ def test_metrics_are_read_completely_or_refused(tmp_path: Path) -> None:
         read_metrics(tmp_path)
     journal = Journal(tmp_path / "metrics.jsonl")
     journal.append(step, {**step, "step": 2})
-    assert [one.step for one in read_metrics(tmp_path)] == [1, 2]
+    assert [record.step for record in read_metrics(tmp_path)] == [1, 2]
     journal.append({"step": 3})
     with pytest.raises(RunError, match="missing or damaged"):
         read_metrics(tmp_path)
@@ -318,7 +318,7 @@ def test_missing_data_and_templates_of_an_evaluation_are_reported(case: Case) ->
         loaded = load_recipe(case.file, overrides, env={}, input_files=False)
         found = [fault for fault in missing_inputs(loaded) if fault.startswith("evaluate.")]
         assert len(found) == len(said)
-        assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
+        assert all(fault.startswith(start) for fault, start in zip(found, said, strict=True))
 
 
 def test_a_length_without_room_for_a_chat_template_is_refused(tmp_path: Path) -> None:

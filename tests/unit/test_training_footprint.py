@@ -270,7 +270,7 @@ def test_extra_logits_are_kept_on_a_cpu_if_auto_is_sdpa() -> None:
     for on_gpu, attention in product((False, True), ("auto", "sdpa")):
         runtime = Runtime(checkpointing="none", attention=attention)
         needs[on_gpu, attention] = budget_of(train, runtime, TOKENS, HEAD_LOGITS, 1, 1e9, on_gpu)
-    peaks = {name: one.memory.peak for name, one in needs.items()}
+    peaks = {name: need.memory.peak for name, need in needs.items()}
     assert peaks[False, "auto"] == peaks[False, "sdpa"] == peaks[True, "sdpa"] > peaks[True, "auto"]
     assert needs[False, "auto"].runtime.attention == "auto"
 

@@ -165,8 +165,8 @@ def test_norms_and_biases_do_not_decay_whatever_their_names() -> None:
     names = {parameter: name for name, parameter in modules.named_parameters()}
     decayed, others = parameter_groups(modules, 0.3)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
-    assert {names[one] for one in decayed["params"]} == {"proj.weight", "normal.weight"}
-    assert {names[one] for one in others["params"]} == {
+    assert {names[weight] for weight in decayed["params"]} == {"proj.weight", "normal.weight"}
+    assert {names[weight] for weight in others["params"]} == {
         "ln.weight", "ln.bias", "proj.bias", "q_norm.weight", "RMSNorm_1.weight", "norm_f.weight",
         "post_norm1.weight",
     }  # fmt: skip
@@ -637,9 +637,11 @@ def test_training_takes_the_fastest_backend_that_supports_the_model(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     precision, _, absent = precision.partition(", no ")
-    for one in ("flash", "varlen", "flex"):
-        here = one != "flash" or not absent
-        monkeypatch.setitem(BACKENDS, one, BACKENDS[one]._replace(usable=lambda here=here: here))
+    for backend in ("flash", "varlen", "flex"):
+        here = backend != "flash" or not absent
+        monkeypatch.setitem(
+            BACKENDS, backend, BACKENDS[backend]._replace(usable=lambda here=here: here)
+        )
     config = stage_config(train={"mixed_precision": precision}, runtime=runtime)
     folder = case / "materialize" / "model"
     assert attention_backend(folder, config.model, config.section, config.runtime) == name
@@ -898,7 +900,7 @@ def test_the_log_line_of_a_step_has_all_its_numbers(
     log.write(1, 3.0, float("nan"), learning_rate=2e-5, **values)
     log.write(10, 2.0, 0.5, learning_rate=1e-5)
     log.close()
-    first, last = [re.sub(r"[\d,]+ tokens/s", "N tokens/s", one) for one in caplog.messages]
+    first, last = [re.sub(r"[\d,]+ tokens/s", "N tokens/s", message) for message in caplog.messages]
     assert first.startswith(
         "step 1/10: loss 3.0000, lr 2.00e-05, grad norm not finite, N tokens/s, budget of 4,992 KV "
         "slots, MFU 43.2%, 1.5 GiB, data 1.0 s, needle score 0.750, held-out loss 2.3457, "

@@ -371,7 +371,7 @@ def test_processes_score_every_needle_once_in_equally_many_passes(
     replicas = processes // sharing
     assert {len(ids) for ids in read} == {-(-5 // replicas)}
     assert all(ids == read[rank // sharing * sharing] for rank, ids in enumerate(read))
-    assert {one for ids in read for one in ids} == {5, 6, 8, 9, 11}
+    assert {length for ids in read for length in ids} == {5, 6, 8, 9, 11}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -444,7 +444,7 @@ def test_a_sequence_that_is_run_again_counts_once(monkeypatch: pytest.MonkeyPatc
     model, device = small_model("qwen3_moe"), torch.device("cpu")
     install_loss(model)
     ids = [torch.arange(24)[None] % tokens for tokens in (50, 11, 7)]
-    batches = [{"input_ids": one, "labels": one} for one in ids]
+    batches = [{"input_ids": row, "labels": row} for row in ids]
     alone = HeldOutWatch(batches[1:2], 1).score(model, device)
     for name, value in (("processes", 2), ("rank", 1)):
         monkeypatch.setattr(watching, name, lambda value=value: value)

@@ -45,9 +45,9 @@ class Hub:
 
     def _commit(self, repository: str, operations: list[Any], *, commit_message: str) -> None:
         assert repository == REPOSITORY and commit_message.startswith("Upload ")
-        for one in operations:
-            with one.as_file() as file:
-                self.files[one.path_in_repo] = file.read()
+        for operation in operations:
+            with operation.as_file() as file:
+                self.files[operation.path_in_repo] = file.read()
 
 
 @pytest.fixture
