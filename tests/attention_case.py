@@ -1,4 +1,4 @@
-"""Attention problems that hypothesis draws around every edge."""
+"""Attention problems that hypothesis draws around every edge case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bosch.attention import AttentionContext, HeadLayout
 from bosch.window import Window
 
-# Of one window, and of several in any order.
+# With one window, and with several in any order.
 WIDTHS = [(1,), (1,), (1, 3), (2, 1, 5)]
 
 
@@ -30,7 +30,7 @@ def by_rows(is_full: Sequence[bool], window: Window) -> HeadLayout:
 class Case:
     """One attention problem; `past` tokens precede the queries.
 
-    The sliding heads among `rows` have in turn a window of `window` times each of `widths`.
+    The sliding heads among `rows` have windows of `window` times each of `widths`, in turn.
     """
 
     length: int
@@ -71,7 +71,7 @@ class Case:
         return [torch.randn(self.batch, *shape, 4, **options) for shape in shapes]
 
     def windows(self) -> list[Window | None]:
-        """The window of each head, None of a full one."""
+        """The window of each head, None for a full one."""
         sizes = cycle(width * self.window for width in self.widths)
         return [None if full else Window(next(sizes), self.sinks) for full in self.rows]
 
@@ -81,7 +81,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Shapes around every edge: T below, at and above W, W not dividing T, blocks and rests."""
+    """Shapes at every edge: T below, at and above W, W not dividing T, whole and partial blocks."""
     window = draw(st.sampled_from([1, 2, 3, 7, 16, 19, 32]))
     near = st.sampled_from([window - 1, window, window + 1, 2 * window, 5 * window + 3])
     length = max(1, draw(near | st.integers(1, 120)))

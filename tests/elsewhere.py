@@ -1,4 +1,4 @@
-"""Run pieces of Python elsewhere: in other directories, or where there is no bosch."""
+"""Run Python code elsewhere: in other directories, or without bosch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.meta_path.insert(0, Blocker())
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 """
-# Forks for each piece of code.
+# Forks a process for each piece of code.
 _SERVER = """
 import gc, json, os, sys, traceback
 {imports}
@@ -56,7 +56,7 @@ for line in sys.stdin:
 """
 
 
-# What takes longest of all that transformers needs, and of what loads a model by it.
+# The slowest imports of transformers and of loading a model with it.
 _NEEDED = """
 import accelerate, contextlib, scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
 with contextlib.suppress(ImportError):
@@ -79,7 +79,7 @@ def _server(imports: str) -> subprocess.Popen[str]:
 def run_python(
     code: str, cwd: Path = ROOT, bosch: bool = True, imports: str = _NEEDED, **environment: str
 ) -> str:
-    """What a Python that has imported neither transformers nor bosch prints; it must not fail.
+    """Output of a Python that has imported neither transformers nor bosch; it must not fail.
 
     `bosch`: whether the checkout is in its path.
     """
@@ -98,9 +98,9 @@ def run_python(
 
 
 def run_elsewhere(code: str, cwd: Path, *, cache: Path, blocked: bool = True) -> list[Any]:
-    """Run `code` in the directory `cwd`; what it calls `report` with. `blocked`: without bosch.
+    """Run `code` in the directory `cwd`; returns what it passes to `report`.
 
-    transformers is imported before.
+    `blocked`: without bosch. transformers is imported before.
     """
     place = f"import transformers.dynamic_module_utils as a\na.HF_MODULES_CACHE = {str(cache)!r}\n"
     code = place + _REPORT + (_WITHOUT_BOSCH if blocked else "") + code

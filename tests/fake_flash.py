@@ -31,7 +31,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         patch.setitem(sys.modules, name, sys.modules[__name__])
     patch.setattr(torch_varlen, "varlen_attn", varlen_attn)
-    # Rounding would hide faults.
+    # Rounding would hide errors.
     patch.setattr(attention, "HALF_DTYPES", (torch.float64, torch.float32))
 
 
@@ -61,7 +61,7 @@ def flash_attn_func(
 
 
 def _visible(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
-    """Which keys each query sees, [Tq, Tk]."""
+    """The keys that each query sees, [Tq, Tk]."""
     rows = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     columns = torch.arange(k.shape[1])[None]
     visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The golden comparison page, written again: python -m tests.golden_comparison."""
+"""Write the golden comparison page again: python -m tests.golden_comparison."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from unittest import mock
 from stages.report import run as report
 from tests import report_fixture
 
-# Published stages, and what stands in their report.
+# Published stages, and what their report contains.
 REPORTS = {
     report_fixture.publish: Path(__file__).with_name("golden_report.txt"),
     report_fixture.publish_front: Path(__file__).with_name("golden_front_report.txt"),
@@ -33,7 +33,7 @@ _LINES = {"h1", "h2", "h3", "h4", "p", "tr", "caption", "summary", "div", "figur
 
 
 class Outline(HTMLParser):
-    """Checks that tags balance, and collects texts in lines, tags, scripts and scores."""
+    """Checks that tags balance, and collects lines of text, tags, scripts and scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Outline(HTMLParser):
 
     @property
     def text(self) -> str:
-        """The page's lines, cells apart; what is closed at first has its heading alone."""
+        """The page's lines, with separated cells; of closed parts only the heading."""
         return "\n".join(line for line in self._lines if line)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -118,14 +118,14 @@ def _marks(chart: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _encoded(encoding: Mapping[str, Any]) -> dict[str, Any]:
-    """What a mark shows: fields, values and scales, without how its axis and legend look."""
+    """What a mark shows: fields, values and scales, without the look of axis and legend."""
     parts: dict[str, Any] = {}
     for channel, own in encoding.items():
         kept = {name: value for name, value in own.items() if name not in ("legend", "type")}
         if (axis := kept.pop("axis", None)) is not None:
             kept |= {name: axis[name] for name in ("labelExpr", "values") if name in axis}
         if "param" in kept.get("condition", {}):
-            kept["condition"] = {**kept["condition"], "param": "picked"}  # its number is the page's
+            kept["condition"] = {**kept["condition"], "param": "picked"}  # the page's own number
         parts[channel] = kept["field"] if kept.keys() == {"field"} else kept
     return parts
 
@@ -154,12 +154,12 @@ def _text(value: Any) -> str:
 
 
 def golden(page: str) -> str:
-    """What the golden page says of a page."""
+    """The golden text of a page."""
     return "\n".join([outline(page).text, "", *charts(page), ""])
 
 
 def golden_report(publish: Callable[[Path], dict[str, Path]], folder: Path) -> str:
-    """What the golden file says of a report: page, summary.json and what the terminal shows."""
+    """The golden text of a report: page, summary.json and terminal output."""
     inputs, printed = publish(folder), io.StringIO()
     with contextlib.redirect_stdout(printed), mock.patch.dict(os.environ, COLUMNS="80"):
         summary = report.run(report_fixture.config(inputs), inputs, folder / "report")

@@ -15,7 +15,7 @@ from pipeline.recipe.load import load_recipe
 
 GOLDEN = Path(__file__).with_name("golden_plans.txt")
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-# Recipe, hardware, and what is changed in it.
+# Recipe, hardware, and overrides.
 PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("qwen3_1p7b_r075", "h100x8", ()),
     ("llama3p1_8b_r075", "h200x3", (
@@ -65,7 +65,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def plans() -> Iterator[str]:
-    """Every plan, under its recipe and what is changed."""
+    """Every plan, below its recipe and overrides."""
     for name, hardware, changes in PLANS:
         loaded = load_recipe(
             RECIPES / f"{name}.yaml", changes, fetch=False, input_files=False, model_files=False,

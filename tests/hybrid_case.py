@@ -1,4 +1,4 @@
-"""Small random models of each family, and a visibility rule written as plainly as it can be."""
+"""Small random models of each family, and a plainly written rule of visibility."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "final_logit_softcapping": 0.3,
     **OWN_WINDOW,
 }  # fmt: skip
-# The text decoder of each family that takes more than text; its vision tower is as small.
+# Text decoders of families with other inputs, too; their vision towers are as small.
 _TEXT = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
-# What differs from _SIZES, so that each family's peculiarities are at work.
+# Differences from _SIZES that bring out each family's peculiarities.
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 16, **_EXPERTS},
@@ -186,7 +186,7 @@ _VISION = {
     "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
 FAMILY_NAMES = tuple(name for name in _EXTRA if FAMILIES[name].is_installed)
-# Families with experts, and the changes that give some of them theirs.
+# Families with experts, and the changes with which some of them have experts.
 EXPERT_CHANGES: dict[str, dict[str, Any]] = {
     **{name: {} for name, extra in _EXTRA.items() if any("experts" in key for key in extra)},
     "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
@@ -202,20 +202,20 @@ EXPERT_CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {},
 }  # fmt: skip
 PARTLY_SLIDING = tuple(name for name, extra in _EXTRA.items() if extra.get("sliding_window"))
-# Full attention alone in every layer, so that the number of layers may change.
+# Only full attention in every layer, so that the number of layers may change.
 PLAIN = tuple(
     name
     for name, extra in _EXTRA.items()
     if name not in _TEXT
     and not any(key.startswith(("layer", "attn_layer", "mamba")) for key in extra)
 )
-# Some of those with layers that slide by themselves, hold other states, or are part of a model that
-# takes images.
+# Some families whose layers slide in the original, hold other states, or belong to a model with
+# images.
 OTHER_LAYERS = (
     "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "afmoe", "qwen3_next",
     "qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2", "gemma3", "qwen3_vl",
 )  # fmt: skip
-# Families whose attention, masks and caches are those of another one here.
+# Families whose attention, masks and caches equal those of another one here.
 LIKE_ANOTHER = frozenset((
     "aria_text", "bamba", "beam", "biogpt", "cohere2_moe", "cwm", "dots1", "exaone_moe", "flint",
     "gemma4_unified_text", "granite_swa", "granitemoe_swa", "hy_v3", "hyperclovax", "jamba",
@@ -242,7 +242,7 @@ def small_config(family: str = "qwen3", **changes: Any) -> Any:
 
 
 def small_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
-    """Random model in eval mode; norms and biases random too, so that none of them is neutral."""
+    """Random model in eval mode; norms and biases are random, too, so that each has an effect."""
     torch.manual_seed(seed)
     config = small_config(family, **changes)
     model = auto_class(config).from_config(config)
@@ -251,7 +251,7 @@ def small_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
             if parameter.ndim == 1 or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif "self_attn" in name or ".attention." in name:
-                parameter.mul_(8.0)  # sharp attention: what a head sees must matter
+                parameter.mul_(8.0)  # sharp attention, so that a head's window matters
     model.generation_config.eos_token_id = None
     return model.eval()
 

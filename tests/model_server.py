@@ -1,4 +1,4 @@
-"""A server of a model as a process of its own."""
+"""A model server in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PATIENCE_SECONDS = 600
 
 @contextmanager
 def running(command_of: Callable[[str], Sequence[str]], log: Path, **options: Any) -> Iterator[str]:
-    """The address of the server that a command starts on a free port, which it is given.
+    """The address of the server that a command starts on a free port, passed to it.
 
-    What it prints goes to `log`; `options` are those of Popen.
+    Its output goes to `log`; `options` are those of Popen.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -37,7 +37,7 @@ def running(command_of: Callable[[str], Sequence[str]], log: Path, **options: An
         yield address
     finally:
         server.terminate()
-        with suppress(subprocess.TimeoutExpired):  # in the place of why it did not start
+        with suppress(subprocess.TimeoutExpired):  # instead of the reason why it did not start
             server.wait(timeout=60)
         server.kill()
         server.wait()

@@ -36,7 +36,7 @@ NEEDLE_SET = [
 
 
 def tokenizer() -> Any:
-    """Every byte is a token: the same everywhere, as a trained one is not."""
+    """Every byte is a token, so tokens are the same everywhere."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +45,7 @@ def tokenizer() -> Any:
 
 
 def books() -> dict[str, str]:
-    """Two books whose lines all differ."""
+    """Two books without equal lines."""
     return {
         f"book_{number}.txt": "\n".join(
             f"Line {line} of book {number} tells of {line * 7919 % 1009} stones"
@@ -57,7 +57,7 @@ def books() -> dict[str, str]:
 
 
 def write_case(folder: Path) -> None:
-    """The data as upstream's download leaves it."""
+    """The data in the layout of upstream's download."""
     (folder / "haystack").mkdir(parents=True)
     (folder / "needle_set.json").write_text(json.dumps(NEEDLE_SET))
     for name, text in books().items():

@@ -12,13 +12,13 @@ NOTEBOOK = ROOT / "docs" / "start" / "quickstart.ipynb"
 
 
 def code_cells(path: Path) -> list[dict[str, Any]]:
-    """The notebook's cells of code."""
+    """The notebook's code cells."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
 def run_notebook(path: Path) -> dict[str, Any]:
-    """Run every cell of code; what they defined."""
+    """Run every code cell; returns the names they defined."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in code_cells(path):
         exec(compile("".join(cell["source"]), f"{path.name}:{cell['id']}", "exec"), names)

@@ -1,4 +1,4 @@
-"""Bytes of all tensors that are alive, counted operation by operation, and the largest of them."""
+"""Bytes of all tensors alive, counted after each operation, and the largest sum."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from tests.benchmarks.distillation import RECIPE, run_stages, train_config
 
 
 class Composition:
-    """Questions of one, two and three look-ups, each by heads of its own."""
+    """Questions of one, two and three look-ups, each by different heads."""
 
     name = "composition_8x8"
     base = ROOT / "recipes/study" / name
@@ -66,7 +66,7 @@ class Composition:
     questions = 384
 
     def prepared(self, folder: Path, seed: int, steps: int) -> Path:
-        """The folder with packed sequences of new texts, and the calibration set if needed."""
+        """The folder with packed sequences of new texts, and a calibration set if needed."""
         prepared = folder / f"prepare-{seed}"
         if not prepared.exists():
             first = 100_000 * (seed + 1)  # far from the steps that made the model
@@ -76,12 +76,12 @@ class Composition:
         return prepared
 
     def calibration(self, prepared: Path) -> CalibrationSet:
-        """What the gates' gradients are taken on."""
+        """The examples for gradients of the gates."""
         records = examples()[:64]
         return CalibrationSet.from_records((r["input_ids"], r["answer_length"]) for r in records)
 
     def config(self, seed: int, overrides: list[str]) -> StageConfig[TrainConfig]:
-        """At the rate that the model was made with."""
+        """With the learning rate of the model's own training."""
         return train_config(f"recipes/study/{self.name}.yaml", [
             f"seed={seed}", "materialize.dtype=float32", f"prepare.sequence_length={LENGTH}",
             "prepare.train_tokens=1B", "train.total_tokens=1B", "train.checkpoint_tokens=[]",
@@ -135,7 +135,7 @@ STUDIES: dict[str, Study] = {"composition_8x8": Composition(), "quickstart": Qui
 
 
 def nested_front(study: Study, prepared: Path) -> Front:
-    """The shipped mask and those within it, head by head by a fresh gradient each."""
+    """The shipped mask and masks within it, made head by head with a new gradient each."""
     base = load_model(study.base, dtype="float32")
     prepare_for_search(base)
     objective = Objective(base, study.calibration(prepared), study.window)
@@ -166,7 +166,7 @@ def nested_front(study: Study, prepared: Path) -> Front:
 def trained(
     study: Study, folder: Path, name: str, seed: int, steps: int, overrides: list[str]
 ) -> Path:
-    """The model after a training, whose finished work is used."""
+    """The model after a training; a finished one is reused."""
     prepared, work_dir = study.prepared(folder, seed, steps), folder / f"{name}-{seed}"
     work_dir.mkdir(exist_ok=True)
     tokens = steps * study.config(seed, []).section.batch_tokens

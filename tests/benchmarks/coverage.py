@@ -21,7 +21,7 @@ from bosch.analysis.intervals import (
 
 Values = npt.NDArray[np.float64]
 
-# Documents' losses, each with mean 1.
+# Losses of documents, each with mean 1.
 LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
     "normal": lambda rng, n: rng.normal(1.0, 1.0, n),
     "uniform": lambda rng, n: rng.uniform(0.0, 2.0, n),
@@ -31,9 +31,9 @@ LOSSES: dict[str, Callable[[np.random.Generator, int], Values]] = {
     "log-normal, sigma 1": lambda rng, n: rng.lognormal(-0.5, 1.0, n),
     "two kinds, as many of each": lambda rng, n: rng.choice([0.0, 2.0], n) + rng.normal(0, 0.1, n),
 }
-# Pareto exponents so small that intervals of a mean fail, and those of differences hold.
+# Pareto exponents so small that intervals of a mean fail, while those of differences hold.
 HEAVY_TAILS = (1.5, 2.0, 2.5, 3.0)
-# Samples' scores in [0, 1] with a given mean.
+# Scores of samples in [0, 1] with a given mean.
 SCORES: dict[str, Callable[[np.random.Generator, float, tuple[int, ...]], Values]] = {
     "right or wrong": lambda rng, mean, shape: (rng.random(shape) < mean).astype(np.float64),
     "four parts": lambda rng, mean, shape: rng.binomial(4, mean, shape) / 4,

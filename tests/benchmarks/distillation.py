@@ -30,7 +30,7 @@ from stages.train.watch import make_needle_watch
 
 RECIPE = "recipes/quickstart.yaml"
 TOKENS = 128 * 2048
-# Those of the table in docs/notes/benchmarks.md, whatever the quickstart's recipe has by now.
+# The settings of the table in docs/notes/benchmarks.md, whatever today's quickstart has.
 SETTINGS = [
     "search.method=intr", "search.swa_ratio=0.875", "search.window_size=64", "search.points=null",
     "prepare.sources=[{name: python, kind: python_docs, weight: 0.15}, "
@@ -90,13 +90,13 @@ def tokens_back(original: float, start: float, scores: Mapping[int, float]) -> d
     """
     back = {}
     for share in (0.9, 0.99):
-        enough = start + share * (original - start) - 1e-9  # equal but for rounding is enough
+        enough = start + share * (original - start) - 1e-9  # equal up to rounding is enough
         back[f"{share:.0%}"] = next((at for at, score in scores.items() if score >= enough), None)
     return back
 
 
 def main(folder: Path, seeds: list[int]) -> None:
-    """Print a line for each variant and seed, then the medians where no seed lacks its score."""
+    """Print a line for each variant and seed, then the medians if every seed has its score back."""
     folder.mkdir(parents=True, exist_ok=True)
     outputs = run_stages(folder, "materialize", *SETTINGS)
     inputs = {name: (outputs / name).resolve() for name in ("prepare", "materialize")}

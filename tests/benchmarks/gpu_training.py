@@ -50,7 +50,7 @@ def make_case(folder: Path, small: bool) -> tuple[Any, int]:
 
 
 def profile_one_step(tables: list[str]) -> None:
-    """Have one step of the next training profiled, its table appended to `tables`."""
+    """Profile one step of the next training, and append its table to `tables`."""
     passes = Loop.forward_backward
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -70,7 +70,7 @@ def profile_one_step(tables: list[str]) -> None:
 
 def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, Any],
            steps: list[TrainingStep]) -> None:  # fmt: skip
-    """Print the medians of the steps after the first two that were not profiled."""
+    """Print the medians of the steps after the first two, without profiled ones."""
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
     memory = training_memory(
         DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),

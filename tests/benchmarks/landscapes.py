@@ -68,7 +68,7 @@ _EITHER = [float(a & b | c & d) for d in (0, 1) for c in (0, 1) for b in (0, 1) 
 
 
 class Landscape:
-    """A scorer with gradients made of numbers; `seed` draws weights, groups and noise."""
+    """A scorer with gradients, computed from numbers; `seed` draws weights, groups and noise."""
 
     def __init__(self, name: str, units: int, seed: int = 0) -> None:
         self.num_layers, self.num_key_value_heads = units // HEADS, HEADS
@@ -95,7 +95,7 @@ class Landscape:
     def evaluate(
         self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
     ) -> Evaluation:
-        """Costs one pass, half of one where it ends early."""
+        """Costs one pass, or half of one if it ends early."""
         value = self._form.value(mask.is_full.reshape(-1))
         value = (value - self._low) / (self._high - self._low)
         score = float(np.clip(np.floor(value / QUANTUM + 1e-9) * QUANTUM, 0.0, 1.0))
@@ -105,7 +105,7 @@ class Landscape:
         return Evaluation(score, 4 * (value - 2))
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        """Flips at `mask`, each off by a factor that depends on unit and share."""
+        """Differences by one flip at `mask`, each with a factor that depends on unit and share."""
         flips = self._form.flips(mask.is_full.reshape(-1)) / (self._high - self._low)
         flips = flips * self._noise[share % 8]
         return GateGradient(
@@ -117,7 +117,7 @@ class Landscape:
 
 
 def _tables(name: str, units: int, rng: np.random.Generator) -> list[Values]:
-    """Value of each set of full units of a group, by the bits of its index; one table a group."""
+    """For each group, the value of each set of its full units, by the set's bits."""
     tables, covered = [], 0
     if name == "anew":
         rng = np.random.default_rng(rng.integers(2**31))
@@ -131,7 +131,7 @@ def _tables(name: str, units: int, rng: np.random.Generator) -> list[Values]:
             shapes = _SHAPES[name]
             shape = np.array(shapes[len(tables) % len(shapes)], dtype=np.float64)
             table = shape[[number.bit_count() for number in range(2 ** (len(shape) - 1))]]
-        # The last group has the units that are left.
+        # The last group has the remaining units.
         tables.append(table[: 2 ** (units - covered)])
         covered += _size(tables[-1])
     return tables
@@ -144,7 +144,7 @@ def _size(table: Values) -> int:
 def _noise_of_shares(name: str, units: int, rng: np.random.Generator) -> Values:
     """Factor [8, N] of each unit's slope in each share of the examples."""
     if name == "heavy":
-        # The mean over eight examples of factors whose mean over all is 1.
+        # The mean over eight examples of factors with mean 1.
         factors = rng.lognormal(-2, 2, size=(8, 8, units)).mean(axis=1)
         return np.asarray(factors / factors.mean(axis=0))
     noise: Values = 1 + rng.normal(size=(8, units)) * _NOISE
@@ -186,7 +186,7 @@ class _Groups:
         return difference
 
     def optimum(self, budget: int) -> float:
-        """Knapsack over the groups: how many full units each gets."""
+        """Knapsack over the groups: the number of full units in each."""
         best = np.full(budget + 1, -np.inf)
         best[0] = 0.0
         for weight, table in zip(self.weights, self.tables, strict=True):
@@ -201,7 +201,7 @@ class _Groups:
 
 
 class _Pairwise:
-    """a_i z_i + J_ij z_i z_j; the optimum is the best of long annealings that know all flips."""
+    """a_i z_i + J_ij z_i z_j; the optimum is the best of long annealings with all flips known."""
 
     def __init__(self, units: int, rng: np.random.Generator) -> None:
         self.linear = rng.exponential(size=units)
@@ -244,5 +244,5 @@ class _Pairwise:
 
 @cache
 def landscape(name: str, units: int, seed: int = 0) -> Landscape:
-    """The landscape, made once."""
+    """The landscape, made only once."""
     return Landscape(name, units, seed)

@@ -42,7 +42,7 @@ def run_recipe(folder: Path, seed: int) -> Results:
 
 
 def faults(results: Results) -> list[str]:
-    """What the results do not show."""
+    """The claims that the results do not show."""
     scores, final = results.scores, final_model(results)
     original = _needle(scores, ORIGINAL)
     untrained, trained = _needle(scores, HYBRID), results.trained.suite
@@ -72,7 +72,7 @@ def faults(results: Results) -> list[str]:
 
 
 def worst_loss(results: Results, model: str) -> float:
-    """The largest difference of loss by position, from token FIRST on, to the original's."""
+    """The largest difference of loss by position from the original's, from token FIRST on."""
     table = results.scores.positions[model]
     bins = zip(table.edges[:-1], table.difference, strict=True)
     return max(one.mean for first, one in bins if first >= FIRST)
@@ -93,7 +93,7 @@ def row(seed: int, results: Results) -> str:
 
 
 def main(folder: Path, seeds: list[int]) -> int:
-    """Print the table; the exit status is 1 where a seed does not show what it should."""
+    """Print the table; the exit status is 1 if a seed does not show every claim."""
     failed: dict[int, list[str]] = {}
     rows = []
     for seed in seeds:
