@@ -213,7 +213,8 @@ class HeadMask:
 class HeadMaskFile:
     """`head_mask.json`: a head mask with its model, windows and search.
 
-    It is written in format 3 with a sink bias, else in format 2 with several windows, else in 1.
+    It is written in format 3 with a sink bias, otherwise in format 2 with several windows, and in
+    format 1 with one.
     """
 
     model: str

@@ -2,7 +2,7 @@
 
 Each process holds two chunks of every sequence (`ContextSplit`) and computes their queries. For
 full heads it gathers all keys and values; for the heads of each window it receives the tokens
-before its chunks that the window reaches (the halo), and the sinks. Gradients return likewise.
+before its chunks that the window reaches (the halo), and the sinks. Gradients go the same way back.
 
 Shapes: B rows, n processes, C tokens of a chunk, T = 2nC of a sequence, HQ query heads, HKV
 key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV of a key and its value

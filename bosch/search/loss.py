@@ -1,4 +1,4 @@
-"""Anchors and loss of a head mask (BOSCH Eq. 2, 3 and 5), and a bound that needs no pass."""
+"""Anchors and loss of a head mask (BOSCH Eq. 2, 3 and 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that need the checkout, as `bosch.commands` describes them."""
+"""The commands that need the checkout; they are found as `bosch.commands` says."""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ def _unshared(value: Any) -> Any:
 
 
 def _check_limits(text: str) -> None:
-    """Raise a YAML error for text that nests, repeats or counts beyond the limits above.
+    """Raise a YAML error for text with too many values, or values nested too deeply.
 
     Uses only the parser's events, before values are built; an alias counts as its value, in number
     and in depth.
     """
     sizes: dict[str, tuple[int, int]] = {}  # number of values, and depth
     open_nodes: list[tuple[str | None, int]] = []  # anchor, values before it
-    deepest = [0]  # of the values in each open node
+    deepest = [0]  # greatest depth inside each open node
     values = 0
     event: Any
     for event in yaml.parse(text, Loader=_Base):

@@ -85,7 +85,7 @@ def training_budget(loaded: LoadedRecipe, processes: int, capacity: float, on_gp
 
 
 def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[LayerHeads]]:
-    """Heads by window in each trained layer, for each KV budget; under 0 where there is only one.
+    """Heads by window in each trained layer, by KV budget; the key is 0 if there is only one.
 
     Heads are spread evenly over the layers where no mask is given.
     """
@@ -114,7 +114,7 @@ def budget_of(
 
     def budget(checkpointing: str) -> Budget:
         settled = runtime.model_copy(update={"checkpointing": checkpointing})
-        # `auto` is sdpa on a CPU; on a GPU it takes what fuses the model's scores where it can.
+        # `auto` is sdpa on a CPU; on a GPU it is a backend with a fused kernel, if one fits.
         attends = {} if on_gpu or runtime.attention != "auto" else {"attention": "sdpa"}
         memory = training_memory(
             shape, train, settled.model_copy(update=attends), processes=processes,
