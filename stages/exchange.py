@@ -1,4 +1,4 @@
-"""Sequences split over processes: bytes sent in a pass, and unfit models. No torch."""
+"""Sequences split over processes: values sent in a pass, and models that cannot be split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it loads torch, which checks of recipes avoid
 
 
 def pass_values(shape: DecoderShape, layers: Sequence[LayerHeads], split: ContextSplit) -> int:
-    """Numbers of keys and values that all processes send for a sequence in a forward pass.
+    """How many numbers of keys and values all processes send for a sequence in a forward pass.
 
     `layers` are the KV heads of each layer with full attention in the original, by window. Layers
     that slide in the original are counted too, sinks of documents after the first are not.

@@ -24,9 +24,9 @@ class LayerActivations:
     """Cached tensors of one layer for one batch, under the mask's rows below that layer.
 
     `state` [E, T, C] is the layer's input, `outputs` [E, T, HQ, D] the attention outputs before the
-    output projection, of all heads for each choice of `HeadMask.choices`. With `answers_only` those
-    of the last layer cover only the positions that predict answers. `starts` counts the passes that
-    began at this layer.
+    output projection, of all heads for each choice of `HeadMask.choices`. Those of the last layer
+    may cover only the positions that predict answers. `starts` counts the passes that began at this
+    layer.
     """
 
     state: Tensor | None = None

@@ -69,7 +69,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
 
 def _what_failed(spec: TokenizerSpec) -> str:
-    """Why transformers loads no tokenizer from a directory: its config.json, or anything else."""
+    """The reason why transformers loads no tokenizer: an unreadable config.json, or another."""
     from transformers import AutoConfig
 
     if os.path.isfile(Path(spec.path, "config.json")):

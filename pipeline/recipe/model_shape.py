@@ -165,8 +165,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def file_faults(directory: Path) -> Iterator[str]:
-    """What is wrong with a directory's files, config.json aside: a pipe or device, a tokenizer or
-    weights that are missing or damaged, JSON beyond all limits or that names code.
+    """Faults of a directory's files other than config.json.
+
+    They are pipes and devices, a missing or damaged tokenizer or weights, and JSON that exceeds the
+    limits or names code.
     """
     for name in irregular_entries(directory):
         yield f"model.path: {directory / name} {NOT_REGULAR}; remove it"
