@@ -308,7 +308,8 @@ class HeadMaskFile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
         """Read and check a file; raises UserError when it is missing, damaged or too new."""
-        content = load_user_json(path, "make it again", CONFIG_LIMITS)
+        advice = "make it again, or name another head_mask.json"
+        content = load_user_json(path, advice, CONFIG_LIMITS)
         try:
             return _file_of(content)
         except ValueError as error:
@@ -336,6 +337,12 @@ def _file_of(content: object) -> HeadMaskFile:
     """The file in a JSON value; raises ValueError if it holds no valid head mask."""
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object with a head mask")
+    if "swa_kv_heads" not in content:
+        found = "a front of masks" if "points" in content else "no head mask"
+        raise ValueError(
+            f"holds {found}; expected a file with swa_kv_heads, such as a run's "
+            "materialize/model/head_mask.json"
+        )
     number = content.get("format")
     if number not in FORMATS or type(number) is not int:
         known = ", ".join(map(str, FORMATS))

@@ -240,9 +240,23 @@ def test_a_missing_field_a_missing_file_and_invalid_json_are_refused(tmp_path: P
     path.write_text('{"format": 1, "model": ')
     with pytest.raises(UserError, match="JSON"):
         HeadMaskFile.load(path)
-    path.write_text('{"format": 1, "model": "x"}')
+    path.write_text('{"format": 1, "model": "x", "swa_kv_heads": []}')
     with pytest.raises(UserError, match="method is missing"):
         HeadMaskFile.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [({"format": 1, "model": "m", "points": []}, "a front of masks"), ({}, "no head mask")],
+)
+def test_another_file_of_a_run_is_called_no_mask(
+    tmp_path: Path, content: dict[str, Any], found: str
+) -> None:
+    (tmp_path / "front.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"front\.json: holds {found}; .*/model/head_mask\.json$"):
+        HeadMaskFile.load(tmp_path / "front.json")
+    with pytest.raises(UserError, match=r"directory\); .* or name another head_mask\.json$"):
+        HeadMaskFile.load(tmp_path)
 
 
 def test_a_unit_holds_heads_of_similar_value() -> None:

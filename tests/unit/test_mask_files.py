@@ -211,7 +211,7 @@ def test_masks_that_a_format_cannot_hold_are_refused(
             "a row of equal length for each layer\n",
         ),
         ("duoattention", "0.5\t0.1\n", ["--swa-ratio", "1.5"], "--swa-ratio: expected a share"),
-        ("rtp_llm", '{"a": 1}', _BOTH, "headwise_config"),
+        ("rtp_llm", '{"a": 1}', _BOTH, "expected rtp-llm's file, with an object headwise_config"),
         ("rtp_llm", '{"headwise_config": {"0": [1, 0, 1, 1, 0, 0]}}', _BOTH, "query heads of KV"),
         ("rtp_llm", '{"headwise_config": {"0": [1, 1, 0, 0]}}', _BOTH, "layer 0 has 4 query heads"),
         ("rtp_llm", '{"headwise_config": {"1": [1, 1]}}', _BOTH, 'from "0" on'),
@@ -245,3 +245,11 @@ def test_damaged_files_are_reported_by_name(
     assert main(arguments) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "m.json").exists()
+
+
+def test_a_file_in_the_place_of_duoattention_s_folder_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["mask", "import", str(_saved(tmp_path)), str(tmp_path / "m.json")]
+    assert main([*arguments, "--format", "duoattention"]) == 2
+    assert "expected DuoAttention's folder with full_attention_heads" in capsys.readouterr().err

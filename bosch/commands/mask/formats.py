@@ -54,7 +54,10 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
         lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
         rows = [[float(x) for x in line.split("\t")] for line in lines if line.strip()]
     except OSError as error:
-        raise UserError(f"{path / _GATES}: cannot be read ({error.strerror})") from None
+        raise UserError(
+            f"{path / _GATES}: cannot be read ({error.strerror}); expected DuoAttention's folder "
+            f"with {_GATES} and {_GATES_CONFIG}"
+        ) from None
     except ValueError as error:
         raise UserError(f"{path / _GATES}: expected rows of numbers ({error})") from None
     if len({len(row) for row in rows}) != 1 or not np.isfinite(rows).all():
@@ -100,7 +103,7 @@ def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, in
     """
     settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: expected an object headwise_config")
+        raise UserError(f"{path}: expected rtp-llm's file, with an object headwise_config")
     layers = sorted(int(key) for key in settings if re.fullmatch("0|[1-9][0-9]{0,4}", key))
     if not layers or layers != list(range(len(layers))):
         raise UserError(f'{path}: headwise_config must have a list for each layer, from "0" on')
