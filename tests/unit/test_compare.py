@@ -547,6 +547,26 @@ def test_nothing_is_bold_if_a_method_has_other_samples() -> None:
     assert "<u>80.0 (" in text and "<u>79.5 (" in text and "| 10.0 (" in text and "**" not in text
 
 
+def test_the_original_is_that_of_all_tasks_where_a_combination_leaves_one_out() -> None:
+    compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
+    for (one, result), average in zip(compared.results.items(), (98.0, 95.0), strict=True):
+        original = replace(result.rows[0], score=average)
+        tasks = ("vt",) if one.method == "bme" else ("vt", "niah")
+        rows = [original, *(replace(original, task=task, length=512) for task in tasks)]
+        result.rows[:1] = rows
+    assert "| Original | 95.0 (" in markdown(compared)
+    assert "original 95.0." in page(compared)
+
+
+def test_a_suite_that_the_original_has_no_score_of_is_shown() -> None:
+    compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
+    for result in compared.results.values():
+        del result.rows[0]
+    text = markdown(compared)
+    assert "| Original | – |" in text and "| Fisher | **20.0 (" in text
+    assert "BME 10.0, Fisher 20.0." in page(compared)
+
+
 def test_the_title_states_training_tokens_if_a_combination_has_trained_scores() -> None:
     compared = made_up({"bme": {0.5: 10.0}, "fisher": {0.5: 20.0}})
     [first, (one, result)] = compared.results.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,15 +254,24 @@ class Comparison:
 
     @property
     def originals(self) -> dict[tuple[str, str, int], tuple[Combination, ScoreRow]]:
-        """The original model's scores by place, which all combinations share."""
+        """The original model's scores by place.
+
+        All combinations share them, but a suite's average is that of the combination with most of
+        its tasks, since a task without a score in one combination is left out of its averages.
+        """
+        rows = self.rows("original")
+        tasks = Counter((combination, row.suite) for combination, row in rows)
         scores: dict[tuple[str, str, int], tuple[Combination, ScoreRow]] = {}
-        for combination, row in self.rows("original"):
-            scores.setdefault(row.place, (combination, row))
+        for combination, row in rows:
+            known = scores.get(row.place)
+            if known is None or tasks[combination, row.suite] > tasks[known[0], row.suite]:
+                scores[row.place] = combination, row
         return scores
 
     @property
     def suites(self) -> list[str]:
-        return list(dict.fromkeys(row.suite for _, row in self.rows("original")))
+        rows = (row for result in self.results.values() for row in result.rows)
+        return list(dict.fromkeys(row.suite for row in rows))
 
     @property
     def missing(self) -> list[str]:

@@ -61,7 +61,8 @@ def write_comparison(comparison: Comparison) -> None:
     write_text(comparison.folder / "compare.html", page(comparison))
     write_text(comparison.folder / "compare.csv", csv_table(comparison).csv())
     if content["complete"]:
-        save_panels(list(_pictures(comparison)), comparison.folder / "compare.png")
+        pictures = [p for suite in comparison.suites for p in _pictures(comparison, suite)]
+        save_panels(pictures, comparison.folder / "compare.png")
     write_json(comparison.folder / REPORT, content)
 
 
@@ -142,12 +143,7 @@ def page(comparison: Comparison) -> str:
         subtitle=f"Model: {comparison.model}",
         notes=[*_unfinished(comparison), *comparison.missing],
         about=_ABOUT + (_PAPER if comparison.paper else ""),
-        suites={
-            suite: [
-                picture for picture in _pictures(comparison) if picture.name.startswith(f"{suite}-")
-            ]
-            for suite in comparison.suites
-        },
+        suites={suite: list(_pictures(comparison, suite)) for suite in comparison.suites},
         tables=[*score_tables(comparison), *significance_tables(comparison)],
         task_tables=list(task_tables(comparison)),
         filters={
@@ -165,28 +161,29 @@ def _unfinished(comparison: Comparison) -> Iterator[str]:
         yield f"{done} of {combinations} combinations are finished."
 
 
-def _pictures(comparison: Comparison) -> Iterator[Picture]:
-    """Bars of the methods for each suite and ratio, the lowest score first."""
-    for suite in comparison.suites:
-        _, original = comparison.originals[suite, "", 0]
-        for ratio in comparison.ratios:
-            bars = []
-            for models in _KINDS:
-                for method in comparison.methods:
-                    average = _average(comparison, models, method, ratio, suite)
-                    if average is not None:
-                        label = METHODS[method].label + (", trained" if models == "trained" else "")
-                        bars.append(ranked(label, models, *average))
-            if bars:
-                bars.sort(key=lambda row: row["x"])
-                level = f"original {format_score(original.score)}", original.score
-                axis = POINTS._replace(title=f"{suite.capitalize()} average (points of 100)")
-                yield Picture(
-                    f"{suite}-{ratio:g}",
-                    ranking(bars, axis, LOOK, reference=level, step=26),
-                    ", ".join(f"{bar['label']} {bar['text']}" for bar in bars) + f"; {level[0]}.",
-                    f"ρ = {ratio:g}",
-                )
+def _pictures(comparison: Comparison, suite: str) -> Iterator[Picture]:
+    """Bars of the methods in a suite for each ratio, the lowest score first."""
+    level: tuple[str, float] | None = None
+    if original := comparison.originals.get((suite, "", 0)):
+        level = f"original {format_score(original[1].score)}", original[1].score
+    for ratio in comparison.ratios:
+        bars = []
+        for models in _KINDS:
+            for method in comparison.methods:
+                average = _average(comparison, models, method, ratio, suite)
+                if average is not None:
+                    label = METHODS[method].label + (", trained" if models == "trained" else "")
+                    bars.append(ranked(label, models, *average))
+        if bars:
+            bars.sort(key=lambda row: row["x"])
+            axis = POINTS._replace(title=f"{suite.capitalize()} average (points of 100)")
+            text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
+            yield Picture(
+                f"{suite}-{ratio:g}",
+                ranking(bars, axis, LOOK, reference=level, step=26),
+                f"{text}; {level[0]}." if level else f"{text}.",
+                f"ρ = {ratio:g}",
+            )
 
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
@@ -206,7 +203,7 @@ def score_tables(comparison: Comparison) -> Iterator[Table]:
 
 def _score_table(comparison: Comparison, models: Models, suite: str, title: str) -> Table:
     paper = comparison.paper.get(suite, {}) if models == "untrained" else {}
-    _, original = comparison.originals[suite, "", 0]
+    _, original = comparison.originals.get((suite, "", 0), (None, None))
     tests = comparison.tests(models, suite)
     header = ["Method"]
     # The original does not depend on the ratio, so every column has the same score.
@@ -224,7 +221,9 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
             ],
         )
         column = {
-            "": _with_interval(original.score, original.low, original.high),
+            "": "–"
+            if original is None
+            else _with_interval(original.score, original.low, original.high),
             **{
                 method: Cell(
                     _average_text(_average(comparison, models, method, ratio, suite)),
