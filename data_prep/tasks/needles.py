@@ -202,13 +202,7 @@ class _Draws:
     """
 
     def __init__(
-        self,
-        task: str,
-        length: int,
-        space: SeedSpace,
-        seed: int,
-        index: int,
-        words: Sequence[str],
+        self, task: str, length: int, space: SeedSpace, seed: int, index: int, words: Sequence[str]
     ) -> None:
         self._spec, self._space, self._words = NEEDLES[task], space, words
         entropy = [get_args(SeedSpace).index(space), list(NEEDLES).index(task)]

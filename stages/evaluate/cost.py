@@ -94,11 +94,7 @@ def _full_heads(rows: Layout) -> int:
 
 
 def _cost(
-    loaded: LoadedRecipe,
-    devices: Devices,
-    layouts: Sequence[Layout],
-    weights: int,
-    of_whom: str,
+    loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], weights: int, of_whom: str
 ) -> Cost:
     """All suites (with known samples) of a model with each of `layouts`.
 

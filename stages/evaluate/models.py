@@ -284,10 +284,7 @@ def load_evaluated(
 
 
 def write_tables(
-    models: Sequence[Evaluated],
-    suites: Sequence[Suite],
-    work_dir: Path,
-    original: Path | None,
+    models: Sequence[Evaluated], suites: Sequence[Suite], work_dir: Path, original: Path | None
 ) -> dict[str, Any]:
     """Write samples.jsonl; returns every model's tables, those of `original` first.
 
