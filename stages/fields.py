@@ -160,12 +160,14 @@ Ratios = Annotated[
 class Section(BaseModel):
     """A section of a recipe: unknown keys are refused, values do not change after loading.
 
-    Types are strict: true is not a number, 1 is not a flag. `ALTERNATIVES` are groups of
-    fields that exclude each other: at most one is given, and an override of one replaces the others
-    in the file.
+    Types are strict: true is not a number, 1 is not a flag. The text below a field describes it in
+    the recipe's reference. `ALTERNATIVES` are groups of fields that exclude each other: at most one
+    is given, and an override of one replaces the others in the file.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
     ALTERNATIVES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     @model_validator(mode="after")

@@ -158,12 +158,18 @@ def recipe_schema() -> str:
 
 
 def _with_bounds(schema: Any) -> Any:
-    """The schema with JSON's names of bounds, where pydantic leaves its own behind a parser."""
+    """The schema with JSON's names of bounds, where pydantic leaves its own behind a parser.
+
+    Descriptions, which may be docstrings, become one line.
+    """
     if isinstance(schema, list):
         return [_with_bounds(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {_BOUNDS.get(key, key): _with_bounds(value) for key, value in schema.items()}
+    schema = {_BOUNDS.get(key, key): _with_bounds(value) for key, value in schema.items()}
+    if isinstance(text := schema.get("description"), str):
+        schema["description"] = " ".join(text.split())
+    return schema
 
 
 def command_reference() -> str:
@@ -280,7 +286,7 @@ def _plain(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

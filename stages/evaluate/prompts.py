@@ -58,13 +58,14 @@ class PromptEvaluation(SuiteSection):
     new_tokens: ClassVar[int] = 0
     version: ClassVar[int] = 5
 
-    data_dir: DataFolder = Field(description="Folder of the benchmark's data.")
+    data_dir: DataFolder
+    """Folder of the benchmark's data."""
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(
-        default=[4096, 8192, 16384, 32768], min_length=1, description="Tokens of the context."
+        default=[4096, 8192, 16384, 32768], min_length=1
     )
-    samples: Count | None = Field(
-        None, description="Samples at each length, drawn by the seed; default: all."
-    )
+    """Tokens of the context."""
+    samples: Count | None = None
+    """Samples at each length, drawn by the seed; default: all."""
 
     def missing_files(self, folder: Path) -> Iterator[str]:
         """A message for each file that the folder lacks."""

@@ -26,22 +26,14 @@ from stages.stage import LoadedRecipe, Recipe, Stage
 class _Prompts(Section):
     """Fields for the prompts of all suites."""
 
-    presets: Annotated[list[PresetName], AfterValidator(different)] = Field(
-        default=[],
-        description=(
-            "Lists of benchmarks that add their tasks to needle and harness: short (MMLU, ARC, "
-            "HellaSwag, WinoGrande, GSM8K), long (RULER, LongBench v1 and v2, BABILong, LongProc, "
-            "GraphWalks, InfiniteBench), reasoning (MATH500, AIME). What cannot be run has no "
-            "score; `validate` names it."
-        ),
-    )
-    chat_template: Flag = Field(
-        False,
-        description=(
-            "Whether prompts are put into the tokenizer's chat template, which instruct models "
-            "need; LongBench's few-shot and code tasks stay raw, as its authors ask them."
-        ),
-    )
+    presets: Annotated[list[PresetName], AfterValidator(different)] = Field(default=[])
+    """Lists of benchmarks that add their tasks to needle and harness: short (MMLU, ARC, HellaSwag,
+    WinoGrande, GSM8K), long (RULER, LongBench v1 and v2, BABILong, LongProc, GraphWalks,
+    InfiniteBench), reasoning (MATH500, AIME). What cannot be run has no score; `validate` names
+    it."""
+    chat_template: Flag = False
+    """Whether prompts are put into the tokenizer's chat template, which instruct models need;
+    LongBench's few-shot and code tasks stay raw, as its authors ask them."""
 
 
 # A field for each suite.
@@ -61,29 +53,17 @@ else:
 class EvaluateConfig(_Suites):
     """Scores of the original, the untrained hybrid and every checkpoint."""
 
-    rivals: Annotated[list[UnsearchedName], AfterValidator(different)] = Field(
-        default=[],
-        description=(
-            "Layer rules and rankings for comparison with the search: their untrained hybrids, at "
-            "its ratio and window, answer the same samples."
-        ),
-    )
-    budgets: Literal["chosen", "all"] | KvBudgets = Field(
-        "chosen",
-        description=(
-            "Budgets of the front at which the hybrid and its checkpoints are scored: the chosen "
-            "one, which is always scored; all; or a list, each as KV slots or as the largest "
-            "within a share of the original's (0.25)."
-        ),
-    )
+    rivals: Annotated[list[UnsearchedName], AfterValidator(different)] = Field(default=[])
+    """Layer rules and rankings for comparison with the search: their untrained hybrids, at its
+    ratio and window, answer the same samples."""
+    budgets: Literal["chosen", "all"] | KvBudgets = "chosen"
+    """Budgets of the front at which the hybrid and its checkpoints are scored: the chosen one,
+    which is always scored; all; or a list, each as KV slots or as the largest within a share of the
+    original's (0.25)."""
 
-    windows: Annotated[list[Count], AfterValidator(different)] = Field(
-        default=[],
-        description=(
-            "Further window sizes at which the untrained masks of the search and the rivals are "
-            "scored, like [256, 512, 2k, 4k]."
-        ),
-    )
+    windows: Annotated[list[Count], AfterValidator(different)] = Field(default=[])
+    """Further window sizes at which the untrained masks of the search and the rivals are scored,
+    like [256, 512, 2k, 4k]."""
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the tasks of its presets, which are optional."""

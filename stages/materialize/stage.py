@@ -23,12 +23,10 @@ from stages.stage import LoadedRecipe, Stage
 class MaterializeConfig(Section):
     """The deployable model: weights permuted so that full heads come first."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Precision of the saved weights."
-    )
-    max_shard_size: Annotated[str, AfterValidator(file_size)] = Field(
-        "5GB", description="Largest safetensors file."
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the saved weights."""
+    max_shard_size: Annotated[str, AfterValidator(file_size)] = "5GB"
+    """Largest safetensors file."""
 
 
 MODEL = "model"

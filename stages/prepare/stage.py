@@ -79,55 +79,49 @@ def _check_tokenizer(where: str, source: SourceConfig, path: str) -> None:
 class FilterConfig(Section):
     """Which documents of a source are used. Bounds include their ends."""
 
-    min_characters: Count | None = Field(None, description="Minimum characters of a document.")
-    max_characters: Count | None = Field(None, description="Maximum characters of a document.")
-    min_tokens: Count | None = Field(None, description="Minimum tokens of a document.")
-    max_tokens: Count | None = Field(None, description="Maximum tokens of a document.")
-    matches: dict[str, Annotated[str, AfterValidator(regular_expression)]] = Field(
-        default={},
-        description=(
-            "Fields of a record, each with a regular expression (Python's) that its value must "
-            "contain; records without the field are left out."
-        ),
-    )
+    min_characters: Count | None = None
+    """Minimum characters of a document."""
+    max_characters: Count | None = None
+    """Maximum characters of a document."""
+    min_tokens: Count | None = None
+    """Minimum tokens of a document."""
+    max_tokens: Count | None = None
+    """Maximum tokens of a document."""
+    matches: dict[str, Annotated[str, AfterValidator(regular_expression)]] = Field(default={})
+    """Fields of a record, each with a regular expression (Python's) that its value must contain;
+    records without the field are left out."""
 
 
 class SourceConfig(Section):
     """One source of training documents."""
 
-    name: Line = Field(description="Name in statistics and logs.")
+    name: Line
+    """Name in statistics and logs."""
     kind: SourceKind = Field(
         description="; ".join(f"{name}: {kind.about}" for name, kind in KINDS.items()) + "."
     )
     path: Annotated[
         PathText | None, Input(_files_identity, _check_documents, _is_dataset, is_pattern=True)
-    ] = Field(
-        None,
-        description=(
-            "File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a "
-            "directory with a dataset's files."
-        ),
-    )
-    text_field: Line = Field("text", description="Field of a record that holds the text.")
-    subset: Line | None = Field(None, description="huggingface: the dataset's configuration.")
-    split: Line = Field("train", description="huggingface: split to read.")
-    revision: Line | None = Field(
-        None,
-        description="huggingface: commit of the dataset on the hub, all 40 hexadecimal digits.",
-    )
+    ] = None
+    """File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a directory
+    with a dataset's files."""
+    text_field: Line = "text"
+    """Field of a record that holds the text."""
+    subset: Line | None = None
+    """huggingface: the dataset's configuration."""
+    split: Line = "train"
+    """huggingface: split to read."""
+    revision: Line | None = None
+    """huggingface: commit of the dataset on the hub, all 40 hexadecimal digits."""
     tokenizer: Annotated[
         PathText | None, Input(_tokenizer_identity, _check_tokenizer, lambda *_: True)
-    ] = Field(None, description="mds: tokenizer the shards were written with, to detokenise them.")
-    weight: Number = Field(
-        1.0, gt=0, description="Share of the training tokens, relative to the other sources."
-    )
-    special_tokens: Flag = Field(
-        False,
-        description=(
-            "Whether special tokens in a text are tokenised as such, for conversations rendered by "
-            "a chat template; otherwise they are ordinary text."
-        ),
-    )
+    ] = None
+    """mds: tokenizer the shards were written with, to detokenise them."""
+    weight: Number = Field(1.0, gt=0)
+    """Share of the training tokens, relative to the other sources."""
+    special_tokens: Flag = False
+    """Whether special tokens in a text are tokenised as such, for conversations rendered by a chat
+    template; otherwise they are ordinary text."""
     filters: FilterConfig = FilterConfig()
 
 
@@ -135,23 +129,26 @@ class CalibrationConfig(Section):
     """The set D on which S(z) is measured (BOSCH 3.3, B.4)."""
 
     tasks: Annotated[list[NeedleTask], AfterValidator(different)] = Field(
-        default=["niah_single_2", "niah_multikey_1"],
-        min_length=1,
-        description="Needle tasks, which alternate.",
+        default=["niah_single_2", "niah_multikey_1"], min_length=1
     )
-    examples: Count = Field(64, description="Number of examples.")
-    length: Count = Field(32768, description="Tokens of an example, answer included.")
-    essay_dir: Annotated[PathText | None, prose()] = Field(
-        None, description="Folder of prose for essay haystacks; default: pydoc's topics."
-    )
+    """Needle tasks, which alternate."""
+    examples: Count = 64
+    """Number of examples."""
+    length: Count = 32768
+    """Tokens of an example, answer included."""
+    essay_dir: Annotated[PathText | None, prose()] = None
+    """Folder of prose for essay haystacks; default: pydoc's topics."""
 
 
 class PrepareConfig(Section):
     """Training data and calibration set."""
 
-    sequence_length: Count = Field(32768, description="Tokens of a packed training sequence.")
-    train_tokens: Count = Field(description="Tokens to prepare; at least what training reads.")
-    sources: list[SourceConfig] = Field(min_length=1, description="Where documents come from.")
+    sequence_length: Count = 32768
+    """Tokens of a packed training sequence."""
+    train_tokens: Count
+    """Tokens to prepare; at least what training reads."""
+    sources: list[SourceConfig] = Field(min_length=1)
+    """Where documents come from."""
     calibration: CalibrationConfig = CalibrationConfig()
 
     def in_key(self) -> dict[str, Any]:

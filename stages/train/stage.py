@@ -29,91 +29,68 @@ from stages.train.budgets import LARGEST, SMALLEST
 class LoraConfig(Section):
     """Training of low-rank adapters instead of whole weights (LoRA, arXiv 2106.09685)."""
 
-    rank: Annotated[int, Field(gt=0, le=65536)] = Field(16, description="Rank of an adapter (r).")
-    alpha: Number = Field(32, gt=0, description="An adapter's output is scaled by alpha / rank.")
+    rank: Annotated[int, Field(gt=0, le=65536)] = 16
+    """Rank of an adapter (r)."""
+    alpha: Number = Field(32, gt=0)
+    """An adapter's output is scaled by alpha / rank."""
 
 
 class TrainConfig(Section):
     """Continual pretraining of the hybrid model (BOSCH B.5)."""
 
-    total_tokens: Count = Field(2_500_000_000, description="Tokens to train on.")
-    batch_tokens: Count = Field(2 * 1024**2, description="Tokens of one optimiser step.")
-    learning_rate: Number = Field(1e-5, gt=0, description="Peak learning rate.")
-    warmup_ratio: Ratio = Field(0.1, description="Share of steps with rising learning rate.")
-    min_lr_ratio: Ratio = Field(0.0, description="Final learning rate over the peak.")
-    optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw",
-        description=(
-            "AdamW with its moments in float32, or in 8 bits with a scale for each block of 256 "
-            "(torchao; arXiv 2110.02861): two bytes a trained weight instead of eight."
-        ),
-    )
-    adam_beta1: Number = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean.")
-    adam_beta2: Number = Field(0.95, ge=0, lt=1, description="AdamW's decay of the variance.")
-    weight_decay: Number = Field(0.1, ge=0, description="AdamW's decoupled weight decay.")
-    max_grad_norm: Number = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    total_tokens: Count = 2_500_000_000
+    """Tokens to train on."""
+    batch_tokens: Count = 2 * 1024**2
+    """Tokens of one optimiser step."""
+    learning_rate: Number = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    warmup_ratio: Ratio = 0.1
+    """Share of steps with rising learning rate."""
+    min_lr_ratio: Ratio = 0.0
+    """Final learning rate over the peak."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW with its moments in float32, or in 8 bits with a scale for each block of 256 (torchao;
+    arXiv 2110.02861): two bytes a trained weight instead of eight."""
+    adam_beta1: Number = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the mean."""
+    adam_beta2: Number = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the variance."""
+    weight_decay: Number = Field(0.1, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: Number = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
     checkpoint_tokens: Annotated[list[Count], AfterValidator(rising)] = Field(
-        default=[700_000_000, 1_300_000_000, 2_000_000_000, 2_500_000_000],
-        description=(
-            "Token counts after which a loadable checkpoint is kept; the end of the run always is."
-        ),
+        default=[700_000_000, 1_300_000_000, 2_000_000_000, 2_500_000_000]
     )
-    mixed_precision: Literal["no", "bf16"] = Field("bf16", description="Autocast precision.")
-    document_masking: Flag = Field(
-        False, description="Whether attention stops at the documents' borders."
-    )
-    liger: Flag = Field(False, description="Liger kernels (GPU only; refused elsewhere).")
-    teacher: Literal["none", "original"] = Field(
-        "none",
-        description=(
-            "Distillation: original adds the KL divergence to the full-attention model of the same "
-            "weights, which is kept in memory too."
-        ),
-    )
-    teacher_weight: Ratio = Field(
-        1.0, description="Share of the divergence in the loss; the rest is cross-entropy."
-    )
-    teacher_tokens: Number = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description=(
-            "Share of a sequence's tokens on which the divergence is computed: those where the two "
-            "models differ most."
-        ),
-    )
-    freeze: Literal["none", "attention_only"] = Field(
-        "none",
-        description="What is trained: none: all weights; attention_only: only attention's weights.",
-    )
-    lora: LoraConfig | None = Field(
-        None,
-        description=(
-            "Train adapters of the linear maps that `freeze` leaves to training, and no weight "
-            "itself; checkpoints hold the sums. Default: train whole weights."
-        ),
-    )
-    bad_steps: Literal["stop", "skip"] = Field(
-        "stop",
-        description=(
-            "What training does at a step whose gradient is not finite or a spike: end with an "
-            "error, or leave the step out and say so, at most 4 in a row and 9 of 100."
-        ),
-    )
-    spike_factor: Annotated[Number, Field(gt=1)] | None = Field(
-        None,
-        description=(
-            "A step is bad if its gradient norm exceeds this many times the median of the last 100 "
-            "steps (a spike); default: only if the norm is not finite."
-        ),
-    )
-    averaged_checkpoints: Annotated[int, Field(gt=1, le=1000)] | None = Field(
-        None,
-        description=(
-            "The final checkpoint is the mean of this many last checkpoints; default: it has the "
-            "last step's weights."
-        ),
-    )
+    """Token counts after which a loadable checkpoint is kept; the end of the run always is."""
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    """Autocast precision."""
+    document_masking: Flag = False
+    """Whether attention stops at the documents' borders."""
+    liger: Flag = False
+    """Liger kernels (GPU only; refused elsewhere)."""
+    teacher: Literal["none", "original"] = "none"
+    """Distillation: original adds the KL divergence to the full-attention model of the same
+    weights, which is kept in memory too."""
+    teacher_weight: Ratio = 1.0
+    """Share of the divergence in the loss; the rest is cross-entropy."""
+    teacher_tokens: Number = Field(1.0, gt=0, le=1)
+    """Share of a sequence's tokens on which the divergence is computed: those where the two models
+    differ most."""
+    freeze: Literal["none", "attention_only"] = "none"
+    """What is trained: none: all weights; attention_only: only attention's weights."""
+    lora: LoraConfig | None = None
+    """Train adapters of the linear maps that `freeze` leaves to training, and no weight itself;
+    checkpoints hold the sums. Default: train whole weights."""
+    bad_steps: Literal["stop", "skip"] = "stop"
+    """What training does at a step whose gradient is not finite or a spike: end with an error, or
+    leave the step out and say so, at most 4 in a row and 9 of 100."""
+    spike_factor: Annotated[Number, Field(gt=1)] | None = None
+    """A step is bad if its gradient norm exceeds this many times the median of the last 100 steps
+    (a spike); default: only if the norm is not finite."""
+    averaged_checkpoints: Annotated[int, Field(gt=1, le=1000)] | None = None
+    """The final checkpoint is the mean of this many last checkpoints; default: it has the last
+    step's weights."""
 
     budgets: Literal["all"] | KvBudgets | None = Field(
         None,

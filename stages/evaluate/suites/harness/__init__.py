@@ -53,47 +53,25 @@ class HarnessEvaluation(SuiteSection):
     rank = 1
     reads_alone = True
 
-    tasks: Annotated[list[Line], AfterValidator(different)] = Field(
-        default=[],
-        description=(
-            "Names of tasks, groups and tags as lm-eval has them, like gsm8k, mmlu, hellaswag; "
-            "longbench stands for the 21 tasks of LongBench v1."
-        ),
-    )
-    data_dir: Annotated[PathText | None, Input(_task_files, _check_task_files)] = Field(
-        None,
-        description=(
-            "Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others, "
-            "also for each task of a group (mmlu_anatomy/test.jsonl)."
-        ),
-    )
-    hub: Flag = Field(
-        True, description="Whether data that is not in data_dir is downloaded from the hub."
-    )
-    samples: Count | None = Field(
-        None, description="Documents per task, from its first on; default: all."
-    )
-    num_fewshot: int | None = Field(
-        None, ge=0, le=1000, description="Worked examples in a prompt; default: the task's own."
-    )
-    settings: dict[Line, dict[str, Any]] = Field(
-        default={},
-        description=(
-            "What to change in tasks, by the name of a task or group, as lm-eval writes it, like "
-            "{aime25: {repeats: 4}}; a score is the mean over `repeats` sampled answers."
-        ),
-    )
-    optional: Annotated[list[Line], AfterValidator(different)] = Field(
-        default=[],
-        description="Tasks that may be impossible to run: they then have no score, but a reason.",
-    )
-    max_length: Count = Field(
-        31500,
-        ge=2,
-        description=(
-            "LongBench: maximum tokens of a prompt; a longer one is truncated in the middle."
-        ),
-    )
+    tasks: Annotated[list[Line], AfterValidator(different)] = Field(default=[])
+    """Names of tasks, groups and tags as lm-eval has them, like gsm8k, mmlu, hellaswag; longbench
+    stands for the 21 tasks of LongBench v1."""
+    data_dir: Annotated[PathText | None, Input(_task_files, _check_task_files)] = None
+    """Folder with local data: longbench/<task>.jsonl, and <task>/<split>.jsonl for others, also for
+    each task of a group (mmlu_anatomy/test.jsonl)."""
+    hub: Flag = True
+    """Whether data that is not in data_dir is downloaded from the hub."""
+    samples: Count | None = None
+    """Documents per task, from its first on; default: all."""
+    num_fewshot: int | None = Field(None, ge=0, le=1000)
+    """Worked examples in a prompt; default: the task's own."""
+    settings: dict[Line, dict[str, Any]] = Field(default={})
+    """What to change in tasks, by the name of a task or group, as lm-eval writes it, like {aime25:
+    {repeats: 4}}; a score is the mean over `repeats` sampled answers."""
+    optional: Annotated[list[Line], AfterValidator(different)] = Field(default=[])
+    """Tasks that may be impossible to run: they then have no score, but a reason."""
+    max_length: Count = Field(31500, ge=2)
+    """LongBench: maximum tokens of a prompt; a longer one is truncated in the middle."""
 
     def environment(self) -> dict[str, Any]:
         """The harness, which holds the prompts, and the packages of its metrics."""

@@ -69,20 +69,18 @@ class Helmet(PromptEvaluation):
     published = 1000
     version = 6
 
-    data_dir: DataFolder = Field(
-        description="HELMET's folder data, of which kilt/ and json_kv/ are read."
-    )
+    data_dir: DataFolder
+    """HELMET's folder data, of which kilt/ and json_kv/ are read."""
     tasks: Annotated[list[HelmetTaskName], AfterValidator(different)] = Field(
-        default=[*HELMET_TASKS], min_length=1, description="Tasks, by HELMET's names."
+        default=[*HELMET_TASKS], min_length=1
     )
+    """Tasks, by HELMET's names."""
     lengths: Annotated[list[Count], AfterValidator(different), AfterValidator(_published)] = Field(
-        default=[8192, 16384, 32768],
-        min_length=1,
-        description="Tokens of a prompt and its answer; a longer prompt loses its last passages.",
+        default=[8192, 16384, 32768], min_length=1
     )
-    samples: Count | None = Field(
-        100, description="Questions of a task at each length, drawn by the seed; null: all."
-    )
+    """Tokens of a prompt and its answer; a longer prompt loses its last passages."""
+    samples: Count | None = 100
+    """Questions of a task at each length, drawn by the seed; null: all."""
 
     @property
     def most_samples(self) -> int:

@@ -22,20 +22,14 @@ class Mrcr(PromptEvaluation):
     kinds = 3
     new_tokens = 600
 
-    data_dir: DataFolder = Field(
-        description="Folder with the Parquet files of openai/mrcr, or JSONL of the same fields."
-    )
+    data_dir: DataFolder
+    """Folder with the Parquet files of openai/mrcr, or JSONL of the same fields."""
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(
-        default=[8192, 16384, 32768],
-        min_length=1,
-        description=(
-            "Maximum tokens of a conversation with its answer; each sample has more than half of "
-            "it."
-        ),
+        default=[8192, 16384, 32768], min_length=1
     )
-    samples: Count | None = Field(
-        None, description="First samples for each length and number of needles; default: all."
-    )
+    """Maximum tokens of a conversation with its answer; each sample has more than half of it."""
+    samples: Count | None = None
+    """First samples for each length and number of needles; default: all."""
 
     def missing_files(self, folder: Path) -> Iterator[str]:
         if not self.files(folder):

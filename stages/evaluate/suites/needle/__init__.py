@@ -38,49 +38,31 @@ class NeedleEvaluation(SuiteSection):
     by_default = True
 
     tasks: Annotated[list[RulerTask], AfterValidator(different)] = Field(
-        default=list(get_args(NeedleTask)),
-        min_length=1,
-        description="Tasks; the average is their unweighted mean.",
+        default=list(get_args(NeedleTask)), min_length=1
     )
+    """Tasks; the average is their unweighted mean."""
     lengths: Annotated[list[Count], AfterValidator(different)] = Field(
-        default=[4096, 8192, 16384, 32768],
-        min_length=1,
-        description="Tokens of a sample, including generated ones.",
+        default=[4096, 8192, 16384, 32768], min_length=1
     )
-    samples: Count = Field(500, description="Samples per task and length.")
-    max_new_tokens: Count | None = Field(
-        None,
-        description="Tokens generated, counted inside the length; default: RULER's for each task.",
-    )
-    yarn: dict[Count, Annotated[Number, Field(gt=1, le=1024)]] = Field(
-        default={},
-        description=(
-            "Lengths at which RoPE is stretched by YaRN, each with its factor, like {64k: 2, 128k: "
-            "4}; for all models, only in this evaluation."
-        ),
-    )
-    yarn_original_length: Count | None = Field(
-        None,
-        description=(
-            "Length that YaRN stretches; default: original_max_position_embeddings of the model's "
-            "config.json or card, else its max_position_embeddings."
-        ),
-    )
-    essay_dir: Annotated[PathText | None, prose()] = Field(
-        None, description="Folder of prose for essay haystacks; default: pydoc's topics."
-    )
-    data_dir: Annotated[PathText | None, Input(_ruler_files)] = Field(
-        None,
-        description=(
-            "Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2), "
-            "english_words.json (cwe, where a length needs more words than there are)."
-        ),
-    )
+    """Tokens of a sample, including generated ones."""
+    samples: Count = 500
+    """Samples per task and length."""
+    max_new_tokens: Count | None = None
+    """Tokens generated, counted inside the length; default: RULER's for each task."""
+    yarn: dict[Count, Annotated[Number, Field(gt=1, le=1024)]] = Field(default={})
+    """Lengths at which RoPE is stretched by YaRN, each with its factor, like {64k: 2, 128k: 4}; for
+    all models, only in this evaluation."""
+    yarn_original_length: Count | None = None
+    """Length that YaRN stretches; default: original_max_position_embeddings of the model's
+    config.json or card, else its max_position_embeddings."""
+    essay_dir: Annotated[PathText | None, prose()] = None
+    """Folder of prose for essay haystacks; default: pydoc's topics."""
+    data_dir: Annotated[PathText | None, Input(_ruler_files)] = None
+    """Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2),
+    english_words.json (cwe, where a length needs more words than there are)."""
 
-    optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(
-        default=[],
-        description="Tasks that may lack their data: they then have no score, but a reason.",
-    )
+    optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(default=[])
+    """Tasks that may lack their data: they then have no score, but a reason."""
 
     def environment(self) -> dict[str, Any]:
         """Packages with the words of samples, and for splitting sentences."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from pydantic import Field
-
 from stages.evaluate.prompts import DataFolder, PromptEvaluation
 from stages.fields import Count, PathText
 
@@ -19,17 +17,15 @@ class Nolima(PromptEvaluation):
     read = (".txt", ".json")
     published = 290  # needles in books, at each depth
 
-    data_dir: DataFolder = Field(
-        description=(
-            "Folder with a needle set (needle_set.json), its books (haystack/**/*.txt) and, for "
-            "sets without templates, task_template.txt with {haystack} and {question}."
-        )
-    )
-    needle_set: PathText = Field(
-        "needle_set.json", description="Path of the needle set below data_dir."
-    )
-    depths: Count = Field(26, description="Depths of the needle in each book, from 0 to 100 %.")
-    max_new_tokens: Count = Field(192, description="Tokens generated, not counted in the length.")
+    data_dir: DataFolder
+    """Folder with a needle set (needle_set.json), its books (haystack/**/*.txt) and, for sets
+    without templates, task_template.txt with {haystack} and {question}."""
+    needle_set: PathText = "needle_set.json"
+    """Path of the needle set below data_dir."""
+    depths: Count = 26
+    """Depths of the needle in each book, from 0 to 100 %."""
+    max_new_tokens: Count = 192
+    """Tokens generated, not counted in the length."""
 
     @property
     def most_tokens(self) -> tuple[str, int]:

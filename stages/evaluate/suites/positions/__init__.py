@@ -23,17 +23,13 @@ class PositionEvaluation(SuiteSection):
     runner = "stages.evaluate.suites.positions.suite:PositionSuite"
     rank = 2
 
-    length: Count = Field(32768, ge=2, description="Tokens read of each document.")
-    documents: Count = Field(
-        32, description=("Number of documents; the first that are long enough are used.")
-    )
-    path: Annotated[PathText | None, prose(partial(installed_versions, ["transformers"]))] = Field(
-        None,
-        description=(
-            "Folder of .txt or .md files that are no training data; default: the source files of "
-            "transformers' models from their first class on, the longest first."
-        ),
-    )
+    length: Count = Field(32768, ge=2)
+    """Tokens read of each document."""
+    documents: Count = 32
+    """Number of documents; the first that are long enough are used."""
+    path: Annotated[PathText | None, prose(partial(installed_versions, ["transformers"]))] = None
+    """Folder of .txt or .md files that are no training data; default: the source files of
+    transformers' models from their first class on, the longest first."""
 
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         yield from position_faults(loaded, f"{where}.length", self.length)
