@@ -30,14 +30,14 @@ from stages.inputs import Input, is_hub_name
 class ModelConfig(Section):
     """The pretrained model that is made hybrid."""
 
-    path: Annotated[PathText, Input(is_name=lambda _, text, root: is_hub_name(text, root))] = Field(
-        description="Directory of the base model, or its name on the hub."
-    )
-    revision: Line | None = Field(None, description="Hub revision; ignored for a directory.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Precision of the model in search and evaluation."
-    )
-    trust_remote_code: Flag = Field(False, description="Whether the model's own code may be run.")
+    path: Annotated[PathText, Input(is_name=lambda _, text, root: is_hub_name(text, root))]
+    """Directory of the base model, or its name on the hub."""
+    revision: Line | None = None
+    """Hub revision; ignored for a directory."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the model in search and evaluation."""
+    trust_remote_code: Flag = False
+    """Whether the model's own code may be run."""
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -48,123 +48,65 @@ class ModelConfig(Section):
 class Runtime(Section):
     """Settings that change no results; no stage's key contains them."""
 
-    output_root: Annotated[PathText, Input()] = Field(
-        "runs", description="Folder of the store and of runs/<recipe name>."
-    )
-    attention: BackendName = Field(
-        "auto",
-        description=(
-            "Attention backend. auto: sdpa, but in training on a GPU the fastest that is installed "
-            "and has what the model needs; the log says which."
-        ),
-    )
-    processes: ProcessesOrAuto = Field(
-        "auto", description="Processes per node of a distributed stage: auto is one per GPU, or 1."
-    )
-    search_parallel: Literal["data", "tensor", "context"] = Field(
-        "data",
-        description=(
-            "How the search uses its processes: data deals batches to them, each with the whole "
-            "model; tensor shards one model over the processes of a node; context splits each "
-            "example over all processes, each with the whole model, where one cannot hold it."
-        ),
-    )
-    evaluate_parallel: Literal["data", "context"] = Field(
-        "data",
-        description=(
-            "How the evaluation uses its processes: data deals samples to them; context splits "
-            "each prompt over all processes, of which the first one generates the answer."
-        ),
-    )
-    reuse_memory: Literal["auto"] | Bytes = Field(
-        "auto",
-        description=(
-            "Memory per process for results of a search's passes that later passes reuse, like "
-            "40GB; auto is the memory left after one gradient pass."
-        ),
-    )
-    data_workers: ProcessesOrAuto = Field("auto", description="Tokenising processes.")
-    micro_batch_size: BatchSize | Literal["auto"] = Field(
-        "auto", description="Sequences per forward pass and process in training; auto: 1 on a GPU."
-    )
-    eval_batch_size: BatchSize = Field(8, description="Examples per forward pass outside training.")
-    sharding: Literal["none", "fsdp", "deepspeed"] = Field(
-        "none", description="How training shards the model over processes."
-    )
-    context_parallel: Annotated[int, Field(gt=0, le=1024)] = Field(
-        1,
-        description=(
-            "Processes that share each sequence in training: full heads gather all its keys and "
-            "values, sliding heads only those within their windows."
-        ),
-    )
-    checkpointing: Literal["auto", "none", "attention", "full"] = Field(
-        "auto",
-        description=(
-            "What training recomputes instead of keeping it: nothing, all of a layer except the "
-            "outputs of its attention kernels, or all of it. auto is the first of these that fits "
-            "into memory."
-        ),
-    )
-    offload_activations: Flag = Field(
-        False,
-        description="Keep the layers' inputs in host memory between forward and backward pass.",
-    )
-    compile: Flag = Field(
-        False, description="Compile the decoder's layers in training, each separately."
-    )
-    save_every_steps: int = Field(
-        100, gt=0, le=MOST, description="Steps between the restart points of training."
-    )
-    save_every_minutes: Minutes = Field(
-        30,
-        description="Minutes after which training writes a restart point at the next step's end.",
-    )
-    needle_every_steps: Count | None = Field(
-        None,
-        description=(
-            "Steps of training between needle scores on a few separate samples of "
-            "prepare.calibration's tasks and length; default: none."
-        ),
-    )
-    needle_samples: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        16,
-        description=(
-            "Samples of each needle score, which is the share with all answer tokens correct."
-        ),
-    )
-    heldout_every_steps: Count | None = Field(
-        None,
-        description=(
-            "Steps of training between losses on sequences that it does not read, by quarter of "
-            "the sequence, with the routers' entropy and load of a mixture of experts; default: "
-            "none."
-        ),
-    )
-    heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        16, description="Prepared sequences that are held out from training for this loss."
-    )
-    wandb_project: Line | None = Field(
-        None, description="Project at Weights & Biases to which training also sends its metrics."
-    )
-    timeout_minutes: Minutes = Field(
-        360,
-        description=(
-            "Longest wait of a process for separate work of other processes that send heartbeats: "
-            "loading, saving, samples of the evaluation."
-        ),
-    )
-    collective_timeout_minutes: Minutes = Field(
-        15,
-        description=(
-            "Longest time without a heartbeat of a process, and longest wait for other processes "
-            "in a step of training or a pass of the search, which all do together; then a process "
-            "counts as lost."
-        ),
-    )
-    log_level: Literal["debug", "info", "warning"] = Field(
-        "info", description="Lowest severity that is logged."
-    )
+    output_root: Annotated[PathText, Input()] = "runs"
+    """Folder of the store and of runs/<recipe name>."""
+    attention: BackendName = "auto"
+    """Attention backend. auto: sdpa, but in training on a GPU the fastest that is installed and has
+    what the model needs; the log says which."""
+    processes: ProcessesOrAuto = "auto"
+    """Processes per node of a distributed stage: auto is one per GPU, or 1."""
+    search_parallel: Literal["data", "tensor", "context"] = "data"
+    """How the search uses its processes: data deals batches to them, each with the whole model;
+    tensor shards one model over the processes of a node; context splits each example over all
+    processes, each with the whole model, where one cannot hold it."""
+    evaluate_parallel: Literal["data", "context"] = "data"
+    """How the evaluation uses its processes: data deals samples to them; context splits each prompt
+    over all processes, of which the first one generates the answer."""
+    reuse_memory: Literal["auto"] | Bytes = "auto"
+    """Memory per process for results of a search's passes that later passes reuse, like 40GB; auto
+    is the memory left after one gradient pass."""
+    data_workers: ProcessesOrAuto = "auto"
+    """Tokenising processes."""
+    micro_batch_size: BatchSize | Literal["auto"] = "auto"
+    """Sequences per forward pass and process in training; auto: 1 on a GPU."""
+    eval_batch_size: BatchSize = 8
+    """Examples per forward pass outside training."""
+    sharding: Literal["none", "fsdp", "deepspeed"] = "none"
+    """How training shards the model over processes."""
+    context_parallel: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Processes that share each sequence in training: full heads gather all its keys and values,
+    sliding heads only those within their windows."""
+    checkpointing: Literal["auto", "none", "attention", "full"] = "auto"
+    """What training recomputes instead of keeping it: nothing, all of a layer except the outputs of
+    its attention kernels, or all of it. auto is the first of these that fits into memory."""
+    offload_activations: Flag = False
+    """Keep the layers' inputs in host memory between forward and backward pass."""
+    compile: Flag = False
+    """Compile the decoder's layers in training, each separately."""
+    save_every_steps: int = Field(100, gt=0, le=MOST)
+    """Steps between the restart points of training."""
+    save_every_minutes: Minutes = 30
+    """Minutes after which training writes a restart point at the next step's end."""
+    needle_every_steps: Count | None = None
+    """Steps of training between needle scores on a few separate samples of prepare.calibration's
+    tasks and length; default: none."""
+    needle_samples: Annotated[int, Field(gt=0, le=10_000)] = 16
+    """Samples of each needle score, which is the share with all answer tokens correct."""
+    heldout_every_steps: Count | None = None
+    """Steps of training between losses on sequences that it does not read, by quarter of the
+    sequence, with the routers' entropy and load of a mixture of experts; default: none."""
+    heldout_sequences: Annotated[int, Field(gt=0, le=10_000)] = 16
+    """Prepared sequences that are held out from training for this loss."""
+    wandb_project: Line | None = None
+    """Project at Weights & Biases to which training also sends its metrics."""
+    timeout_minutes: Minutes = 360
+    """Longest wait of a process for separate work of other processes that send heartbeats: loading,
+    saving, samples of the evaluation."""
+    collective_timeout_minutes: Minutes = 15
+    """Longest time without a heartbeat of a process, and longest wait for other processes in a step
+    of training or a pass of the search, which all do together; then a process counts as lost."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Lowest severity that is logged."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)

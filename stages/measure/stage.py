@@ -19,7 +19,8 @@ DEFAULT_RATIOS, DEFAULT_WINDOW = (0.25, 0.5, 0.75, 0.875), 1024
 class MeasureSettings(Section):
     """How models are measured; every field is an option of the command."""
 
-    lengths: Counts = Field((4096, 8192, 16384, 32768), description="tokens of the prompts")
+    lengths: Counts = (4096, 8192, 16384, 32768)
+    """tokens of the prompts"""
     ratios: Ratios | None = Field(
         None,
         description=f"shares of sliding KV heads (default: {','.join(map(str, DEFAULT_RATIOS))})",
@@ -30,55 +31,53 @@ class MeasureSettings(Section):
             f"windows of the sliding heads (default: {DEFAULT_WINDOW}, or a hybrid model's own)"
         ),
     )
-    sinks: int = Field(
-        0, ge=0, description="sink tokens of the sliding heads; a hybrid model keeps its own"
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="float32, bfloat16 or float16"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto (a GPU where there is one), cpu or cuda"
-    )
-    threads: Count | None = Field(
-        None, description="threads of a CPU process (default: torch's own choice)"
-    )
-    clock: Literal["wall", "processor"] = Field(
-        "wall",
-        description=(
-            "wall, or processor: CPU time summed over threads, for a machine with other work"
-        ),
-    )
-    chunk: Count = Field(8192, description="prompt tokens in one forward pass")
-    decode_tokens: Count = Field(64, description="tokens decoded after the prompt")
-    batch_size: Count = Field(1, description="sequences measured together")
-    repeats: Count = Field(3, description="runs of each point; the median is reported")
-    attention: str = Field("auto", description="backend of the hybrid attention")
+    sinks: int = Field(0, ge=0)
+    """sink tokens of the sliding heads; a hybrid model keeps its own"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """float32, bfloat16 or float16"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto (a GPU where there is one), cpu or cuda"""
+    threads: Count | None = None
+    """threads of a CPU process (default: torch's own choice)"""
+    clock: Literal["wall", "processor"] = "wall"
+    """wall, or processor: CPU time summed over threads, for a machine with other work"""
+    chunk: Count = 8192
+    """prompt tokens in one forward pass"""
+    decode_tokens: Count = 64
+    """tokens decoded after the prompt"""
+    batch_size: Count = 1
+    """sequences measured together"""
+    repeats: Count = 3
+    """runs of each point; the median is reported"""
+    attention: str = "auto"
+    """backend of the hybrid attention"""
     original_attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "hybrid"
-    ] = Field(
-        "auto",
-        description=(
-            "attention of the original: a name of transformers such as sdpa or flash_attention_2, "
-            "or hybrid for the hybrid attention with every head full; auto: flash_attention_2 "
-            "beside the flash backend, else sdpa, or hybrid for a family without it"
-        ),
-    )
-    memory_limit: Bytes | None = Field(
-        None, description="most memory of a run, like 40GB or 512MiB"
-    )
-    random_weights: bool = Field(False, description="use random weights, with config.json only")
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the prompts and of random weights")
+    ] = "auto"
+    """attention of the original: a name of transformers such as sdpa or flash_attention_2, or
+    hybrid for the hybrid attention with every head full; auto: flash_attention_2 beside the flash
+    backend, else sdpa, or hybrid for a family without it"""
+    memory_limit: Bytes | None = None
+    """most memory of a run, like 40GB or 512MiB"""
+    random_weights: bool = False
+    """use random weights, with config.json only"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """seed of the prompts and of random weights"""
 
 
 class MeasureConfig(Section):
     """Speed and memory of the hybrid beside the original; `bosch measure` has more options."""
 
     lengths: Annotated[list[Count], AfterValidator(rising)] = Field(
-        default=[4096, 32768], min_length=1, description="Tokens of the prompts."
+        default=[4096, 32768], min_length=1
     )
-    decode_tokens: Count = Field(64, description="Tokens decoded after each prompt.")
-    batch_size: Count = Field(1, description="Sequences measured together.")
-    repeats: Count = Field(3, description="Runs of each point; the median is reported.")
+    """Tokens of the prompts."""
+    decode_tokens: Count = 64
+    """Tokens decoded after each prompt."""
+    batch_size: Count = 1
+    """Sequences measured together."""
+    repeats: Count = 3
+    """Runs of each point; the median is reported."""
 
 
 class OverOriginal(Record):

@@ -13,15 +13,12 @@ from stages.stage import Recipe, Stage
 class ReportConfig(Section):
     """The HTML page."""
 
-    title: Line | None = Field(None, description="Heading of the page; default: the recipe's name.")
-    gpu_hour_price: Number | None = Field(
-        None,
-        ge=0,
-        description=(
-            "Price of an hour of one GPU, to show costs; default: only GPU hours are shown."
-        ),
-    )
-    currency: Line = Field("USD", description="Currency of the price.")
+    title: Line | None = None
+    """Heading of the page; default: the recipe's name."""
+    gpu_hour_price: Number | None = Field(None, ge=0)
+    """Price of an hour of one GPU, to show costs; default: only GPU hours are shown."""
+    currency: Line = "USD"
+    """Currency of the price."""
 
     def completed(self, recipe: Recipe) -> Self:
         """The section with the recipe's name as default title."""

@@ -18,15 +18,11 @@ from stages.train.stage import TrainConfig
 class RivalConfig(Section):
     """A hybrid of a rule or ranking with the same training, to measure what the search adds."""
 
-    method: UnsearchedName = Field(
-        "intr",
-        description=(
-            "Layer rule or ranking that chooses its full heads: as many as the search's mask has, "
-            "or, where that has several windows, with one window and no more KV cache. "
-            "It is trained on the same tokens as the search's hybrid, with the same settings: "
-            "training costs twice as much. More methods: `bosch compare`."
-        ),
-    )
+    method: UnsearchedName = "intr"
+    """Layer rule or ranking that chooses its full heads: as many as the search's mask has, or,
+    where that has several windows, with one window and no more KV cache. It is trained on the same
+    tokens as the search's hybrid, with the same settings: training costs twice as much. More
+    methods: `bosch compare`."""
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:

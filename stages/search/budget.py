@@ -73,59 +73,31 @@ class Budget(Section):
 
     ALTERNATIVES: ClassVar = (("ratio", "kv_cache", "bytes", "keep"),)
 
-    ratio: Ratio | None = Field(
-        None, description="Share of KV heads that become sliding (rho); the same as swa_ratio."
-    )
-    kv_cache: _ShareAt | None = Field(
-        None,
-        description=(
-            "Maximum KV cache as a share of the original's at a context, like `0.25 @ 32k`."
-        ),
-    )
-    bytes: _SizeAt | None = Field(
-        None,
-        description=(
-            "Maximum KV cache in bytes for one request of a context, like `2GiB @ 32k`; with "
-            "engine vllm on each rank."
-        ),
-    )
-    keep: Annotated[Number, Field(gt=0, le=1)] | None = Field(
-        None,
-        description=(
-            "Share of the original's score that the chosen point of a front and all larger points "
-            "keep, by a one-sided 95 % limit on samples held out from the search."
-        ),
-    )
-    context: Count | None = Field(
-        None,
-        description=(
-            "Tokens at which a front counts caches; default: those of the budget, else "
-            "prepare.calibration.length."
-        ),
-    )
-    engine: Literal["generate", "vllm"] = Field(
-        "generate",
-        description=(
-            "The engine whose cache is counted: transformers' generate, or vLLM with the memory "
-            "that it reserves."
-        ),
-    )
-    cache_dtype: CacheType | None = Field(
-        None, description="Precision of the cache; default: that of model.dtype."
-    )
-    ranks: Annotated[int, Field(gt=0, le=1024)] = Field(
-        1, description="Tensor-parallel ranks of engine vllm."
-    )
-    block_size: Annotated[int, Field(gt=0, le=2**20)] = Field(
-        LARGE_GPU.block_size, description="Tokens of a cache block of engine vllm."
-    )
-    tokens_in_flight: Count | None = Field(
-        None,
-        description=(
-            "Tokens of all concurrent steps of engine vllm, which a sliding head holds in addition "
-            "to its window; default: the plugin's value on a large GPU."
-        ),
-    )
+    ratio: Ratio | None = None
+    """Share of KV heads that become sliding (rho); the same as swa_ratio."""
+    kv_cache: _ShareAt | None = None
+    """Maximum KV cache as a share of the original's at a context, like `0.25 @ 32k`."""
+    bytes: _SizeAt | None = None
+    """Maximum KV cache in bytes for one request of a context, like `2GiB @ 32k`; with engine vllm
+    on each rank."""
+    keep: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Share of the original's score that the chosen point of a front and all larger points keep, by
+    a one-sided 95 % limit on samples held out from the search."""
+    context: Count | None = None
+    """Tokens at which a front counts caches; default: those of the budget, else
+    prepare.calibration.length."""
+    engine: Literal["generate", "vllm"] = "generate"
+    """The engine whose cache is counted: transformers' generate, or vLLM with the memory that it
+    reserves."""
+    cache_dtype: CacheType | None = None
+    """Precision of the cache; default: that of model.dtype."""
+    ranks: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Tensor-parallel ranks of engine vllm."""
+    block_size: Annotated[int, Field(gt=0, le=2**20)] = LARGE_GPU.block_size
+    """Tokens of a cache block of engine vllm."""
+    tokens_in_flight: Count | None = None
+    """Tokens of all concurrent steps of engine vllm, which a sliding head holds in addition to its
+    window; default: the plugin's value on a large GPU."""
 
     @model_validator(mode="after")
     def _some_amount(self) -> Self:

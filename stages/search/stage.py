@@ -52,16 +52,12 @@ class SearchConfig(Section):
         + "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
         + ".",
     )
-    swa_ratio: Ratio | None = Field(
-        None,
-        description="Share of KV heads that become sliding (rho): the short form of budget.ratio.",
-    )
-    budget: Budget | None = Field(
-        None, description="What the KV cache may hold, in place of swa_ratio."
-    )
-    window_size: Count | None = Field(
-        1024, description="Keys that a sliding head attends to, including the query's own (W)."
-    )
+    swa_ratio: Ratio | None = None
+    """Share of KV heads that become sliding (rho): the short form of budget.ratio."""
+    budget: Budget | None = None
+    """What the KV cache may hold, in place of swa_ratio."""
+    window_size: Count | None = 1024
+    """Keys that a sliding head attends to, including the query's own (W)."""
     windows: Annotated[list[Count], AfterValidator(rising)] | None = Field(
         None,
         min_length=1,
@@ -74,87 +70,46 @@ class SearchConfig(Section):
         ),
     )
     points: Annotated[list[Ratio], AfterValidator(rising)] | None = Field(
-        None,
-        min_length=1,
-        max_length=64,
-        description=(
-            "Method front: sizes of its points as shares of the original's KV cache in layers with "
-            "full attention; default: eight, evenly spaced on a logarithmic scale."
-        ),
+        None, min_length=1, max_length=64
     )
-    sinks: int = Field(
-        0,
-        ge=0,
-        le=MOST,
-        description="First tokens that sliding heads always attend to (attention sinks).",
-    )
-    sink: Literal["bias"] | None = Field(
-        None,
-        description=(
-            "bias: instead of sinks, each query head of a sliding head has one learned logit in "
-            "the softmax over its window; it starts with the attention mass of 4 sinks."
-        ),
-    )
-    solver: SolverName = Field(
-        SearchSettings.solver,
-        description=(
-            "Optimiser of sub-problems that are too large for brute force. nomad decodes its "
-            "points so that all are on the budget; nomad_penalty uses the penalty of Eq. 5 "
-            "instead, as published."
-        ),
-    )
-    budget_per_layer: Count = Field(
-        SearchSettings.budget_per_layer, description="Evaluations per layer (kappa)."
-    )
-    alpha: Number = Field(
-        SearchSettings.alpha, gt=0, description="Weight of the budget penalty (Eq. 5)."
-    )
-    gamma: Number = Field(
-        SearchSettings.gamma, ge=0, description="Head room of the upper anchor (Eq. 2)."
-    )
+    """Method front: sizes of its points as shares of the original's KV cache in layers with full
+    attention; default: eight, evenly spaced on a logarithmic scale."""
+    sinks: int = Field(0, ge=0, le=MOST)
+    """First tokens that sliding heads always attend to (attention sinks)."""
+    sink: Literal["bias"] | None = None
+    """bias: instead of sinks, each query head of a sliding head has one learned logit in the
+    softmax over its window; it starts with the attention mass of 4 sinks."""
+    solver: SolverName = SearchSettings.solver
+    """Optimiser of sub-problems that are too large for brute force. nomad decodes its points so
+    that all are on the budget; nomad_penalty uses the penalty of Eq. 5 instead, as published."""
+    budget_per_layer: Count = SearchSettings.budget_per_layer
+    """Evaluations per layer (kappa)."""
+    alpha: Number = Field(SearchSettings.alpha, gt=0)
+    """Weight of the budget penalty (Eq. 5)."""
+    gamma: Number = Field(SearchSettings.gamma, ge=0)
+    """Head room of the upper anchor (Eq. 2)."""
     buckets: Annotated[list[Ratio], AfterValidator(rising)] = Field(
-        default=list(SearchSettings.buckets), min_length=2, description="Ratios a layer can get."
+        default=list(SearchSettings.buckets), min_length=2
     )
-    max_group_variables: Count = Field(
-        SearchSettings.max_group_variables, description="Largest joint sub-problem in Algorithm 3."
-    )
-    seed: int | None = Field(
-        None,
-        ge=0,
-        lt=2**31,
-        description=(
-            "Seed of the search; default: the recipe's seed. bosch_plus and front do not depend on "
-            "it."
-        ),
-    )
-    strict: Flag = Field(
-        SearchSettings.strict,
-        description=(
-            "Whether bosch and its ablations follow the paper to the letter: ties are broken by "
-            "index, and the last phase's mask is the result. By default log-likelihoods break ties "
-            "and the best mask on budget that was measured is the result."
-        ),
-    )
-    race: Flag = Field(
-        SearchSettings.race,
-        description=(
-            "Whether bosch ends an evaluation as soon as its mask can no longer win; bosch_plus "
-            "always does."
-        ),
-    )
+    """Ratios a layer can get."""
+    max_group_variables: Count = SearchSettings.max_group_variables
+    """Largest joint sub-problem in Algorithm 3."""
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    """Seed of the search; default: the recipe's seed. bosch_plus and front do not depend on it."""
+    strict: Flag = SearchSettings.strict
+    """Whether bosch and its ablations follow the paper to the letter: ties are broken by index, and
+    the last phase's mask is the result. By default log-likelihoods break ties and the best mask on
+    budget that was measured is the result."""
+    race: Flag = SearchSettings.race
+    """Whether bosch ends an evaluation as soon as its mask can no longer win; bosch_plus always
+    does."""
 
-    mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = Field(
-        None,
-        description="File with the head mask for method given (docs/reference/format.md).",
-    )
+    mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = None
+    """File with the head mask for method given (docs/reference/format.md)."""
 
-    head_granularity: Count = Field(
-        SearchSettings.head_granularity,
-        description=(
-            "The number of full KV heads in each layer is a multiple of this (g): 2 for a hybrid "
-            "served on two tensor-parallel ranks, see docs/guide/serving.md."
-        ),
-    )
+    head_granularity: Count = SearchSettings.head_granularity
+    """The number of full KV heads in each layer is a multiple of this (g): 2 for a hybrid served on
+    two tensor-parallel ranks, see docs/guide/serving.md."""
 
     @model_validator(mode="before")
     @classmethod
