@@ -16,15 +16,9 @@ from data_prep.tasks.samples import StoredSample
 
 
 def write_calibration(
-    folder: Path,
-    *,
-    tasks: Sequence[str],
-    examples: int,
-    length: int,
-    seed: int,
-    tokenizer: Any,
+    folder: Path, *, tasks: Sequence[str], examples: int, length: int, seed: int, tokenizer: Any,
     essay_words: Sequence[str],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write calibration.jsonl (token ids) and needles.jsonl (the needles of each example).
 
     Tasks alternate. A record of calibration.jsonl holds task, index, seed, input_ids and
@@ -57,15 +51,9 @@ def write_calibration(
 
 
 def forced_records(
-    tasks: Sequence[str],
-    examples: int,
-    length: int,
-    seed_space: SeedSpace,
-    seed: int,
-    tokenizer: Any,
-    essay_words: Sequence[str],
-    max_new_tokens: int | None = None,
-) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
+    tasks: Sequence[str], examples: int, length: int, seed_space: SeedSpace, seed: int,
+    tokenizer: Any, essay_words: Sequence[str], max_new_tokens: int | None = None,
+) -> Iterator[tuple[Draft, tuple[list[int], int]]]:  # fmt: skip
     """Teacher-forced examples: the sample, and its token ids and answer length.
 
     Tasks alternate. Prompt and answer have at most `length` tokens; with `max_new_tokens`, prompt

@@ -151,13 +151,9 @@ def write_dataset(
     DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": f"{count:x}-{sequence_length:x}",
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
+        "_fingerprint": f"{count:x}-{sequence_length:x}", "_format_columns": None,
+        "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
+    }  # fmt: skip
     (folder / "state.json").write_text(json.dumps(state, indent=2))
 
 

@@ -135,15 +135,9 @@ def take_words(words: Sequence[str], start: int, size: int) -> str:
 
 
 def make_sample(
-    task: str,
-    length: int,
-    tokenizer: Any,
-    seed_space: SeedSpace,
-    seed: int,
-    index: int,
-    max_new_tokens: int | None,
-    essay_words: Sequence[str],
-) -> Draft:
+    task: str, length: int, tokenizer: Any, seed_space: SeedSpace, seed: int, index: int,
+    max_new_tokens: int | None, essay_words: Sequence[str],
+) -> Draft:  # fmt: skip
     """The sample of this task and index, with the longest haystack that `length` tokens allow.
 
     Args:

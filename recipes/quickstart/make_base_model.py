@@ -89,13 +89,9 @@ def model_config() -> Qwen3Config:
 def batch(rows: Rows, phase: Phase, step: int) -> tuple[Tensor, Tensor]:
     """Ids and weights, [B, T]: a function of the step alone, so that resuming is exact."""
     return rows.batch(
-        Random(f"{SEED}-{step}"),
-        phase.batch_tokens // phase.length,
-        phase.length,
-        phase.text,
-        phase.copies,
-        lambda rng, room: rows.fitting(rng, room, phase.kinds),
-    )
+        Random(f"{SEED}-{step}"), phase.batch_tokens // phase.length, phase.length, phase.text,
+        phase.copies, lambda rng, room: rows.fitting(rng, room, phase.kinds),
+    )  # fmt: skip
 
 
 def learning_rate(step: int) -> float:

@@ -79,13 +79,9 @@ def batch(rows: Rows, stretch: Stretch, step: int) -> tuple[Tensor, Tensor]:
         return rows.document(retrieval_document(rng, characters, rows.prose, stretch.kinds))
 
     return rows.batch(
-        Random(f"{SEED}-{step}"),
-        BATCH_TOKENS // stretch.length,
-        stretch.length,
-        stretch.text,
-        stretch.copies,
-        document,
-    )
+        Random(f"{SEED}-{step}"), BATCH_TOKENS // stretch.length, stretch.length, stretch.text,
+        stretch.copies, document,
+    )  # fmt: skip
 
 
 def draw_reach(model: Qwen3ForCausalLM, rows: int, stretch: Stretch, step: int) -> None:

@@ -61,15 +61,10 @@ class _Fault:
 
 @partners_alive()
 def evaluate_models(
-    config: StageConfig[EvaluateConfig],
-    models: Sequence[Evaluated],
-    tokenizer: TokenizerSpec,
-    work_dir: Path,
-    *,
-    calibration: CalibrationNeedles | None = None,
-    original: Path | None = None,
+    config: StageConfig[EvaluateConfig], models: Sequence[Evaluated], tokenizer: TokenizerSpec,
+    work_dir: Path, *, calibration: CalibrationNeedles | None = None, original: Path | None = None,
     kind: type[Scores] = Scores,
-) -> Scores:
+) -> Scores:  # fmt: skip
     """Score `models` and write scores.json and samples.jsonl; called on every rank.
 
     scores.json begins with the scores in the folder `original`, if it is given; otherwise the
@@ -140,13 +135,9 @@ def process_state(runtime: Runtime) -> PartialState:
 
 
 def _suites(
-    config: StageConfig[EvaluateConfig],
-    tokenizer: Any,
-    calibration: CalibrationNeedles | None,
-    answers_dir: Path,
-    rank_options: dict[str, Any],
-    tables: dict[str, Any],
-) -> list[Suite]:
+    config: StageConfig[EvaluateConfig], tokenizer: Any, calibration: CalibrationNeedles | None,
+    answers_dir: Path, rank_options: dict[str, Any], tables: dict[str, Any],
+) -> list[Suite]:  # fmt: skip
     """The suites of a recipe; adds the fields of prompts and texts to `tables`, for scores.json."""
     section, model, suites = config.section, config.model, list[Suite]()
     loaded = load_config(

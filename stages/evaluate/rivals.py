@@ -102,15 +102,10 @@ def rival_masks(
         mask = unsearched_mask(method, model, calibration, window.size, settings)
         files.append(
             HeadMaskFile.of(
-                mask,
-                window,
-                model=config.model.path,
-                method=method,
-                swa_ratio=ratio,
-                seed=settings.seed,
-                sink_bias=searched.sink_bias,
+                mask, window, model=config.model.path, method=method, swa_ratio=ratio,
+                seed=settings.seed, sink_bias=searched.sink_bias,
             )
-        )
+        )  # fmt: skip
         logger.info("%s: mask of a rival", method)
     return files
 

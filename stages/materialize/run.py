@@ -177,13 +177,9 @@ def _budgeted(
     held = price.of(file.mask.heads_per_layer(file.windows))
     has_bytes = price.budget.tokens is not None
     budget = {
-        "engine": price.budget.engine,
-        "ranks": price.budget.ranks,
-        "tokens": price.tokens,
-        "bytes": held,
-        "original": price.original,
-        "allowed": price.most if has_bytes else None,
-    }
+        "engine": price.budget.engine, "ranks": price.budget.ranks, "tokens": price.tokens,
+        "bytes": held, "original": price.original, "allowed": price.most if has_bytes else None,
+    }  # fmt: skip
     return {"budget": budget}
 
 

@@ -104,14 +104,9 @@ def _calibration(
     calibration = config.section.calibration
     words = haystack_words(calibration.essay_dir)
     statistics = write_calibration(
-        work_dir / CALIBRATION,
-        tasks=calibration.tasks,
-        examples=calibration.examples,
-        length=calibration.length,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        essay_words=words,
-    )
+        work_dir / CALIBRATION, tasks=calibration.tasks, examples=calibration.examples,
+        length=calibration.length, seed=config.seed, tokenizer=tokenizer, essay_words=words,
+    )  # fmt: skip
     return {**statistics, "corpus": essay_identity(calibration.essay_dir, words)}
 
 
@@ -129,18 +124,13 @@ def write_training_data(
     with progress(tokens, "tokenising", "tokens") as bar:
         tokenised = [
             tokenise_source(
-                source,
-                encoder,
-                work_dir / "tokens" / f"{number:02d}",
-                tokens=math.ceil(tokens * source.weight / sum(weights)),
-                seed=config.seed,
-                sequence_length=length,
-                workers=worker_count(config.runtime.data_workers, tokens),
-                stamps=config.stamps,
-                bar=bar,
+                source, encoder, work_dir / "tokens" / f"{number:02d}",
+                tokens=math.ceil(tokens * source.weight / sum(weights)), seed=config.seed,
+                sequence_length=length, workers=worker_count(config.runtime.data_workers, tokens),
+                stamps=config.stamps, bar=bar,
             )
             for number, source in enumerate(sources)
-        ]
+        ]  # fmt: skip
     streams = [DocumentStream(t, config.seed, number) for number, t in enumerate(tokenised)]
     remove(work_dir / PACKED_DATA)
     with progress(sequences, "packing", "sequences") as bar:
@@ -167,19 +157,15 @@ def write_training_data(
         ),
         "sources": {
             t.source.name: {
-                "documents": stream.documents,
-                "tokens": stream.tokens,
-                "share": stream.tokens / tokens,
-                "target_share": t.source.weight / sum(weights),
-                "tokens_available": t.tokens,
-                "epochs": stream.epochs,
-                "bytes_per_token": t.bytes_per_token,
-                "left_out": t.left_out,
+                "documents": stream.documents, "tokens": stream.tokens,
+                "share": stream.tokens / tokens, "target_share": t.source.weight / sum(weights),
+                "tokens_available": t.tokens, "epochs": stream.epochs,
+                "bytes_per_token": t.bytes_per_token, "left_out": t.left_out,
                 "lengths": t.length_histogram(),
             }
             for t, stream in zip(tokenised, streams, strict=True)
         },
-    }
+    }  # fmt: skip
 
 
 def _source(config: SourceConfig) -> Source:

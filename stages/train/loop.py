@@ -256,20 +256,15 @@ class Loop:
         peak = self._peak_flops  # None if unknown
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
-                self.step,
-                loss,
-                norm,
-                learning_rate=self.learning_rate,
-                kv_budget=self.budget,
-                skipped=skipped or None,
-                **scores,
+                self.step, loss, norm, learning_rate=self.learning_rate, kv_budget=self.budget,
+                skipped=skipped or None, **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
                 mfu=self.flops[self.budget] / seconds / peak if peak else None,
                 memory=peak_memory(),
                 source_tokens=self.sources.until(self.step * self.schedule.sequences) or None,
                 data_seconds=round(spent.get("data", 0.0), 3),
                 checkpoint_seconds=round(checkpoints, 3),
-            )
+            )  # fmt: skip
 
     def save(self, is_due: bool) -> None:
         """Write the checkpoints of this step, then, if it `is_due`, begin a restart point.

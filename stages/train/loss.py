@@ -40,14 +40,9 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        config: Any,
-        chunk: int,
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, config: Any, chunk: int,
         chunk_loss: ChunkLoss,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         device = states.device.type
         dtype = states.dtype
         if torch.is_autocast_enabled(device):
@@ -191,13 +186,9 @@ def install_loss(
         return loss_of(self, states.flatten(0, 1))
 
     def forward(
-        self: Any,
-        input_ids: Tensor,
-        labels: Tensor,
-        position_ids: Tensor | None = None,
-        num_items_in_batch: int | None = None,
-        measure: Measure | None = None,
-    ) -> dict[str, Tensor]:
+        self: Any, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
+        num_items_in_batch: int | None = None, measure: Measure | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # The loss is 0 if nothing is predicted.
         count = num_items_in_batch or int((targets != IGNORED).sum()) or 1

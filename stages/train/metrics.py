@@ -114,16 +114,12 @@ class MetricsLog:
         new_steps = record["step"] - self._done_steps
         seconds = max(time.monotonic() - self._started, 1e-9)
         logger.info(
-            "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left",
-            record["step"],
-            self._schedule.steps,
-            _text(record["loss"], ".4f"),
-            record["learning_rate"],
+            "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left", record["step"],
+            self._schedule.steps, _text(record["loss"], ".4f"), record["learning_rate"],
             _text(record["grad_norm"], ".3f"),
-            f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
-            _details(record),
+            f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}", _details(record),
             format_seconds(record["seconds_left"]),
-        )
+        )  # fmt: skip
 
     def _seconds_left(self, step: int) -> float:
         """Estimated remaining seconds, from the speed since this start."""

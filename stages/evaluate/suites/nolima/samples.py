@@ -200,17 +200,13 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
                 for text in (experiment["needle"], question, distractor or "")
             )
             yield NeedleTest(
-                name=f"{experiment['id']}_{name}_{kind}",
-                kind=kind,
+                name=f"{experiment['id']}_{name}_{kind}", kind=kind,
                 needle=_filled(experiment["needle"], in_needle),
                 question=_filled(question, in_question[-1:]),
                 distractor=_filled(distractor, in_distractor[-1:]) if in_distractor else None,
-                template=template,
-                system_prompt=system,
-                answers=answers,
-                characters=characters,
+                template=template, system_prompt=system, answers=answers, characters=characters,
                 seed=seed,
-            )
+            )  # fmt: skip
 
 
 def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
