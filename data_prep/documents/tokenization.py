@@ -25,17 +25,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from bosch import files
 from bosch.errors import RunError, UserError
-from bosch.files import (
-    Stamp,
-    changed_file,
-    exists,
-    file_hashes,
-    hash_fault,
-    read_record,
-    replacing,
-    write_json,
-)
+from bosch.files import Stamp
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
 from data_prep.documents.filters import Filters
@@ -206,7 +198,7 @@ def _tokenise_part(
     part, path, stamps = job
     if _is_whole(path):
         return path
-    with replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         temporary.mkdir()
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
             documents = read_part(part, source)
@@ -214,9 +206,9 @@ def _tokenise_part(
             # A compressed file may have millions of documents.
             sizes = np.fromiter(written, np.dtype((np.int64, 2)))
         np.save(temporary / _DOCUMENTS, sizes)
-        hashes = file_hashes(temporary, [_IDS, _DOCUMENTS])
-        write_json(temporary / _RECORD, {"sha256": hashes})
-        changed = changed_file(stamps)
+        hashes = files.file_hashes(temporary, [_IDS, _DOCUMENTS])
+        files.write_json(temporary / _RECORD, {"sha256": hashes})
+        changed = files.changed_file(stamps)
         if changed is not None:
             raise RunError(
                 f"source {source.name}: {changed} was written or replaced while it was read; run "
@@ -306,11 +298,11 @@ def _groups(
 
 def _is_whole(path: Path) -> bool:
     """Whether the shard is complete and intact."""
-    if not exists(path):
+    if not files.exists(path):
         return False
-    record = read_record(path / _RECORD)
+    record = files.read_record(path / _RECORD)
     hashes = record.get("sha256") if isinstance(record, dict) else None
-    fault = hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
+    fault = files.hash_fault(path, hashes) if isinstance(hashes, dict) else f"{_RECORD} is missing"
     if fault is None:
         return True
     logger.warning("%s is damaged (%s) and made again", path, fault)

@@ -17,13 +17,7 @@ import numpy as np
 
 from bosch.errors import UserError
 from bosch.files import check_hub_cache, load_user_json
-from bosch.model.untrusted import (
-    CONFIG_FILES,
-    TOKENIZER_FILE,
-    check_faults,
-    model_file_fault,
-    model_file_faults,
-)
+from bosch.model import untrusted
 from data_prep.text import WINDOW
 
 OVERLAP = 2**12
@@ -84,8 +78,8 @@ def _check_files(spec: TokenizerSpec) -> None:
     """Raise UserError for files that would take too much memory or time to load."""
     if os.path.isdir(spec.path):
         folder = Path(spec.path)
-        check_faults(model_file_faults(folder))
-        file: Path | None = folder / TOKENIZER_FILE
+        untrusted.check_faults(untrusted.model_file_faults(folder))
+        file: Path | None = folder / untrusted.TOKENIZER_FILE
     else:
         file = _hub_files(spec)
     if file is not None and file.is_file():
@@ -99,7 +93,7 @@ def _hub_files(spec: TokenizerSpec) -> Path | None:
     from transformers.utils.hub import cached_file
 
     files = {}
-    for name in (*CONFIG_FILES, TOKENIZER_FILE):
+    for name in (*untrusted.CONFIG_FILES, untrusted.TOKENIZER_FILE):
         try:
             file = cached_file(
                 spec.path, name, revision=spec.revision, _raise_exceptions_for_missing_entries=False
@@ -108,8 +102,8 @@ def _hub_files(spec: TokenizerSpec) -> Path | None:
             return None
         if file is not None:
             files[name] = Path(file)
-            check_faults(model_file_fault(Path(file)))
-    return files.get(TOKENIZER_FILE)
+            untrusted.check_faults(untrusted.model_file_fault(Path(file)))
+    return files.get(untrusted.TOKENIZER_FILE)
 
 
 def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from bosch import files
 from bosch.errors import (
     DamagedWorkError,
     DiskFullError,
@@ -30,22 +31,6 @@ from bosch.errors import (
     UserError,
     is_disk_full,
     is_out_of_memory,
-)
-from bosch.files import (
-    almost_full,
-    file_digest,
-    files_below,
-    is_folder,
-    listing_fault,
-    make_folder,
-    names_in,
-    read_fault,
-    read_record,
-    remove,
-    remove_empty_folders,
-    replace,
-    sync,
-    write_json,
 )
 from bosch.ranks import connection_broke
 from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
@@ -133,7 +118,7 @@ class RestartPoints:
                 logger.warning(
                     "the restart point %s is damaged (%s: %s)", point, folder.name, reason
                 )
-                remove(point)
+                files.remove(point)
         wait()
         if len(faults) < len(points):
             return points[len(faults)]
@@ -158,15 +143,15 @@ class RestartPoints:
                 return folder, f"{record.name} is missing or damaged"
             if content.get("step", step) != step:  # the folder has another point's name
                 return folder, f"it is of step {content['step']}"
-            fault = listing_fault(folder, hashes, (_RECORD,))
+            fault = files.listing_fault(folder, hashes, (_RECORD,))
             if fault is not None:
                 return folder, fault
             try:
                 for name in share(hashes):
-                    if file_digest(folder / name) != hashes[name]:
+                    if files.file_digest(folder / name) != hashes[name]:
                         return folder, f"{name} has other content"
             except OSError as error:
-                return folder, read_fault(name, error)
+                return folder, files.read_fault(name, error)
         return None
 
     @contextmanager
@@ -197,10 +182,10 @@ class RestartPoints:
 
     def make_room(self) -> None:
         """Before writing a point, remove all points except the newest, and unfinished files."""
-        make_folder(self.directory)
+        files.make_folder(self.directory)
         unreadable = self.directory.glob(f"{_UNREADABLE}*")
         for path in [*self._points()[1:], *unreadable, self.writing]:
-            remove(path)
+            files.remove(path)
 
     def save(
         self, state: dict[str, Any], step: int, layout: dict[str, object], minutes: float
@@ -242,7 +227,7 @@ class RestartPoints:
         assert received[f"process-{other}"].item() == other
         wait(self._group)
         if rank() == 0:
-            remove(place)
+            files.remove(place)
 
     def _open(self, minutes: float) -> None:
         if self._group is None and dist.is_initialized():
@@ -257,8 +242,8 @@ class RestartPoints:
         hashes = hash_together(self.writing, self._group)
         if rank() == 0:
             record = {"step": step, "layout": layout, "sha256": hashes}
-            write_json(self.writing / _RECORD, record)
-            replace(self.writing, self.directory / f"step-{step}")
+            files.write_json(self.writing / _RECORD, record)
+            files.replace(self.writing, self.directory / f"step-{step}")
         wait(self._group)  # else another process could begin the next point in this folder
 
     def check(self) -> None:
@@ -283,8 +268,8 @@ class RestartPoints:
         hashes = hash_together(self._checkpoint(name))
         if rank() == 0:
             for folder in (self.directory.parent / CHECKPOINTS, self.directory.parent):
-                sync(folder)  # the directory entries
-            write_json(self._checkpoint_record(name), {"sha256": hashes})
+                files.sync(folder)  # the directory entries
+            files.write_json(self._checkpoint_record(name), {"sha256": hashes})
 
     def checkpoint_hashes(self) -> dict[str, str]:
         """SHA-256 of the files of all checkpoints, by their names in the work directory."""
@@ -299,14 +284,13 @@ class RestartPoints:
         return hashes
 
     def remove(self) -> None:
-        remove(self.directory)
+        files.remove(self.directory)
 
     def _points(self) -> list[Path]:
         """All points, complete or not, the newest first."""
-        named = [
-            self.directory / name for name in names_in(self.directory) if _POINT.fullmatch(name)
-        ]
-        points = [path for path in named if is_folder(path) and not path.is_symlink()]
+        names = filter(_POINT.fullmatch, files.names_in(self.directory))
+        named = [self.directory / name for name in names]
+        points = [path for path in named if files.is_folder(path) and not path.is_symlink()]
         return sorted(points, key=restart_step, reverse=True)
 
     def _checkpoint(self, name: str) -> Path:
@@ -327,16 +311,16 @@ def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[
     All processes of the group (default: all) call it after writing.
     """
     if rank() == 0:
-        remove_empty_folders(folder)
+        files.remove_empty_folders(folder)
     wait(group)
     digests = {}
-    for name in share(list(files_below(folder))):
-        sync(folder / name)
-        digests[name] = file_digest(folder / name)
+    for name in share(list(files.files_below(folder))):
+        files.sync(folder / name)
+        digests[name] = files.file_digest(folder / name)
     hashes = {name: digest for part in _from_all(digests, group) for name, digest in part.items()}
     if rank() == 0:
         for directory, _, _ in os.walk(folder):
-            sync(Path(directory))
+            files.sync(Path(directory))
     return dict(sorted(hashes.items()))
 
 
@@ -371,7 +355,7 @@ def _from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _record(path: Path) -> dict[str, Any]:
     """The content of a record; empty where it is missing or damaged."""
-    content = read_record(path)
+    content = files.read_record(path)
     return content if isinstance(content, dict) else {}
 
 
@@ -418,7 +402,7 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
             folder for folder in (directory, *directory.absolute().parents) if folder.is_dir()
         )
         free, reason = shutil.disk_usage(there).free, " ".join(str(cause).split())
-        torch_alone = not isinstance(cause, OSError) and almost_full(directory)
+        torch_alone = not isinstance(cause, OSError) and files.almost_full(directory)
         kind = DiskFullError if is_disk_full(cause) or torch_alone else RunError
         raise kind(
             f"cannot write {what} below {directory} ({free / 1e9:.2f} GB free): {reason}"
