@@ -78,14 +78,10 @@ class CalibrationNeedles:
     @classmethod
     def load(cls, folder: Path) -> CalibrationNeedles:
         """Read needles.jsonl of prepare's calibration folder."""
-        pairs: set[Needle] = set()
-        prompts: set[str] = set()
         with (folder / "needles.jsonl").open() as file:
-            for line in file:
-                record = json.loads(line)
-                pairs.update((key, value) for key, value in record["needles"])
-                prompts.add(record["prompt_sha256"])
-        return cls(frozenset(pairs), frozenset(prompts))
+            records = [json.loads(line) for line in file]
+        pairs = frozenset((key, value) for record in records for key, value in record["needles"])
+        return cls(pairs, frozenset(record["prompt_sha256"] for record in records))
 
     def check(self, sample: StoredSample) -> None:
         """Raise RunError if a sample shares a needle or its prompt with the calibration set."""

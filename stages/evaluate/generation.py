@@ -24,6 +24,8 @@ from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 from stages.evaluate.shared_reading import SharedReading
 
+_NO_NUMBERS = "its logits are no numbers (NaN)"
+
 
 @dataclass(frozen=True)
 class Question:
@@ -60,26 +62,21 @@ class Numbers(LogitsProcessor):  # type: ignore[misc]
     """Remembers whether a step had NaN logits, which greedy decoding would choose."""
 
     def __init__(self) -> None:
-        self._faulty: torch.Tensor | None = None
+        self._faulty: torch.Tensor | bool = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        faulty = scores.isnan().any()
-        self._faulty = faulty if self._faulty is None else self._faulty | faulty
+        self._faulty = scores.isnan().any() | self._faulty
         return scores
 
     def check(self) -> None:
-        if self._faulty is not None and bool(self._faulty):
-            raise _no_numbers()
+        if self._faulty:
+            raise ModelError(_NO_NUMBERS)
 
 
 def check_numbers(logits: torch.Tensor) -> None:
     """Raise ModelError for NaN logits."""
-    if bool(logits.isnan().any()):
-        raise _no_numbers()
-
-
-def _no_numbers() -> ModelError:
-    return ModelError("its logits are no numbers (NaN)")
+    if logits.isnan().any():
+        raise ModelError(_NO_NUMBERS)
 
 
 def decode(tokenizer: Any, ids: torch.Tensor) -> str:

@@ -108,13 +108,10 @@ class PromptSuite(Suite):
         questions = [self._question(subtask, index) for index in indices]
         new_tokens = max(sample.new_tokens for sample in samples)
         for batch in self.generated(loaded, questions, new_tokens):
-            records = []
-            for question, output in batch:
-                sample = samples[question.index]
-                records.append(
-                    answer_record(question, sample.score(output), sample.answers, output)
-                )
-            yield records
+            answered = [(question, samples[question.index], output) for question, output in batch]
+            yield [
+                answer_record(q, s.score(output), s.answers, output) for q, s, output in answered
+            ]
 
     def _question(self, subtask: Subtask, index: int) -> Question:
         key, sample = (subtask, index), self._samples[subtask][index]

@@ -104,8 +104,7 @@ class SuiteSection(Section):
             task for benchmark in added for task in benchmark.tasks if task not in section.tasks
         ]
         changes: dict[str, Any] = {
-            "tasks": [*section.tasks, *missing],
-            "optional": [*section.optional, *missing],
+            name: [*getattr(section, name), *missing] for name in ("tasks", "optional")
         }
         settings = {
             task: with_settings(benchmark.settings, section.settings.get(task, {}))

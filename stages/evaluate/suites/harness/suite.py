@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,7 +105,7 @@ class HarnessSuite(Suite):
                     continue
                 # lm-eval makes a task's documents again at each access.
                 made = "test_docs" if task.has_test_docs() else "validation_docs"
-                setattr(task, made, partial(_same, task.eval_docs))
+                setattr(task, made, lambda documents=task.eval_docs: documents)
                 subtask = Subtask(task_name, 0, self._digest(manager, task_name, task))
                 if any(other.task == task_name and other != subtask for other in self._tasks):
                     raise UserError(
@@ -269,7 +268,8 @@ class HarnessSuite(Suite):
                 for request in requests[index]
             ]
             # lm-eval's property reads all documents to find these, once for each filter.
-            task.doc_iterator = partial(_asked, [documents[index] for index in chunk])
+            asked = [documents[index] for index in chunk]
+            task.doc_iterator = lambda asked=asked, **_: enumerate(asked)
             result = evaluate(
                 lm,
                 {"tasks": {subtask.task: task}},
@@ -287,15 +287,6 @@ class HarnessSuite(Suite):
                 | ({"cut": True} if any(is_cut(lm, request) for request in requests[index]) else {})
                 for index in chunk
             ]
-
-
-def _same(documents: Any) -> Any:
-    return documents
-
-
-def _asked(documents: Sequence[Any], **_: Any) -> Iterator[tuple[int, Any]]:
-    """Replaces a task's `doc_iterator`: the documents of this call, by number."""
-    return enumerate(documents)
 
 
 def _numbered(request: Any, number: int) -> Any:

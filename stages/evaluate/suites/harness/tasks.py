@@ -204,26 +204,19 @@ def hub_tasks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
     """Raise UserError for tasks that run a model's code, or lack a score in [0, 1] or a file."""
     for name in names:
-        configs = leaf_configs(manager, name)
-        faults = {
-            "is defined inside its group, where lm-eval takes neither local data nor settings": [
-                name for name in configs if "::" in name
-            ],
-            "runs code that the model writes, which this project does not do": [
-                name
-                for name, config in configs.items()
-                if config.get("unsafe_code") and _EXECUTES_NOTHING.fullmatch(name) is None
-            ],
-            "measures perplexity, which is no share of 1 (evaluate.positions measures loss)": [
-                name
-                for name, config in configs.items()
-                if config.get("output_type") == "loglikelihood_rolling"
-            ],
-        }
-        for fault, tasks in faults.items():
-            if tasks:
-                task = tasks[0] if tasks[0] == name else f"{name} has {tasks[0]}, which"
-                raise UserError(f"{_WHERE}: {task} {fault}; leave it out")
+        for leaf, config in leaf_configs(manager, name).items():
+            if "::" in leaf:
+                fault = "is defined inside its group, where lm-eval takes no local data or settings"
+            elif config.get("unsafe_code") and _EXECUTES_NOTHING.fullmatch(leaf) is None:
+                fault = "runs code that the model writes, which this project does not do"
+            elif config.get("output_type") == "loglikelihood_rolling":
+                fault = (
+                    "measures perplexity, which is no share of 1 (evaluate.positions measures loss)"
+                )
+            else:
+                continue
+            task = leaf if leaf == name else f"{name} has {leaf}, which"
+            raise UserError(f"{_WHERE}: {task} {fault}; leave it out")
 
 
 def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTasks:

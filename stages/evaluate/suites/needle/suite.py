@@ -111,11 +111,10 @@ class NeedleSuite(Suite):
         factor = self.section.yarn.get(subtask.length)
         with yarn(loaded, factor, self.section.yarn_original_length, self.places.card):
             for batch in self.generated(loaded, questions, new_tokens):
-                records = []
-                for question, output in batch:
-                    score = string_match(output, question.answers, question.any_answer)
-                    records.append(answer_record(question, score, question.answers, output))
-                yield records
+                yield [
+                    answer_record(q, string_match(text, q.answers, q.any_answer), q.answers, text)
+                    for q, text in batch
+                ]
 
     def _subtask_questions(self, subtask: Subtask) -> list[Question]:
         """The subtask's samples of this rank; cached, since all checkpoints share them."""

@@ -160,7 +160,8 @@ def documents(path: str | None, characters: int) -> Iterator[str]:
     """
     if path is not None:
         for file in haystack_files(Path(path), "evaluate.positions.path", (".txt", ".md")):
-            yield _beginning(file, characters)
+            pieces = itertools.chain.from_iterable(TextFile(file).pieces())
+            yield "".join(itertools.islice(pieces, characters))
         return
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
@@ -168,13 +169,3 @@ def documents(path: str | None, characters: int) -> Iterator[str]:
     for file in sorted(files, key=lambda file: (-file.stat().st_size, file.name)):
         text = file.read_text(encoding="utf-8")
         yield text[text.find("\nclass ") + 1 :][:characters]
-
-
-def _beginning(path: Path, characters: int) -> str:
-    """The first characters of a file of any size."""
-    text = ""
-    for piece in TextFile(path).pieces():
-        text += piece
-        if len(text) >= characters:
-            break
-    return text[:characters]
