@@ -16,9 +16,8 @@ from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:
     """Files named by `pattern` (a file, a folder with all below it, or a glob), in order.
 
-    In a folder only files that end with one of `suffixes` and are not hidden count.
-
-    Raises UserError when there is no such file; the message begins with `where`.
+    In a folder only files that end with one of `suffixes` and are not hidden count. Raises
+    UserError when there is no such file; the message begins with `where`.
     """
     path = Path(pattern).expanduser()
     if path.is_file():

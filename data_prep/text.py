@@ -71,9 +71,8 @@ Document = str | TextFile
 def haystack_words(essay_dir: str | Path | None) -> list[str]:
     """The corpus as words, without white space; files sorted by name.
 
-    A `.json` file holds an object with a field `text`, like RULER's essay file.
-
-    Raises UserError if the folder is missing or has no text, or a file is damaged.
+    A `.json` file holds an object with a field `text`, like RULER's essay file. Raises UserError if
+    the folder is missing or has no text, or a file is damaged.
     """
     if essay_dir is None:
         words = " ".join(pydoc_topics().values()).split()

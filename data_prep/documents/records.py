@@ -47,9 +47,8 @@ def read_jsonl(
 ) -> Iterator[str | None]:
     """Texts of the records that begin in bytes `start` to `stop`; all of a compressed file.
 
-    None stands for a record that `filters` leave out.
-
-    Raises UserError if a record is truncated, not JSON, not UTF-8, or has no text in `field`.
+    None stands for a record that `filters` leave out. Raises UserError if a record is truncated,
+    not JSON, not UTF-8, or has no text in `field`.
     """
     for at, line in _jsonl_lines(path, start, stop):
         yield _record_text(line, at, path, field, filters)

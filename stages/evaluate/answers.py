@@ -160,9 +160,8 @@ def model_files(folder: Path) -> list[Path]:
 def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | None:
     """`content_identity` of a model in a stage's published output, from the hashes in its manifest.
 
-    None if the stage ran alone, so that there is no manifest.
-
-    Raises RunError when the manifest lacks a file of the model.
+    None if the stage ran alone, so that there is no manifest. Raises RunError when the manifest
+    lacks a file of the model.
     """
     if not exists(stage / Manifest.FILE):
         return None

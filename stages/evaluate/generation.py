@@ -95,7 +95,6 @@ def generate(
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
     it looks for. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
     least one token. If processes read prompts together (`shared`), all of them get the texts.
-
     Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
     positions = most_positions(model.config)

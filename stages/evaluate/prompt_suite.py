@@ -66,9 +66,8 @@ class PromptSuite(Suite):
     def prepare(self) -> None:
         """Read the data; prompts are made later, on demand.
 
-        A length without samples becomes `missing`.
-
-        Raises UserError when the data cannot be read, or has no samples at all.
+        A length without samples becomes `missing`. Raises UserError when the data cannot be read,
+        or has no samples at all.
         """
         folder = Path(self.section.data_dir)
         files = {name: file_digest(folder / name) for name in self.section.files(folder)}

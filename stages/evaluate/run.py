@@ -31,10 +31,9 @@ def run(
 ) -> dict[str, Any]:
     """Write scores.json and samples.jsonl below `work_dir`; called on every rank.
 
-    scores.json repeats the original model's scores from inputs["original"].
-
-    Raises UserError when a model or the essay folder is missing or damaged; and RunError when a
-    sample shares a needle with the calibration set.
+    scores.json repeats the original model's scores from inputs["original"]. Raises UserError when a
+    model or the essay folder is missing or damaged; and RunError when a sample shares a needle with
+    the calibration set.
     """
     folders = {HYBRID: (inputs["materialize"] / MODEL, inputs["materialize"])}
     if "train" in inputs:

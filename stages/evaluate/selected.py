@@ -28,7 +28,6 @@ def run(
     """Write scores.json and samples.jsonl of the models in `inputs` and of the original.
 
     models.json in `work_dir` holds each model's identity. Returns the content of scores.json.
-
     Raises UserError when a model's tokenizer differs from that of the recipe's model, so that the
     samples' ids would be other text; RunError as `evaluate_models` does.
     """

@@ -43,9 +43,8 @@ def run(
     """Write train/, calibration/, tokenizer/ and statistics.json below `work_dir`.
 
     Tokenised shards are kept in `work_dir`/tokens until everything is written, so that a killed run
-    resumes where it stopped.
-
-    Raises UserError, with file and place, when a source or the tokenizer is missing or damaged.
+    resumes where it stopped. Raises UserError, with file and place, when a source or the tokenizer
+    is missing or damaged.
     """
     allow_open_files()
     written = Statistics.finished(work_dir)

@@ -211,9 +211,8 @@ def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
     """Replace the weights in `files` by their mean with the files of the same names in `others`.
 
     `others` are model directories, checkpoints of the same training, so their files hold the same
-    tensors. Only floating-point tensors are averaged, one at a time in float32.
-
-    Raises RunError when the files do not hold the same tensors.
+    tensors. Only floating-point tensors are averaged, one at a time in float32. Raises RunError
+    when the files do not hold the same tensors.
     """
     for file in files:
         with safe_open(file, framework="pt") as opened:

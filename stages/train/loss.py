@@ -171,9 +171,7 @@ def install_loss(
 
     With a `measure` the forward pass returns its values [B, T] instead of the loss. With
     `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
-    their part of the sum.
-
-    Raises UserError when the model's own loss has a term for its router.
+    their part of the sum. Raises UserError when the model's own loss has a term for its router.
     """
     config = model.config
     if getattr(text_config(config), "output_router_logits", False):

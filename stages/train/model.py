@@ -181,9 +181,8 @@ def apply_liger(model: Any) -> None:
     """Replace norms, MLPs and rotary embedding by Liger's for the model's base family.
 
     `install_loss` calls the fused loss. Liger's forward pass of the model is not used: its decoder
-    would create a cache, and with a cache a row's documents count as one.
-
-    Raises UserError for a family that Liger does not patch; RunError as `check_liger_runs` does.
+    would create a cache, and with a cache a row's documents count as one. Raises UserError for a
+    family that Liger does not patch; RunError as `check_liger_runs` does.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

@@ -67,10 +67,9 @@ def run(
     """Train `inputs["materialize"]/model` on `inputs["prepare"]/train`; resumes in `work_dir`.
 
     Writes checkpoints/tokens-<n>, metrics.jsonl, tensorboard/ and summary.json, and returns the
-    summary: final_loss (nats per token), tokens, steps, seconds, processes, checkpoints.
-
-    Raises UserError when batch, data, sharding and machine do not fit together; RunError when the
-    loss diverged, or writing failed; LostRankError, with its rank, when another process ended.
+    summary: final_loss (nats per token), tokens, steps, seconds, processes, checkpoints. Raises
+    UserError when batch, data, sharding and machine do not fit together; RunError when the loss
+    diverged, or writing failed; LostRankError, with its rank, when another process ended.
     """
     if TrainingSummary.finished(work_dir) is None:
         _train(config, inputs, work_dir)

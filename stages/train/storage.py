@@ -385,10 +385,9 @@ def _cause(error: BaseException) -> BaseException:
 def disk_errors(what: str, directory: Path) -> Iterator[None]:
     """Context for writing: errors name `what` could not be written, and the free space.
 
-    Errors of connections and GPUs, which may occur while writing, pass unchanged.
-
-    Raises RunError for errors of the file system, DiskFullError if no space is left; torch's
-    archive writer then only reports an unexpected position.
+    Errors of connections and GPUs, which may occur while writing, pass unchanged. Raises RunError
+    for errors of the file system, DiskFullError if no space is left; torch's archive writer then
+    only reports an unexpected position.
     """
     from safetensors import SafetensorError
 

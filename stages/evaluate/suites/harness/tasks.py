@@ -151,9 +151,8 @@ def whole_index() -> Any:
 def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
     """The tasks that a task, group or tag of lm-eval stands for, by name; builds none of them.
 
-    A task that is defined only inside its group is called <group>::<task>.
-
-    Raises UserError when lm-eval knows no such name.
+    A task that is defined only inside its group is called <group>::<task>. Raises UserError when
+    lm-eval knows no such name.
     """
     index = manager.task_index
     if name not in index:
@@ -222,9 +221,8 @@ def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
 def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTasks:
     """The tasks that `name` stands for, each on its local data if there is any.
 
-    They are lm-eval's tasks with the settings of its groups.
-
-    Raises UserError when lm-eval knows no such name, or its tasks cannot be scored here.
+    They are lm-eval's tasks with the settings of its groups. Raises UserError when lm-eval knows no
+    such name, or its tasks cannot be scored here.
     """
     refuse_unscorable(manager, [name])
     # Silence warnings that do not matter here.
@@ -438,9 +436,8 @@ def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
 def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list[dict[str, Any]]:
     """The objects of a JSONL file, which all have the same fields.
 
-    `check` raises ValueError for an object that the task cannot take.
-
-    Raises ValueError with the file and, for an invalid object, its line.
+    `check` raises ValueError for an object that the task cannot take. Raises ValueError with the
+    file and, for an invalid object, its line.
     """
     try:
         content = read_within(path, _DATA_LIMITS.most_bytes)

@@ -108,9 +108,8 @@ def fitted(
 ) -> str:
     """The prompt; its context is truncated at the end if it has more than `most_tokens`.
 
-    All tokens count: also those of the chat template or, without one, of the ending.
-
-    Raises UserError if there are too many even without the context.
+    All tokens count: also those of the chat template or, without one, of the ending. Raises
+    UserError if there are too many even without the context.
     """
     text, plain = sample.prompt(), partial(_with_ending, sample.ending)
     offsets: Any = None  # of the remaining tokens of the context

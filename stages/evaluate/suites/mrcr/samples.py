@@ -82,9 +82,8 @@ def samples(
 ) -> list[PromptSample]:
     """The samples of each length, the limit of the tokens of conversation and answer.
 
-    Upstream counts tokens of another tokenizer, so its bins hold other samples.
-
-    Raises UserError when a file is not in the public layout.
+    Upstream counts tokens of another tokenizer, so its bins hold other samples. Raises UserError
+    when a file is not in the public layout.
     """
     chosen, counts = [], Counter[tuple[int, int]]()
     most = _CHARACTERS_PER_TOKEN * max(section.lengths)

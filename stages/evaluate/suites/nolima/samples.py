@@ -270,10 +270,9 @@ def samples(
 ) -> list[PromptSample]:
     """The needles of the set at every depth of every book, or `section.samples` of them.
 
-    All depths of a question count as one sample, since a model that answers at one depth does so
-    at most others.
-
-    Raises UserError when the needle set or a book cannot be read, or a book is too short.
+    All depths of a question count as one sample, since a model that answers at one depth does so at
+    most others. Raises UserError when the needle set or a book cannot be read, or a book is too
+    short.
     """
     folder = Path(section.data_dir)
     template_file = folder / "task_template.txt"

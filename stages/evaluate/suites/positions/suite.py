@@ -53,9 +53,8 @@ class PositionSuite(Suite):
     def prepare(self) -> None:
         """Tokenise the first documents that are long enough, each once.
 
-        Copies are skipped: they would narrow the interval without new information.
-
-        Raises UserError when no document is long enough.
+        Copies are skipped: they would narrow the interval without new information. Raises UserError
+        when no document is long enough.
         """
         known = set[bytes]()
         for text in documents(self.section.path, 8 * self.section.length + 1000):
