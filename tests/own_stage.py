@@ -19,8 +19,10 @@ from stages.stage import LoadedRecipe, Stage
 class WordsConfig(Section):
     """Words of a folder's texts."""
 
-    folder: Annotated[PathText, prose()] = Field(description="Folder of texts.")
-    most: Count = Field(10, description="Words that are counted.")
+    folder: Annotated[PathText, prose()]
+    """Folder of texts."""
+    most: Count = 10
+    """Words that are counted."""
 
 
 def run(
