@@ -42,12 +42,9 @@ def write_calibration(
             needles_file.write(json.dumps({**head, **needles}) + "\n")
             bar.update()
     return {
-        "tasks": list(tasks),
-        "examples": examples,
-        "length": length,
-        "shortest": min(lengths),
+        "tasks": list(tasks), "examples": examples, "length": length, "shortest": min(lengths),
         "longest": max(lengths),
-    }
+    }  # fmt: skip
 
 
 def forced_records(

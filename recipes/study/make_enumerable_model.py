@@ -139,13 +139,10 @@ def train(output: Path) -> None:
                 print(line, flush=True)
     model.to(torch.bfloat16).save_pretrained(output)
     details = {
-        "seed": SEED,
-        "stretches": [asdict(stretch) for stretch in STRETCHES],
-        "batch_tokens": BATCH_TOKENS,
-        "cpu_minutes": round((time.process_time() - began) / 60, 1),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+        "seed": SEED, "stretches": [asdict(stretch) for stretch in STRETCHES],
+        "batch_tokens": BATCH_TOKENS, "cpu_minutes": round((time.process_time() - began) / 60, 1),
+        "torch": torch.__version__, "python": platform.python_version(),
+    }  # fmt: skip
     (output / "training.json").write_text(json.dumps(details, indent=1) + "\n")
 
 

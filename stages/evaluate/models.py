@@ -188,12 +188,9 @@ def _chat_template(
 
 
 def _answer(
-    config: StageConfig[EvaluateConfig],
-    models: Sequence[Evaluated],
-    suites: Sequence[Suite],
-    state: PartialState,
-    shared: SharedReading | None,
-) -> list[_Fault]:
+    config: StageConfig[EvaluateConfig], models: Sequence[Evaluated], suites: Sequence[Suite],
+    state: PartialState, shared: SharedReading | None,
+) -> list[_Fault]:  # fmt: skip
     """Answer this rank's unanswered samples for every model; returns faults.
 
     A fault is a suite in which a model cannot be evaluated; other suites and models continue.
@@ -389,12 +386,9 @@ def _table(suite: Suite, answers: SuiteAnswers, base: SuiteAnswers | None) -> di
     if not subtasks:
         return None
     table = suite_table(
-        subtasks,
-        base.scores if base is not None else None,
-        suite.groups,
-        answers.metrics,
+        subtasks, base.scores if base is not None else None, suite.groups, answers.metrics,
         base.metrics if base is not None else None,
-    )
+    )  # fmt: skip
     for task, length in subtasks:
         if cut := answers.cut.get((task, length)):
             table[task][str(length)]["cut"] = cut

@@ -76,12 +76,9 @@ def other_windows(
 
 
 def rival_masks(
-    config: StageConfig[Any],
-    methods: Sequence[MethodName],
-    searched: HeadMaskFile,
-    prepared: Path,
+    config: StageConfig[Any], methods: Sequence[MethodName], searched: HeadMaskFile, prepared: Path,
     device: torch.device,
-) -> list[HeadMaskFile]:
+) -> list[HeadMaskFile]:  # fmt: skip
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
 
     If that mask has several windows, they use the one that most of its sliding heads have, and the

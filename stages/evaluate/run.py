@@ -57,13 +57,10 @@ def run(
         if stage != inputs.get("train_rival"):
             models += at_other_budgets(models[-1], config.section)
     return evaluate_models(
-        config,
-        models,
-        TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code),
-        work_dir,
-        calibration=CalibrationNeedles.load(prepared / CALIBRATION),
-        original=inputs["original"],
-    ).averages
+        config, models,
+        TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code), work_dir,
+        calibration=CalibrationNeedles.load(prepared / CALIBRATION), original=inputs["original"],
+    ).averages  # fmt: skip
 
 
 def at_other_budgets(model: Evaluated, section: EvaluateConfig) -> list[Evaluated]:

@@ -68,12 +68,9 @@ class TeacherLoss:
     """
 
     def __init__(
-        self,
-        teacher: Any,
-        weight: float,
-        tokens: float,
+        self, teacher: Any, weight: float, tokens: float,
         context_parallel: ContextParallel | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.teacher = teacher
         self._weight = weight
         self._tokens = tokens

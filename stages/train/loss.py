@@ -157,12 +157,9 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
 
 
 def install_loss(
-    model: Any,
-    *,
-    liger: bool = False,
-    distillation: BatchLoss | None = None,
+    model: Any, *, liger: bool = False, distillation: BatchLoss | None = None,
     context_parallel: ContextParallel | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Make `model` return its loss alone, from a forward pass without cache and without logits.
 
     The head computes the loss in its forward pass, so that FSDP and DeepSpeed gather its weight as

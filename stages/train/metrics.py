@@ -89,14 +89,11 @@ class MetricsLog:
     def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
         """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         record = {
-            "step": step,
-            "tokens": step * self._schedule.batch_tokens,
-            "loss": _finite(loss),
-            "grad_norm": _finite(grad_norm),
-            "seconds": round(self.seconds, 3),
+            "step": step, "tokens": step * self._schedule.batch_tokens, "loss": _finite(loss),
+            "grad_norm": _finite(grad_norm), "seconds": round(self.seconds, 3),
             "seconds_left": round(self._seconds_left(step), 3),
             **{name: _finite(value) for name, value in values.items() if value is not None},
-        }
+        }  # fmt: skip
         self.records.append(record)
         self._journal.append(record)
         drawn = {

@@ -174,16 +174,13 @@ def samples(
             for sample in read(section, task, file, seed):
                 prompts.append(
                     PromptSample(
-                        task=name,
-                        length=length,
+                        task=name, length=length,
                         turns=partial(_turns, sample, most, tokenizer, chat),
-                        answers=sample.answers,
-                        new_tokens=task.new_tokens,
+                        answers=sample.answers, new_tokens=task.new_tokens,
                         score=partial(score, answers=sample.answers),
-                        plain=partial(_with_ending, sample.ending),
-                        document=sample.document,
+                        plain=partial(_with_ending, sample.ending), document=sample.document,
                     )
-                )
+                )  # fmt: skip
     return prompts
 
 

@@ -291,15 +291,12 @@ def samples(
             system = sample.test.system_prompt if chat_system is None else chat_system
             prompts.append(
                 PromptSample(
-                    task=sample.test.kind,
-                    length=length,
+                    task=sample.test.kind, length=length,
                     turns=partial(_turns, system, sample, books[sample.book], length),
-                    answers=sample.answers,
-                    new_tokens=section.max_new_tokens,
-                    score=partial(score, answers=sample.answers),
-                    document=sample.test.name,
+                    answers=sample.answers, new_tokens=section.max_new_tokens,
+                    score=partial(score, answers=sample.answers), document=sample.test.name,
                 )
-            )
+            )  # fmt: skip
     return prompts
 
 
