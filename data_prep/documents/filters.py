@@ -32,14 +32,12 @@ class Filters:
         return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
 
     def allow_text(self, document: Document) -> bool:
-        """Whether the document's characters are within the bounds."""
         if self.min_characters is None and self.max_characters is None:
             return True
         pieces = document.pieces() if isinstance(document, TextFile) else [document]
         return _within(sum(map(len, pieces)), self.min_characters, self.max_characters)
 
     def allow_tokens(self, tokens: int) -> bool:
-        """Whether a number of tokens is within the bounds."""
         return _within(tokens, self.min_tokens, self.max_tokens)
 
 

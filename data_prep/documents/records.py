@@ -38,7 +38,6 @@ _BATCH_BYTES = 2**24
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the file name ends with gzip's or zstd's suffix."""
     return path.suffix in (".gz", ".zst")
 
 

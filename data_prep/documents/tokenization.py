@@ -181,7 +181,6 @@ def _begin_worker(parent: int) -> None:
 
 
 def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Mapping[str, Stamp]:
-    """The stamps of a part's files."""
     if source.path is None or not stamps:
         return {}
     if part.paths and part.shard is None:  # a file without a stamp, [], counts as changed

@@ -69,7 +69,6 @@ def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
 
 
 def instruction(what: str, many: bool = False) -> str:
-    """The instruction with which a prompt begins."""
     noun = what if many else what[:-1]
     hidden = f"Some special magic {what} are" if many else f"A special magic {noun} is"
     return (
@@ -96,7 +95,6 @@ def hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> lis
 
 
 def draw_value(rng: random.Random, kind: Literal["words", "numbers", "uuids"]) -> str:
-    """A key or value."""
     if kind == "words":
         return word_key(rng)
     if kind == "numbers":

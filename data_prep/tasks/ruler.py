@@ -56,7 +56,6 @@ class Corpus:
 
     @cached_property
     def essay_sha256(self) -> str:
-        """SHA-256 of the prose."""
         return str(essay_identity(None, self.essay)["sha256"])
 
 

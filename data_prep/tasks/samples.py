@@ -11,7 +11,7 @@ import hashlib
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -79,14 +79,20 @@ class SampleFolder:
     @property
     def identity(self) -> dict[str, Any]:
         """All that the samples depend on."""
-        file = self._data_file
+        name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
+        file = folder / name if name is not None and folder is not None else None
+        generator = _GENERATOR + _MORE.get(self.task, 0)
+        if not self.corpus.words.is_upstream:
+            generator += _MORE_OF_OWN_WORDS.get(self.task, 0)
+        if self.length < SHORTEST_LENGTH:
+            generator += _MORE_OF_SHORT.get(self.task, 0)
         return {
-            "generator": _GENERATOR + sum(raised.get(self.task, 0) for raised in self._raised),
+            "generator": generator,
             "task": self.task, "length": self.length, "new_tokens": self.new_tokens,
             "seed": self.seed, "tokenizer": tokenizer_digest(self.tokenizer),
             "words": words_identity(), "sentences": sentences_identity(),
             "essay": self.corpus.essay_sha256,
-            "data": file_digest(file) if file is not None else None,
+            "data": file_digest(file) if file is not None and file.is_file() else None,
         }  # fmt: skip
 
     @property
@@ -147,20 +153,6 @@ class SampleFolder:
                 self.task, index, own_ids, record["answers"], record["tail"], record["prefix"],
                 [(key, value) for key, value in record["needles"]], record["prompt_sha256"],
             )  # fmt: skip
-
-    @property
-    def _raised(self) -> Iterator[Mapping[str, int]]:
-        yield _MORE
-        if not self.corpus.words.is_upstream:
-            yield _MORE_OF_OWN_WORDS
-        if self.length < SHORTEST_LENGTH:
-            yield _MORE_OF_SHORT
-
-    @property
-    def _data_file(self) -> Path | None:
-        name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
-        path = folder / name if name is not None and folder is not None else None
-        return path if path is not None and path.is_file() else None
 
 
 def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:

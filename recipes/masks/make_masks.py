@@ -39,7 +39,6 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> None:
-    """Write the requested masks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--methods", default="bosch", help="separated by commas")

@@ -95,7 +95,6 @@ def batch(rows: Rows, phase: Phase, step: int) -> tuple[Tensor, Tensor]:
 
 
 def learning_rate(step: int) -> float:
-    """The phase's rate times warm-up and decay."""
     return SCHEDULE[step].rate * rate_scale(step, len(SCHEDULE), WARMUP_STEPS, DECAY_STEPS)
 
 

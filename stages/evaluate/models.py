@@ -40,7 +40,7 @@ from stages.evaluate.scores import (
 )
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import EvaluateConfig
-from stages.evaluate.suite import Places, Suite
+from stages.evaluate.suite import Suite
 from stages.evaluate.tables import SuiteAnswers, not_shares, suite_table
 
 logger = logging.getLogger(__name__)
@@ -148,10 +148,9 @@ def _suites(
     common = {
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
-        "places": Places(
-            (config.shared or answers_dir) / "samples", Path(model.path, "README.md"), calibration,
-            most_positions(loaded),
-        ),
+        "samples_folder": (config.shared or answers_dir) / "samples",
+        "card": Path(model.path, "README.md"), "calibration": calibration,
+        "positions": most_positions(loaded),
     }  # fmt: skip
     for name, suite_section in section.suites.items():
         module, _, kind = suite_section.runner.partition(":")

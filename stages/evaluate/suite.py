@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bosch.errors import RunError
 from bosch.progress import Progress
@@ -19,18 +19,6 @@ from stages.evaluate.tables import SuiteAnswers
 
 # Batches of answer records.
 Records = Iterator[list[dict[str, Any]]]
-
-
-class Places(NamedTuple):
-    """Inputs of an evaluation besides its models: folder of samples, model card, calibration set.
-
-    `positions` are the models'; None where they have no limit.
-    """
-
-    samples: Path
-    card: Path  # of the original model
-    calibration: CalibrationNeedles | None
-    positions: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -49,7 +37,10 @@ class Suite(ABC):
     rank: int
     world: int
     batch_size: int
-    places: Places | None = None
+    samples_folder: Path | None = None  # of samples that runs share
+    card: Path | None = None  # of the original model
+    calibration: CalibrationNeedles | None = None
+    positions: int | None = None  # of the models; None where they have no limit
     seed: int = 0
     chat: ChatTemplate | None = None
     shared: SharedReading | None = None

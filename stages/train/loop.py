@@ -221,7 +221,6 @@ class Loop:
         return skipped
 
     def divergence(self, fault: str) -> RunError:
-        """The error that training diverged at this step."""
         tokens = self.step * self.schedule.batch_tokens
         return RunError(
             f"training diverged: {fault} at step {self.step} ({tokens:,} tokens); {_ADVICE}"
@@ -349,7 +348,6 @@ class Loop:
             parameter_state["step"].zero_()
 
     def resume(self, point: Path) -> None:
-        """Continue from a restart point."""
         with self.restarts.loading(point):
             state = self.state()
             dcp.load(state, checkpoint_id=point)

@@ -197,7 +197,6 @@ class TrainingStep(Record):
 
 
 def read_metrics(train: Path) -> list[TrainingStep]:
-    """Every logged training step."""
     journal = Journal(train / METRICS)
     steps = journal.read_new(TrainingStep.model_validate)
     if journal.damaged or not steps:

@@ -23,7 +23,6 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from bosch.errors import RunError, UserError
 from stages.evaluate.answers import Subtask
 from stages.evaluate.chat import ChatTemplate
-from stages.evaluate.suite import Places
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import suite as harness_suite
 from stages.evaluate.suites.harness import tasks as harness_tasks
@@ -188,8 +187,7 @@ def test_a_cut_prompt_fits_even_if_joining_its_ends_makes_more_tokens(
         harness_suite.longbench, "truncated_ids", lambda _, text, most: [0] * (most + 5)
     )
     for positions, tokens in ((None, 95), (158, 95), (150, 87)):
-        places = Places(Path(), Path(), None, positions)
-        suite = suite_of(HarnessEvaluation(max_length=90), places=places)
+        suite = suite_of(HarnessEvaluation(max_length=90), positions=positions)
         assert len(suite._longbench_ids("qasper", "text", 64)) == tokens
 
 
@@ -422,8 +420,7 @@ def test_a_task_whose_answers_fill_the_positions_is_missing_and_others_run(
     def prepared(most: int | None) -> HarnessSuite:
         settings = {"gsm8k": {"generation_kwargs": {"max_gen_toks": most}}} if most else {}
         section = local(tmp_path, "gsm8k", "mmlu_anatomy", settings=settings)
-        places = Places(tmp_path, tmp_path, None, 256)
-        suite = suite_of(section, tokenizer=tokenizer, places=places)
+        suite = suite_of(section, tokenizer=tokenizer, positions=256)
         suite.prepare()
         return suite
 

@@ -13,7 +13,6 @@ from bosch.errors import UserError
 from data_prep.tasks.samples import SampleFolder
 from stages.context import ModelConfig
 from stages.evaluate.answers import AnswerFolder, Evaluated
-from stages.evaluate.suite import Places
 from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.suites.needle import suite as needle_suite
 from stages.evaluate.suites.needle.suite import NeedleSuite
@@ -29,9 +28,9 @@ def suite(tokenizer: Any, tmp_path: Path) -> Any:
         given = {"tasks": TASKS, "lengths": [600, 900], "samples": 3, **section}
         return NeedleSuite(
             name="needle", section=NeedleEvaluation(**given),
-            places=Places(tmp_path / "samples", tmp_path / "README.md", calibration),
-            tokenizer=tokenizer, answers=AnswerFolder(tmp_path / "answers", None, rank), rank=rank,
-            world=2, batch_size=2, chat=chat,
+            samples_folder=tmp_path / "samples", card=tmp_path / "README.md",
+            calibration=calibration, tokenizer=tokenizer, rank=rank, world=2, batch_size=2,
+            chat=chat, answers=AnswerFolder(tmp_path / "answers", None, rank),
         )  # fmt: skip
 
     return of

@@ -125,7 +125,7 @@ class HarnessSuite(Suite):
 
     def _length_fault(self, task: Any) -> str | None:
         """Why a task's answers leave no room for a prompt; lm-eval ends with an AssertionError."""
-        positions = self.places.positions if self.places is not None else None
+        positions = self.positions
         if positions is None or task.OUTPUT_TYPE != "generate_until":
             return None
         most = _answer_tokens(task.config.generation_kwargs or {})
@@ -240,8 +240,7 @@ class HarnessSuite(Suite):
 
     def _longbench_ids(self, name: str, text: str, new_tokens: int) -> list[int]:
         """A prompt's ids; it is truncated further if decoding and encoding made it too long."""
-        limit = self.section.max_length
-        positions = self.places.positions if self.places is not None else None
+        limit, positions = self.section.max_length, self.positions
         while True:
             ids = longbench.truncated_ids(self.tokenizer, text, limit)
             if self.chat is not None and name not in longbench.NO_CHAT:

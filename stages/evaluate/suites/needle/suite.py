@@ -22,7 +22,7 @@ from data_prep.tasks.words import sentences_identity, words_identity
 from data_prep.text import essay_identity, haystack_words
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
-from stages.evaluate.suite import Places, Records, Suite, answer_record
+from stages.evaluate.suite import Records, Suite, answer_record
 from stages.evaluate.suites.needle import NeedleEvaluation, missing_ruler_file
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ class NeedleSuite(Suite):
     """RULER's samples, and their answers."""
 
     section: NeedleEvaluation
-    places: Places
+    samples_folder: Path
+    card: Path
     _questions: dict[Subtask, list[Question]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,14 +49,14 @@ class NeedleSuite(Suite):
                 if task in self.missing:
                     continue
                 folder = SampleFolder(
-                    self.places.samples, task, length, self.section.new_tokens(task), self.seed,
+                    self.samples_folder, task, length, self.section.new_tokens(task), self.seed,
                     self._corpus, self.tokenizer,
                 )  # fmt: skip
                 factor = self.section.yarn.get(length)
                 identity = {**folder.identity, "yarn": factor}
                 if factor is not None:
                     stated = self.section.yarn_original_length
-                    if original := stated or original_positions({}, self.places.card):
+                    if original := stated or original_positions({}, self.card):
                         identity["yarn_original_length"] = original
                 if self.chat is not None:
                     identity["chat"] = self.chat.digest
@@ -109,7 +110,7 @@ class NeedleSuite(Suite):
         asked, new_tokens = set(indices), self.section.new_tokens(subtask.task)
         questions = [q for q in self._subtask_questions(subtask) if q.index in asked]
         factor = self.section.yarn.get(subtask.length)
-        with yarn(loaded, factor, self.section.yarn_original_length, self.places.card):
+        with yarn(loaded, factor, self.section.yarn_original_length, self.card):
             for batch in self.generated(loaded, questions, new_tokens):
                 yield [
                     answer_record(q, string_match(text, q.answers, q.any_answer), q.answers, text)
@@ -122,8 +123,8 @@ class NeedleSuite(Suite):
             self._questions[subtask] = questions = []
             mine = range(self.rank, self.section.samples, self.world)
             for sample in self._folders[subtask].read(mine):
-                if self.places.calibration is not None:
-                    self.places.calibration.check(sample)
+                if self.calibration is not None:
+                    self.calibration.check(sample)
                 any_answer, ids = subtask.task in ANY_ANSWER, sample.ids
                 if self.chat is not None:
                     chat_ids = self.chat.ids(ids.tolist(), sample.prefix)
