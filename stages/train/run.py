@@ -25,6 +25,7 @@ from stages.context import StageConfig
 from stages.kv_budgets import named_budgets
 from stages.materialize.stage import MODEL, MaterializeConfig
 from stages.prepare.stage import PACKED_DATA, PrepareConfig
+from stages.train import parallel
 from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
@@ -41,16 +42,6 @@ from stages.train.model import (
     shard_teacher,
 )
 from stages.train.optimizer import make_optimizer, parameter_groups
-from stages.train.parallel import (
-    check_offloading_possible,
-    check_sharding_possible,
-    check_sharding_runs,
-    layout,
-    least_memory,
-    leave,
-    make_accelerator,
-    make_context_parallel,
-)
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTS, METRICS, TrainConfig, TrainingSummary, checkpoint_name
 from stages.train.storage import RestartPoints, restart_step, wait
@@ -79,12 +70,12 @@ def run(
 
 
 def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_dir: Path) -> None:
-    check_sharding_possible(config.runtime)
-    check_offloading_possible(config.runtime)
+    parallel.check_sharding_possible(config.runtime)
+    parallel.check_offloading_possible(config.runtime)
     if (project := config.runtime.wandb_project) is not None:
         require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
     restarts = RestartPoints(work_dir, config.section)
-    restarts.check_layout(layout(config.runtime, config.section))
+    restarts.check_layout(parallel.layout(config.runtime, config.section))
     loop = build_loop(config, inputs, work_dir, restarts)
     try:
         with loop.timer.signals(), partners_alive():
@@ -108,7 +99,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
         restarts.remove()
     with partners_alive():
         wait()
-    leave()
+    parallel.leave()
 
 
 def build_loop(
@@ -134,10 +125,10 @@ def build_loop(
         layers = kv_budgets(model_config)[budgets.budgets[-1]]  # the largest, with the most memory
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
-    accelerator = make_accelerator(train, config.runtime, schedule, shape.hidden)
+    accelerator = parallel.make_accelerator(train, config.runtime, schedule, shape.hidden)
     budget = budget_of(
         train, config.runtime, schedule.sequence_length, shape, world_size(),
-        least_memory(accelerator.device), torch.cuda.is_available(), layers,
+        parallel.least_memory(accelerator.device), torch.cuda.is_available(), layers,
     )  # fmt: skip
     runtime = budget.runtime
     logger.info("activations that are recomputed: %s", runtime.checkpointing)
@@ -198,7 +189,7 @@ def _prepared_model(
         return saved_weights(model_dir, config.model) if accelerator.is_main_process else {}
 
     backend = attention_backend(model_dir, config.model, train, runtime)
-    context_parallel = make_context_parallel(runtime)
+    context_parallel = parallel.make_context_parallel(runtime)
     distillation = None
     if train.teacher == "original":
         teacher = load_teacher(model_dir, config.model, train, runtime, device, backend)
@@ -224,7 +215,7 @@ def _prepared_model(
         groups = parameter_groups(model, train.weight_decay)
         for group, whole in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = whole["params"]
-    check_sharding_runs(model, runtime)
+    parallel.check_sharding_runs(model, runtime)
     if context_parallel is not None:
         context_parallel.check(accelerator.unwrap_model(model))
     return model, optimizer

@@ -186,7 +186,7 @@ def measured_load(case: str, work_dir: str, changes: str) -> None:
     run.load_for_training = load_from_here
     # DeepSpeed's copies for its optimizer are no part of loading.
     Accelerator.prepare = lambda self, *parts: parts
-    run.check_sharding_runs = lambda *parts: None
+    run.parallel.check_sharding_runs = lambda *parts: None
     loop = run.build_loop(config, inputs, work, RestartPoints(work, config.section))
     gc.collect()
     held = {"peak": meter.peak() - before, "kept": meter.now() - before}
