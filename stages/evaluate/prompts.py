@@ -110,4 +110,4 @@ class PromptEvaluation(SuiteSection):
 
     def make(self, tokenizer: Any, seed: int, chat: ChatTemplate | None = None) -> list[Any]:
         """The samples of all lengths; their prompts include what a chat template adds."""
-        return call(f"{type(self).__module__}.samples:samples", self, tokenizer, seed, chat)
+        return [*call(f"{type(self).__module__}.samples:samples", self, tokenizer, seed, chat)]

@@ -159,12 +159,11 @@ def _plain(text: str) -> str:
 
 def samples(
     section: Helmet, tokenizer: Any, seed: int, chat: ChatTemplate | None
-) -> list[PromptSample]:
+) -> Iterator[PromptSample]:
     """The samples of each task at each length, the limit of prompt, template and answer together.
 
     Raises UserError when a file is not in the public layout.
     """
-    prompts = []
     for name in section.tasks:
         task = HELMET_TASKS[name]
         for length in section.lengths:
@@ -172,16 +171,12 @@ def samples(
             most = length - task.new_tokens
             read = _key_values if task.examples is None else _questions
             for sample in read(section, task, file, seed):
-                prompts.append(
-                    PromptSample(
-                        task=name, length=length,
-                        turns=partial(_turns, sample, most, tokenizer, chat),
-                        answers=sample.answers, new_tokens=task.new_tokens,
-                        score=partial(score, answers=sample.answers),
-                        plain=partial(_with_ending, sample.ending), document=sample.document,
-                    )
+                yield PromptSample(
+                    name, length, turns=partial(_turns, sample, most, tokenizer, chat),
+                    answers=sample.answers, new_tokens=task.new_tokens, document=sample.document,
+                    score=partial(score, answers=sample.answers),
+                    plain=partial(_with_ending, sample.ending),
                 )  # fmt: skip
-    return prompts
 
 
 def _questions(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iterator[HelmetSample]:

@@ -79,13 +79,13 @@ _CHARACTERS_PER_TOKEN = 16
 
 def samples(
     section: Mrcr, tokenizer: Any, seed: int, chat: ChatTemplate | None
-) -> list[PromptSample]:
+) -> Iterator[PromptSample]:
     """The samples of each length, the limit of the tokens of conversation and answer.
 
     Upstream counts tokens of another tokenizer, so its bins hold other samples. Raises UserError
     when a file is not in the public layout.
     """
-    chosen, counts = [], Counter[tuple[int, int]]()
+    counts = Counter[tuple[int, int]]()
     most = _CHARACTERS_PER_TOKEN * max(section.lengths)
     for sample in read_samples(section.data_files, most):
         open_lengths = [
@@ -101,18 +101,11 @@ def samples(
             if not length / 2 < tokens <= length:
                 continue
             counts[sample.needles, length] += 1
-            chosen.append(
-                PromptSample(
-                    task=f"{sample.needles} needles",
-                    length=length,
-                    turns=partial(getattr, sample, "turns"),
-                    answers=(sample.answer,),
-                    new_tokens=answer,
-                    score=partial(score, answer=sample.answer, prefix=sample.prefix),
-                    plain=plain_text,
-                )
-            )
-    return chosen
+            yield PromptSample(
+                f"{sample.needles} needles", length, turns=partial(getattr, sample, "turns"),
+                answers=(sample.answer,), new_tokens=answer, plain=plain_text,
+                score=partial(score, answer=sample.answer, prefix=sample.prefix),
+            )  # fmt: skip
 
 
 def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSample]:

@@ -267,7 +267,7 @@ def score(output: str, answers: Sequence[str]) -> float:
 
 def samples(
     section: Nolima, tokenizer: Any, seed: int, chat: ChatTemplate | None
-) -> list[PromptSample]:
+) -> Iterator[PromptSample]:
     """The needles of the set at every depth of every book, or `section.samples` of them.
 
     All depths of a question count as one sample, since a model that answers at one depth does so at
@@ -280,7 +280,6 @@ def samples(
     tests = needle_tests(folder / section.needle_set, template)
     books = [Book(path, tokenizer) for path in section.books(folder)]
     chat_system = None if chat is None else _CHAT_SYSTEM if _takes_system(chat) else ""
-    prompts = []
     for length in section.lengths:
         every = samples_of(tests, len(books), section.depths, length)
         rng = np.random.default_rng([seed, length])
@@ -289,15 +288,11 @@ def samples(
             sample = every[index]
             sample.check_room(books[sample.book], length)  # before any model is loaded
             system = sample.test.system_prompt if chat_system is None else chat_system
-            prompts.append(
-                PromptSample(
-                    task=sample.test.kind, length=length,
-                    turns=partial(_turns, system, sample, books[sample.book], length),
-                    answers=sample.answers, new_tokens=section.max_new_tokens,
-                    score=partial(score, answers=sample.answers), document=sample.test.name,
-                )
+            yield PromptSample(
+                sample.test.kind, length, answers=sample.answers, document=sample.test.name,
+                turns=partial(_turns, system, sample, books[sample.book], length),
+                new_tokens=section.max_new_tokens, score=partial(score, answers=sample.answers),
             )  # fmt: skip
-    return prompts
 
 
 def _takes_system(chat: ChatTemplate) -> bool:
