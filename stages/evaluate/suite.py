@@ -126,16 +126,12 @@ class Suite(ABC):
         return [index for index in mine if index not in known]
 
     def generated(
-        self, loaded: Any, questions: Sequence[Question], new_tokens: int, *,
-        one_line: bool = False, not_empty: bool = False,
-    ) -> Iterator[list[tuple[Question, str]]]:  # fmt: skip
-        """Questions with their outputs, a batch at a time.
-
-        `one_line` ends an output at its first line end; `not_empty` forces at least one token.
-        """
+        self, loaded: Any, questions: Sequence[Question], new_tokens: int, **options: bool
+    ) -> Iterator[list[tuple[Question, str]]]:
+        """Questions with their outputs, a batch at a time; `options` are those of `generate`."""
         return generate(
-            loaded, self.tokenizer, questions, new_tokens, self.batch_size,
-            stop_at_newline=one_line, not_empty=not_empty, shared=self.shared,
+            loaded, self.tokenizer, questions, new_tokens, self.batch_size, shared=self.shared,
+            **options,
         )  # fmt: skip
 
 

@@ -227,7 +227,7 @@ class HarnessSuite(Suite):
             )
         asked = [questions[index] for index in indices]
         for batch in self.generated(
-            loaded, asked, new_tokens, one_line=is_samsum, not_empty=is_samsum
+            loaded, asked, new_tokens, stop_at_newline=is_samsum, not_empty=is_samsum
         ):
             records = []
             for question, output in batch:

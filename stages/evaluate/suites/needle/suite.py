@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,24 +45,21 @@ class NeedleSuite(Suite):
         for task in self.section.optional:
             if fault := missing_ruler_file(task, self.section.data_dir):
                 self.missing[task] = fault
-        for length in self.section.lengths:
-            for task in self.section.tasks:
-                if task in self.missing:
-                    continue
-                folder = SampleFolder(
-                    self.samples_folder, task, length, self.section.new_tokens(task), self.seed,
-                    self._corpus, self.tokenizer,
-                )  # fmt: skip
-                factor = self.section.yarn.get(length)
-                identity = {**folder.identity, "yarn": factor}
-                if factor is not None:
-                    stated = self.section.yarn_original_length
-                    if original := stated or original_positions({}, self.card):
-                        identity["yarn_original_length"] = original
-                if self.chat is not None:
-                    identity["chat"] = self.chat.digest
-                digest = digest_of(identity)
-                self._folders[Subtask(task, length, digest)] = folder
+        tasks = [task for task in self.section.tasks if task not in self.missing]
+        for length, task in itertools.product(self.section.lengths, tasks):
+            folder = SampleFolder(
+                self.samples_folder, task, length, self.section.new_tokens(task), self.seed,
+                self._corpus, self.tokenizer,
+            )  # fmt: skip
+            factor = self.section.yarn.get(length)
+            identity = {**folder.identity, "yarn": factor}
+            if factor is not None:
+                stated = self.section.yarn_original_length
+                if original := stated or original_positions({}, self.card):
+                    identity["yarn_original_length"] = original
+            if self.chat is not None:
+                identity["chat"] = self.chat.digest
+            self._folders[Subtask(task, length, digest_of(identity))] = folder
 
     @property
     def texts(self) -> dict[str, Any]:
