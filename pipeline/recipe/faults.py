@@ -105,9 +105,7 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[S
 
 
 def _describe(
-    path: str,
-    details: list[tuple[ErrorDetails, type[Section] | None]],
-    root: type[Section],
+    path: str, details: list[tuple[ErrorDetails, type[Section] | None]], root: type[Section]
 ) -> str:
     if isinstance(details[0][0]["input"], list):  # do not suggest words for a list
         details = [pair for pair in details if pair[0]["type"] != "literal_error"] or details

@@ -81,10 +81,7 @@ class Runner:
     """One run of one recipe."""
 
     def __init__(
-        self,
-        loaded: LoadedRecipe,
-        options: RunOptions = RunOptions(),
-        launcher: Launcher = launch,
+        self, loaded: LoadedRecipe, options: RunOptions = RunOptions(), launcher: Launcher = launch
     ) -> None:
         self.loaded, self.options, self.launcher = loaded, options, launcher
         self.name = loaded.recipe.name

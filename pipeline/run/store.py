@@ -169,11 +169,7 @@ class Store:
         return self.work(stage, key).with_name(f"{key}.state.json")
 
     def publish(
-        self,
-        stage: str,
-        document: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        hasher: FileHasher,
+        self, stage: str, document: Mapping[str, Any], facts: Mapping[str, Any], hasher: FileHasher
     ) -> Path:
         """Make a finished work directory the output of its key; `facts` go into the manifest."""
         key = document_key(document)

@@ -181,11 +181,7 @@ def _basis(*models: str | None) -> dict[str, Any]:
         if model is not None and os.path.isdir(model):
             paths = [Path(model, name) for name in ("config.json", *weight_files(Path(model)))]
             files += [[str(path), file_stamp(path)] for path in paths if path.exists()]
-    return {
-        "machine": process_place(),
-        "versions": installed_versions(_PACKAGES),
-        "files": files,
-    }
+    return {"machine": process_place(), "versions": installed_versions(_PACKAGES), "files": files}
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:

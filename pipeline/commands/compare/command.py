@@ -80,9 +80,7 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
 
 
 def run_comparison(
-    loaded: LoadedRecipe,
-    options: CompareOptions,
-    launcher: Launcher = launch,
+    loaded: LoadedRecipe, options: CompareOptions, launcher: Launcher = launch
 ) -> Comparison:
     """Bring every combination up to date and write the tables below runs/<recipe>/compare.
 

@@ -84,11 +84,7 @@ def study(model: StudiedModel) -> StudyResult:
     if options.with_training:
         rows, kinds = _trained(model, rows), [_UNTRAINED, _TRAINED]
     records = [record for ratio in options.ratios for record in records_of(rows, ratio, kinds)]
-    data = {
-        "seeds": options.seeds,
-        "held_out_examples": len(model.held_out_set),
-        "rows": records,
-    }
+    data = {"seeds": options.seeds, "held_out_examples": len(model.held_out_set), "rows": records}
     tables = [table_of(ratio, records, kinds) for ratio in options.ratios]
     pictures = [_picture(ratio, rows, kind) for ratio in options.ratios for kind in kinds]
     return StudyResult(

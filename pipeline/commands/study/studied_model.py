@@ -138,11 +138,7 @@ class StudiedModel:
     """
 
     def __init__(
-        self,
-        loaded: LoadedRecipe,
-        options: StudyOptions,
-        folder: Path,
-        launcher: Launcher = launch,
+        self, loaded: LoadedRecipe, options: StudyOptions, folder: Path, launcher: Launcher = launch
     ) -> None:
         recipe = loaded.recipe
         if recipe[SearchConfig].sink is not None:
