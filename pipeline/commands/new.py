@@ -29,14 +29,10 @@ COMMAND = Command("write a recipe for your own model, with a smoke test")
 SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"
 # Overrides for a small run through every stage.
 SMOKE = (
-    "name=smoke",
-    "prepare.train_tokens=256k",
-    "prepare.calibration.examples=4",
-    "search.budget_per_layer=1",
-    "train.total_tokens=256k",
-    "train.checkpoint_tokens=[256k]",
+    "name=smoke", "prepare.train_tokens=256k", "prepare.calibration.examples=4",
+    "search.budget_per_layer=1", "train.total_tokens=256k", "train.checkpoint_tokens=[256k]",
     "evaluate.needle.samples=4",
-)
+)  # fmt: skip
 _LONGEST, _SHORTEST = 4096, 512
 _KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)

@@ -49,20 +49,9 @@ from stages.versions import installed_versions
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (
-    "bosch-pipeline",
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pyarrow",
-    "PyNomadBBO",
-    "flash-attn",
-    "liger-kernel",
-    "deepspeed",
-)
+    "bosch-pipeline", "torch", "transformers", "accelerate", "datasets", "tokenizers",
+    "safetensors", "numpy", "pyarrow", "PyNomadBBO", "flash-attn", "liger-kernel", "deepspeed",
+)  # fmt: skip
 POLL_SECONDS = 0.5
 
 

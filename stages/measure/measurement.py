@@ -94,14 +94,10 @@ def measure(
     results_table(points).print()
     draw_figures(points, output)
     html = render(
-        "stages/pages/results.html",
-        title="Throughput and memory",
-        subtitle=_title(report),
-        text="Medians over runs; a cross marks a length that ran out of memory.",
-        command="",
-        figures=list(figures(points).values()),
-        tables=[results_table(points)],
-    )
+        "stages/pages/results.html", title="Throughput and memory", subtitle=_title(report),
+        text="Medians over runs; a cross marks a length that ran out of memory.", command="",
+        figures=list(figures(points).values()), tables=[results_table(points)],
+    )  # fmt: skip
     write_text(output / PAGE, html)
     finished.forget()
     return report

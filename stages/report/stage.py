@@ -29,12 +29,7 @@ PAGE = "index.html"
 
 
 STAGE = Stage(
-    "report",
-    "stages.report.run:run",
-    ReportConfig,
-    version=24,
+    "report", "stages.report.run:run", ReportConfig, version=24,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
-    completed=ReportConfig.completed,
-    needs=None,
-    seeded=False,
-)
+    completed=ReportConfig.completed, needs=None, seeded=False,
+)  # fmt: skip

@@ -117,13 +117,9 @@ def write_predictions(comparison: Comparison, combination: Combination) -> None:
     stages = [path.parent / name for name in ("original", "evaluate")]
     records = collect_predictions(record for stage in stages for record in read_samples(stage))
     text = render(
-        _PREDICTIONS,
-        has_charts=False,
-        title=f"{comparison.recipe}: {combination}",
-        subtitle="",
-        predictions=samples_by_model(records),
-        shown_samples=SHOWN_SAMPLES,
-    )
+        _PREDICTIONS, has_charts=False, title=f"{comparison.recipe}: {combination}", subtitle="",
+        predictions=samples_by_model(records), shown_samples=SHOWN_SAMPLES,
+    )  # fmt: skip
     write_text(path, text)
 
 

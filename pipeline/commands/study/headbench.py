@@ -142,18 +142,11 @@ def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
     scores = model.held_out(mask, window)[:, 0]
     cache, served = cache_shares(model, mask, window)
     return Row(
-        method=f"uniform_{most_sinks}_sinks",
-        label=f"Uniform, W = {window.size}, {sinks} sinks",
-        about="every head slides alike",
-        ratio=ratio,
-        budget=None,
-        scores=np.tile(scores, (model.options.seeds, 1)),
-        masks=[mask],
-        windows=window,
-        cache=cache,
-        served=served,
-        passes=0.0,
-    )
+        method=f"uniform_{most_sinks}_sinks", label=f"Uniform, W = {window.size}, {sinks} sinks",
+        about="every head slides alike", ratio=ratio, budget=None,
+        scores=np.tile(scores, (model.options.seeds, 1)), masks=[mask], windows=window, cache=cache,
+        served=served, passes=0.0,
+    )  # fmt: skip
 
 
 def cache_shares(

@@ -100,18 +100,11 @@ def _stability(
     # Rounded, so that equal differences of floats compare equal.
     result: Stability = ranking_stability([[round(d, 9) for d in run] for run in drops])
     return {
-        "swa_ratio": ratio,
-        "budget_per_layer": budget,
-        "same_calibration_set": same_set,
-        "measure": measure,
-        "mean": result.mean,
-        "least": min(result.correlations, default=None),
-        "most": max(result.correlations, default=None),
-        "correlations": result.correlations,
-        "undefined_pairs": result.undefined,
-        "tied": result.tied,
-        "drops": drops,
-    }
+        "swa_ratio": ratio, "budget_per_layer": budget, "same_calibration_set": same_set,
+        "measure": measure, "mean": result.mean, "least": min(result.correlations, default=None),
+        "most": max(result.correlations, default=None), "correlations": result.correlations,
+        "undefined_pairs": result.undefined, "tied": result.tied, "drops": drops,
+    }  # fmt: skip
 
 
 def _record(point: Measured, name: str) -> dict[str, Any]:

@@ -296,12 +296,9 @@ class StudiedModel:
             if not METHODS[method].seeded:
                 settings = replace(settings, seed=self.recipe.seed)
         key = {
-            "kind": "search",
-            "method": method,
-            "settings": _changed_settings(settings),
-            "shared_log": log is not None,
-            **self.context(calibration),
-        }
+            "kind": "search", "method": method, "settings": _changed_settings(settings),
+            "shared_log": log is not None, **self.context(calibration),
+        }  # fmt: skip
         if menu is not None:
             key |= {**_windows_key(menu), "slots": self.slots(ratio)}
         key |= self._choices(method, settings.head_granularity)
@@ -443,24 +440,18 @@ class StudiedModel:
             run.result.evaluation.log_likelihood, run.costs["full_forward_equivalents"],
         )  # fmt: skip
         return {
-            "mask": run.mask.key,
-            "score": run.result.evaluation.score,
+            "mask": run.mask.key, "score": run.result.evaluation.score,
             "log_likelihood": run.result.evaluation.log_likelihood,
-            "costs": {**run.costs, "seconds": seconds},
-            "layers": run.result.layers,
-            "full_log_likelihood": full.log_likelihood,
-            "examples": len(calibration),
-        }
+            "costs": {**run.costs, "seconds": seconds}, "layers": run.result.layers,
+            "full_log_likelihood": full.log_likelihood, "examples": len(calibration),
+        }  # fmt: skip
 
     def context(self, examples: CalibrationSet) -> Record:
         """All that results on `examples` depend on besides mask and settings."""
         return {
-            "version": SEARCH.version,
-            "model": self.fingerprint,
-            "examples": examples.fingerprint,
-            "window_size": self.window.size,
-            "sinks": self.window.sinks,
-        }
+            "version": SEARCH.version, "model": self.fingerprint, "examples": examples.fingerprint,
+            "window_size": self.window.size, "sinks": self.window.sinks,
+        }  # fmt: skip
 
     @cached_property
     def _tokenizer(self) -> Any:
