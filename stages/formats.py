@@ -17,6 +17,11 @@ def format_score(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.1f}"
 
 
+def with_interval(score: float | None, low: float | None, high: float | None) -> str:
+    """A score with the ends of its interval: `80.0 (79.0–81.0)`."""
+    return f"{format_score(score)} ({format_score(low)}–{format_score(high)})"
+
+
 def signed(value: float, digits: int) -> str:
     """A difference with + or − (U+2212); no sign for 0, an en dash for NaN."""
     if math.isnan(value):

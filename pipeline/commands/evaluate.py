@@ -35,7 +35,7 @@ from stages.evaluate.scores import (
     power,
 )
 from stages.fields import path_text
-from stages.formats import format_length, format_score
+from stages.formats import format_length, format_score, with_interval
 from stages.pages.tables import Table
 from stages.stage import LoadedRecipe
 from stages.train.stage import TrainConfig, checkpoint_name
@@ -238,7 +238,7 @@ def score_tables(scores: SelectedScores) -> list[Table]:
             most = max((mean for mean in means if mean is not None), key=lambda m: len(m.tasks))
             covers = f"{group} ({len(most.tasks)} of {most.of} tasks)"
             rows.append([covers, *(_cell(mean) for mean in means)])
-        rows.append(["average", *(_cell(t, t.average) for t in tables_of.values())])
+        rows.append(["average", *(_cell(table) for table in tables_of.values())])
         compared = [table.against_original for table in tables_of.values()]
         seen = next((power(comparison) for comparison in compared if comparison is not None), "")
         title = f"{suite}, 95 % intervals; {ABOUT_MARKS}{seen}"
@@ -266,11 +266,9 @@ def _loss(bin_loss: BinLoss) -> str:
     return f"{bin_loss.mean:.3f}{interval}"
 
 
-def _cell(score: MeanScore | SuiteScores | None, value: float | None = None) -> str:
-    """A score, or the `value` of a suite's average; – without a score."""
+def _cell(score: MeanScore | SuiteScores | None) -> str:
+    """A score or a suite's average; – without a score."""
     if score is None:
         return format_score(None)
-    if isinstance(score, MeanScore):
-        value = score.score
-    interval = f"{format_score(score.low)}–{format_score(score.high)}"
-    return f"{mark(score.against_original)}{format_score(value)} ({interval})"
+    value = score.score if isinstance(score, MeanScore) else score.average
+    return mark(score.against_original) + with_interval(value, score.low, score.high)

@@ -29,6 +29,7 @@ from stages.formats import (
     format_seconds,
     format_share,
     signed,
+    with_interval,
 )
 from stages.materialize.stage import BudgetedCache
 from stages.pages.page import render
@@ -354,9 +355,7 @@ def budget_table(results: Results) -> Table | None:
 def _needle_cell(suite: SuiteScores | None) -> str:
     if suite is None:
         return "not scored"
-    average, low, high = charts.interval_of(suite)
-    mean = mark(suite.against_original) + format_score(average)
-    return f"{mean} ({format_score(low)}–{format_score(high)})"
+    return mark(suite.against_original) + with_interval(*charts.interval_of(suite))
 
 
 def budget_text(budget: BudgetedCache) -> str:

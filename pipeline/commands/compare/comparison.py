@@ -104,10 +104,8 @@ class SampleScores:
     @property
     def average(self) -> float:
         """Unweighted mean over the subtasks, in points of 100."""
-        ends = np.cumsum(self.counts)[:-1]
-        return 100 * float(
-            np.mean([part.mean() for part in np.split(self.values * self.weights, ends)])
-        )
+        parts = np.split(self.values * self.weights, np.cumsum(self.counts)[:-1])
+        return 100 * float(np.mean([part.mean() for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -173,6 +171,10 @@ class Comparison:
     paper: Mapping[str, Mapping[float, Mapping[str, float]]] = field(default_factory=dict)
 
     @property
+    def is_complete(self) -> bool:
+        return len(self.results) == len(self.combinations)
+
+    @property
     def ratios(self) -> list[float]:
         return sorted({combination.ratio for combination in self.combinations})
 
@@ -208,16 +210,11 @@ class Comparison:
         """Scores by sample of all seeds; empty if a suite's average is not a mean over subtasks."""
         samples = []
         for result in self.results_of(method, ratio):
-            suite_samples = result.samples.get((models, suite))
-            place = models, suite, ""
+            own, place = result.samples.get((models, suite)), (models, suite, "")
             averages = [r.score for r in result.rows if (r.models, r.suite, r.task) == place]
-            if (
-                suite_samples is None
-                or not averages
-                or abs(suite_samples.average - averages[0]) > 0.01
-            ):
+            if own is None or not averages or abs(own.average - averages[0]) > 0.01:
                 return []
-            samples.append(suite_samples)
+            samples.append(own)
         return samples
 
     def tests(self, models: Models, suite: str) -> list[AgainstHighest]:
@@ -276,14 +273,10 @@ class Comparison:
     @property
     def missing(self) -> list[str]:
         """Reasons for missing scores of combinations, and of tasks and models within them."""
-        return [
-            *(f"{combination} has no scores: {why}" for combination, why in self.failures.items()),
-            *(
-                f"{combination}: {why}"
-                for combination, result in self.results.items()
-                for why in result.missing
-            ),
-        ]
+        sentences = [f"{failed} has no scores: {why}" for failed, why in self.failures.items()]
+        for combination, result in self.results.items():
+            sentences += [f"{combination}: {why}" for why in result.missing]
+        return sentences
 
 
 @functools.cache
@@ -308,11 +301,8 @@ _SCORED = ("checkpoint", "suite", "task", "length", "document", "score")
 
 def read_result(runner: Runner) -> Result:
     """Read what a combination's stages published; raises RunError if it cannot be read."""
-    folders = {
-        node.name: runner.store.published(node.name, str(node.key))
-        for node in runner.nodes
-        if node.name in runner.chosen
-    }
+    chosen = (node for node in runner.nodes if node.name in runner.chosen)
+    folders = {node.name: runner.store.published(node.name, str(node.key)) for node in chosen}
     search = Search.read(folders["search"], folders["materialize"])
     score, log_likelihood = search.score_and_log_likelihood
     scores = Scores.read(folders["evaluate"])
@@ -328,6 +318,7 @@ def read_result(runner: Runner) -> Result:
         for kind, name in (("original", ORIGINAL), *models)
         for row in _rows(kind, scores.checkpoints.get(name, {}))
     ]
+    longest = max((row.length for row in rows), default=0)
     names = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
         keys={name: folder.name for name, folder in folders.items()},
@@ -341,15 +332,19 @@ def read_result(runner: Runner) -> Result:
         notes=search.summary.notes,
         rows=rows,
         trained_tokens=checkpoint_tokens(trained) if trained else None,
-        cache=_cache_shares(
-            folders["materialize"], search, max((r.length for r in rows), default=0)
-        ),
+        cache=_cache_shares(folders["materialize"], search, longest),
         missing=scores.notes(),
         samples={
             (kind, suite): SampleScores.of(subtasks)
             for kind, name in models
             for suite, table in scores.checkpoints.get(name, {}).items()
-            if (subtasks := _kept(SuiteAnswers.of(records, name, suite).scores, table))
+            if (
+                subtasks := {
+                    (task, length): own
+                    for (task, length), own in SuiteAnswers.of(records, name, suite).scores.items()
+                    if length in table.tasks.get(task, {})
+                }
+            )
         },
     )
 
@@ -366,21 +361,12 @@ def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]
     return shares
 
 
-def _kept(
-    subtasks: Mapping[tuple[str, int], Sequence[float]], table: SuiteScores
-) -> dict[tuple[str, int], Sequence[float]]:
-    return {at: scores for at, scores in subtasks.items() if at[1] in table.tasks.get(at[0], {})}
-
-
 def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
     for suite, table in suites.items():
         yield ScoreRow(models, suite, "", 0, *interval_of(table))
         for task, by_length in table.tasks.items():
             for length, score in by_length.items():
                 yield ScoreRow(models, suite, task, length, score.score, score.low, score.high)
-
-
-_WINDOW = 1024
 
 
 def paper_scores(recipe: Recipe) -> dict[str, dict[float, dict[str, float]]]:
@@ -391,9 +377,8 @@ def paper_scores(recipe: Recipe) -> dict[str, dict[float, dict[str, float]]]:
     """
     search, evaluate = recipe[SearchConfig], recipe.get(EvaluateConfig)
     by_ratio = _published().get(Path(recipe.model.path).name)
-    if search.window.size != _WINDOW or search.sinks or search.sink is not None:
-        by_ratio = None
-    if by_ratio is None or evaluate is None:
+    is_other = search.window.size != 1024 or search.sinks or search.sink is not None
+    if by_ratio is None or evaluate is None or is_other:
         return {}
     scores = {float(ratio): methods for ratio, methods in by_ratio.items()}
     return {name: scores for name, suite in evaluate.suites.items() if suite.is_papers}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, fields, replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from pipeline.commands.compare.comparison import (
     group_of,
 )
 from stages.evaluate.scores import HYBRID, ORIGINAL, read_samples
-from stages.formats import format_length, format_score, signed
+from stages.formats import format_length, format_score, signed, with_interval
 from stages.pages.charts import Picture, ranking, save_panels
 from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
@@ -56,57 +56,36 @@ _COSTS = (
 
 def write_comparison(comparison: Comparison) -> None:
     """Write compare.json, .html, .csv and .md, and with the last combination compare.png."""
-    content = _content(comparison)
     write_text(comparison.folder / "compare.md", markdown(comparison))
     write_text(comparison.folder / "compare.html", page(comparison))
     write_text(comparison.folder / "compare.csv", csv_table(comparison).csv())
-    if content["complete"]:
-        pictures = [p for suite in comparison.suites for p in _pictures(comparison, suite)]
+    if comparison.is_complete:
+        pictures = [one for suite in comparison.suites for one in _pictures(comparison, suite)]
         save_panels(pictures, comparison.folder / "compare.png")
+    content = {
+        "format": 1, "recipe": comparison.recipe, "model": comparison.model,
+        "methods": comparison.methods, "ratios": comparison.ratios,
+        "with_training": comparison.with_training, "complete": comparison.is_complete,
+        "combinations": [_record(comparison, one) for one in comparison.combinations],
+        "tests": [
+            asdict(test)
+            for suite, models in product(comparison.suites, _KINDS)
+            for test in comparison.tests(models, suite)
+        ],
+    }  # fmt: skip
     write_json(comparison.folder / REPORT, content)
 
 
-def _content(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "recipe": comparison.recipe,
-        "model": comparison.model,
-        "methods": comparison.methods,
-        "ratios": comparison.ratios,
-        "with_training": comparison.with_training,
-        "complete": len(comparison.results) == len(comparison.combinations),
-        "combinations": [
-            {
-                "method": combination.method,
-                "ratio": combination.ratio,
-                "seed": combination.seed,
-                **(
-                    _without_samples(comparison.results[combination])
-                    if combination in comparison.results
-                    else {}
-                ),
-                **(
-                    {"failure": comparison.failures[combination]}
-                    if combination in comparison.failures
-                    else {}
-                ),
-            }
-            for combination in comparison.combinations
-        ],
-        "tests": [
-            asdict(test)
-            for suite in comparison.suites
-            for models in _KINDS
-            for test in comparison.tests(models, suite)
-        ],
-    }
-
-
-def _without_samples(result: Result) -> dict[str, Any]:
-    """A result without the scores of its samples, which are in the stage's samples.jsonl."""
-    content = asdict(replace(result, samples={}))
-    del content["samples"]
-    return content
+def _record(comparison: Comparison, combination: Combination) -> dict[str, Any]:
+    """A combination without the scores of its samples, which are in the stage's samples.jsonl."""
+    record = asdict(combination)
+    del record["own_seed"]
+    if combination in comparison.results:
+        record |= asdict(replace(comparison.results[combination], samples={}))
+        del record["samples"]
+    if combination in comparison.failures:
+        record["failure"] = comparison.failures[combination]
+    return record
 
 
 def write_predictions(comparison: Comparison, combination: Combination) -> None:
@@ -152,8 +131,8 @@ def page(comparison: Comparison) -> str:
 
 
 def _unfinished(comparison: Comparison) -> Iterator[str]:
-    done, combinations = len(comparison.results), len(comparison.combinations)
-    if done < combinations:
+    if not comparison.is_complete:
+        done, combinations = len(comparison.results), len(comparison.combinations)
         yield f"{done} of {combinations} combinations are finished."
 
 
@@ -162,24 +141,20 @@ def _pictures(comparison: Comparison, suite: str) -> Iterator[Picture]:
     level: tuple[str, float] | None = None
     if original := comparison.originals.get((suite, "", 0)):
         level = f"original {format_score(original[1].score)}", original[1].score
+    axis = POINTS._replace(title=f"{suite.capitalize()} average (points of 100)")
     for ratio in comparison.ratios:
         bars = []
-        for models in _KINDS:
-            for method in comparison.methods:
-                average = _average(comparison, models, method, ratio, suite)
-                if average is not None:
-                    label = METHODS[method].label + (", trained" if models == "trained" else "")
-                    bars.append(ranked(label, models, *average))
+        for models, method in product(_KINDS, comparison.methods):
+            average = _average(comparison, models, method, ratio, suite)
+            if average is not None:
+                label = METHODS[method].label + (", trained" if models == "trained" else "")
+                bars.append(ranked(label, models, *average))
         if bars:
             bars.sort(key=lambda row: row["x"])
-            axis = POINTS._replace(title=f"{suite.capitalize()} average (points of 100)")
+            chart = ranking(bars, axis, LOOK, reference=level, step=26)
             text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
-            yield Picture(
-                f"{suite}-{ratio:g}",
-                ranking(bars, axis, LOOK, reference=level, step=26),
-                f"{text}; {level[0]}." if level else f"{text}.",
-                f"ρ = {ratio:g}",
-            )
+            text += f"; {level[0]}." if level else "."
+            yield Picture(f"{suite}-{ratio:g}", chart, text, f"ρ = {ratio:g}")
 
 
 def score_tables(comparison: Comparison) -> Iterator[Table]:
@@ -200,50 +175,35 @@ def score_tables(comparison: Comparison) -> Iterator[Table]:
 def _score_table(comparison: Comparison, models: Models, suite: str, title: str) -> Table:
     paper = comparison.paper.get(suite, {}) if models == "untrained" else {}
     _, original = comparison.originals.get((suite, "", 0), (None, None))
+    # The original does not depend on the ratio, so every column has the same score.
+    of_original = format_score(None)
+    if original is not None:
+        of_original = with_interval(original.score, original.low, original.high)
     tests = comparison.tests(models, suite)
     header = ["Method"]
-    # The original does not depend on the ratio, so every column has the same score.
-    rows = {"": ["Original"]} | {method: [METHODS[method].label] for method in comparison.methods}
+    rows = {ORIGINAL: ["Original"]} | {name: [METHODS[name].label] for name in comparison.methods}
     for ratio in comparison.ratios:
         has_tasks = any(row.task for _, row in comparison.rows(models, ratio=ratio))
-        target = f"#{_table_name(ratio, models)}" if has_tasks else ""
+        target = f"#tasks-{ratio:g}-{models}" if has_tasks else ""
         header.append(Cell(f"ρ = {ratio:g}", target=target))
-        marks = _marks(
-            [test for test in tests if test.ratio == ratio],
-            [
-                method
-                for method in comparison.methods
-                if comparison.averages(models, method, ratio, suite)
-            ],
-        )
-        column = {
-            "": "–"
-            if original is None
-            else _with_interval(original.score, original.low, original.high),
-            **{
-                method: Cell(
-                    _average_text(_average(comparison, models, method, ratio, suite)),
-                    marks.get(method, 0),
-                )
-                for method in comparison.methods
-            },
+        averages = {
+            method: _average(comparison, models, method, ratio, suite)
+            for method in comparison.methods
         }
-        for method, row in rows.items():
-            row.append(column[method])
+        scored = [method for method, average in averages.items() if average is not None]
+        marks = _marks([test for test in tests if test.ratio == ratio], scored)
+        rows[ORIGINAL].append(of_original)
+        for method, average in averages.items():
+            rows[method].append(Cell(_average_text(average), marks.get(method, 0)))
         if ratio in paper:
             header.append("paper")
             for method, row in rows.items():
-                published = paper[ratio].get(method or ORIGINAL)
-                row.append("–" if published is None else f"{published:.1f}")
-    groups: dict[str, list[list[str]]] = {}
-    for method in comparison.methods:
-        groups.setdefault(group_of(method), []).append(rows[method])
-    methods = [Group(method_rows, heading) for heading, method_rows in groups.items()]
-    return Table(title, header, [Group([rows[""]]), *methods], text_columns=1)
-
-
-def _table_name(ratio: float, models: Models) -> str:
-    return f"tasks-{ratio:g}-{models}"
+                row.append(format_score(paper[ratio].get(method)))
+    groups = [
+        Group([rows[method] for method in methods], heading)
+        for heading, methods in groupby(comparison.methods, group_of)
+    ]
+    return Table(title, header, [Group([rows[ORIGINAL]]), *groups], text_columns=1)
 
 
 def _marks(tests: Sequence[AgainstHighest], scored: Sequence[str]) -> dict[str, int]:
@@ -293,29 +253,24 @@ def _average_text(average: tuple[float, float, float, str] | None) -> str:
         return "–"
     mean, low, high, kind = average
     if kind == "interval":
-        return _with_interval(mean, low, high)
+        return with_interval(mean, low, high)
     return f"{mean:.1f} (seeds {low:.1f}–{high:.1f})"
-
-
-def _with_interval(score: float, low: float, high: float) -> str:
-    return f"{format_score(score)} ({format_score(low)}–{format_score(high)})"
 
 
 def significance_tables(comparison: Comparison) -> Iterator[Table]:
     """Difference of every method from the highest of its ratio, with its test, for each suite."""
-    for suite in comparison.suites:
-        for models in _KINDS:
-            tests = comparison.tests(models, suite)
-            groups = []
-            for ratio in comparison.ratios:
-                at_ratio = [test for test in tests if test.ratio == ratio]
-                if at_ratio:
-                    heading = f"ρ = {ratio:g}, against {METHODS[at_ratio[0].highest].label}"
-                    groups.append(Group([_test_row(test) for test in at_ratio], heading))
-            if groups:
-                title = f"Against the highest: {suite} average, {models}"
-                header = ("Method", "difference", "95 % interval", "p, Holm", "shown lower")
-                yield Table(title, header, groups, text_columns=1)
+    header = ("Method", "difference", "95 % interval", "p, Holm", "shown lower")
+    for suite, models in product(comparison.suites, _KINDS):
+        tests = comparison.tests(models, suite)
+        groups = [
+            Group(
+                list(map(_test_row, at_ratio)), f"ρ = {ratio:g}, against {METHODS[highest].label}"
+            )
+            for (ratio, highest), at_ratio in groupby(tests, lambda one: (one.ratio, one.highest))
+        ]
+        if groups:
+            title = f"Against the highest: {suite} average, {models}"
+            yield Table(title, header, groups, text_columns=1)
 
 
 def _test_row(test: AgainstHighest) -> list[str]:
@@ -332,32 +287,23 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
         header = ["task", "Original", *(METHODS[method].label for method in methods)]
         for models in _KINDS:
             by_method = {
-                method: [
-                    (combination, row)
-                    for combination, row in comparison.rows(models, method, ratio)
-                    if row.task
-                ]
+                method: [pair for pair in comparison.rows(models, method, ratio) if pair[1].task]
                 for method in methods
             }
             places = dict.fromkeys(row.place for scored in by_method.values() for _, row in scored)
             rows = []
             for place in places:
-                scores = {
-                    method: [
-                        (combination, row) for combination, row in scored if row.place == place
-                    ]
-                    for method, scored in by_method.items()
-                }
                 _, task, length = place
                 at = format_length(length) if length else ""
                 name = Cell(f"{task} at {at}" if at else task, task=task, length=at)
                 original = comparison.originals.get(place)
-                original_cell = _task_cell(comparison, [original] if original else [])
-                cells = [_task_cell(comparison, scored) for scored in scores.values()]
-                rows.append([name, original_cell, *cells])
+                at_place = [[original] if original else []]
+                for scored in by_method.values():
+                    at_place.append([pair for pair in scored if pair[1].place == place])
+                rows.append([name, *(_task_cell(comparison, scores) for scores in at_place)])
             if rows:
-                title = f"ρ = {ratio:g}, {models}"
-                yield Table(title, header, [Group(rows)], 1, name=_table_name(ratio, models))
+                title, name = f"ρ = {ratio:g}, {models}", f"tasks-{ratio:g}-{models}"
+                yield Table(title, header, [Group(rows)], 1, name=name)
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
@@ -427,7 +373,7 @@ def markdown(comparison: Comparison) -> str:
         f"{_COSTS}\n",
         _cost_table(comparison).markdown_table(),
     ]
-    if len(comparison.results) == len(comparison.combinations):
+    if comparison.is_complete:
         blocks.append("![Scores of every method at every ratio](compare.png)\n")
     return "\n".join(blocks)
 
