@@ -41,14 +41,12 @@ def study(model: StudiedModel) -> StudyResult:
 def measured_by_budget(model: StudiedModel, methods: Sequence[str]) -> list[Measured]:
     """`methods` at every ratio and budget, in the order of ratios, methods and budgets."""
     options = model.options
-    return measured(
-        model,
-        [
-            Setting(method, ratio, budget)
-            for ratio in options.ratios
-            for method, budget in variants(methods, options.budgets)
-        ],
-    )
+    settings = [
+        Setting(method, ratio, budget)
+        for ratio in options.ratios
+        for method, budget in variants(methods, options.budgets)
+    ]
+    return measured(model, settings)
 
 
 def _reference(points: Sequence[Measured], ratio: float) -> Measured | None:
@@ -69,16 +67,10 @@ def _table(ratio: float, points: Sequence[Measured]) -> Table:
         f"difference{against}", "held-out log-likelihood", f"difference{against}",
     )  # fmt: skip
     rows = [
-        [
-            point.setting.method,
-            "" if point.setting.budget is None else str(point.setting.budget),
-            f"{point.cost('evaluations'):g}",
-            *(f"{point.cost(name):.1f}" for name in _TIMES),
-            *point.cells(base, is_compared=True),
-        ]
-        for point in points
-        if point.setting.ratio == ratio
-    ]
+        [point.setting.method, str(point.setting.budget or ""), f"{point.cost('evaluations'):g}",
+         *(f"{point.cost(name):.1f}" for name in _TIMES), *point.cells(base, is_compared=True)]
+        for point in points if point.setting.ratio == ratio
+    ]  # fmt: skip
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from bosch.budget import admits_granularity
 from bosch.errors import UserError
@@ -24,8 +25,7 @@ def study(model: StudiedModel) -> StudyResult:
         raise UserError("--granularities 1: single heads are compared with units; name one above 1")
     absent = [
         (ratio, size)
-        for ratio in options.ratios
-        for size in sizes
+        for ratio, size in product(options.ratios, sizes)
         if not admits_granularity(*model.shape, ratio, size)
     ]
     if len(absent) == len(options.ratios) * (len(sizes) - 1):
@@ -35,16 +35,12 @@ def study(model: StudiedModel) -> StudyResult:
         )
     # The largest budget of each method.
     budgets = dict(variants(options.methods, options.budgets))
-    points = measured(
-        model,
-        [
-            Setting(method, ratio, budgets[method], granularity=size)
-            for ratio in options.ratios
-            for method in options.methods
-            for size in sizes
-            if (ratio, size) not in absent
-        ],
-    )
+    settings = [
+        Setting(method, ratio, budgets[method], granularity=size)
+        for ratio, method, size in product(options.ratios, options.methods, sizes)
+        if (ratio, size) not in absent
+    ]
+    points = measured(model, settings)
     by_setting = {point.setting: point for point in points}
     pairs = [(point, by_setting[replace(point.setting, granularity=1)]) for point in points]
     data = {
@@ -52,16 +48,12 @@ def study(model: StudiedModel) -> StudyResult:
         "budget_per_layer": budgets,
         "held_out_examples": len(model.held_out_set),
         "points": [
-            {
-                "method": point.setting.method,
-                "swa_ratio": point.setting.ratio,
-                "head_granularity": point.setting.granularity,
-                **point.record(),
-                **point.differences(single),
-            }
+            {"method": point.setting.method, "swa_ratio": point.setting.ratio,
+             "head_granularity": point.setting.granularity,
+             **point.record(), **point.differences(single)}
             for point, single in pairs
         ],
-    }
+    }  # fmt: skip
     tables = [_table(ratio, pairs) for ratio in options.ratios]
     return StudyResult("granularity", "Heads chosen in units", _text(model, absent), data, tables)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -69,15 +70,15 @@ def study(model: StudiedModel) -> StudyResult:
     """Search with every method, ratio and seed, and compare at equal bytes of cache."""
     options = model.options
     kappa = max(options.budgets)
-    points = measured(
-        model,
-        [
-            _setting(model, method, ratio, kappa)
-            for ratio in options.ratios
-            for method in options.methods
-        ],
-    )
-    rows = [_row(model, point) for point in points]
+    menu = headbench_menu(model)
+    settings = [
+        Setting(
+            method, ratio, kappa if METHODS[method].searches else None,
+            menu=menu if METHODS[method].several_windows else None,
+        )
+        for ratio, method in product(options.ratios, options.methods)
+    ]  # fmt: skip
+    rows = [_row(model, point) for point in measured(model, settings)]
     rows += [_uniform(model, ratio, sinks) for ratio in options.ratios for sinks in (0, _SINKS)]
     rows.sort(key=lambda row: (row.ratio, -row.scores.mean()))
     kinds = [_UNTRAINED]
@@ -90,12 +91,6 @@ def study(model: StudiedModel) -> StudyResult:
     return StudyResult(
         "headbench", "HeadBench", _text(model, kappa), data, tables, {"scores": pictures}, records
     )
-
-
-def _setting(model: StudiedModel, method: str, ratio: float, kappa: int) -> Setting:
-    entry = METHODS[method]
-    menu = headbench_menu(model) if entry.several_windows else None
-    return Setting(method, ratio, kappa if entry.searches else None, menu=menu)
 
 
 def headbench_menu(model: StudiedModel) -> tuple[Window, ...]:
@@ -118,18 +113,13 @@ def _row(model: StudiedModel, point: Measured) -> Row:
     sizes = [cache_shares(model, run.mask, windows) for run in point.runs]
     served = [share for _, share in sizes if share is not None]
     return Row(
-        method=setting.method,
-        label=method.label,
-        about=method.about,
-        ratio=setting.ratio,
-        budget=setting.budget,
-        scores=point.results["score"],
-        masks=[run.mask for run in point.runs],
-        windows=windows,
+        method=setting.method, label=method.label, about=method.about, ratio=setting.ratio,
+        budget=setting.budget, scores=point.results["score"],
+        masks=[run.mask for run in point.runs], windows=windows,
         cache=fmean(share for share, _ in sizes),
         served=fmean(served) if len(served) == len(sizes) else None,
         passes=point.cost("full_forward_equivalents"),
-    )
+    )  # fmt: skip
 
 
 def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:

@@ -85,10 +85,8 @@ def study(model: StudiedModel) -> StudyResult:
 def _anchor_table(model: StudiedModel) -> Table:
     """Table of the anchors: every head full, every head sliding."""
     rows = []
-    for name, mask in (
-        ("all full", HeadMask.all_full(*model.shape)),
-        ("all sliding", HeadMask.all_sliding(*model.shape)),
-    ):
+    for name, mask_of in (("all full", HeadMask.all_full), ("all sliding", HeadMask.all_sliding)):
+        mask = mask_of(*model.shape)
         exact, likelihood = model.held_out(mask).mean(axis=0)
         rows.append([name, f"{exact:.3f}", f"{likelihood:.3f}"])
     header = ("mask", "held-out score", "held-out log-likelihood")
@@ -145,10 +143,8 @@ def _optimum(landscape: Landscape) -> dict[str, Any]:
         "random_score": float(scores.mean()),
         "random_log_likelihood": float(likelihoods.mean()),
         "worst_score": float(scores.min()),
-        **{
-            name: np.sort(values)[::-1].tolist()
-            for name, values in (("scores", scores), ("log_likelihoods", likelihoods))
-        },
+        "scores": np.sort(scores)[::-1].tolist(),
+        "log_likelihoods": np.sort(likelihoods)[::-1].tolist(),
     }
 
 
@@ -173,19 +169,16 @@ def _table(
     rows = []
     for method, method_standings in standings.items():
         other = held_out_standings[method]
-        rows.append(
-            [
-                method,
-                f"{evaluations[method]:g}",
-                _ranks([s.score_rank for s in method_standings]),
-                f"{np.mean([s.score_gap for s in method_standings]):.3f}",
-                _ranks([s.log_likelihood_rank for s in method_standings]),
-                f"{np.mean([s.log_likelihood_gap for s in method_standings]):.3f}",
-                f"{np.mean([s.score_gap for s in other]):.3f}",
-                f"{np.mean([s.log_likelihood_gap for s in other]):.3f}",
-            ]
-        )
+        cells = [method, f"{evaluations[method]:g}"]
+        for measure in ("score", "log_likelihood"):
+            ranks = [getattr(s, f"{measure}_rank") for s in method_standings]
+            cells += [_ranks(ranks), _gap(method_standings, measure)]
+        rows.append([*cells, _gap(other, "score"), _gap(other, "log_likelihood")])
     return Table.of_rows(title, header, rows)
+
+
+def _gap(standings: list[Standing], measure: str) -> str:
+    return f"{np.mean([getattr(s, f'{measure}_gap') for s in standings]):.3f}"
 
 
 def _ranks(ranks: list[int]) -> str:

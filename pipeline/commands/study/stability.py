@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
-from bosch.analysis.stability import Stability, ranking_stability
+from bosch.analysis.stability import ranking_stability
 from bosch.progress import progress
 from bosch.search.bosch import layer_drops
 from bosch.search.methods import METHODS
@@ -29,15 +30,11 @@ def study(model: StudiedModel) -> StudyResult:
     ranks = _rankings(model)
     searches = [method for method in options.methods if METHODS[method].searches]
     by_budget = measured_by_budget(model, searches)
-    by_size = measured(
-        model,
-        [
-            Setting(method, ratio, examples=size)
-            for ratio in options.ratios
-            for method in searches
-            for size in options.sizes
-        ],
-    )
+    settings = [
+        Setting(method, ratio, examples=size)
+        for ratio, method, size in product(options.ratios, searches, options.sizes)
+    ]
+    by_size = measured(model, settings)
     sizes = [_record(point, "examples") for point in by_size]
     data = {
         "seeds": options.seeds,
@@ -76,7 +73,7 @@ def importances(run: SearchOutcome, measure: str) -> list[float]:
 def _rankings(model: StudiedModel) -> list[dict[str, Any]]:
     options = model.options
     records = []
-    settings = [(ratio, budget) for ratio in options.ratios for budget in options.budgets]
+    settings = list(product(options.ratios, options.budgets))
     with progress(2 * len(settings) * options.seeds, "Algorithm 1", "searches") as bar:
         for ratio, budget in settings:
             for same_set in (True, False):
@@ -98,7 +95,7 @@ def _stability(
 ) -> dict[str, Any]:
     drops = [importances(run, measure) for run in runs]
     # Rounded, so that equal differences of floats compare equal.
-    result: Stability = ranking_stability([[round(d, 9) for d in run] for run in drops])
+    result = ranking_stability([[round(d, 9) for d in run] for run in drops])
     return {
         "swa_ratio": ratio, "budget_per_layer": budget, "same_calibration_set": same_set,
         "measure": measure, "mean": result.mean, "least": min(result.correlations, default=None),
@@ -124,19 +121,15 @@ def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
     )  # fmt: skip
     rows = []
     for r in records:
-        none = r["mean"] is None
+        mean = ends = "–"
+        if r["mean"] is not None:
+            mean, ends = f"{r['mean']:.2f}", f"{r['least']:.2f} to {r['most']:.2f}"
+        of_set = "the same" if r["same_calibration_set"] else "of each seed"
         rows.append(
-            [
-                f"{r['swa_ratio']:g}",
-                str(r["budget_per_layer"]),
-                "the same" if r["same_calibration_set"] else "of each seed",
-                r["measure"].replace("_", "-"),
-                "–" if none else f"{r['mean']:.2f}",
-                "–" if none else f"{r['least']:.2f} to {r['most']:.2f}",
-                str(r["undefined_pairs"]),
-                f"{r['tied']:.0%}",
-            ]
-        )
+            [f"{r['swa_ratio']:g}", str(r["budget_per_layer"]), of_set,
+             r["measure"].replace("_", "-"), mean, ends, str(r["undefined_pairs"]),
+             f"{r['tied']:.0%}"]
+        )  # fmt: skip
     return Table.of_rows("Agreement of Algorithm 1's layer importances over seeds", header, rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -56,17 +56,12 @@ def study(model: StudiedModel) -> StudyResult:
 
 def _masks(model: StudiedModel) -> Masks:
     options = model.options
-    points = measured(
-        model,
-        [
-            Setting(m, ratio, options.budgets[-1])
-            for m in options.methods
-            for ratio in options.ratios
-        ],
-        has_held_out=False,
-    )
+    settings = [
+        Setting(method, ratio, options.budgets[-1])
+        for method, ratio in product(options.methods, options.ratios)
+    ]
     masks: Masks = {}
-    for point in points:
+    for point in measured(model, settings, has_held_out=False):
         by_ratio = masks.setdefault(point.setting.method, {})
         by_ratio[point.setting.ratio] = [run.mask for run in point.runs]
     return masks
@@ -74,9 +69,7 @@ def _masks(model: StudiedModel) -> Masks:
 
 def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str, Any]:
     small, large = pair
-    turnovers = [
-        turnover(a, b) for a, b in zip(masks[method][small], masks[method][large], strict=True)
-    ]
+    turnovers = list(map(turnover, masks[method][small], masks[method][large]))
     most = turnovers[0].maximum  # equal for all masks on these budgets
     return {
         "method": method,
@@ -112,30 +105,21 @@ def _swap(
 
 def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
     rows = [
-        [
-            r["method"],
-            f"{r['small']:g} → {r['large']:g}",
-            interval_text(Estimate(**r["turnover"])),
-            f"{r['most']:.3f}",
-            interval_text(Estimate(**r["normalised"])),
-        ]
+        [r["method"], f"{r['small']:g} → {r['large']:g}", interval_text(Estimate(**r["turnover"])),
+         f"{r['most']:.3f}", interval_text(Estimate(**r["normalised"]))]
         for r in records
-    ]
+    ]  # fmt: skip
     return Table.of_rows("Turnover", ("method", "ρ", "T", "T_max", "T̃"), rows)
 
 
 def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
+    scores = "score", "swapped_score", "score_lost"
     rows = [
-        [
-            r["method"],
-            f"{r['small']:g} → {r['large']:g}",
-            interval_text(Estimate(**r["score"])),
-            interval_text(Estimate(**r["swapped_score"])),
-            interval_text(Estimate(**r["score_lost"])),
-            interval_text(Estimate(**r["log_likelihood_lost"]), 2),
-        ]
+        [r["method"], f"{r['small']:g} → {r['large']:g}",
+         *(interval_text(Estimate(**r[name])) for name in scores),
+         interval_text(Estimate(**r["log_likelihood_lost"]), 2)]
         for r in records
-    ]
+    ]  # fmt: skip
     header = ("method", "ρ", "score of A", "score of A′", "score lost", "log-likelihood lost")
     return Table.of_rows(f"Swap test, {_SWAPS} draws of A′ for each seed", header, rows)
 
