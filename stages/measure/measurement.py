@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,13 @@ def measure(
     """
     config = _checked_model(model, original, settings)
     variants = planned_variants(config, settings)
-    _check_sinks(variants, settings)
-    _make_folder(output)
+    if sinks := max(variant.sinks or 0 for variant in variants):
+        requests = {"sinks": f"the model has {sinks}"}
+        check_backend(resolve_backend(settings.attention), requests, "--attention")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be created ({error.strerror})") from None
     _check_output(model, output)
     finished, basis = FinishedWork(output / "runs.partial.jsonl"), _basis(model, original)
     if len(finished):
@@ -81,8 +86,9 @@ def measure(
                         "settings": settings.model_dump(mode="json"),
                     }  # fmt: skip
                     before = len(finished)
-                    if not any("out_of_memory" in run for run in runs[variant]):
-                        runs[variant].append(finished.once(request | basis, partial(_run, request)))
+                    run = partial(run_in_process, request, f"{variant.name} at {length:,} tokens")
+                    if not any("out_of_memory" in known for known in runs[variant]):
+                        runs[variant].append(finished.once(request | basis, run))
                     free = len(finished) == before  # reused, or skipped after a run out of memory
                     bar.update(1, f"{variant.name} at {length:,}", free=free)
             for variant in variants:
@@ -91,12 +97,13 @@ def measure(
     set_against_original(points)
     report = _report(model, original, config, settings, points, facts)
     write_json(output / REPORT, report)
-    results_table(points).print()
-    draw_figures(points, output)
+    table, drawn = results_table(points), figures(points)
+    table.print()
+    draw_figures(drawn, output)
     html = render(
         "stages/pages/results.html", title="Throughput and memory", subtitle=_title(report),
         text="Medians over runs; a cross marks a length that ran out of memory.", command="",
-        figures=list(figures(points).values()), tables=[results_table(points)],
+        figures=list(drawn.values()), tables=[table],
     )  # fmt: skip
     write_text(output / PAGE, html)
     finished.forget()
@@ -120,14 +127,11 @@ def _checked_model(model: str, original: str | None, settings: MeasureSettings) 
                 f"--original: {original} is a hybrid model; expected its full-attention base"
             )
         family_of(original_config)
-        if mask_shape(original_config) != mask_shape(config):
-            (layers, heads), (model_layers, model_heads) = (
-                mask_shape(original_config),
-                mask_shape(config),
-            )
+        (layers, heads), (own_layers, own_heads) = mask_shape(original_config), mask_shape(config)
+        if (layers, heads) != (own_layers, own_heads):
             raise UserError(
                 f"--original: {original} has {layers} layers of {heads} KV heads, {model} has "
-                f"{model_layers} of {model_heads}"
+                f"{own_layers} of {own_heads}"
             )
     return config
 
@@ -146,13 +150,6 @@ def _check_attention(settings: MeasureSettings) -> None:
     check_backend(name if name in BACKENDS else resolve_backend(name), requests, "--attention")
 
 
-def _check_sinks(variants: Sequence[Variant], settings: MeasureSettings) -> None:
-    """Raise UserError for a hybrid with sinks where the backend has none."""
-    if sinks := max(v.sinks or 0 for v in variants):
-        requests = {"sinks": f"the model has {sinks}"}
-        check_backend(resolve_backend(settings.attention), requests, "--attention")
-
-
 def _check_output(model: str, output: Path) -> None:
     """Raise UserError where `output` holds the figures of another model."""
     report = read_json(output / REPORT)
@@ -161,13 +158,6 @@ def _check_output(model: str, output: Path) -> None:
         raise UserError(
             f"--output {output}: it holds the figures of {measured}; name another folder"
         )
-
-
-def _make_folder(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be created ({error.strerror})") from None
 
 
 def _basis(*models: str | None) -> dict[str, Any]:
@@ -180,11 +170,6 @@ def _basis(*models: str | None) -> dict[str, Any]:
     return {"machine": process_place(), "versions": installed_versions(_PACKAGES), "files": files}
 
 
-def _run(request: dict[str, Any]) -> dict[str, Any]:
-    variant = Variant.model_validate(request["variant"], strict=False)
-    return run_in_process(request, f"{variant.name} at {request['length']:,} tokens")
-
-
 def _report(
     model: str,
     original: str | None,
@@ -193,30 +178,22 @@ def _report(
     points: list[dict[str, Any]],
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    hybrid = is_hybrid(config)
-    layout = "of the hybrid model" if hybrid else "even over the layers, full heads first"
+    shown, layout = model, "even over the layers, full heads first"
+    if is_hybrid(config):
+        shown, layout = "the hybrid's weights, every head full", "of the hybrid model"
     kinds = decoder_layers(config)
-    shown = "the hybrid's weights, every head full" if hybrid else model
     return {
-        "format": FORMAT,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "format": FORMAT, "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
-            "path": model,
-            "original": original or shown,
-            "model_type": config.model_type,
-            "layers": kinds.count,
-            "full_attention_layers": len(kinds.full),
+            "path": model, "original": original or shown, "model_type": config.model_type,
+            "layers": kinds.count, "full_attention_layers": len(kinds.full),
             "attention_heads": text_config(config).num_attention_heads,
-            "key_value_heads": kinds.heads,
-            "layout": layout,
-            **facts.get("model", {}),
+            "key_value_heads": kinds.heads, "layout": layout, **facts.get("model", {}),
         },
-        "hardware": facts.get("hardware"),
-        "memory_source": facts.get("memory_source"),
+        "hardware": facts.get("hardware"), "memory_source": facts.get("memory_source"),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
-        "settings": settings.model_dump(mode="json"),
-        "points": points,
-    }
+        "settings": settings.model_dump(mode="json"), "points": points,
+    }  # fmt: skip
 
 
 def _title(report: dict[str, Any]) -> str:

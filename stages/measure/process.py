@@ -70,7 +70,7 @@ def measure_run(request: dict[str, Any]) -> dict[str, Any]:
             f"{length:,} tokens, the formula says {expected:,}"
         )
     parameters = sum(p.numel() for p in measured.model.parameters())
-    weights = sum(p.numel() * p.element_size() for p in measured.model.parameters())
+    weights = sum(p.nbytes for p in measured.model.parameters())
     return {
         **figures,
         "attention": {

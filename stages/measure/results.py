@@ -17,16 +17,10 @@ import numpy as np
 from bosch.window import Window, windows_text
 from stages.formats import format_bytes, format_count, format_length
 from stages.measure.measured_model import Variant
+from stages.measure.stage import OverOriginal
 from stages.pages.charts import Axis, Picture, Style, curves, save_panels, styles, values
 from stages.pages.tables import Group, Table
 
-# The figures that are divided by the original's.
-_COMPARED = (
-    "prefill_tokens_per_second",
-    "decode_tokens_per_second",
-    "memory_peak_bytes",
-    "kv_cache_bytes",
-)
 _HEADER = (
     "length", "ρ", "W", "prefill\ntokens/s", "decode\ntokens/s", "token\np90, ms",
     "peak\nmemory", "KV\ncache", "per\ntoken",
@@ -84,7 +78,9 @@ def set_against_original(points: Sequence[dict[str, Any]]) -> None:
             continue
         missing = point["out_of_memory"] or original["out_of_memory"]
         point["over_original"] = (
-            None if missing else {name: point[name] / original[name] for name in _COMPARED}
+            None
+            if missing
+            else {name: point[name] / original[name] for name in OverOriginal.model_fields}
         )
 
 
@@ -103,15 +99,11 @@ def _row(point: dict[str, Any]) -> list[str]:
         row[1:] = [f"{point['swa_ratio']:.3g}", _windows(point)]
     if point["out_of_memory"]:
         return [*row, "out of memory"]
-    return [
-        *row,
-        format_count(point["prefill_tokens_per_second"]),
-        format_count(point["decode_tokens_per_second"]),
-        f"{1000 * point['decode_seconds_per_token_p90']:.1f}",
-        format_bytes(point["memory_peak_bytes"]),
-        format_bytes(point["kv_cache_bytes"]),
-        format_bytes(point["kv_cache_bytes_per_token"]),
-    ]
+    speeds = ("prefill_tokens_per_second", "decode_tokens_per_second")
+    sizes = ("memory_peak_bytes", "kv_cache_bytes", "kv_cache_bytes_per_token")
+    row += [format_count(point[name]) for name in speeds]
+    row.append(f"{1000 * point['decode_seconds_per_token_p90']:.1f}")
+    return row + [format_bytes(point[name]) for name in sizes]
 
 
 Point = dict[str, Any]
@@ -145,8 +137,8 @@ def figures(points: Sequence[Point]) -> dict[str, list[Picture]]:
     return {name: list(_panels(points, name, *fields)) for name, fields in _FIGURES.items()}
 
 
-def draw_figures(points: Sequence[Point], folder: Path) -> None:
-    for name, pictures in figures(points).items():
+def draw_figures(drawn: dict[str, list[Picture]], folder: Path) -> None:
+    for name, pictures in drawn.items():
         paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
         save_panels(pictures, *paths, columns=len(_PANELS))
 
@@ -188,13 +180,9 @@ def _panel(
     if missing:
         base = alt.Chart(values(missing)).encode(x="x:Q", color="series:N", tooltip="tip:N")
         place = {series: 212 - 14 * number for number, series in enumerate(look)}
-        crosses = [
-            base.transform_filter(f"datum.series == '{series}'").mark_text(
+        for series in dict.fromkeys(row["series"] for row in missing):
+            chart += base.transform_filter(f"datum.series == '{series}'").mark_text(
                 text="✕ out of memory", y=place[series], fontSize=10, align="right", dx=4
             )
-            for series in dict.fromkeys(row["series"] for row in missing)
-        ]
-        for cross in crosses:
-            chart += cross
     text = f"{heading}: " + "; ".join(row["tip"] for row in [*rows, *missing]) + "."
     return Picture(name, chart, text, heading)

@@ -23,14 +23,8 @@ def run(
     Raises UserError when the backend or the hardware cannot be measured; RunError when a run failed
     for other reasons than a lack of memory.
     """
-    settings = MeasureSettings.model_validate(
-        {
-            **config.section.model_dump(),
-            "dtype": config.model.dtype,
-            "attention": config.runtime.attention,
-        },
-        strict=False,
-    )
+    chosen = {"dtype": config.model.dtype, "attention": config.runtime.attention}
+    settings = MeasureSettings.model_validate(config.section.model_dump() | chosen, strict=False)
     report = measure(str(inputs["materialize"] / MODEL), None, settings, work_dir)
     return {
         str(point.length): point.model_dump(mode="json")["over_original"]
