@@ -53,11 +53,8 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
 
     Kinds: user, damaged, disk, run, unexpected, and lost if another process ended or hangs.
     """
-    for error_type, kind in (
-        (UserError, "user"),
-        (DamagedWorkError, "damaged"),
-        (LostRankError, "lost"),
-    ):
+    own = {UserError: "user", DamagedWorkError: "damaged", LostRankError: "lost"}
+    for error_type, kind in own.items():
         if isinstance(error, error_type):
             return {"kind": kind, "message": str(error)}
     if (message := no_space(error, work_dir)) is not None:

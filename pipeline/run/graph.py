@@ -130,8 +130,7 @@ def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> 
         return {}
     if stage.model == "tokenizer":
         return tokenizer_identity(loaded, hasher)
-    card = stage.card(loaded) if stage.card is not None else {}
-    return {**model_identity(loaded, hasher), **card}
+    return model_identity(loaded, hasher) | (stage.card(loaded) if stage.card is not None else {})
 
 
 def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:

@@ -84,9 +84,8 @@ class FileHasher:
         except IsADirectoryError:  # report it, with its path
             raise
         except OSError as error:
-            logger.info(
-                "hashes of input files cannot be stored, so they are computed again: %s", error
-            )
+            again = "hashes of input files cannot be stored, so they are computed again: %s"
+            logger.info(again, error)
         self._new = {}
 
     def _merge(self) -> None:
@@ -105,13 +104,8 @@ def _read_cache(path: Path) -> dict[str, list[Any]]:
             content = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(content, dict):
-        return {}
-    return {
-        name: entry
-        for name, entry in content.items()
-        if isinstance(entry, list) and len(entry) == 6
-    }
+    entries = content.items() if isinstance(content, dict) else ()
+    return {n: entry for n, entry in entries if isinstance(entry, list) and len(entry) == 6}
 
 
 def _stamp(stat: os.stat_result) -> list[int]:

@@ -144,7 +144,7 @@ def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subproc
         yield child
     finally:
         if child.poll() is None:
-            child.send_signal(signal.SIGTERM)
+            child.terminate()
             try:
                 child.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
@@ -177,12 +177,8 @@ def failure_of(
     control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
     """Why a stage failed: a rank's own message, or else the meaning of its exit status."""
-    failures = [read_json(path) for path in sorted(control.glob("failure.*.json"))[::-1]]
-    said = {
-        failure["kind"]: str(failure["message"])
-        for failure in failures
-        if isinstance(failure, dict)
-    }
+    failures = map(read_json, sorted(control.glob("failure.*.json"))[::-1])
+    said = {one["kind"]: str(one["message"]) for one in failures if isinstance(one, dict)}
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()

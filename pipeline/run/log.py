@@ -52,11 +52,8 @@ def show_steps(shown: bool) -> None:
 
 def _is_for_terminal(record: logging.LogRecord) -> bool:
     """Whether a record is a warning or progress; steps are only in the stage's log file."""
-    return (
-        record.levelno >= logging.WARNING
-        or record.name == "bosch.progress"
-        or os.environ.get(_STEPS) == "1"
-    )
+    shown = record.levelno >= logging.WARNING or record.name == "bosch.progress"
+    return shown or os.environ.get(_STEPS) == "1"
 
 
 def configure(level: str, file: Path | None = None, rank: int = 0) -> None:

@@ -93,10 +93,8 @@ class Runner:
         if self.options.until is not None:
             last = self.all_names.index(find_stage("--until", self.options.until, self.nodes))
         if first > last:
-            raise UserError(
-                f"--from {self.options.start} comes after --until {self.options.until}: no stage "
-                "left"
-            )
+            order = f"--from {self.options.start} comes after --until {self.options.until}"
+            raise UserError(f"{order}: no stage left")
         if self.options.force:
             require_one_node("--force", self.loaded.world)
         chosen = self.all_names[first : last + 1]
@@ -132,11 +130,8 @@ class Runner:
                 self._link(states[name].node)
             self._finish()
             return 0
-        print(
-            f"{self.name}: {len(todo)} of {counted(len(self.chosen), 'stage')} to run: "
-            f"{', '.join(todo)}",
-            flush=True,
-        )
+        of = f"{len(todo)} of {counted(len(self.chosen), 'stage')}"
+        print(f"{self.name}: {of} to run: {', '.join(todo)}", flush=True)
         for name in todo:
             call(self._node(name).stage.refusal, self.loaded)
         # The resolved recipe of this run, in the folder of its links.
@@ -218,10 +213,9 @@ class Runner:
             added = self.store.set_added_aside(node.name, key)
             damage = self.store.damage(node.name, key, self.hasher)
             if damage is None:
-                names = ", ".join(added)
                 where = self.store.root / "damaged" / node.name / f"{key}.added"
                 logger.warning("%s: what was added to its output moved to %s: %s",
-                               node.name, where, names)  # fmt: skip
+                               node.name, where, ", ".join(added))  # fmt: skip
                 return True
             aside = self.store.set_aside(node.name, key)
             logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
@@ -246,21 +240,15 @@ class Runner:
                 self.store.fail(node.name, key, reason)
             raise
         facts = {
-            "version": node.stage.version,
-            "recipe": self.name,
+            "version": node.stage.version, "recipe": self.name,
             "config": node.section.model_dump(mode="json"),
             "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
-            "processes": self._world(node).size,
-            "gpus": gpus,
-            "host": socket.gethostname(),
-            "python": platform.python_version(),
-            "packages": installed_versions(_PACKAGES),
+            "processes": self._world(node).size, "gpus": gpus, "host": socket.gethostname(),
+            "python": platform.python_version(), "packages": installed_versions(_PACKAGES),
             "git_commit": checkout_commit(),
             "upstream": {name: self._node(name).key for name in node.needs},
-            "inputs": inputs,
-            "force": force,
-            "summary": summary,
-        }
+            "inputs": inputs, "force": force, "summary": summary,
+        }  # fmt: skip
         try:
             self._require_unchanged(
                 node, "while it ran, so its output is thrown away; run the same command again"
@@ -336,27 +324,20 @@ class Runner:
         if info is not None and info.commit is not None:
             model = model.model_copy(update={"revision": info.commit})
         upstream = upstream_of(node.name, self.nodes)
-        needs = {name: self._node(name) for name in node.needs}
+        identity = (node.document or {}).get("model")
         return {
-            "stage": node.name,
-            "function": node.stage.function,
-            "section": _typed(node.section),
-            "model": _typed(model),
-            "seed": recipe.seed,
-            "runtime": _typed(recipe.runtime),
-            "upstream": {
-                node.stage.key: _typed(node.section) for node in map(self._node, upstream)
-            },
+            "stage": node.name, "function": node.stage.function, "section": _typed(node.section),
+            "model": _typed(model), "seed": recipe.seed, "runtime": _typed(recipe.runtime),
+            "upstream": {one.stage.key: _typed(one.section) for one in map(self._node, upstream)},
             "inputs": {
-                name: str(self.store.published(name, str(need.key))) for name, need in needs.items()
+                name: str(self.store.published(name, str(self._node(name).key)))
+                for name in node.needs
             },
-            "stamps": dict(stamps or {}),
-            "work_dir": str(work),
-            "shared": self._shared(node),
-            "model_identity": _model_identity(node),
+            "stamps": dict(stamps or {}), "work_dir": str(work), "shared": self._shared(node),
+            "model_identity": document_key(identity) if identity else None,
             "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
             "log_level": recipe.runtime.log_level,
-        }
+        }  # fmt: skip
 
     def _shared(self, node: Node) -> str | None:
         """The folder of reusable results of earlier runs; None under `--force`."""
@@ -396,11 +377,6 @@ class Runner:
                 order = self.order(node, self.store.work(node.name, key), self.stamps(node))
                 self.launcher(order, self._world(node))
             time.sleep(POLL_SECONDS)
-
-
-def _model_identity(node: Node) -> str | None:
-    model = (node.document or {}).get("model")
-    return document_key(model) if model else None
 
 
 def _typed(section: BaseModel) -> dict[str, Any]:

@@ -58,9 +58,8 @@ def inspect(
         elif node.key is not None and (holder := read_holder(store.lock(node.name, node.key))):
             state = StageState(node, "running", str(holder))
         else:
-            state = inspect_output(
-                node, store, hasher, last.get(node.name), contents(node, nodes, store)
-            )
+            inputs = contents(node, nodes, store)
+            state = inspect_output(node, store, hasher, last.get(node.name), inputs)
         if state.afresh or again:
             rebuilt.add(node.name)
         states.append(state)
@@ -74,11 +73,9 @@ def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
     """
     hashes = {}
     for upstream in nodes:
-        manifest = (
-            store.manifest(upstream.name, str(upstream.key))
-            if upstream.name in node.reads
-            else None
-        )
+        if upstream.name not in node.reads:
+            continue
+        manifest = store.manifest(upstream.name, str(upstream.key))
         if manifest is not None:
             timed = (*TIMED, *upstream.stage.timed)
             files = {
@@ -159,16 +156,11 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) ->
     for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
         yield _file_change(path.replace(".files.", ": "), before, after)
     old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
-    kept = [name for name in new_keys if name in old_keys]
-    changed = [name for name in kept if old_keys[name] != new_keys[name]]
+    changed = [n for n, key in new_keys.items() if n in old_keys and old_keys[n] != key]
     if changed:
         yield f"input{'s' if len(changed) > 1 else ''} {', '.join(changed)} changed"
-    for name in new_keys:
-        if name not in old_keys:
-            yield f"input {name} is new"
-    for name in old_keys:
-        if name not in new_keys:
-            yield f"input {name} is no longer there"
+    yield from (f"input {name} is new" for name in new_keys if name not in old_keys)
+    yield from (f"input {name} is no longer there" for name in old_keys if name not in new_keys)
 
 
 _MISSING = object()

@@ -188,20 +188,16 @@ class Store:
         sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}
         manifest = {
-            "format": _FORMAT,
-            "stage": stage,
-            "key": key,
+            "format": _FORMAT, "stage": stage, "key": key,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": round(sum(seconds), 3),
             "gpu_seconds": round(sum(map(operator.mul, seconds, gpus)), 3),
-            "attempts": len(attempts),
-            **facts,
-            "identity": dict(document),
+            "attempts": len(attempts), **facts, "identity": dict(document),
             "files": [
                 {"path": name, "size": (work / name).stat().st_size, "sha256": digest}
                 for name, digest in hashes.items()
             ],
-        }
+        }  # fmt: skip
         write_json(work / MANIFEST, {**manifest, "sha256": Manifest.digest(manifest)})
         return self._move_in(stage, key, hashes, hasher)
 
@@ -211,9 +207,8 @@ class Store:
         manifest = _whole_manifest(work, key)
         if manifest is None or damage_of(work, key, hasher) is not None:
             return False
-        self._move_in(
-            stage, key, {file["path"]: file["sha256"] for file in manifest["files"]}, hasher
-        )
+        hashes = {file["path"]: file["sha256"] for file in manifest["files"]}
+        self._move_in(stage, key, hashes, hasher)
         return True
 
     def _move_in(self, stage: str, key: str, hashes: Mapping[str, str], hasher: FileHasher) -> Path:
@@ -298,8 +293,7 @@ def _share_files(folder: Path) -> None:
 
     safetensors makes files that only their owner can read, which a server's user may not be.
     """
-    for name in files_below(folder):
-        path = folder / name
+    for path in (folder / name for name in files_below(folder)):
         mode = path.lstat().st_mode
         shared = mode | path.parent.stat().st_mode & 0o666
         # Only its owner may: somebody else of the group may have begun this work.
