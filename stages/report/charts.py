@@ -57,12 +57,8 @@ def averages(results: Results) -> Picture | None:
     if not models:
         return None
     rows = [ranked(name, series, *interval_of(suite)) for name, series, suite in models]
-    return Picture(
-        "standing",
-        ranking(rows, POINTS, LOOK,
-                reference=_original(results)),
-        ", ".join(f"{row['label']} {row['text']}" for row in rows) + _original_text(results),
-    )  # fmt: skip
+    text = ", ".join(f"{row['label']} {row['text']}" for row in rows) + _original_text(results)
+    return Picture("standing", ranking(rows, POINTS, LOOK, reference=_original(results)), text)
 
 
 def ranked(
@@ -123,13 +119,9 @@ def head_mask(search: Search) -> Picture:
     )  # fmt: skip
     above = alt.Chart(values(counts)).mark_text(y=-9, fontWeight="bold", fontSize=11)
     text = ", ".join(f"{layer}: {len(heads)}" for layer, heads in enumerate(sliding))
-    return Picture(
-        "mask",
-        alt.layer(cells, above.encode(x=x, text="text:N")).properties(
-            height=24 * search.mask.num_key_value_heads
-        ),
-        f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {text}.",
-    )
+    text = f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {text}."
+    chart = alt.layer(cells, above.encode(x=x, text="text:N"))
+    return Picture("mask", chart.properties(height=24 * search.mask.num_key_value_heads), text)
 
 
 _LAYER_PANELS = (
@@ -191,28 +183,25 @@ def recovery(results: Results) -> Picture:
 def training_loss(steps: Sequence[TrainingStep]) -> Picture:
     """Training loss over tokens: each logged step (faint) and a running mean."""
     rows = [
-        {
-            "x": step.tokens,
-            "y": step.loss,
-            "tip": f"{format_count(step.tokens)} tokens: {step.loss:.3f}",
-        }
+        {"x": step.tokens, "y": step.loss,
+         "tip": f"{format_count(step.tokens)} tokens: {step.loss:.3f}"}
         for step in steps
-    ]
+    ]  # fmt: skip
     reach = max(1, len(rows) // 25)
     base = alt.Chart(values(rows)).encode(x=Axis("Training tokens", "count").of(alt.X, "x"))
     y = Axis("Loss (nats per token)")
     each = base.mark_line(opacity=0.35, strokeWidth=1, point={"size": 14, "opacity": 0.35})
     mean = base.transform_window(mean="mean(y)", frame=[-reach, reach]).mark_line()
-    return Picture(
-        "loss",
-        layers(
-            each.encode(y=y.of(alt.Y, "y"), color=alt.value("var(--hybrid)"), tooltip="tip:N"),
-            mean.encode(y=y.of(alt.Y, "mean"), color=alt.value("var(--hybrid)")),
-            height=280,
-        ),
-        f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token.",
-        "Training loss: running mean, each logged step behind it",
+    hue = alt.value("var(--hybrid)")
+    chart = layers(
+        each.encode(y=y.of(alt.Y, "y"), color=hue, tooltip="tip:N"),
+        mean.encode(y=y.of(alt.Y, "mean"), color=hue), height=280,
     )  # fmt: skip
+    text = (
+        f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
+    )
+    heading = "Training loss: running mean, each logged step behind it"
+    return Picture("loss", chart, text, heading)
 
 
 def windows(results: Results) -> Picture | None:
@@ -264,19 +253,15 @@ def positions(results: Results) -> list[Picture]:
     ):  # fmt: skip
         bins = {label: getattr(losses, field) for label, (losses, _) in shown.items()}
         rows = [
-            row
-            for label, losses in bins.items()
-            if losses
+            row for label, losses in bins.items() if losses
             for row in _bins(label, shown[label][0].edges, losses)
-        ]
+        ]  # fmt: skip
         if rows:
             look = {label: style for label, (_, style) in shown.items() if bins[label]}
             axis = Axis("Position (tokens, log)", "length", log=True)
-            last_bins = ", ".join(
-                f"{label} {losses[-1].mean:.3f}" for label, losses in bins.items() if losses
-            )
+            ends = (f"{label} {losses[-1].mean:.3f}" for label, losses in bins.items() if losses)
             chart = curves(rows, axis, Axis(title), look)
-            pictures.append(Picture(name, chart, f"In the last bin: {last_bins}.", heading))
+            pictures.append(Picture(name, chart, f"In the last bin: {', '.join(ends)}.", heading))
     return pictures
 
 
@@ -332,11 +317,9 @@ def document_lengths(statistics: Mapping[str, Any]) -> Picture | None:
         total = sum(row["tokens"] for row in lengths)
         label = f"{name}: {format_count(total)} tokens"
         for count in lengths:
-            share = count["tokens"] / total
-            tip = (
-                f"{name}, at most {count['up_to']:,} tokens: {count['documents']:,} documents, "
-                f"{format_share(share)} of the tokens"
-            )
+            share, documents = count["tokens"] / total, f"{count['documents']:,} documents"
+            tip = f"{name}, at most {count['up_to']:,} tokens: {documents}, "
+            tip += f"{format_share(share)} of the tokens"
             rows.append({"series": label, "x": count["up_to"], "y": share, "tip": tip})
         if lengths:
             longest = max(lengths, key=lambda row: row["tokens"])
@@ -377,5 +360,5 @@ def _original(results: Results) -> tuple[str, float] | None:
 
 
 def _original_text(results: Results) -> str:
-    original = results.checkpoint(ORIGINAL)
-    return "." if original is None else f"; original {format_score(original.average)}."
+    level = _original(results)
+    return "." if level is None else f"; {level[0]}."

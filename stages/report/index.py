@@ -41,12 +41,8 @@ def _row(name: str, folder: Path) -> list[str]:
         summary = read_json(folder / Summary.FILE)
         if not isinstance(summary, dict):
             raise RunError(f"{folder / Summary.FILE}: no JSON object")
-        return [
-            link,
-            summary.get("headline") or summary["verdict"] or "",
-            *_cells(summary),
-            created[:16].replace("T", " "),
-        ]
+        verdict = summary.get("headline") or summary["verdict"] or ""
+        return [link, verdict, *_cells(summary), created[:16].replace("T", " ")]
     except (RunError, LookupError, TypeError, ValueError, AttributeError) as error:
         # Written by an older version, or damaged: the other runs are still shown.
         return [link, f"cannot be read: {error}", *[""] * (len(_HEADER) - 2)]

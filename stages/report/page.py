@@ -242,13 +242,11 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
         *([("Of them known from other searches", known)] if reused else []),
         *([("Gradients taken", f"{gradients:,}")] if gradients else []),
         ("Model work", f"{summary.full_forward_equivalents:,.1f} full passes over D"),
-        (
-            "Model work without any reuse",
-            f"{summary.naive_full_forward_equivalents:,.1f} full passes over D",
-        ),
+        ("Model work without any reuse",
+         f"{summary.naive_full_forward_equivalents:,.1f} full passes over D"),
         ("Time in the model", format_seconds(summary.model_seconds)),
         ("Time in the solver", format_seconds(summary.solver_seconds)),
-    ]
+    ]  # fmt: skip
 
 
 def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]:
@@ -270,9 +268,7 @@ def other_suites(results: Results) -> list[SuitePart]:
         if name in (NEEDLE, FAILED_MODELS):
             continue
         by_model = {m: suites[name] for m, suites in scores.checkpoints.items() if name in suites}
-        tables = [
-            score_table(NeedleScores(model, suite), name) for model, suite in by_model.items()
-        ]
+        tables = [score_table(NeedleScores(*item), name) for item in by_model.items()]
         lengths = {at for suite in by_model.values() for by in suite.tasks.values() for at in by}
         if lengths == {0}:
             tables = [task_table(name, by_model)]
@@ -286,12 +282,10 @@ def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
     lengths = sorted({length for by in suite.tasks.values() for length in by})
     header = ["task", *(Cell(format_length(at), length=format_length(at)) for at in lengths)]
     rows = [
-        [
-            Cell(task, task=task),
-            *(_score(by.get(at), anchor(scores.name, name, task, at)) for at in lengths),
-        ]
+        [Cell(task, task=task),
+         *(_score(by.get(at), anchor(scores.name, name, task, at)) for at in lengths)]
         for task, by in suite.tasks.items()
-    ]
+    ]  # fmt: skip
     groups = [Group(rows)]
     if suite.by_length:
         means = [_score(suite.by_length.get(at), anchor(scores.name)) for at in lengths]
@@ -311,15 +305,11 @@ def _score(score: MeanScore | None, target: str) -> Cell:
 def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
     """Tasks without lengths, and averages of groups, of each model in the suite `name`."""
     rows = [
-        [
-            Cell(task, task=task),
-            *(
-                _score(suite.tasks.get(task, {}).get(0), anchor(model, name, task, 0))
-                for model, suite in suites.items()
-            ),
-        ]
+        [Cell(task, task=task),
+         *(_score(suite.tasks.get(task, {}).get(0), anchor(model, name, task, 0))
+           for model, suite in suites.items())]
         for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks)
-    ]
+    ]  # fmt: skip
     totals = []
     for group in dict.fromkeys(name for suite in suites.values() for name in suite.groups):
         means = {name: suite.groups.get(group) for name, suite in suites.items()}
@@ -375,24 +365,17 @@ def front_table(front: Front) -> Table:
         held_out = _or_dash(point.held_out_score, "{:.3f}".format)
         if point.held_out_score is not None:
             held_out += f" ({point.held_out_low:.3f} to {point.held_out_high:.3f})"
-        mask = front.mask(index)
         rows.append(
-            (
-                f"{index + 1}{', chosen' if index == front.chosen else ''}",
-                f"{point.kv_slots:,}",
-                _or_dash(point.bytes, format_bytes),
-                f"{point.kv_slots / front.points[-1].kv_slots:.1%}",
-                str(point.full_kv_heads),
-                f"{mask.swa_ratio:.3f}",
-                f"{point.score:.3f}",
-                held_out,
-            )
-        )
-    return Table.of_rows(
-        f"Points of the front at {front.context:,} tokens; held-out scores with one-sided limits",
-        ("point", "KV slots", "KV cache", "share", "full heads", "ρ", "score", "held out"),
-        rows,
+            (f"{index + 1}{', chosen' if index == front.chosen else ''}", f"{point.kv_slots:,}",
+             _or_dash(point.bytes, format_bytes),
+             f"{point.kv_slots / front.points[-1].kv_slots:.1%}", str(point.full_kv_heads),
+             f"{front.mask(index).swa_ratio:.3f}", f"{point.score:.3f}", held_out)
+        )  # fmt: skip
+    title = (
+        f"Points of the front at {front.context:,} tokens; held-out scores with one-sided limits"
     )
+    header = ("point", "KV slots", "KV cache", "share", "full heads", "ρ", "score", "held out")
+    return Table.of_rows(title, header, rows)
 
 
 def cache_table(cache: CacheSize) -> Table:
@@ -402,14 +385,13 @@ def cache_table(cache: CacheSize) -> Table:
         for at in charts.cache_lengths(cache)[::2]
     ]
     sizes.append(("each further token", cache.original_per_token, cache.per_token))
-    return Table.of_rows(
-        "Computed from the head mask, not measured",
-        ("context (tokens)", "original", "hybrid", "share"),
-        [
-            (at, format_bytes(before), format_bytes(now), f"{now / before:.0%}")
-            for at, before, now in sizes
-        ],
-    )
+    rows = [(at, *_sizes(before, now)) for at, before, now in sizes]
+    header = ("context (tokens)", "original", "hybrid", "share")
+    return Table.of_rows("Computed from the head mask, not measured", header, rows)
+
+
+def _sizes(original: float, hybrid: float) -> list[str]:
+    return [format_bytes(original), format_bytes(hybrid), f"{hybrid / original:.0%}"]
 
 
 def served_table(results: Results) -> Table | str:
@@ -422,11 +404,9 @@ def served_table(results: Results) -> Table | str:
             return f"{title}: {plans}"
         for served in plans:
             if engine is LARGE_GPU or served.ranks == 1:
-                sizes = [
-                    format_bytes(served.original),
-                    format_bytes(served.hybrid),
-                    f"{served.hybrid / served.original:.0%}",
-                ] if not served.refusal else [served.refusal, "", ""]  # fmt: skip
+                sizes = [served.refusal, "", ""]
+                if not served.refusal:
+                    sizes = _sizes(served.original, served.hybrid)
                 place = [served.engine.name, str(served.ranks), format_length(served.tokens)]
                 rows.append(place + sizes)
     header = ("engine on", "ranks", "context (tokens)", "original", "hybrid", "share")
@@ -444,14 +424,10 @@ def cost_table(results: Results, price: float | None, currency: str) -> Table | 
         return [_or_dash(amount, "{:,.2f}".format) for amount in amounts]
 
     rows = [
-        [
-            stage,
-            format_seconds(seconds[stage]),
-            "not recorded" if manifest.gpus is None else str(manifest.gpus),
-            *cost(manifest.gpu_hours),
-        ]
+        [stage, format_seconds(seconds[stage]),
+         "not recorded" if manifest.gpus is None else str(manifest.gpus), *cost(manifest.gpu_hours)]
         for stage, manifest in results.manifests.items()
-    ]
+    ]  # fmt: skip
     total = ["together", format_seconds(sum(seconds.values())), "", *cost(results.total_gpu_hours)]
     title = "GPU hours" if price is None else f"GPU hours, at {format_money(price, currency)} each"
     title += f" ({results.cached_note})" if results.cached_note else ""

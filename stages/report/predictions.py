@@ -49,15 +49,12 @@ def samples_by_model(
         label = f"{task} at {tokens}" if tokens else task
         rows = []
         for record in records:
+            score = f"{record['index']}: {format_score(100 * record['score'])}"
             end = str(record.get("question", ""))
-            rows.append(
-                (
-                    f"{record['index']}: {format_score(100 * record['score'])}",
-                    f"…{end}" if len(end) >= TAIL_CHARACTERS else end,  # the prompt is longer
-                    ", ".join(map(str, record.get("answers", ()))),
-                    str(record.get("output", ""))[:_MAX_CHARACTERS],
-                )
-            )
+            if len(end) >= TAIL_CHARACTERS:  # the prompt is longer
+                end = f"…{end}"
+            answers = ", ".join(map(str, record.get("answers", ())))
+            rows.append((score, end, answers, str(record.get("output", ""))[:_MAX_CHARACTERS]))
         table = Table.of_rows("", ("sample: score", "prompt", "expected", "output"), rows)
         model.cells.append(ScoreSamples(anchor(*place), label, task, tokens, table))
     return list(models.values())

@@ -33,20 +33,16 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
     recipe = {"seed": config.seed, "model": config.model.model_dump(mode="json")}
     recipe |= {key: section.model_dump(mode="json") for key, section in config.upstream.items()}
     search = results.search
-    share = f"ρ = {search.sliding / search.total:.3g}"
-    subtitle = f"{model} made hybrid: {share}, W = {search.window_sizes}"
-    subtitle += f", method {search.mask.method}"
+    share = f"ρ = {search.sliding / search.total:.3g}, W = {search.window_sizes}"
+    subtitle = f"{model} made hybrid: {share}, method {search.mask.method}"
     return Provenance(
         title=str(config.section.title),  # the recipe's name by default
         subtitle=subtitle,
         recipe=list(flatten(recipe)),
         origin=_origin(config, results),
         versions=_versions(results),
-        statistics=[
-            (place, value)
-            for place, value in flatten(results.statistics)
-            if ".lengths." not in place  # the picture of document lengths shows them
-        ],
+        # Without lengths, which the picture of document lengths shows.
+        statistics=[row for row in flatten(results.statistics) if ".lengths." not in row[0]],
         summaries=[
             row
             for stage, manifest in results.manifests.items()
@@ -85,12 +81,9 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[str, str]]:
     rows = [("Model", format_path(config.model.path)), ("Seed", str(config.seed))]
     rows.append(("Parameters", f"{results.served.parameters:,}"))
-    if results.scores.corpus is not None:
-        for name, value in flatten(results.scores.corpus):
-            rows.append((f"Text of the evaluation, {name}", value))
-    rows += [
-        (f"Stage {name}", _origin_of(manifest)) for name, manifest in results.manifests.items()
-    ]
+    corpus = flatten(results.scores.corpus) if results.scores.corpus is not None else ()
+    rows += [(f"Text of the evaluation, {name}", value) for name, value in corpus]
+    rows += [(f"Stage {name}", _origin_of(found)) for name, found in results.manifests.items()]
     rows += [(f"Stage {name}", "not part of this recipe") for name in results.absent]
     return rows
 
@@ -101,11 +94,9 @@ def _origin_of(manifest: Manifest) -> str:
         changed = ", with local changes" if manifest.git_commit.endswith("+") else ""
         facts.append(f"commit {manifest.git_commit[:12]}{changed}")
     named = {
-        "created": manifest.created,
-        "Python": manifest.python,
-        "processes:": manifest.processes,
-        "GPUs:": manifest.gpus,
-    }
+        "created": manifest.created, "Python": manifest.python,
+        "processes:": manifest.processes, "GPUs:": manifest.gpus,
+    }  # fmt: skip
     return ", ".join([*facts, *(f"{name} {value}" for name, value in named.items() if value)])
 
 

@@ -105,15 +105,12 @@ def label_of(name: str) -> str:
         return "Hybrid, untrained"
     if name in METHODS:
         return f"{METHODS[name].label}, untrained"
-    windowed = named_window(name)
-    if windowed is not None:
+    if windowed := named_window(name):
         method, size = windowed
         return f"{METHODS[method].label if method else 'Hybrid'}, untrained, W = {size:,}"
-    rival = named_rival(name)
-    if rival is not None:
+    if rival := named_rival(name):
         return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
-    budget = named_budget(name)
-    if budget is not None:
+    if budget := named_budget(name):
         return f"{label_of(budget[0])}, {budget[1]} of the KV slots"
     return f"Hybrid after {checkpoint_tokens(name) or 0:,} tokens"
 
@@ -228,12 +225,10 @@ class Results:
 
     def budget_models(self, model: str) -> dict[int, str]:
         """Names in scores.json of a model at its budgets, by their KV slots."""
-        return {
-            budget.kv_slots: model
-            if budget.kv_slots == self.served.kv_budget
-            else budget_name(model, budget.share)
-            for budget in self.served.budgets
-        }
+        names = {one.kv_slots: budget_name(model, one.share) for one in self.served.budgets}
+        if self.served.kv_budget in names:
+            names[self.served.kv_budget] = model
+        return names
 
     def checkpoint(self, name: str) -> NeedleScores | None:
         return next((scores for scores in self.needle if scores.name == name), None)
@@ -283,9 +278,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
     """
     search = Search.read(inputs["search"], inputs["materialize"])
     materialized = MaterializeSummary.read(inputs["materialize"])
-    scores = Scores(checkpoints={})
-    if "evaluate" in inputs:
-        scores = Scores.read(inputs["evaluate"])
+    scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
     needle, rivals, windows = _needle_scores(scores)
     return Results(
         search=search,
@@ -307,9 +300,9 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
         present=frozenset(inputs),
         absent=tuple(stage for stage in stages if stage not in inputs),
         manifests={
-            stage: Manifest.read(inputs[stage])
-            for stage in inputs
-            if exists(inputs[stage] / Manifest.FILE)
+            stage: Manifest.read(folder)
+            for stage, folder in inputs.items()
+            if exists(folder / Manifest.FILE)
         },
     )
 
@@ -364,19 +357,10 @@ def _needle_scores(
     """
     known = scores.checkpoints.items()
     every = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
-    rivals = [
-        scores for scores in every if scores.name in METHODS or named_rival(scores.name) is not None
-    ]
-    windows = [scores for scores in every if named_window(scores.name) is not None]
-    checkpoints = [
-        scores
-        for scores in every
-        if scores not in rivals + windows and not named_budget(scores.name)
-    ]
-    return (
-        sorted(
-            checkpoints, key=lambda scores: scores.tokens or 0
-        ),  # the original is first in scores.json
-        sorted(rivals, key=lambda scores: (named_rival(scores.name) is not None, scores.average)),
-        windows,
-    )
+    rivals = [one for one in every if one.name in METHODS or named_rival(one.name)]
+    windows = [one for one in every if named_window(one.name)]
+    others = rivals + windows
+    checkpoints = [one for one in every if one not in others and not named_budget(one.name)]
+    checkpoints.sort(key=lambda one: one.tokens or 0)  # the original is first in scores.json
+    rivals.sort(key=lambda one: (named_rival(one.name) is not None, one.average))
+    return checkpoints, rivals, windows

@@ -121,11 +121,9 @@ def _what_shows(against: Against) -> str:
 
 
 def _loss_sentence(row: Difference) -> str:
-    if row.low is None:
-        return (
-            f"{row.name}: {row.text} nats against the original; the documents are too few to tell."
-        )
     undecided = "" if row.is_shown else "; the documents do not decide whether it differs"
+    if row.low is None:
+        undecided = "; the documents are too few to tell"
     return f"{row.name}: {row.text} nats against the original{undecided}."
 
 
