@@ -76,11 +76,9 @@ class Evaluation:
         """Whether no further model will appear."""
         names = (_HYBRID_STAGE, _TRAINING_STAGE)
         last = [node for node in self.runner.nodes if node.name in names][-1]
-        return (
-            last.key is not None
-            and self.store.manifest(last.name, last.key) is not None
-            and self.store.damage(last.name, last.key, self.runner.hasher) is None
-        )
+        if last.key is None or self.store.manifest(last.name, last.key) is None:
+            return False
+        return self.store.damage(last.name, last.key, self.runner.hasher) is None
 
     def is_running(self) -> bool:
         """Whether a process works on a stage of the recipe."""

@@ -103,9 +103,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--output {file}: {file.absolute().parent} cannot be written to")
     info, faults = read_model(options.model, None, Path.cwd(), fetch=False, files=False)
     if faults:
-        raise UserError(
-            listing(options.model, [fault.removeprefix("model.path: ") for fault in faults])
-        )
+        faults = [fault.removeprefix("model.path: ") for fault in faults]
+        raise UserError(listing(options.model, faults))
     try:
         folder_name(file.stem)
     except ValueError as fault:

@@ -117,8 +117,7 @@ def plan_devices(
     local = loaded.world.processes_per_node
     if hardware is not None and name != "cpu":
         local = max(loaded.world.gpus, _GPUS_PER_NODE)
-    local = min(processes, local)
-    return Devices(name, count, processes, local, memory, efficiency)
+    return Devices(name, count, processes, min(processes, local), memory, efficiency)
 
 
 def plan_costs(loaded: LoadedRecipe, devices: Devices) -> dict[str, Cost]:
@@ -138,18 +137,14 @@ def plan_record(
         "file": str(loaded.file),
         "hardware": {"name": devices.name, "count": devices.count},
         "stages": [
-            {
-                "stage": name,
-                "flops": cost.flops,
-                "hours": cost.hours(devices.name, devices.count),
-                "disk_bytes": cost.disk,
-                "facts": cost.facts,
-            }
+            {"stage": name, "flops": cost.flops,
+             "hours": cost.hours(devices.name, devices.count),
+             "disk_bytes": cost.disk, "facts": cost.facts}
             for name, cost in costs.items()
         ],
         "serving": [" ".join(line.split()) for line in _served(loaded, loaded.info, devices.name)],
         "missing": list(missing_inputs(loaded)),
-    }
+    }  # fmt: skip
 
 
 def plan_lines(
@@ -243,24 +238,20 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     def caches_of(
         layers: Sequence[Mapping[Window | None, int]], ranks: Sequence[int] = SERVED_RANKS
     ) -> list[ServedCache]:
+        own, tokens = list(info.kinds.windows.values()), served_tokens(info.max_positions)
         return list(
             served_caches(
-                engine_heads(layers),
-                2 * info.kinds.head_dim * number,
-                list(info.kinds.windows.values()),
-                engine=engine,
-                lengths=served_tokens(info.max_positions),
-                numbers_of_ranks=ranks,
+                engine_heads(layers), 2 * info.kinds.head_dim * number, own,
+                engine=engine, lengths=tokens, numbers_of_ranks=ranks,
             )
-        )
+        )  # fmt: skip
 
     def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
         return [{None: full, search.menu[-1]: heads - full} for full in counts]
 
     requests: dict[str, list[int]] = {}
-    for ranks, group in groupby(
-        caches_of(given or with_full(any_mask(budget, rows, heads))), key=lambda cache: cache.ranks
-    ):
+    served = caches_of(given or with_full(any_mask(budget, rows, heads)))
+    for ranks, group in groupby(served, key=lambda cache: cache.ranks):
         caches = list(group)
         figures = (
             cache.refusal
@@ -277,11 +268,9 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
             masks = worst_shared_masks(
                 budget // granularity, rows, heads // granularity, multiple // granularity
             )
+            layouts = (with_full([granularity * n for n in mask]) for mask in masks)
             last = max(
-                (
-                    caches_of(with_full([granularity * n for n in mask]), [ranks])[-1]
-                    for mask in masks
-                ),
+                (caches_of(layout, [ranks])[-1] for layout in layouts),
                 key=lambda cache: (bool(cache.refusal), cache.hybrid),
             )
             if last.refusal or last.hybrid > caches[-1].hybrid:

@@ -44,14 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Run the stages and print where the results are; returns 1 if a task has no score."""
-    choice = RunOptions(
-        options.until, options.start, tuple(options.force), options.wait, options.dry_run
-    )
+    force = tuple(options.force)
+    choice = RunOptions(options.until, options.start, force, options.wait, options.dry_run)
     runner = Runner(loaded, choice)
     if options.dry_run:
-        print_states(
-            loaded, [state for state in runner.states() if state.node.name in runner.chosen]
-        )
+        print_states(loaded, [one for one in runner.states() if one.node.name in runner.chosen])
         if runner.store.root.exists():
             runner.hasher.save()
         return 0

@@ -31,17 +31,10 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     nodes = resolve(loaded, hasher)
     states = inspect(nodes, store, hasher, loaded.recipe.name)
     if options.json:
-        print_json(
-            {
-                "recipe": loaded.recipe.name,
-                "file": str(loaded.file),
-                "results": str(loaded.output_root / loaded.recipe.name),
-                "stages": [
-                    {"stage": state.node.name, "state": state.state, "reason": state.reason}
-                    for state in states
-                ],
-            }
-        )
+        facts = {"recipe": loaded.recipe.name, "file": str(loaded.file)}
+        facts["results"] = str(loaded.output_root / loaded.recipe.name)
+        stages = [{"stage": s.node.name, "state": s.state, "reason": s.reason} for s in states]
+        print_json({**facts, "stages": stages})
     else:
         print_states(loaded, states)
     if store.root.exists():

@@ -28,15 +28,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     names = [stage.name for stage in loaded.present]
     gaps = [gap for stage in loaded.present for gap in call(stage.gaps, loaded)]
     if options.json:
-        print_json(
-            {
-                "recipe": loaded.recipe.name,
-                "file": str(loaded.file),
-                "stages": names,
-                "fetches": list(downloads(loaded)),
-                "gaps": gaps,
-            }
-        )
+        facts = {"recipe": loaded.recipe.name, "file": str(loaded.file), "stages": names}
+        print_json(facts | {"fetches": list(downloads(loaded)), "gaps": gaps})
         return 1 if gaps else 0
     print(f"{loaded.file}: valid; its stages are {', '.join(names)}")
     for download in downloads(loaded):

@@ -82,8 +82,7 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[S
     """
     path: list[str] = []
     owner: type[Section] | None = model
-    holder: type[Section] | None = model
-    is_key = False
+    holder, is_key = owner, False
     for name in loc:
         if isinstance(name, int) or is_key:
             path.append(str(name))
@@ -107,8 +106,7 @@ def _describe(
     if kind == "missing":
         return "is required and missing"
     if kind in ("extra_forbidden", "invalid_key"):
-        siblings = list(holder.model_fields) if holder else []
-        return _unknown_key(path, root, siblings)
+        return _unknown_key(path, root, list(holder.model_fields) if holder else [])
     if kind == "value_error":
         return detail["msg"].removeprefix("Value error, ")
     expected = list(dict.fromkeys(_expected(item) for item, _ in details))

@@ -91,12 +91,10 @@ def _drop_replaced(
         for depth, name in enumerate(place):
             if owner is None or not isinstance(here, dict) or here.get(name) is None:
                 break
+            given = {p[depth] for p in places if p[:depth] == place[:depth] and p[depth:]}
             for others in (names for names in owner.ALTERNATIVES if name in names):
-                for other in set(others) - {name}:
-                    if not any(
-                        replaced[: depth + 1] == (*place[:depth], other) for replaced in places
-                    ):
-                        here.pop(other, None)
+                for other in set(others) - given:
+                    here.pop(other, None)
             field, here = owner.model_fields.get(name), here[name]
             owner = nested_section(field.annotation)[0] if field is not None else None
 
@@ -200,9 +198,6 @@ def _set(content: dict[str, Any], keys: list[str], value: Any, override: str) ->
 
 def _index(items: list[Any], key: str, path: str, override: str) -> int:
     if not key.isdecimal() or len(key) > 6 or int(key) >= len(items):
-        positions = f"'{key}' is none of its positions 0 to {len(items) - 1}"
-        raise UserError(
-            f"override '{override}': {path} is a list of {len(items)}"
-            + (f"; {positions}" if items else "")
-        )
+        positions = f"; '{key}' is none of its positions 0 to {len(items) - 1}" if items else ""
+        raise UserError(f"override '{override}': {path} is a list of {len(items)}{positions}")
     return int(key)

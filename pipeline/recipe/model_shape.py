@@ -77,12 +77,10 @@ def _read_directory(
 
 def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
     """Faults of a config.json that does not describe a supported decoder."""
-    faults = [
-        *_faults_of(lambda: info.layers),
-        *_faults_of(lambda: info.hidden_size),
-        *_faults_of(lambda: info.max_positions),
-        *_faults_of(info.check_sizes),
-    ]
+    reads = (
+        lambda: info.layers, lambda: info.hidden_size, lambda: info.max_positions, info.check_sizes,
+    )  # fmt: skip
+    faults = [fault for read in reads for fault in _faults_of(read)]
     return faults or (_faults_of(info.check_family) if family else [])
 
 

@@ -112,9 +112,7 @@ def run_comparison(
     results: dict[Combination, Result] = {}
     failures: dict[Combination, str] = {}
     comparison = replace(comparison, results=results, failures=failures)
-    left = _Left(
-        len(combinations), sum(bool(stages) for stages in pending.values()), time.monotonic()
-    )
+    left = _Left(len(combinations), sum(map(bool, pending.values())), time.monotonic())
     for number, combination in enumerate(combinations, start=1):
         runner = runner_of(combination)
         if pending[combination]:
@@ -165,11 +163,8 @@ class _Left:
 
 
 def _pending(runner: Runner) -> list[str]:
-    return [
-        f"{state.node.name} {state}"
-        for state in runner.states()
-        if state.node.name in runner.chosen and state.state != "cached"
-    ]
+    states = (state for state in runner.states() if state.node.name in runner.chosen)
+    return [f"{state.node.name} {state}" for state in states if state.state != "cached"]
 
 
 def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combination]:
