@@ -43,10 +43,7 @@ class Summary(Record):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The record published in a stage's folder.
-
-        Raises RunError if it is missing or damaged.
-        """
+        """The record in a stage's folder; raises RunError if it is missing or damaged."""
         path = folder / cls.FILE
         content = read_record(path)
         if content is None:
@@ -71,10 +68,7 @@ class WorkSummary(Summary):
 
     @classmethod
     def finished(cls, folder: Path) -> Self | None:
-        """The record of finished work.
-
-        None if there is none yet, or, with a warning, if it or one of its files is damaged.
-        """
+        """The record of finished work; None without one or, with a warning, if it is damaged."""
         if not exists(folder / cls.FILE):
             return None
         try:

@@ -51,10 +51,7 @@ def masks_on_budget(num_layers: int, num_heads: int, swa_ratio: float) -> Iterat
 
 
 def standing(mask: HeadMask, landscape: Mapping[HeadMask, Evaluation]) -> Standing:
-    """Ranks and gaps of `mask` in the evaluations of all masks on its budget.
-
-    Raises ValueError when `mask` is not among them.
-    """
+    """Ranks and gaps of `mask` among all masks on budget; ValueError if it is none of them."""
     if mask not in landscape:
         raise ValueError(f"{mask!r} is not one of the {len(landscape)} masks on budget")
     entry = landscape[mask]

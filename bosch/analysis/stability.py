@@ -33,10 +33,7 @@ class Stability:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's rho with ties: Pearson's correlation of the average ranks.
-
-    None if one side is constant.
-    """
+    """Spearman's rho, with ties at average ranks; None if one side is constant."""
     if min(first) == max(first) or min(second) == max(second):
         return None
     return float(stats.spearmanr(first, second).statistic)

@@ -1,4 +1,4 @@
-"""Evaluate any models and a recipe's original outside of a run, with answers in its store."""
+"""Scores of any models and a recipe's original, outside of stages but in the same store."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ _FUNCTION = "stages.evaluate.selected:run"
 
 
 class Evaluation:
-    """Evaluations with the settings of a recipe's stage `evaluate`.
-
-    Raises UserError for a recipe without `evaluate`.
-    """
+    """Evaluations with a recipe's settings; raises UserError for one without `evaluate`."""
 
     def __init__(self, runner: Runner) -> None:
         nodes = {node.name: node for node in runner.nodes}
@@ -50,10 +47,7 @@ class Evaluation:
         return self.store.root / self.runner.name / "evaluation"
 
     def available(self) -> dict[str, Path]:
-        """The hybrid and all complete checkpoints, also of a running training.
-
-        Raises RunError if their published output is damaged.
-        """
+        """The hybrid and complete checkpoints, of a running training too; RunError if damaged."""
         folders: dict[str, Path] = {}
         for node in self.runner.nodes:
             if node.key is None or node.name not in (_HYBRID_STAGE, _TRAINING_STAGE):
@@ -108,7 +102,7 @@ class Evaluation:
             return scores, (work / SAMPLES).read_text(encoding="utf-8")
 
     def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
-        """Write the files of one evaluation to `place`, to which other processes may write."""
+        """Write the files of one evaluation to `place`, to which others may also write."""
         make_folder(self.place)
         with hold_briefly(self.store.lock("evaluation", self.runner.name)):
             write_json(self.place / SelectedScores.FILE, scores.content)
@@ -175,10 +169,7 @@ class Evaluation:
         stamps: Mapping[str, Stamp],
         work: Path,
     ) -> None:
-        """Raise RunError, and delete the answers, if a file was written while it was read.
-
-        Even if its content is unchanged.
-        """
+        """Raise RunError, delete the answers if a file was written meanwhile, even as before."""
         written = changed_file(stamps)
         now = self._identities(folders)
         changed = {name for name in folders if now[name] != identities[name]}
@@ -186,7 +177,7 @@ class Evaluation:
             changed |= {name for name, folder in folders.items() if folder in Path(written).parents}
         if written is None and not changed:
             return
-        # A changed file outside of these folders belongs to the original or to the samples of all.
+        # Other files belong to the original or to all samples.
         forgotten = {identities[name] for name in changed or folders}
         if not changed:
             forgotten.add(str(self.runner.order(self.original, work)["model_identity"]))

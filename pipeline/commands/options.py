@@ -32,10 +32,7 @@ def add_options(parser: argparse.ArgumentParser, section: type[Section]) -> None
 
 
 def read_options(section: type[_Options], arguments: argparse.Namespace, command: str) -> _Options:
-    """The options of the command line, with defaults for the others.
-
-    Raises UserError that lists every faulty option.
-    """
+    """The options of the command line or defaults; raises UserError that lists all faulty ones."""
     values = {name: getattr(arguments, name) for name in section.model_fields}
     values = {name: value for name, value in values.items() if value is not None}
     try:

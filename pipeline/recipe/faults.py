@@ -76,10 +76,7 @@ def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
-    """Dotted path of a location and the section that holds it.
-
-    Leaves out pydantic's additions: tags of unions, and `[key]` for a faulty key of a dict.
-    """
+    """Dotted path of a location without pydantic's tags and `[key]`, and the section around it."""
     path: list[str] = []
     owner: type[Section] | None = model
     holder, is_key = owner, False

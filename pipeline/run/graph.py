@@ -51,10 +51,7 @@ def document_key(document: Mapping[str, Any]) -> str:
 
 
 def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
-    """The stages of a recipe, in order, with their keys.
-
-    Raises UserError if an input file cannot be read.
-    """
+    """A recipe's stages, in order, with keys; raises UserError for an unreadable input file."""
     nodes: dict[str, Node] = {}
     for stage in loaded.present:
         # `needs` is None for a stage that needs all before it.

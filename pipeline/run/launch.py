@@ -91,10 +91,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
-    """A folder beside the work directory for the order and the results.
-
-    The next run removes what a killed run left there.
-    """
+    """A folder beside the work directory for order and results; clears what a killed run left."""
     folder = work_dir.with_name(f"{work_dir.name}.control-{node_rank}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -155,10 +155,7 @@ class Store:
         write_json(self.state_file(stage, key), state)
 
     def state(self, stage: str, key: str) -> dict[str, Any]:
-        """Attempts at an unpublished output, and the failure of the last attempt.
-
-        Empty if the file is missing or damaged, since no result depends on it.
-        """
+        """Attempts at an unpublished output, and the last failure; empty if not readable whole."""
         state = read_json(self.state_file(stage, key))
         attempts = state.get("attempts", []) if isinstance(state, dict) else None
         whole = isinstance(attempts, list) and all(map(_is_attempt, attempts))
@@ -230,10 +227,7 @@ class Store:
         return aside
 
     def set_added_aside(self, stage: str, key: str) -> list[str]:
-        """Move what was added to an output out of it; returns the names.
-
-        So the output stays valid, and files that a user put there are not lost.
-        """
+        """Move what somebody added to an output out of it, so it stays valid; returns the names."""
         folder, manifest = self.published(stage, key), self.manifest(stage, key)
         if manifest is None:
             return []

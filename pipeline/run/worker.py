@@ -123,10 +123,7 @@ def _run_order() -> int:
 
 
 def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -> None:
-    """Write the failure for the runner, or to the terminal if its file cannot be written.
-
-    With `status_tells`, the exit status says it already.
-    """
+    """Write the failure for the runner; else print it, unless `status_tells` it already."""
     if failure["kind"] in ("lost", "frozen"):
         logger.error("%s", failure["message"])
     try:
@@ -156,10 +153,7 @@ def interrupt(signum: int, frame: object) -> None:
 
 
 def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat a signal that arrived in a destructor or a callback, whose exceptions are lost.
-
-    The import system uses such callbacks.
-    """
+    """Repeat a signal that came in a destructor or callback (imports have some) and was lost."""
     if isinstance(lost.exc_value, _Signalled):
         # An exception here would be lost again.
         threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number)).start()

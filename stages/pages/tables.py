@@ -46,10 +46,7 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that belong together, with an optional heading above them.
-
-    `is_total`: they summarise the groups above, and are separated from them.
-    """
+    """Rows with an optional heading; `is_total`: set apart, as they summarise the groups above."""
 
     rows: Sequence[Sequence[str]]
     heading: str = ""

@@ -14,10 +14,7 @@ _WIDEST_RATIO = 100.0
 
 
 class Difference(NamedTuple):
-    """A model minus the original; without a 95 % interval its ends are None.
-
-    `against` is the comparison of scores; None for a loss.
-    """
+    """A model minus the original; ends are None without an interval, `against` for a loss."""
 
     name: str
     unit: Literal["points", "nats"]

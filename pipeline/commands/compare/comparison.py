@@ -63,10 +63,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """A score of a task at a length (0: it has none), with the ends of its 95 % interval.
-
-    `task` is empty for a suite's average.
-    """
+    """A score with its 95 % interval; `task` is empty for a suite's average, `length` may be 0."""
 
     models: Models
     suite: str

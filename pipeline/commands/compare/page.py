@@ -307,10 +307,7 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
-    """The mean over seeds; a dash without a score.
-
-    A single seed's mean links to its predictions; with several seeds each score does.
-    """
+    """The mean over seeds, or a dash; it links to predictions, or each of several seeds' scores."""
     if not rows:
         return Cell(format_score(None), share=0.0)
     scores = [row.score for _, row in rows]

@@ -26,10 +26,7 @@ Landscape = dict[HeadMask, Evaluation]
 
 
 def study(model: StudiedModel) -> StudyResult:
-    """Enumerate at each ratio, on the calibration set and on held-out examples.
-
-    Raises UserError when a ratio has too many masks to enumerate.
-    """
+    """Enumerate each ratio on calibration and held-out examples; UserError for too many masks."""
     options = model.options
     for ratio in options.ratios:
         _check_size(model, ratio)

@@ -15,10 +15,7 @@ from stages.pages.tables import Table
 
 @dataclass(frozen=True)
 class StudyResult:
-    """Title, description, numbers and tables of a study, and the panels of each figure.
-
-    `records` become the lines of NAME.csv.
-    """
+    """Texts, numbers, tables and figures' panels of a study; `records` are lines of NAME.csv."""
 
     name: str
     title: str
@@ -30,10 +27,7 @@ class StudyResult:
 
 
 def publish(result: StudyResult, folder: Path, command: str, docs: Path | None = None) -> Path:
-    """Write NAME.json, .html, .md, plots and a CSV to `folder`, the last three also to `docs`.
-
-    Returns the Markdown page.
-    """
+    """Write NAME.json, .html, .md, PNGs and CSV, the last three to `docs` too; returns the .md."""
     write_json(
         folder / f"{result.name}.json", {"study": result.name, "command": command} | result.data
     )

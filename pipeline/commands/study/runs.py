@@ -20,10 +20,7 @@ _DIGITS = {"score": 3, "log_likelihood": 2}
 
 @dataclass(frozen=True)
 class Measured:
-    """One setting over all seeds.
-
-    `results` are exact match and log-likelihood of the held-out examples by name, each [S, E].
-    """
+    """One setting over all seeds; held-out `results` by measure, [S, E] each."""
 
     setting: Setting
     runs: Sequence[SearchOutcome]
