@@ -42,12 +42,9 @@ from stages.shape import shape_of
 from stages.stage import LoadedRecipe, ModelInfo, World, call
 
 COMMAND = RecipeCommand(
-    "say what a run needs and costs before it starts",
-    json=True,
-    fetch=False,
-    input_files=False,
+    "say what a run needs and costs before it starts", json=True, fetch=False, input_files=False,
     model_files=False,
-)
+)  # fmt: skip
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
 # GPUs of a node, if the planning machine has fewer.

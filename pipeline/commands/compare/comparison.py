@@ -318,19 +318,16 @@ def read_result(runner: Runner) -> Result:
     longest = max((row.length for row in rows), default=0)
     names = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
-        keys={name: folder.name for name, folder in folders.items()},
-        calibration_score=score,
+        keys={name: folder.name for name, folder in folders.items()}, calibration_score=score,
         calibration_log_likelihood=log_likelihood,
         costs={
             name: value
             for name, value in search.summary.content.items()
             if name in names or name.startswith("reused_")
         },
-        notes=search.summary.notes,
-        rows=rows,
+        notes=search.summary.notes, rows=rows,
         trained_tokens=checkpoint_tokens(trained) if trained else None,
-        cache=_cache_shares(folders["materialize"], search, longest),
-        missing=scores.notes(),
+        cache=_cache_shares(folders["materialize"], search, longest), missing=scores.notes(),
         samples={
             (kind, suite): SampleScores.of(subtasks)
             for kind, name in models
@@ -343,7 +340,7 @@ def read_result(runner: Runner) -> Result:
                 }
             )
         },
-    )
+    )  # fmt: skip
 
 
 def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]:

@@ -401,12 +401,8 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
         [result.cache[name] for result in results if name in result.cache] for name in _ENGINES
     ]
     return [
-        label,
-        f"{ratio:g}",
+        label, f"{ratio:g}",
         *(f"{statistics.fmean(s):.1%}" if len(s) == len(results) else "–" for s in shares),
-        f"{score:.3f}",
-        f"{likelihood:.3f}",
-        f"{mean('evaluations'):,.0f}",
-        f"{passes:,.1f}",
+        f"{score:.3f}", f"{likelihood:.3f}", f"{mean('evaluations'):,.0f}", f"{passes:,.1f}",
         f"{mean('solver_seconds'):,.1f}",
-    ]
+    ]  # fmt: skip

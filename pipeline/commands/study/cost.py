@@ -105,14 +105,11 @@ def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
     differences = {} if base is None or base is point else point.differences(base)
     means = {name: values.mean(axis=1).tolist() for name, values in point.results.items()}
     return {
-        "method": point.setting.method,
-        "swa_ratio": point.setting.ratio,
-        "budget_per_layer": point.setting.budget,
-        **{name: point.cost(name) for name in _COSTS},
+        "method": point.setting.method, "swa_ratio": point.setting.ratio,
+        "budget_per_layer": point.setting.budget, **{name: point.cost(name) for name in _COSTS},
         **point.record("held_out_"),
-        **{f"{name}_of_each_seed": seed_means for name, seed_means in means.items()},
-        **differences,
-    }
+        **{f"{name}_of_each_seed": seed_means for name, seed_means in means.items()}, **differences,
+    }  # fmt: skip
 
 
 def _text(model: StudiedModel) -> str:

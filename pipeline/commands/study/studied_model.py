@@ -253,12 +253,9 @@ class StudiedModel:
     def _new_objective(self, examples: CalibrationSet, other: Windows | None = None) -> Objective:
         window, runtime = other or self.window, self.recipe.runtime
         return Objective(
-            self.model,
-            examples,
-            window,
-            batch_size=runtime.eval_batch_size,
+            self.model, examples, window, batch_size=runtime.eval_batch_size,
             reuse_bytes=reuse_bytes(runtime, self.model, window, examples, Ranks()),
-        )
+        )  # fmt: skip
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:
         """The calibration set of study seed `seed`; smaller sets are prefixes of larger ones."""
