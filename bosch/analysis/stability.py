@@ -6,6 +6,7 @@ finds (BOSCH Algorithm 1), and a score counted in examples leaves many layers ti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,12 +42,8 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 def ranking_stability(runs: Sequence[Sequence[float]]) -> Stability:
     """Spearman's rho between each pair of `runs`; a run has one value per layer."""
-    pairs = [spearman(a, b) for i, a in enumerate(runs) for b in runs[i + 1 :]]
+    pairs = [spearman(a, b) for a, b in itertools.combinations(runs, 2)]
     known = [rho for rho in pairs if rho is not None]
-    shares = [_tied_share(run) for run in runs]
+    counts = [np.unique(np.asarray(run, np.float64), return_counts=True)[1] for run in runs]
+    shares = [float(c[c > 1].sum() / len(run)) for run, c in zip(runs, counts, strict=True)]
     return Stability(known, len(pairs) - len(known), float(np.mean(shares)))
-
-
-def _tied_share(run: Sequence[float]) -> float:
-    counts = np.unique(np.asarray(run, dtype=np.float64), return_counts=True)[1]
-    return float(counts[counts > 1].sum() / len(run))

@@ -140,21 +140,18 @@ def values(rows: Iterable[Row]) -> alt.InlineData:
 
 def colour(look: Mapping[str, Style]) -> alt.Color:
     """Colours and legend of the series."""
-    scale = alt.Scale(
-        domain=list(look), range=[f"var(--{style.colour})" for style in look.values()]
-    )
-    return alt.Color("series:N", scale=scale, legend=_legend(look))
+    return _by_series(alt.Color, look, [f"var(--{style.colour})" for style in look.values()])
 
 
 def shape(look: Mapping[str, Style]) -> alt.Shape:
     """Shapes of the series' points, in the same legend."""
-    scale = alt.Scale(domain=list(look), range=[style.shape for style in look.values()])
-    return alt.Shape("series:N", scale=scale, legend=_legend(look))
+    return _by_series(alt.Shape, look, [style.shape for style in look.values()])
 
 
-def _legend(look: Mapping[str, Style]) -> alt.Legend | None:
-    """One legend for colour, shape and dash; none for a single series."""
-    return alt.Legend(symbolOpacity=1) if len(look) > 1 else None
+def _by_series(channel: Any, look: Mapping[str, Style], shown: Sequence[Any]) -> Any:
+    """A value of `shown` for each series; one legend for all channels, none for one series."""
+    legend = alt.Legend(symbolOpacity=1) if len(look) > 1 else None
+    return channel("series:N", scale=alt.Scale(domain=list(look), range=shown), legend=legend)
 
 
 def picker() -> alt.Parameter:
@@ -190,13 +187,8 @@ def curves(
     base = alt.Chart(values(rows)).encode(
         x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"), color=colour(look), opacity=faded
     )
-    dash = alt.StrokeDash(
-        "series:N",
-        scale=alt.Scale(
-            domain=list(look), range=[[6, 4] if style.dashed else [1, 0] for style in look.values()]
-        ),
-        legend=_legend(look),
-    )
+    dashes = [[6, 4] if style.dashed else [1, 0] for style in look.values()]
+    dash = _by_series(alt.StrokeDash, look, dashes)
     parts = [base.mark_line(strokeWidth=2).encode(strokeDash=dash)] if has_lines else []
     if any(row.get("low") is not None for row in rows):
         whole = "isValid(datum.low) && isValid(datum.high)"

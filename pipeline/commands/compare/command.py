@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pydantic import Field
 
@@ -36,7 +36,7 @@ from pipeline.run.launch import Launcher, launch
 from pipeline.run.runner import Runner, RunOptions
 from stages.evaluate.stage import EvaluateConfig
 from stages.fields import Ratios, Section
-from stages.formats import format_seconds
+from stages.formats import counted, format_seconds
 from stages.search.budget import Budget
 from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe, Recipe
@@ -112,10 +112,12 @@ def run_comparison(
     results: dict[Combination, Result] = {}
     failures: dict[Combination, str] = {}
     comparison = replace(comparison, results=results, failures=failures)
-    left = _Left(len(combinations), sum(map(bool, pending.values())), time.monotonic())
+    started, done = time.monotonic(), 0
     for number, combination in enumerate(combinations, start=1):
         runner = runner_of(combination)
         if pending[combination]:
+            rest = sum(bool(pending[other]) for other in combinations[number - 1 :])
+            left = f"{len(combinations)}{_left(time.monotonic() - started, done, rest)}"
             print(f"compare: {combination} (combination {number} of {left})", flush=True)
         try:
             ran = runner.run() > 0
@@ -125,9 +127,8 @@ def run_comparison(
                 raise type(error)(f"{combination}: {error}") from error
             failures[combination] = str(error)
             print(f"compare: {combination}: {error}", file=sys.stderr, flush=True)
-            left.to_run -= bool(pending[combination])
             continue
-        left.done += bool(pending[combination])
+        done += bool(pending[combination])
         if loaded.world.node_rank == 0:
             results[combination] = read_result(runner)
             write_predictions(comparison, combination)
@@ -145,21 +146,12 @@ def _stopped_in_shared_work(runner: Runner) -> bool:
     return "search" not in (first, *upstream_of(first, runner.nodes))
 
 
-@dataclass
-class _Left:
-    """Progress of a comparison, and an estimate of the time left."""
-
-    combinations: int
-    to_run: int
-    started: float
-    done: int = 0
-
-    def __str__(self) -> str:
-        if not self.done:
-            return str(self.combinations)
-        each, rest = (time.monotonic() - self.started) / self.done, self.to_run - self.done
-        combinations = "1 combination" if rest == 1 else f"{rest} combinations"
-        return f"{self.combinations}, about {format_seconds(each * rest)} left for {combinations}"
+def _left(seconds: float, done: int, rest: int) -> str:
+    """An estimate of the time left after `done` combinations; empty before the first."""
+    if not done:
+        return ""
+    left = format_seconds(seconds / done * rest)
+    return f", about {left} left for {counted(rest, 'combination')}"
 
 
 def _pending(runner: Runner) -> list[str]:
@@ -174,10 +166,12 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
         faults.append("evaluate: a comparison needs this section, the recipe has none")
     if options.with_training and recipe.get(TrainConfig) is None:
         faults.append("--with-training: the recipe has no section train")
+    own_seed = recipe[SearchConfig].seed
+    own_seed = recipe.seed if own_seed is None else own_seed
     combinations = [
-        Combination(method, ratio, seed, seed == _own_seed(loaded))
+        Combination(method, ratio, seed, seed == own_seed)
         for method in sorted(options.methods, key=Combination.order)
-        for seed in _seeds_of(method, options.seeds or (), _own_seed(loaded))
+        for seed in _seeds_of(method, options.seeds or (), own_seed)
         for ratio in options.ratios
     ]
     for combination in combinations:
@@ -188,11 +182,6 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
     if faults:
         raise UserError(listing("compare", list(dict.fromkeys(faults))))
     return combinations
-
-
-def _own_seed(loaded: LoadedRecipe) -> int:
-    seed = loaded.recipe[SearchConfig].seed
-    return loaded.recipe.seed if seed is None else seed
 
 
 def _seeds_of(method: str, named: Sequence[int], default: int) -> Sequence[int]:
