@@ -49,7 +49,12 @@ def read_model(
     """
     directory = Path(path)
     if directory.is_dir():
-        return _read_directory(directory, files, family, hybrid)
+        faults = list(file_faults(directory)) if files else []
+        try:
+            read = ModelInfo(_read_config(directory, hybrid), directory)
+        except UserError as fault:
+            return None, [str(fault), *faults]
+        return read, [*_shape_faults(read, family), *faults]
     if directory.exists():
         return None, [f"model.path: {path} is a file; expected a model directory"]
     if not is_hub_name(path, root):
@@ -62,17 +67,6 @@ def read_model(
     except UserError as fault:
         return None, [str(fault)]
     return info, _shape_faults(info, family) if info is not None else []
-
-
-def _read_directory(
-    directory: Path, files: bool, family: bool, hybrid: bool
-) -> tuple[ModelInfo | None, list[str]]:
-    faults = list(file_faults(directory)) if files else []
-    try:
-        info = ModelInfo(_read_config(directory, hybrid), directory)
-    except UserError as fault:
-        return None, [str(fault), *faults]
-    return info, [*_shape_faults(info, family), *faults]
 
 
 def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
@@ -93,8 +87,11 @@ def _faults_of(read: Callable[[], object]) -> list[str]:
 
 
 def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo | None:
-    config = _cached_config(name, revision)
-    if config is None and fetch:
+    snapshot = cached_snapshot(name, revision)
+    config = snapshot / "config.json" if snapshot is not None else None
+    if config is None or not config.is_file():
+        if not fetch:
+            return None
         from huggingface_hub import hf_hub_download
 
         try:
@@ -106,8 +103,6 @@ def _read_hub_model(name: str, revision: str | None, fetch: bool) -> ModelInfo |
                 f"model.path: {name} is neither a directory nor a model that could be fetched "
                 f"from the hub ({type(error).__name__}: {reason})"
             ) from None
-    if config is None:
-        return None
     return ModelInfo(_read_config(config.parent), commit=config.parent.name)
 
 
@@ -126,12 +121,6 @@ def cached_snapshot(name: str, revision: str | None) -> Path | None:
     commit = reference.read_text().strip() if reference.is_file() else str(revision or "main")
     snapshot = folder / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
-
-
-def _cached_config(name: str, revision: str | None) -> Path | None:
-    snapshot = cached_snapshot(name, revision)
-    config = snapshot / "config.json" if snapshot is not None else None
-    return config if config is not None and config.is_file() else None
 
 
 def has_tokenizer(directory: Path) -> bool:

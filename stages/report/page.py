@@ -140,9 +140,8 @@ def _tiles(results: Results) -> Iterable[Tile]:
 
 
 def _score_tile(name: str, model: str | None, results: Results, colour: str) -> Tile:
-    scores = results.checkpoint(model) if model is not None else None
+    scores, failed = results.checkpoint(model), results.scores.failed_models
     if scores is None:
-        failed = results.scores.failed_models
         if model in failed:
             return Tile(name, "", f"Could not be evaluated: {failed[model]}.")
         return Tile(name, "", _why_no_score(results, is_trained=colour == "hybrid"))

@@ -227,14 +227,13 @@ class Results:
             names[self.served.kv_budget] = model
         return names
 
-    def checkpoint(self, name: str) -> NeedleScores | None:
+    def checkpoint(self, name: str | None) -> NeedleScores | None:
         return next((scores for scores in self.needle if scores.name == name), None)
 
     @property
     def trained(self) -> NeedleScores | None:
         """Scores of the checkpoint with the most training tokens, if any."""
-        name = self.scores.last_trained
-        return self.checkpoint(name) if name is not None else None
+        return self.checkpoint(self.scores.last_trained)
 
     @property
     def sample_count(self) -> int:

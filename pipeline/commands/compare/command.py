@@ -132,7 +132,7 @@ def run_comparison(
         if loaded.world.node_rank == 0:
             results[combination] = read_result(runner)
             write_predictions(comparison, combination)
-            if ran or len(results) == len(combinations):
+            if ran or comparison.is_complete:
                 write_comparison(comparison)
     if failures and loaded.world.node_rank == 0:
         write_comparison(comparison)

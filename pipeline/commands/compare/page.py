@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, fields, replace
 from itertools import groupby, product
 from typing import Any
@@ -335,24 +335,17 @@ def csv_table(comparison: Comparison) -> Table:
     """Every score of the original and of every combination by task and length, with intervals."""
     names = [field.name for field in fields(ScoreRow)]
     header = ("method", "swa_ratio", "seed", *names, *(f"cache_{name}" for name in _ENGINES))
-    lines = [
-        (ORIGINAL, 0.0, "", *astuple(row), *(1.0 for _ in _ENGINES))
-        for _, row in comparison.originals.values()
-        if row.task
+    whole: Mapping[str, float] = dict.fromkeys(_ENGINES, 1.0)
+    scored: list[tuple[tuple[object, ...], ScoreRow, Mapping[str, float]]] = [
+        ((ORIGINAL, 0.0, ""), row, whole) for _, row in comparison.originals.values()
     ]
-    for models in _KINDS:
-        lines += [
-            (
-                combination.method,
-                combination.ratio,
-                combination.seed,
-                *astuple(row),
-                *(comparison.results[combination].cache.get(name, "") for name in _ENGINES),
-            )
-            for combination, row in comparison.rows(models)
-            if row.task
-        ]
-    return Table.of_rows("", header, [list(map(str, line)) for line in lines])
+    for one, row in (pair for models in _KINDS for pair in comparison.rows(models)):
+        scored.append(((one.method, one.ratio, one.seed), row, comparison.results[one].cache))
+    lines = [
+        [str(cell) for cell in (*run, *astuple(row), *(cache.get(n, "") for n in _ENGINES))]
+        for run, row, cache in scored if row.task
+    ]  # fmt: skip
+    return Table.of_rows("", header, lines)
 
 
 def markdown(comparison: Comparison) -> str:
