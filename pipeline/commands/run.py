@@ -30,12 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="do not run earlier stages; their results must exist",
     )
     parser.add_argument(
-        "--force",
-        metavar="STAGE",
-        action="append",
-        default=[],
+        "--force", metavar="STAGE", action="append", default=[],
         help="make this stage and what needs it again; may be repeated",
-    )
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="only say what would run, and why")
     parser.add_argument(
         "--wait", action="store_true", help="wait for stages that another run is making"
