@@ -168,20 +168,16 @@ def plan_lines(
     hours = sum(cost.hours(name, count) for cost in every)
     total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"
-    yield from _other_hardware(costs, count)
+    for other in ("a800", "h100", "h200", "cpu"):  # as many of them
+        of_stages = (
+            f"{s} {format_hours(c.hours(other, count))}" for s, c in costs.items() if c.flops
+        )
+        yield f"  {f'{other} x {count}':<12} {', '.join(of_stages)}"
     assert loaded.info is not None
     yield from _served(loaded, loaded.info, name)
     if weights > devices.memory:
         place = f"one {name}" if devices.on_gpu else "a process"
         yield f"  note: the weights do not fit into {place} of {format_bytes(devices.memory)}"
-
-
-def _other_hardware(costs: Mapping[str, Cost], count: int) -> Iterator[str]:
-    """Hours of all stages on the same number of other devices."""
-    for name in ("a800", "h100", "h200", "cpu"):
-        stages = {stage: c.hours(name, count) for stage, c in costs.items() if c.flops}
-        hours = ", ".join(f"{stage} {format_hours(hours)}" for stage, hours in stages.items())
-        yield f"  {name + ' x ' + str(count):<12} {hours}"
 
 
 def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from bosch.errors import RunError, UserError
 from bosch.files import hash_fault, read_json
 from stages.evaluate.scores import HYBRID, ORIGINAL, Scores
 from stages.evaluate.suites import SUITES, suite_title
+from stages.formats import format_score
 from stages.inputs import is_hub_name
 from stages.pages.tables import Group, Table
 from stages.published import Manifest
@@ -108,22 +109,16 @@ def repository_files(run: Path, model: Path, name: str) -> Iterator[tuple[str, P
         scores = Scores.read(run / "evaluate")
         yield f"evaluation/{Scores.FILE}", run / "evaluate" / Scores.FILE
         if name in scores.checkpoints:
-            card += _score_section(scores, name)
+            original, rows = scores.checkpoints.get(ORIGINAL, {}), []
+            for suite, values in scores.checkpoints[name].items():
+                before = format_score(original[suite].average if suite in original else None)
+                rows.append([suite, before, f"{values.average:.1f}", f"{values.samples:,}"])
+            header = ("suite", "original", "this model", "samples")
+            card += "\n" + Table("Evaluation", header, [Group(rows)], 1).markdown()
             if entries := hub_results(scores, name):
                 yield _RESULTS, yaml.safe_dump(entries, sort_keys=False).encode()
     if card:
         yield "README.md", card.encode()
-
-
-def _score_section(scores: Scores, name: str) -> str:
-    """Section of the card with the scores of the model and the original."""
-    original = scores.checkpoints.get(ORIGINAL, {})
-    rows = []
-    for suite, values in scores.checkpoints[name].items():
-        before = f"{original[suite].average:.1f}" if suite in original else "–"
-        rows.append([suite, before, f"{values.average:.1f}", f"{values.samples:,}"])
-    header = ("suite", "original", "this model", "samples")
-    return "\n" + Table("Evaluation", header, [Group(rows)], 1).markdown()
 
 
 def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:

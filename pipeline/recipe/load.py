@@ -25,7 +25,7 @@ from pipeline.recipe.stage_list import STAGES
 from pipeline.recipe.yaml_file import parse_yaml, read_mapping
 from stages.fields import Section
 from stages.inputs import Origins, absolute, input_faults
-from stages.stage import LoadedRecipe, Recipe, Stage, recipe_type
+from stages.stage import LoadedRecipe, Stage, recipe_type
 
 ROOT = Path(__file__).resolve().parents[2]
 _KERNEL_FILESYSTEMS = ("/proc", "/sys")
@@ -67,7 +67,11 @@ def load_recipe(
     except ValidationError as error:
         raise UserError(listing(str(file), sentences(kind, error))) from None
     origins = Origins(file.absolute().parent, Path.cwd() if places else ROOT, ROOT, places)
-    recipe = _completed(absolute(recipe, origins), stages)
+    recipe = absolute(recipe, origins)
+    present = [s for s in stages if s.field is not None and getattr(recipe, s.key) is not None]
+    # Defaults that depend on other fields.
+    changes = {s.key: s.completed(getattr(recipe, s.key), recipe) for s in present}
+    recipe = recipe.model_copy(update=changes)
     world = find_world(recipe.runtime.processes, env)
     info, faults = read_model(
         recipe.model.path, recipe.model.revision, origins.of(("model", "path")), fetch=fetch,
@@ -132,13 +136,6 @@ def missing_inputs(loaded: LoadedRecipe) -> Iterator[str]:
         if stage.field is not None:
             yield from input_faults(stage.key, getattr(loaded.recipe, stage.key))
         yield from stage.missing(loaded)
-
-
-def _completed(recipe: Recipe, stages: Sequence[Stage[Any]]) -> Recipe:
-    """The recipe with defaults that depend on other fields."""
-    present = [s for s in stages if s.field is not None and getattr(recipe, s.key) is not None]
-    changes = {s.key: s.completed(getattr(recipe, s.key), recipe) for s in present}
-    return recipe.model_copy(update=changes)
 
 
 def listing(file: str, faults: Sequence[str]) -> str:

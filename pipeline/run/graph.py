@@ -105,7 +105,12 @@ def _document(
     try:
         config, inputs = section_identity(section, hasher)
         config = {name: value for name, value in config.items() if name not in stage.unread}
-        model = _model_part(loaded, stage, hasher)
+        model: dict[str, Any] = {}  # the part of the base model's files that the stage reads
+        if stage.model == "tokenizer":
+            model = tokenizer_identity(loaded, hasher)
+        elif stage.model == "weights":
+            card = stage.card(loaded) if stage.card is not None else {}
+            model = model_identity(loaded, hasher) | card
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     document: dict[str, Any] = {
@@ -119,15 +124,6 @@ def _document(
     if stage.choices is not None and (choices := stage.choices(loaded)):
         document["choices"] = choices
     return document
-
-
-def _model_part(loaded: LoadedRecipe, stage: Stage[Any], hasher: FileHasher) -> dict[str, Any]:
-    """The part of a key for the base model's files that a stage reads; empty if it reads none."""
-    if stage.model == "none":
-        return {}
-    if stage.model == "tokenizer":
-        return tokenizer_identity(loaded, hasher)
-    return model_identity(loaded, hasher) | (stage.card(loaded) if stage.card is not None else {})
 
 
 def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:

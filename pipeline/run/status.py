@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import starmap
 from typing import Any, Literal
 
 from bosch.files import exists
@@ -143,16 +144,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) ->
     if old.get("version") != new.get("version"):
         versions = f"version {old.get('version')} → {new.get('version')}"
         yield f"the code of {new['stage']} changed: {versions}"
-    for path, before, after in _leaves(old.get("config"), new.get("config"), section):
-        yield _value_change(path, before, after)
+    yield from starmap(_value_change, _leaves(old.get("config"), new.get("config"), section))
     old_choices, new_choices = old.get("choices") or {}, new.get("choices") or {}
     for name in dict.fromkeys([*new_choices, *old_choices]):
-        for path, before, after in _leaves(old_choices.get(name), new_choices.get(name), name):
-            yield _value_change(path, before, after)
+        changes = _leaves(old_choices.get(name), new_choices.get(name), name)
+        yield from starmap(_value_change, changes)
     if old.get("seed") != new.get("seed"):
         yield f"seed changed {old.get('seed')} → {new.get('seed')}"
-    for path, before, after in _leaves(old.get("model"), new.get("model"), "model"):
-        yield _file_change(path, before, after)
+    yield from starmap(_file_change, _leaves(old.get("model"), new.get("model"), "model"))
     for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
         yield _file_change(path.replace(".files.", ": "), before, after)
     old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}

@@ -316,18 +316,17 @@ def budget_table(results: Results) -> Table | None:
     rows = []
     for budget in served.budgets:
         chosen = " (chosen)" if budget.kv_slots == served.kv_budget else ""
-        cells = [_needle_cell(scores[model][budget.kv_slots]) for model in models]
+        suites = [scores[model][budget.kv_slots] for model in models]
+        cells = [
+            mark(suite.against_original) + with_interval(*charts.interval_of(suite))
+            if suite is not None else "not scored"
+            for suite in suites
+        ]  # fmt: skip
         rows.append(
             [f"{budget.kv_slots:,}{chosen}", budget.share, str(budget.full_kv_heads),
              format_bytes(budget.cache_bytes), *cells]
         )  # fmt: skip
     return Table.of_rows("Needle averages with 95 % intervals", header, rows)
-
-
-def _needle_cell(suite: SuiteScores | None) -> str:
-    if suite is None:
-        return "not scored"
-    return mark(suite.against_original) + with_interval(*charts.interval_of(suite))
 
 
 def budget_text(budget: BudgetedCache) -> str:

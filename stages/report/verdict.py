@@ -77,7 +77,10 @@ def verdict(results: Results) -> str | None:
         sentences += _needle_sentence(results, needle, kind_of(model))
     for row in differences(results, model):
         if row.against is None:
-            sentences.append(_loss_sentence(row))
+            undecided = "" if row.is_shown else "; the documents do not decide whether it differs"
+            if row.low is None:
+                undecided = "; the documents are too few to tell"
+            sentences.append(f"{row.name}: {row.text} nats against the original{undecided}.")
         elif row.name != suite_title(NEEDLE):
             end = _what_shows(row.against)
             sentences.append(f"{row.name}: {row.text} points against the original{end}.")
@@ -115,13 +118,6 @@ def _what_shows(against: Against) -> str:
         f"; {against.samples:,} samples do not decide whether it differs: they would show a loss "
         f"of {against.visible_loss:.1f} points"
     )
-
-
-def _loss_sentence(row: Difference) -> str:
-    undecided = "" if row.is_shown else "; the documents do not decide whether it differs"
-    if row.low is None:
-        undecided = "; the documents are too few to tell"
-    return f"{row.name}: {row.text} nats against the original{undecided}."
 
 
 def kind_of(model: str) -> str:

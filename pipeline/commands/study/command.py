@@ -49,7 +49,12 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
     recipe = loaded.recipe.model_copy(update={"search": search})
     require_one_node("study", loaded.world)
-    _check_options(options, loaded, arguments.study)
+    for name in sorted(options.model_fields_set & _OF_ONE.keys()):
+        if arguments.study != _OF_ONE[name]:
+            option = f"--{name.replace('_', '-')}: study {_OF_ONE[name]} reads it"
+            raise UserError(f"{option}, {arguments.study} does not")
+    if options.with_training and loaded.recipe.get(TrainConfig) is None:
+        raise UserError("--with-training: the recipe has no section train")
     folder = Path(options.output or loaded.output_root / loaded.recipe.name / "study")
     command = shlex.join([PROGRAM, *arguments.arguments])
     # Imported here, since it loads torch.
@@ -61,12 +66,3 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     file = page.publish(result, folder, command, docs)
     print(f"study: {typed_path(file)}")
     return 0
-
-
-def _check_options(options: StudyOptions, loaded: LoadedRecipe, study: str) -> None:
-    for name in sorted(options.model_fields_set & _OF_ONE.keys()):
-        if study != _OF_ONE[name]:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option}: study {_OF_ONE[name]} reads it, {study} does not")
-    if options.with_training and loaded.recipe.get(TrainConfig) is None:
-        raise UserError("--with-training: the recipe has no section train")
