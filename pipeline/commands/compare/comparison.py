@@ -6,10 +6,10 @@ import functools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from bosch.analysis import intervals
 from bosch.search.methods import METHODS
 from bosch.vllm.plan import LARGE_GPU
 from pipeline.run.runner import Runner
-from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, read_samples
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, read_samples
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.tables import SuiteAnswers
 from stages.materialize.stage import MaterializeSummary
@@ -309,37 +309,34 @@ def read_result(runner: Runner) -> Result:
         if "score" in record
     ]
     trained = scores.last_trained
-    models: tuple[tuple[Models, str], ...] = (("untrained", HYBRID), ("trained", str(trained)))
-    rows = [
-        row
-        for kind, name in (("original", ORIGINAL), *models)
-        for row in _rows(kind, scores.checkpoints.get(name, {}))
-    ]
+    names: dict[Models, str] = {
+        "original": ORIGINAL, "untrained": HYBRID, "trained": str(trained)
+    }  # fmt: skip
+    rows, samples = list[ScoreRow](), dict[tuple[Models, str], SampleScores]()
+    for models, name in names.items():
+        for suite, table in scores.checkpoints.get(name, {}).items():
+            rows.append(ScoreRow(models, suite, "", 0, *interval_of(table)))
+            for task, by_length in table.tasks.items():
+                for at, one in by_length.items():
+                    rows.append(ScoreRow(models, suite, task, at, one.score, one.low, one.high))
+            own = SuiteAnswers.of(records, name, suite).scores
+            kept = {at: values for at, values in own.items() if at[1] in table.tasks.get(at[0], {})}
+            if kept and models != "original":
+                samples[models, suite] = SampleScores.of(kept)
     longest = max((row.length for row in rows), default=0)
-    names = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
+    costs = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
         keys={name: folder.name for name, folder in folders.items()}, calibration_score=score,
         calibration_log_likelihood=log_likelihood,
         costs={
             name: value
             for name, value in search.summary.content.items()
-            if name in names or name.startswith("reused_")
+            if name in costs or name.startswith("reused_")
         },
         notes=search.summary.notes, rows=rows,
         trained_tokens=checkpoint_tokens(trained) if trained else None,
         cache=_cache_shares(folders["materialize"], search, longest), missing=scores.notes(),
-        samples={
-            (kind, suite): SampleScores.of(subtasks)
-            for kind, name in models
-            for suite, table in scores.checkpoints.get(name, {}).items()
-            if (
-                subtasks := {
-                    (task, length): own
-                    for (task, length), own in SuiteAnswers.of(records, name, suite).scores.items()
-                    if length in table.tasks.get(task, {})
-                }
-            )
-        },
+        samples=samples,
     )  # fmt: skip
 
 
@@ -353,14 +350,6 @@ def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]
     if not isinstance(served, str) and not served[0].refusal:
         shares["vllm"] = served[0].hybrid / served[0].original
     return shares
-
-
-def _rows(models: Any, suites: Mapping[str, SuiteScores]) -> Iterator[ScoreRow]:
-    for suite, table in suites.items():
-        yield ScoreRow(models, suite, "", 0, *interval_of(table))
-        for task, by_length in table.tasks.items():
-            for length, score in by_length.items():
-                yield ScoreRow(models, suite, task, length, score.score, score.low, score.high)
 
 
 def paper_scores(recipe: Recipe) -> dict[str, dict[float, dict[str, float]]]:
