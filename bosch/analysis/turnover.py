@@ -7,6 +7,7 @@ Jaccard distances are those of §4.2, Figures 2 and 7.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,13 +91,9 @@ def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.f
     distances = np.zeros((len(lists), len(lists)))
     for i, rows in enumerate(lists):
         for j in range(i, len(lists)):
-            pairs = [
-                jaccard_distance(a, b)
-                for m, a in enumerate(rows)
-                for n, b in enumerate(lists[j])
-                if i != j or m < n
-            ]
-            distances[i, j] = distances[j, i] = float(np.mean(pairs)) if pairs else 0.0
+            pairs = itertools.combinations(rows, 2) if i == j else itertools.product(rows, lists[j])
+            apart = [jaccard_distance(a, b) for a, b in pairs]
+            distances[i, j] = distances[j, i] = float(np.mean(apart)) if apart else 0.0
     return distances
 
 

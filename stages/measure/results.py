@@ -76,12 +76,10 @@ def set_against_original(points: Sequence[dict[str, Any]]) -> None:
         original = originals[point["length"]]
         if point is original:
             continue
-        missing = point["out_of_memory"] or original["out_of_memory"]
-        point["over_original"] = (
-            None
-            if missing
-            else {name: point[name] / original[name] for name in OverOriginal.model_fields}
-        )
+        point["over_original"] = None
+        if not (point["out_of_memory"] or original["out_of_memory"]):
+            names = OverOriginal.model_fields
+            point["over_original"] = {name: point[name] / original[name] for name in names}
 
 
 def results_table(points: Sequence[dict[str, Any]]) -> Table:

@@ -69,12 +69,9 @@ def choose(results: Results) -> Choice | None:
                 near_but_for_loss = True
                 continue
             mean, low, high = (100 * value for value in difference)
-            return Choice(
-                name,
-                f"the earliest shown to be within {MARGIN:g} points of the best, the {second}: "
-                f"{signed(mean, 1)} {interval(low, high, 1)}",
-                best,
-            )
+            reason = f"the earliest shown to be within {MARGIN:g} points of the best, the {second}"
+            ends = interval(low, high, 1)
+            return Choice(name, f"{reason}: {signed(mean, 1)} {ends}", best)
     earlier = models.index(best) > 0
     ties = sum(mean == means[best] for mean in means.values())
     if ties == 1:

@@ -185,20 +185,16 @@ class Comparison:
     ) -> list[tuple[Combination, ScoreRow]]:
         """Scores of all seeds, of one method or ratio if it is given."""
         return [
-            (combination, row)
-            for combination, result in self.results.items()
-            if method in (None, combination.method) and ratio in (None, combination.ratio)
-            for row in result.rows
-            if row.models == models
-        ]
+            (one, row)
+            for one, result in self.results.items()
+            if method in (None, one.method) and ratio in (None, one.ratio)
+            for row in result.rows if row.models == models
+        ]  # fmt: skip
 
     def results_of(self, method: str, ratio: float) -> list[Result]:
         """Results of all seeds of one method at one ratio."""
-        return [
-            result
-            for combination, result in self.results.items()
-            if (combination.method, combination.ratio) == (method, ratio)
-        ]
+        results = self.results.items()
+        return [result for one, result in results if (one.method, one.ratio) == (method, ratio)]
 
     def averages(self, models: Models, method: str, ratio: float, suite: str) -> list[ScoreRow]:
         return [row for _, row in self.rows(models, method, ratio) if row.place == (suite, "", 0)]
@@ -303,11 +299,8 @@ def read_result(runner: Runner) -> Result:
     search = Search.read(folders["search"], folders["materialize"])
     score, log_likelihood = search.score_and_log_likelihood
     scores = Scores.read(folders["evaluate"])
-    records = [
-        {name: record[name] for name in _SCORED if name in record}
-        for record in read_samples(folders["evaluate"])
-        if "score" in record
-    ]
+    answers = (record for record in read_samples(folders["evaluate"]) if "score" in record)
+    records = [{name: one[name] for name in _SCORED if name in one} for one in answers]
     trained = scores.last_trained
     names: dict[Models, str] = {
         "original": ORIGINAL, "untrained": HYBRID, "trained": str(trained)

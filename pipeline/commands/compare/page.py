@@ -238,12 +238,8 @@ def _average(
     if len({(sample.places, sample.counts) for sample in samples}) != 1:
         lowest, *_, highest = sorted(row.score for row in rows)
         return mean, lowest, highest, "seeds from"
-    interval = crossed_mean(
-        np.stack([sample.values for sample in samples]),
-        is_score=True,
-        counts=samples[0].counts,
-        weights=samples[0].weights,
-    )
+    values, counts = np.stack([sample.values for sample in samples]), samples[0].counts
+    interval = crossed_mean(values, is_score=True, counts=counts, weights=samples[0].weights)
     assert interval.low is not None and interval.high is not None
     return mean, 100 * interval.low, 100 * interval.high, "interval"
 
@@ -263,10 +259,8 @@ def significance_tables(comparison: Comparison) -> Iterator[Table]:
     for suite, models in product(comparison.suites, _KINDS):
         tests = comparison.tests(models, suite)
         groups = [
-            Group(
-                list(map(_test_row, at_ratio)), f"ρ = {ratio:g}, against {METHODS[highest].label}"
-            )
-            for (ratio, highest), at_ratio in groupby(tests, lambda one: (one.ratio, one.highest))
+            Group(list(map(_test_row, rows)), f"ρ = {ratio:g}, against {METHODS[highest].label}")
+            for (ratio, highest), rows in groupby(tests, lambda one: (one.ratio, one.highest))
         ]
         if groups:
             title = f"Against the highest: {suite} average, {models}"
@@ -376,8 +370,7 @@ def _cost_table(comparison: Comparison) -> Table:
     )  # fmt: skip
     rows = [
         _cost_row(METHODS[method].label, ratio, results)
-        for method in comparison.methods
-        for ratio in comparison.ratios
+        for method, ratio in product(comparison.methods, comparison.ratios)
         if (results := comparison.results_of(method, ratio))
     ]
     return Table("Calibration scores and costs", header, (Group(rows),), text_columns=1)

@@ -49,10 +49,7 @@ def study(model: StudiedModel) -> StudyResult:
             for method, budget in variants(options.methods, options.budgets)
         }
         standings, held_out_standings = (
-            {
-                method: [standing(run.mask, masks) for run in runs]
-                for method, runs in searches.items()
-            }
+            {name: [standing(run.mask, masks) for run in runs] for name, runs in searches.items()}
             for masks in (landscape, held_out_landscape)
         )
         evaluations = {
