@@ -169,7 +169,10 @@ class Evaluation:
         stamps: Mapping[str, Stamp],
         work: Path,
     ) -> None:
-        """Raise RunError, delete the answers if a file was written meanwhile, even as before."""
+        """Raise RunError, and delete the answers, if a file was written while it was read.
+
+        Even if its content is unchanged.
+        """
         written = changed_file(stamps)
         now = self._identities(folders)
         changed = {name for name in folders if now[name] != identities[name]}

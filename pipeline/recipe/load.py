@@ -104,7 +104,7 @@ def _drop_replaced(
 
 
 def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[str]:
-    """All faults between the fields of a recipe; without `input_files` missing data is none."""
+    """All faults between the fields of a recipe; without `input_files` missing data is not one."""
     faults = [fault for stage in loaded.present for fault in stage.checks(loaded)]
     faults += _output_root(loaded)
     return [*faults, *missing_inputs(loaded)] if input_files else faults

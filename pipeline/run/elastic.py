@@ -67,7 +67,10 @@ def main() -> int:
 
 
 def forward_signal(signum: int, frame: object) -> None:
-    """Pass a signal on to this node's processes, or exit; imports nothing, as another may come."""
+    """Pass a signal on to the processes of this node; exit if there are none yet.
+
+    It imports nothing, since a second signal may arrive meanwhile.
+    """
     children = psutil.Process().children()
     if not children:
         raise SystemExit(128 + signum)

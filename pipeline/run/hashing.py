@@ -73,7 +73,7 @@ class FileHasher:
         self._known[path] = self._new[path] = entry
 
     def save(self) -> None:
-        """Add new hashes to the cache file if it can be written, drop those of deleted files."""
+        """Add new hashes to the cache file, if it can be written; drop those of deleted files."""
         if not self._new:
             return
         try:

@@ -155,7 +155,10 @@ class Store:
         write_json(self.state_file(stage, key), state)
 
     def state(self, stage: str, key: str) -> dict[str, Any]:
-        """Attempts at an unpublished output, and the last failure; empty if not readable whole."""
+        """Attempts at an unpublished output, and the failure of the last attempt.
+
+        Empty if the file is missing or damaged, since no result depends on it.
+        """
         state = read_json(self.state_file(stage, key))
         attempts = state.get("attempts", []) if isinstance(state, dict) else None
         whole = isinstance(attempts, list) and all(map(_is_attempt, attempts))

@@ -150,7 +150,7 @@ def interrupt(signum: int, frame: object) -> None:
 
 
 def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat a signal that came in a destructor or callback (imports have some) and was lost."""
+    """Repeat a signal whose exception was lost in a destructor or callback, as imports have."""
     if isinstance(lost.exc_value, _Signalled):
         # An exception here would be lost again.
         threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number)).start()

@@ -63,7 +63,10 @@ class Combination:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """A score with its 95 % interval; `task` is empty for a suite's average, `length` may be 0."""
+    """A score of a task at a length (0: it has none), with the ends of its 95 % interval.
+
+    `task` is empty for a suite's average.
+    """
 
     models: Models
     suite: str
