@@ -1,4 +1,4 @@
-"""Scores of any models and a recipe's original, outside of stages but in the same store."""
+"""Evaluate any models and a recipe's original outside of a run, with answers in its store."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Evaluation:
             return scores, (work / SAMPLES).read_text(encoding="utf-8")
 
     def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
-        """Write the files of one evaluation to `place`, to which others may also write."""
+        """Write the files of one evaluation to `place`, to which other processes may write."""
         make_folder(self.place)
         with hold_briefly(self.store.lock("evaluation", self.runner.name)):
             write_json(self.place / SelectedScores.FILE, scores.content)
@@ -180,7 +180,7 @@ class Evaluation:
             changed |= {name for name, folder in folders.items() if folder in Path(written).parents}
         if written is None and not changed:
             return
-        # Other files belong to the original or to all samples.
+        # A changed file outside of these folders belongs to the original or to the samples of all.
         forgotten = {identities[name] for name in changed or folders}
         if not changed:
             forgotten.add(str(self.runner.order(self.original, work)["model_identity"]))
