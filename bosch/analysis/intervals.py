@@ -52,6 +52,11 @@ class Estimate(NamedTuple):
     low: float | None
     high: float | None
 
+    @classmethod
+    def around(cls, mean: float, half: float | None) -> Estimate:
+        """The estimate with this half-width."""
+        return cls(mean, None, None) if half is None else cls(mean, mean - half, mean + half)
+
     @property
     def drawn(self) -> Interval:
         """For charts: the mean in place of missing ends."""
@@ -203,10 +208,10 @@ def student(values: npt.ArrayLike) -> Estimate:
     """
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())
-    if len(array) <= _TOO_FEW:
-        return Estimate(mean, None, None)
-    half = _skewed_t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
-    return Estimate(mean, mean - half, mean + half)
+    half = None
+    if len(array) > _TOO_FEW:
+        half = _skewed_t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    return Estimate.around(mean, half)
 
 
 def crossed_mean(
@@ -229,10 +234,8 @@ def crossed_mean(
     mean = float(values.mean())
     by_seed, by_example = _axis_variances(values)
     half = _half_width([by_seed, by_example if is_score else _of_losses(by_example)])
-    if half is None:
-        return Estimate(mean, None, None)
-    if not is_score:
-        return Estimate(mean, mean - half, mean + half)
+    if half is None or not is_score:
+        return Estimate.around(mean, half)
     count = _samples(values, counts, weights)
     if half > 0:
         count = min(count, mean * (1 - mean) * (special.ndtri(_TAIL) / half) ** 2)
@@ -258,12 +261,9 @@ def crossed_difference(
     if has_paired_seeds:
         by_seed = _axis_variances(a - b)[:1]
     half = _half_width([by_example if is_score else _of_losses(by_example), *by_seed])
-    if half is None:
-        return Estimate(mean, None, None)
-    if not is_score:
-        return Estimate(mean, mean - half, mean + half)
-    half = max(half, share(0.0, a.shape[1]).high)
-    return Estimate(mean, mean - half, mean + half).within(-1.0, 1.0)
+    if half is None or not is_score:
+        return Estimate.around(mean, half)
+    return Estimate.around(mean, max(half, share(0.0, a.shape[1]).high)).within(-1.0, 1.0)
 
 
 class CrossedTest(NamedTuple):

@@ -296,8 +296,8 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
                     at_place.append([pair for pair in scored if pair[1].place == place])
                 rows.append([name, *(_task_cell(comparison, scores) for scores in at_place)])
             if rows:
-                title, name = f"ρ = {ratio:g}, {models}", f"tasks-{ratio:g}-{models}"
-                yield Table(title, header, [Group(rows)], 1, name=name)
+                title, anchored = f"ρ = {ratio:g}, {models}", f"tasks-{ratio:g}-{models}"
+                yield Table(title, header, [Group(rows)], 1, name=anchored)
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:

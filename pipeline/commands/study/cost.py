@@ -104,12 +104,9 @@ def _median_score(point: Measured) -> float:
 def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
     differences = {} if base is None or base is point else point.differences(base)
     means = {name: values.mean(axis=1).tolist() for name, values in point.results.items()}
-    return {
-        "method": point.setting.method, "swa_ratio": point.setting.ratio,
-        "budget_per_layer": point.setting.budget, **{name: point.cost(name) for name in _COSTS},
-        **point.record("held_out_"),
-        **{f"{name}_of_each_seed": seed_means for name, seed_means in means.items()}, **differences,
-    }  # fmt: skip
+    costs = {name: point.cost(name) for name in _COSTS}
+    record = point.record("held_out_", budget_per_layer=point.setting.budget, **costs)
+    return record | {f"{name}_of_each_seed": each for name, each in means.items()} | differences
 
 
 def _text(model: StudiedModel) -> str:

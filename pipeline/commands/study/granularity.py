@@ -48,12 +48,10 @@ def study(model: StudiedModel) -> StudyResult:
         "budget_per_layer": budgets,
         "held_out_examples": len(model.held_out_set),
         "points": [
-            {"method": point.setting.method, "swa_ratio": point.setting.ratio,
-             "head_granularity": point.setting.granularity,
-             **point.record(), **point.differences(single)}
+            point.record(head_granularity=point.setting.granularity) | point.differences(single)
             for point, single in pairs
         ],
-    }  # fmt: skip
+    }
     tables = [_table(ratio, pairs) for ratio in options.ratios]
     return StudyResult("granularity", "Heads chosen in units", _text(model, absent), data, tables)
 

@@ -38,8 +38,11 @@ class Measured:
     def cost(self, name: str) -> float:
         return median(run.costs[name] for run in self.runs)
 
-    def record(self, prefix: str = "") -> dict[str, Any]:
-        return {f"{prefix}{measure}": self.mean(measure)._asdict() for measure in _MEASURES}
+    def record(self, prefix: str = "", **more: Any) -> dict[str, Any]:
+        """Method, ratio, `more`, and the mean of each measure."""
+        record = {"method": self.setting.method, "swa_ratio": self.setting.ratio, **more}
+        means = {f"{prefix}{measure}": self.mean(measure)._asdict() for measure in _MEASURES}
+        return record | means
 
     def differences(self, base: Measured) -> dict[str, Any]:
         return {

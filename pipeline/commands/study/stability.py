@@ -106,8 +106,7 @@ def _stability(
 
 def _record(point: Measured, name: str) -> dict[str, Any]:
     size = point.setting.examples if name == "examples" else point.setting.budget
-    setting = {"method": point.setting.method, "swa_ratio": point.setting.ratio, name: size}
-    return setting | point.record("held_out_")
+    return point.record("held_out_", **{name: size})
 
 
 def _row(point: Measured, size: int | None) -> list[str]:
