@@ -18,17 +18,7 @@ from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
 from bosch.model.cache_size import PAGE_SIZE, CacheSize
 from bosch.model.families import pages_refusal
-from bosch.vllm.plan import (
-    SERVED_RANKS,
-    ServedCache,
-    any_mask,
-    engine_heads,
-    engine_on,
-    layers_refusal,
-    served_caches,
-    served_tokens,
-    worst_shared_masks,
-)
+from bosch.vllm import plan as vllm
 from bosch.window import Window
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
@@ -204,7 +194,7 @@ def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
         f"{format_length(tokens)}: {hybrid.paged(tokens) / block:,.1f} instead of "
         f"{original.paged(tokens) / block:,.1f} ({format_bytes(hybrid.paged(tokens))} instead of "
         f"{format_bytes(original.paged(tokens))})"
-        for tokens in served_tokens(info.max_positions)
+        for tokens in vllm.served_tokens(info.max_positions)
     )
     size = f"{PAGE_SIZE} tokens and {format_bytes(block)}"
     yield f"  {name:<12} a request in transformers' blocks of {size}: {', '.join(figures)}"
@@ -216,25 +206,25 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     if search.sinks:
         yield f"  {'vLLM':<12} serves no sliding heads with sinks (search.sinks = {search.sinks})"
         return
-    if refusal := layers_refusal(info.kinds):
+    if refusal := vllm.layers_refusal(info.kinds):
         yield f"  {'vLLM':<12} not served: {refusal}"
         return
     heads, granularity, rows = info.kinds.heads, search.head_granularity, len(info.kinds.full)
     mask = search.kv_heads(info.kinds, loaded.recipe.model.dtype)
     budget = sum(row[None] for row in mask)
     given = mask if search.method == "given" else None
-    engine = engine_on(device, DEVICES[device].memory)
+    engine = vllm.engine_on(device, DEVICES[device].memory)
     dtype = search.budget and search.budget.cache_dtype
     stated = f", cache in {dtype}" if dtype else ""
     number = CACHE_BYTES[dtype or loaded.recipe[MaterializeConfig].dtype]
 
     def caches_of(
-        layers: Sequence[Mapping[Window | None, int]], ranks: Sequence[int] = SERVED_RANKS
-    ) -> list[ServedCache]:
-        own, tokens = list(info.kinds.windows.values()), served_tokens(info.max_positions)
+        layers: Sequence[Mapping[Window | None, int]], ranks: Sequence[int] = vllm.SERVED_RANKS
+    ) -> list[vllm.ServedCache]:
+        own, tokens = list(info.kinds.windows.values()), vllm.served_tokens(info.max_positions)
         return list(
-            served_caches(
-                engine_heads(layers), 2 * info.kinds.head_dim * number, own,
+            vllm.served_caches(
+                vllm.engine_heads(layers), 2 * info.kinds.head_dim * number, own,
                 engine=engine, lengths=tokens, numbers_of_ranks=ranks,
             )
         )  # fmt: skip
@@ -243,7 +233,7 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
         return [{None: full, search.menu[-1]: heads - full} for full in counts]
 
     requests: dict[str, list[int]] = {}
-    served = caches_of(given or with_full(any_mask(budget, rows, heads)))
+    served = caches_of(given or with_full(vllm.any_mask(budget, rows, heads)))
     for ranks, group in groupby(served, key=lambda cache: cache.ranks):
         caches = list(group)
         figures = (
@@ -258,7 +248,7 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
             text += f"; {format_bytes(caches[-1].padded)} of it because {_UNEQUAL}"
         multiple = math.lcm(granularity, min(ranks, heads))
         if not given and multiple > granularity and not caches[-1].refusal:
-            masks = worst_shared_masks(
+            masks = vllm.worst_shared_masks(
                 budget // granularity, rows, heads // granularity, multiple // granularity
             )
             layouts = (with_full([granularity * n for n in mask]) for mask in masks)

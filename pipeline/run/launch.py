@@ -25,15 +25,7 @@ from bosch.hardware import cpu_cores
 from bosch.this_process import killed_by_kernel
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import without_others
-from pipeline.run import log
-from pipeline.run.failures import (
-    DISK_FULL_STATUS,
-    ENDED,
-    LOST_RANK_STATUS,
-    REQUEUE_STATUS,
-    Terminated,
-    disk_full_message,
-)
+from pipeline.run import failures, log
 from pipeline.run.worker import PARENT
 from stages.stage import World
 
@@ -72,13 +64,13 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         with children_end(command, env) as child:
             try:
                 status = child.wait()
-            except Terminated:
+            except failures.Terminated:
                 # The stage may take its time to save its work; a second signal ends it.
                 child.send_signal(signal.SIGUSR1)
-                if child.wait() != REQUEUE_STATUS:
+                if child.wait() != failures.REQUEUE_STATUS:
                     raise
-                status = REQUEUE_STATUS
-        if status == REQUEUE_STATUS:
+                status = failures.REQUEUE_STATUS
+        if status == failures.REQUEUE_STATUS:
             raise StoppedError(f"{order['stage']}: stopped, its work is saved")
         if status == 0 and world.node_rank > 0:
             return {}
@@ -174,8 +166,8 @@ def failure_of(
     control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
     """Why a stage failed: a rank's own message, or else the meaning of its exit status."""
-    failures = map(read_json, sorted(control.glob("failure.*.json"))[::-1])
-    said = {one["kind"]: str(one["message"]) for one in failures if isinstance(one, dict)}
+    said_by = map(read_json, sorted(control.glob("failure.*.json"))[::-1])
+    said = {one["kind"]: str(one["message"]) for one in said_by if isinstance(one, dict)}
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()
@@ -183,13 +175,13 @@ def failure_of(
         # Libraries raise their own errors when a partner was killed.
         if kind in said and not (signalled and kind == "unexpected"):
             return error(f"{name}: {said[kind].removeprefix(f'{name}: ')}")
-    if status == DISK_FULL_STATUS or almost_full(work_dir):
-        return DiskFullError(f"{name}: {disk_full_message(work_dir)}")
+    if status == failures.DISK_FULL_STATUS or almost_full(work_dir):
+        return DiskFullError(f"{name}: {failures.disk_full_message(work_dir)}")
     # The status may be that of a frozen process that torchrun has killed.
-    for kind in ("frozen", *(["lost"] if status == LOST_RANK_STATUS else [])):
+    for kind in ("frozen", *(["lost"] if status == failures.LOST_RANK_STATUS else [])):
         if kind in said:
             return LostRankError(f"{name}: {said[kind]}; {_RESUMES}")
-    ended = read_json(control / ENDED)
+    ended = read_json(control / failures.ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0
     who = f"process {rank}" if isinstance(ended, dict) else "its launcher"
     who = who if world.size > 1 else "its process"

@@ -21,6 +21,7 @@ from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.files import Stamp, changed_file, exists, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import require_one_node
+from pipeline.run import status
 from pipeline.run.first_node import FirstNodeHeartbeat, FirstNodeWatcher
 from pipeline.run.graph import (
     Node,
@@ -33,14 +34,6 @@ from pipeline.run.graph import (
 from pipeline.run.hashing import FileHasher
 from pipeline.run.launch import Launcher, end_leftovers, launch
 from pipeline.run.locks import hold
-from pipeline.run.status import (
-    StageState,
-    contents,
-    differences,
-    inspect,
-    inspect_output,
-    replaced_input,
-)
 from pipeline.run.store import Store
 from stages.formats import counted, format_seconds
 from stages.stage import LoadedRecipe, World, call
@@ -103,10 +96,10 @@ class Runner:
                 raise UserError(f"--force {name}: --from and --until leave this stage out")
         return chosen
 
-    def states(self) -> list[StageState]:
+    def states(self) -> list[status.StageState]:
         """The states of all stages, taking forced ones into account."""
         forced = frozenset(self.options.force)
-        return inspect(self.nodes, self.store, self.hasher, self.name, forced, self.force_id)
+        return status.inspect(self.nodes, self.store, self.hasher, self.name, forced, self.force_id)
 
     @property
     def force_id(self) -> str | None:
@@ -160,14 +153,14 @@ class Runner:
         if self.loaded.world.node_rank == 0 and (whole or self.options.force):
             self.store.forget_force(self.name)
 
-    def _inspect(self, node: Node) -> StageState:
+    def _inspect(self, node: Node) -> status.StageState:
         last = self.store.last_run(self.name).get(node.name)
-        return inspect_output(node, self.store, self.hasher, last, self._contents(node))
+        return status.inspect_output(node, self.store, self.hasher, last, self._contents(node))
 
     def _contents(self, node: Node) -> dict[str, str]:
-        return contents(node, self.nodes, self.store)
+        return status.contents(node, self.nodes, self.store)
 
-    def _require_earlier(self, states: dict[str, StageState]) -> None:
+    def _require_earlier(self, states: dict[str, status.StageState]) -> None:
         needed = {stage for name in self.chosen for stage in upstream_of(name, self.nodes)}
         for name in self.all_names[: self.all_names.index(self.chosen[0])]:
             if name in needed and states[name].state != "cached":
@@ -181,7 +174,7 @@ class Runner:
             self._unlink_from(node)  # later stages' links belong to another output
         self.store.link(self.name, node.name, str(node.key), self.all_names)
 
-    def _run_stage(self, state: StageState) -> None:
+    def _run_stage(self, state: status.StageState) -> None:
         node = state.node
         label = f"[{self.all_names.index(node.name) + 1}/{len(self.all_names)}] {node.name}"
         started = time.monotonic()
@@ -191,7 +184,7 @@ class Runner:
             self._lead(node, state, label)
         print(f"{label}: done in {format_seconds(time.monotonic() - started)}", flush=True)
 
-    def _lead(self, node: Node, state: StageState, label: str) -> None:
+    def _lead(self, node: Node, state: status.StageState, label: str) -> None:
         key = str(node.key)
         output = f"{self.name}: stage {node.name}"
         with hold(self.store.lock(node.name, key), output, self.name, wait=self.options.wait):
@@ -300,7 +293,7 @@ class Runner:
         except UserError as fault:
             raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
         if document_key(now) != node.key:
-            changes = "; ".join(differences(node.document, now, node.stage.key))
+            changes = "; ".join(status.differences(node.document, now, node.stage.key))
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
@@ -362,8 +355,10 @@ class Runner:
             if damaged is not None and folder.exists() and folder.lstat().st_ino == damaged:
                 return self.store.damage(node.name, key, self.hasher) is None
             manifest = self.store.manifest(node.name, key)
+            if manifest is None:
+                return False
             # An output from inputs that have been replaced does not count.
-            return manifest is not None and replaced_input(manifest, self._contents(node)) is None
+            return status.replaced_input(manifest, self._contents(node)) is None
 
         while not is_there():
             fault = self._first_node.fault()

@@ -22,26 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bosch import files
 from bosch.errors import RunError
-from bosch.files import (
-    TEMPORARY,
-    added_entries,
-    files_below,
-    is_folder,
-    listing_fault,
-    make_folder,
-    make_symlink,
-    newest_below,
-    read_fault,
-    read_json,
-    read_record,
-    remove,
-    remove_empty_folders,
-    remove_old_temporaries,
-    replace,
-    sync_tree,
-    write_json,
-)
+from bosch.files import replace
 from pipeline.run.graph import document_key
 from pipeline.run.hashing import FileHasher
 from stages.published import Manifest
@@ -109,15 +92,15 @@ class Store:
         work, inputs = self.work(stage, key), dict(inputs or {})
         state = self.state(stage, key)
         same = state.get("inputs", inputs) == inputs and force in (None, state.get("force"))
-        if not same or not is_folder(work) or work.is_symlink():
+        if not same or not files.is_folder(work) or work.is_symlink():
             self.discard(stage, key)
-        make_folder(work)
-        last_written = newest_below(work)  # before files are removed
-        remove(work / MANIFEST)
-        for path in list(work.rglob(f"{TEMPORARY}*")):  # of killed processes
-            remove(path)
-        remove_empty_folders(work)
-        fault = listing_fault(work, list(files_below(work)), ())
+        files.make_folder(work)
+        last_written = files.newest_below(work)  # before files are removed
+        files.remove(work / MANIFEST)
+        for path in list(work.rglob(f"{files.TEMPORARY}*")):  # of killed processes
+            files.remove(path)
+        files.remove_empty_folders(work)
+        fault = files.listing_fault(work, list(files.files_below(work)), ())
         if fault is not None:
             raise RunError(
                 f"{stage}: its work directory {work} holds what cannot be published: {fault}; put "
@@ -129,13 +112,13 @@ class Store:
         attempts.append({"started": time.time(), "gpus": gpus})
         force = force or self.state(stage, key).get("force")
         state = {"attempts": attempts, "inputs": inputs, "force": force}
-        write_json(self.state_file(stage, key), state)
+        files.write_json(self.state_file(stage, key), state)
         return work
 
     def discard(self, stage: str, key: str) -> None:
         """Delete the work on an output."""
-        remove(self.work(stage, key))
-        remove(self.state_file(stage, key))
+        files.remove(self.work(stage, key))
+        files.remove(self.state_file(stage, key))
 
     def tidy(self, recipe: str) -> None:
         """Remove leftovers of killed processes in folders that several runs write to."""
@@ -143,7 +126,7 @@ class Store:
         for pattern in ("store/*", "work/*", "shared/*", "shared/*/*", f"{recipe}/*"):
             folders += [path for path in self.root.glob(pattern) if not path.is_symlink()]
         for folder in folders:
-            remove_old_temporaries(folder, _OLD_SECONDS)
+            files.remove_old_temporaries(folder, _OLD_SECONDS)
 
     def fail(self, stage: str, key: str, message: str) -> None:
         """Record why an attempt failed; keeps the work."""
@@ -152,14 +135,14 @@ class Store:
         if attempts:
             attempts[-1]["ended"] = time.time()
         state |= {"attempts": attempts, "failure": message}
-        write_json(self.state_file(stage, key), state)
+        files.write_json(self.state_file(stage, key), state)
 
     def state(self, stage: str, key: str) -> dict[str, Any]:
         """Attempts at an unpublished output, and the failure of the last attempt.
 
         Empty if the file is missing or damaged, since no result depends on it.
         """
-        state = read_json(self.state_file(stage, key))
+        state = files.read_json(self.state_file(stage, key))
         attempts = state.get("attempts", []) if isinstance(state, dict) else None
         whole = isinstance(attempts, list) and all(map(_is_attempt, attempts))
         return state if whole and isinstance(state.get("failure", ""), str) else {}
@@ -179,13 +162,13 @@ class Store:
         # The clock may have been set back, and a killed attempt may have written nothing.
         seconds = [max(attempt["ended"] - attempt["started"], 0) for attempt in attempts]
         gpus = [attempt.get("gpus", facts.get("gpus", 0)) for attempt in attempts]
-        remove_empty_folders(work)
-        names = list(files_below(work))
-        fault = listing_fault(work, names, ())
+        files.remove_empty_folders(work)
+        names = list(files.files_below(work))
+        fault = files.listing_fault(work, names, ())
         if fault is not None:
             raise RunError(f"{stage}: left what cannot be published: {fault}")
         _share_files(work)
-        sync_tree(work)
+        files.sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}
         manifest = {
             "format": _FORMAT, "stage": stage, "key": key,
@@ -198,7 +181,7 @@ class Store:
                 for name, digest in hashes.items()
             ],
         }  # fmt: skip
-        write_json(work / MANIFEST, {**manifest, "sha256": Manifest.digest(manifest)})
+        files.write_json(work / MANIFEST, {**manifest, "sha256": Manifest.digest(manifest)})
         return self._move_in(stage, key, hashes, hasher)
 
     def finish_interrupted(self, stage: str, key: str, hasher: FileHasher) -> bool:
@@ -213,7 +196,7 @@ class Store:
 
     def _move_in(self, stage: str, key: str, hashes: Mapping[str, str], hasher: FileHasher) -> Path:
         work, target = self.work(stage, key), self.published(stage, key)
-        make_folder(target.parent)
+        files.make_folder(target.parent)
         replace(work, target)
         self.state_file(stage, key).unlink(missing_ok=True)
         for name, digest in hashes.items():
@@ -224,7 +207,7 @@ class Store:
     def set_aside(self, stage: str, key: str) -> Path:
         """Move a damaged output out of the store; replaces an earlier one of this key."""
         aside = self.root / "damaged" / stage / key
-        remove(aside)
+        files.remove(aside)
         aside.parent.mkdir(parents=True, exist_ok=True)
         os.rename(self.published(stage, key), aside)
         return aside
@@ -235,7 +218,8 @@ class Store:
         if manifest is None:
             return []
         aside = self.root / "damaged" / stage / f"{key}.added"
-        names = added_entries(folder, [file["path"] for file in manifest["files"]], (MANIFEST,))
+        known = [file["path"] for file in manifest["files"]]
+        names = files.added_entries(folder, known, (MANIFEST,))
         for name in names:
             place = aside / f"{time.time_ns()}" / name
             place.parent.mkdir(parents=True)
@@ -244,7 +228,7 @@ class Store:
 
     def force_id(self, recipe: str, stages: Sequence[str]) -> str | None:
         """Name of the unfinished forced run of these stages; None if there is none."""
-        content = read_json(self._force_file(recipe))
+        content = files.read_json(self._force_file(recipe))
         same = isinstance(content, dict) and content.get("stages") == list(stages)
         return str(content["id"]) if same and isinstance(content.get("id"), str) else None
 
@@ -252,17 +236,17 @@ class Store:
         """Name a new forced run of these stages, unless it continues that of `force_id`."""
         if self.force_id(recipe, stages) is None:
             content = {"stages": list(stages), "id": os.urandom(8).hex()}
-            write_json(self._force_file(recipe), content)
+            files.write_json(self._force_file(recipe), content)
 
     def forget_force(self, recipe: str) -> None:
-        remove(self._force_file(recipe))
+        files.remove(self._force_file(recipe))
 
     def _force_file(self, recipe: str) -> Path:
         return self.root / recipe / "force.json"
 
     def last_run(self, recipe: str) -> dict[str, str]:
         """Stage names and keys of a recipe's last run."""
-        content = read_json(self.root / recipe / "last_run.json")
+        content = files.read_json(self.root / recipe / "last_run.json")
         stages = content.get("stages") if isinstance(content, dict) else None
         return stages if isinstance(stages, dict) else {}
 
@@ -270,13 +254,13 @@ class Store:
         """Link <root>/<recipe>/<stage> to an output; removes links of stages outside `stages`."""
         link, target = self.root / recipe / stage, self.published(stage, key)
         if not link.is_symlink() or os.path.realpath(link) != os.path.realpath(target):
-            make_symlink(link, target)
+            files.make_symlink(link, target)
         before = self.last_run(recipe)
         keys = {name: old_key for name, old_key in before.items() if name in stages} | {stage: key}
         for name in before.keys() - keys.keys():
             self.unlink(recipe, name)
         if keys != before:
-            write_json(link.with_name("last_run.json"), {"stages": keys})
+            files.write_json(link.with_name("last_run.json"), {"stages": keys})
 
     def unlink(self, recipe: str, stage: str) -> None:
         """Remove the link of a stage, whose output no longer belongs to the recipe."""
@@ -290,7 +274,7 @@ def _share_files(folder: Path) -> None:
 
     safetensors makes files that only their owner can read, which a server's user may not be.
     """
-    for path in (folder / name for name in files_below(folder)):
+    for path in (folder / name for name in files.files_below(folder)):
         mode = path.lstat().st_mode
         shared = mode | path.parent.stat().st_mode & 0o666
         # Only its owner may: somebody else of the group may have begun this work.
@@ -307,7 +291,7 @@ def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
     manifest = _whole_manifest(folder, key)
     if manifest is None:
         return f"{MANIFEST} is missing or damaged"
-    fault = listing_fault(folder, [entry["path"] for entry in manifest["files"]], (MANIFEST,))
+    fault = files.listing_fault(folder, [entry["path"] for entry in manifest["files"]], (MANIFEST,))
     if fault is not None:
         return fault
     for entry in manifest["files"]:
@@ -318,21 +302,21 @@ def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
             if hasher.sha256(path) != entry["sha256"]:
                 return f"{entry['path']} has other content"
         except OSError as error:
-            return read_fault(entry["path"], error)
+            return files.read_fault(entry["path"], error)
     return None
 
 
 def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
-    manifest = read_record(folder / MANIFEST)
+    manifest = files.read_record(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         return None
     if manifest.get("sha256") != Manifest.digest(manifest):
         return None
-    identity, files = manifest.get("identity"), manifest.get("files")
+    identity, listed = manifest.get("identity"), manifest.get("files")
     if not isinstance(identity, dict) or document_key(identity) != key:
         return None
-    if not isinstance(files, list) or not all(
-        isinstance(file, dict) and {"path", "size", "sha256"} <= file.keys() for file in files
+    if not isinstance(listed, list) or not all(
+        isinstance(file, dict) and {"path", "size", "sha256"} <= file.keys() for file in listed
     ):
         return None
     return manifest
