@@ -141,13 +141,11 @@ def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
         source = f"{{name: mine, kind: {kind}, path: {_yaml(path)}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
-        smoke=_smoke(file),
-        model=_yaml(_from(folder, model)),
-        source=source,
+        smoke=_smoke(file), model=_yaml(_from(folder, model)), source=source,
         length=format_length(length),
         lengths=", ".join(format_length(n) for n in (length // 2, length) if n >= _SHORTEST),
         window=length // 16,
-    )
+    )  # fmt: skip
 
 
 def _smoke(file: Path) -> str:

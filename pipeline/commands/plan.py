@@ -63,12 +63,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "speed of H100, or its cores)",
     )
     parser.add_argument(
-        "--efficiency",
-        metavar="SHARE",
-        type=_share,
+        "--efficiency", metavar="SHARE", type=_share,
         help=f"share of the device's peak that is reached (default: {EFFICIENCY}, less in training "
         "of a mixture of experts)",
-    )
+    )  # fmt: skip
 
 
 def _share(text: str) -> float:

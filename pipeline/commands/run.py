@@ -24,11 +24,9 @@ COMMAND = RecipeCommand("bring the stages of a recipe up to date")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
     parser.add_argument(
-        "--from",
-        dest="start",
-        metavar="STAGE",
+        "--from", dest="start", metavar="STAGE",
         help="do not run earlier stages; their results must exist",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--force", metavar="STAGE", action="append", default=[],
         help="make this stage and what needs it again; may be repeated",

@@ -21,11 +21,9 @@ _EXPECTED = {
     "dict_type": "keys below it",
 }  # fmt: skip
 _LIMITS = {
-    "greater_than": ("gt", "greater than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
-}
+    "greater_than": ("gt", "greater than"), "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most"),
+}  # fmt: skip
 
 
 def sentences(model: type[Section], error: ValidationError) -> list[str]:

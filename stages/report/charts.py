@@ -38,11 +38,9 @@ from stages.report.verdict import differences, final_model, kind_of
 from stages.train.stage import TrainingStep
 
 LOOK = {
-    "original": Style("original", dashed=True),
-    "untrained": Style("untrained", "diamond"),
-    "trained": Style("hybrid"),
-    "rival": Style("soft", "square"),
-}
+    "original": Style("original", dashed=True), "untrained": Style("untrained", "diamond"),
+    "trained": Style("hybrid"), "rival": Style("soft", "square"),
+}  # fmt: skip
 # Room for the text right of the longest bar.
 POINTS = Axis("Needle average (points of 100)", domain=(0.0, 108.0), values=range(0, 101, 20))
 

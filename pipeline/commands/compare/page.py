@@ -113,8 +113,7 @@ def page(comparison: Comparison) -> str:
     rows = [row for result in comparison.results.values() for row in result.rows]
     lengths = sorted({row.length for row in rows if row.length})
     return render(
-        _PAGE,
-        title=f"Methods compared: {comparison.recipe}",
+        _PAGE, title=f"Methods compared: {comparison.recipe}",
         subtitle=f"Model: {comparison.model}",
         notes=[*_unfinished(comparison), *comparison.missing],
         about=_ABOUT + (_PAPER if comparison.paper else ""),
@@ -125,9 +124,8 @@ def page(comparison: Comparison) -> str:
             "task": list(dict.fromkeys(row.task for row in rows if row.task)),
             "length": [format_length(length) for length in lengths],
         },
-        about_costs=_COSTS,
-        costs=_cost_table(comparison),
-    )
+        about_costs=_COSTS, costs=_cost_table(comparison),
+    )  # fmt: skip
 
 
 def _unfinished(comparison: Comparison) -> Iterator[str]:

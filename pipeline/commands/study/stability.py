@@ -37,11 +37,9 @@ def study(model: StudiedModel) -> StudyResult:
     by_size = measured(model, settings)
     sizes = [_record(point, "examples") for point in by_size]
     data = {
-        "seeds": options.seeds,
-        "layer_importance": ranks,
-        "calibration_size": sizes,
+        "seeds": options.seeds, "layer_importance": ranks, "calibration_size": sizes,
         "budget": [_record(point, "budget_per_layer") for point in by_budget],
-    }
+    }  # fmt: skip
     measures = ("held-out score", "held-out log-likelihood")
     tables = [
         _rank_table(ranks),

@@ -37,16 +37,14 @@ def study(model: StudiedModel) -> StudyResult:
         for ratio in options.ratios
     }
     data = {
-        "seeds": options.seeds,
-        "turnover": turnovers,
-        "swap_test": swaps,
+        "seeds": options.seeds, "turnover": turnovers, "swap_test": swaps,
         "methods": list(options.methods),
         "jaccard": {f"{ratio:g}": matrix.tolist() for ratio, matrix in distances.items()},
         "masks": {
             method: {f"{ratio:g}": [mask.key for mask in group] for ratio, group in ratios.items()}
             for method, ratios in masks.items()
         },
-    }
+    }  # fmt: skip
     return StudyResult(
         "turnover", "Which heads are chosen", _text(model), data,
         [_turnover_table(turnovers), _swap_table(swaps)],
@@ -72,13 +70,11 @@ def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str,
     turnovers = list(map(turnover, masks[method][small], masks[method][large]))
     most = turnovers[0].maximum  # equal for all masks on these budgets
     return {
-        "method": method,
-        "small": small,
-        "large": large,
+        "method": method, "small": small, "large": large,
         "turnover": crossed_mean([t.share for t in turnovers]).within(0.0, most)._asdict(),
         "normalised": crossed_mean([t.normalised for t in turnovers]).within(0.0, 1.0)._asdict(),
         "most": most,
-    }
+    }  # fmt: skip
 
 
 def _swap(
