@@ -39,15 +39,8 @@ from bosch.version import VERSION
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from pipeline.run import log
-from pipeline.run.failures import (
-    LOST_RANK_STATUS,
-    REQUEUE_STATUS,
-    Terminated,
-    ignore_stops,
-    no_space,
-    unexpected,
-)
+from pipeline.run import failures, log
+from pipeline.run.failures import ignore_stops
 from stages.stage import Stage
 
 _PACKAGES = (bosch.commands, pipeline.commands)
@@ -62,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     """Run one command and return its exit status; no traceback reaches the user."""
     try:
         return _run(arguments, stages)
-    except (KeyboardInterrupt, Terminated) as second:  # during the handling of the first
+    except (KeyboardInterrupt, failures.Terminated) as second:  # during the handling of the first
         return _stopped(second.__context__ or second)
 
 
@@ -89,17 +82,17 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
     except UserError as fault:
         return _say(f"error: {fault}", 2)
     except LostRankError as lost:
-        return _say(f"error: {lost}", LOST_RANK_STATUS)
+        return _say(f"error: {lost}", failures.LOST_RANK_STATUS)
     except RunError as failure:
         return _say(f"error: {failure}", 1)
-    except (KeyboardInterrupt, StoppedError, Terminated) as stop:
+    except (KeyboardInterrupt, StoppedError, failures.Terminated) as stop:
         return _stopped(stop)
     except BrokenPipeError:
         # The reader of the output has closed it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if (full := no_space(error, root)) is not None:
+        if (full := failures.no_space(error, root)) is not None:
             return _say(f"error: {full}", 1)
         if isinstance(error, OSError) and root is not None and _refused(error, root):
             why = f"{error.strerror}: {error.filename}"
@@ -109,7 +102,7 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         typed = sys.argv[1:] if arguments is None else arguments
         if isinstance(error, OSError) and (message := typed_path_fault(error, typed[1:])):
             return _say(f"error: {message}", 2)
-        return _say(f"error: {unexpected(error, _log_file(root))}", 1)
+        return _say(f"error: {failures.unexpected(error, _log_file(root))}", 1)
 
 
 def _done(status: int) -> int:
@@ -121,7 +114,7 @@ def _done(status: int) -> int:
 def _terminated(signum: int, frame: object) -> None:
     if signum == signal.SIGHUP:  # a closing terminal sends it twice
         signal.signal(signum, signal.SIG_IGN)
-    raise Terminated
+    raise failures.Terminated
 
 
 def _refused(error: OSError, root: Path) -> bool:
@@ -147,7 +140,7 @@ def _stopped(stop: BaseException) -> int:
     if isinstance(stop, KeyboardInterrupt):
         message, status = "stopped", 130
     elif isinstance(stop, StoppedError):
-        message, status = str(stop), REQUEUE_STATUS
+        message, status = str(stop), failures.REQUEUE_STATUS
     return _say(f"{message}; the same command resumes from here", status)
 
 

@@ -7,16 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch import files
 from bosch.errors import RunError, UserError
-from bosch.files import (
-    Stamp,
-    canonical_json,
-    changed_file,
-    make_folder,
-    remove,
-    write_json,
-    write_text,
-)
+from bosch.files import write_text
 from pipeline.run.locks import hold, hold_briefly, read_holder
 from pipeline.run.runner import Runner
 from stages.evaluate.answers import MODELS, VERSIONS, content_identity, forget_answers
@@ -89,23 +82,23 @@ class Evaluation:
             "models": self._identities(folders),
         }
         stamps = self.runner.hasher.seen
-        digest = hashlib.sha256(canonical_json(document).encode()).hexdigest()
+        digest = hashlib.sha256(files.canonical_json(document).encode()).hexdigest()
         work = self.store.work("evaluation", digest)
-        make_folder(work)
+        files.make_folder(work)
         lock = self.store.lock("evaluation", digest)
         with hold(lock, f"{self.runner.name}: this evaluation", self.runner.name, wait=True):
             scores = SelectedScores.finished(work)
             if scores is None or scores.missing:  # what was missing may exist by now
-                write_json(work / MODELS, document)
+                files.write_json(work / MODELS, document)
                 self._launch(folders, document["models"], stamps, work)
                 scores = SelectedScores.read(work)
             return scores, (work / SAMPLES).read_text(encoding="utf-8")
 
     def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
         """Write the files of one evaluation to `place`, to which other processes may write."""
-        make_folder(self.place)
+        files.make_folder(self.place)
         with hold_briefly(self.store.lock("evaluation", self.runner.name)):
-            write_json(self.place / SelectedScores.FILE, scores.content)
+            files.write_json(self.place / SelectedScores.FILE, scores.content)
             write_text(self.place / SAMPLES, samples)
             write_text(self.place / "table.md", table)
 
@@ -113,7 +106,7 @@ class Evaluation:
         self,
         folders: Mapping[str, Path],
         identities: Mapping[str, str],
-        stamps: Mapping[str, Stamp],
+        stamps: Mapping[str, files.Stamp],
         work: Path,
     ) -> None:
         """Answer and score; repeated if training has moved its checkpoints meanwhile."""
@@ -166,14 +159,14 @@ class Evaluation:
         self,
         folders: Mapping[str, Path],
         identities: Mapping[str, str],
-        stamps: Mapping[str, Stamp],
+        stamps: Mapping[str, files.Stamp],
         work: Path,
     ) -> None:
         """Raise RunError, and delete the answers, if a file was written while it was read.
 
         Even if its content is unchanged.
         """
-        written = changed_file(stamps)
+        written = files.changed_file(stamps)
         now = self._identities(folders)
         changed = {name for name in folders if now[name] != identities[name]}
         if written is not None:
@@ -184,7 +177,7 @@ class Evaluation:
         forgotten = {identities[name] for name in changed or folders}
         if not changed:
             forgotten.add(str(self.runner.order(self.original, work)["model_identity"]))
-        remove(work)
+        files.remove(work)
         forget_answers(self.store.pool("evaluation"), forgotten)
         names = ", ".join(f"--model {folders[name]}" for name in folders if name in changed)
         raise RunError(

@@ -21,16 +21,9 @@ from bosch.errors import DamagedWorkError, RunError, UserError
 from bosch.files import Stamp, changed_file, exists, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import require_one_node
-from pipeline.run import status
+from pipeline.run import graph, status
 from pipeline.run.first_node import FirstNodeHeartbeat, FirstNodeWatcher
-from pipeline.run.graph import (
-    Node,
-    current_document,
-    document_key,
-    find_stage,
-    resolve,
-    upstream_of,
-)
+from pipeline.run.graph import Node
 from pipeline.run.hashing import FileHasher
 from pipeline.run.launch import Launcher, end_leftovers, launch
 from pipeline.run.locks import hold
@@ -75,16 +68,16 @@ class Runner:
         leads = loaded.world.node_rank == 0
         self._heartbeat = FirstNodeHeartbeat(heartbeat_file) if several and leads else None
         self._first_node = FirstNodeWatcher(heartbeat_file) if several and not leads else None
-        self.nodes = resolve(loaded, self.hasher)
+        self.nodes = graph.resolve(loaded, self.hasher)
         self.all_names = [node.name for node in self.nodes]
         self.chosen = self._choose()
 
     def _choose(self) -> list[str]:
         first, last = 0, len(self.all_names) - 1
         if self.options.start is not None:
-            first = self.all_names.index(find_stage("--from", self.options.start, self.nodes))
+            first = self.all_names.index(graph.find_stage("--from", self.options.start, self.nodes))
         if self.options.until is not None:
-            last = self.all_names.index(find_stage("--until", self.options.until, self.nodes))
+            last = self.all_names.index(graph.find_stage("--until", self.options.until, self.nodes))
         if first > last:
             order = f"--from {self.options.start} comes after --until {self.options.until}"
             raise UserError(f"{order}: no stage left")
@@ -92,7 +85,7 @@ class Runner:
             require_one_node("--force", self.loaded.world)
         chosen = self.all_names[first : last + 1]
         for name in self.options.force:
-            if find_stage("--force", name, self.nodes) not in chosen:
+            if graph.find_stage("--force", name, self.nodes) not in chosen:
                 raise UserError(f"--force {name}: --from and --until leave this stage out")
         return chosen
 
@@ -161,7 +154,7 @@ class Runner:
         return status.contents(node, self.nodes, self.store)
 
     def _require_earlier(self, states: dict[str, status.StageState]) -> None:
-        needed = {stage for name in self.chosen for stage in upstream_of(name, self.nodes)}
+        needed = {stage for name in self.chosen for stage in graph.upstream_of(name, self.nodes)}
         for name in self.all_names[: self.all_names.index(self.chosen[0])]:
             if name in needed and states[name].state != "cached":
                 raise UserError(
@@ -289,17 +282,17 @@ class Runner:
         """Raise RunError if the files that a stage reads no longer have the content in its key."""
         assert node.document is not None
         try:
-            now = current_document(self.loaded, node, self.hasher)
+            now = graph.current_document(self.loaded, node, self.hasher)
         except UserError as fault:
             raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
-        if document_key(now) != node.key:
+        if graph.document_key(now) != node.key:
             changes = "; ".join(status.differences(node.document, now, node.stage.key))
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
         """Remove the links of a stage and of those that depend on it, which are outdated."""
         for name in self.all_names[self.all_names.index(node.name) :]:
-            if name == node.name or node.name in upstream_of(name, self.nodes):
+            if name == node.name or node.name in graph.upstream_of(name, self.nodes):
                 self.store.unlink(self.name, name)
 
     def _world(self, node: Node) -> World:
@@ -316,7 +309,7 @@ class Runner:
         model = recipe.model
         if info is not None and info.commit is not None:
             model = model.model_copy(update={"revision": info.commit})
-        upstream = upstream_of(node.name, self.nodes)
+        upstream = graph.upstream_of(node.name, self.nodes)
         identity = (node.document or {}).get("model")
         return {
             "stage": node.name, "function": node.stage.function, "section": _typed(node.section),
@@ -327,15 +320,15 @@ class Runner:
                 for name in node.needs
             },
             "stamps": dict(stamps or {}), "work_dir": str(work), "shared": self._shared(node),
-            "model_identity": document_key(identity) if identity else None,
+            "model_identity": graph.document_key(identity) if identity else None,
             "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
             "log_level": recipe.runtime.log_level,
         }  # fmt: skip
 
     def _shared(self, node: Node) -> str | None:
         """The folder of reusable results of earlier runs; None under `--force`."""
-        made_again = {node.name, *upstream_of(node.name, self.nodes)} & set(self.options.force)
-        if made_again or node.document is None:
+        upstream = graph.upstream_of(node.name, self.nodes)
+        if {node.name, *upstream} & set(self.options.force) or node.document is None:
             return None
         if node.stage.pool is not None:
             return str(self.store.pool(node.stage.pool))

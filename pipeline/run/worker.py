@@ -22,15 +22,7 @@ from typing import Any, NoReturn
 from bosch.errors import StoppedError
 from bosch.files import write_json
 from bosch.this_process import STOP_SIGNALS, die_with_parent
-from pipeline.run import log
-from pipeline.run.failures import (
-    DISK_FULL_STATUS,
-    LOST_RANK_STATUS,
-    OUTPUT_FULL,
-    REQUEUE_STATUS,
-    describe,
-    ignore_stops,
-)
+from pipeline.run import failures, log
 from pipeline.run.heartbeat import heartbeats
 from stages.context import StageConfig
 
@@ -103,20 +95,20 @@ def _run_order() -> int:
                 summary = execute(order)
         finally:
             # torchrun stops all ranks when one has failed, also while one writes its reason.
-            ignore_stops()
+            failures.ignore_stops()
         if rank == 0:
             write_json(control / "summary.json", summary)
         return 0
     except StoppedError as stop:
         logger.info("%s", stop)
-        return REQUEUE_STATUS
+        return failures.REQUEUE_STATUS
     except Exception as error:
-        failure = describe(error, work_dir, log_file)
-        status_tells = failure["kind"] == "disk" and failure["message"] != OUTPUT_FULL
+        failure = failures.describe(error, work_dir, log_file)
+        status_tells = failure["kind"] == "disk" and failure["message"] != failures.OUTPUT_FULL
         _leave(control / f"failure.{rank}.json", failure, status_tells)
         if status_tells:
-            return DISK_FULL_STATUS
-        return {"user": 2, "lost": LOST_RANK_STATUS}.get(failure["kind"], 1)
+            return failures.DISK_FULL_STATUS
+        return {"user": 2, "lost": failures.LOST_RANK_STATUS}.get(failure["kind"], 1)
 
 
 def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -> None:
@@ -133,7 +125,7 @@ def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -
 def _end_without_partner(control: Path, rank: int, message: str) -> None:
     """End the process from a thread, since its main thread waits for a frozen process."""
     _leave(control / f"failure.{rank}.frozen.json", {"kind": "frozen", "message": message})
-    os._exit(LOST_RANK_STATUS)
+    os._exit(failures.LOST_RANK_STATUS)
 
 
 class _Signalled(KeyboardInterrupt):
