@@ -59,10 +59,7 @@ class Summary(Record):
 
 
 class WorkSummary(Summary):
-    """A summary that its stage writes last, after all other work.
-
-    `sha256` has the hashes of all files of the work (`bosch.files.file_hashes`).
-    """
+    """A summary that its stage writes last; `sha256` has the hashes of all files of the work."""
 
     sha256: dict[str, str] = Field(default={})
 

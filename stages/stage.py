@@ -101,16 +101,6 @@ class ModelInfo(StoredConfig):
     commit: str | None = None
 
 
-def no_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """The check of a stage without rules between fields."""
-    yield from ()
-
-
-def as_it_is(section: OwnSection, recipe: Recipe) -> OwnSection:
-    """The section of a stage without defaults that depend on other sections."""
-    return section
-
-
 def call(function: str, *arguments: Any) -> Any:
     """Import `module:name`, call it and return its result; () for an empty name."""
     module, _, name = function.partition(":")
@@ -167,9 +157,9 @@ class Stage(Generic[OwnSection]):
     pool: str | None = None
     unread: tuple[str, ...] = ()
     timed: tuple[str, ...] = ()
-    completed: Callable[[OwnSection, Recipe], OwnSection] = as_it_is
-    checks: Callable[[LoadedRecipe], Iterator[str]] = no_faults
-    missing: Callable[[LoadedRecipe], Iterator[str]] = no_faults
+    completed: Callable[[OwnSection, Recipe], OwnSection] = lambda section, recipe: section
+    checks: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
+    missing: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
     slow_checks: str = ""
     gaps: str = ""
     cost: str = ""

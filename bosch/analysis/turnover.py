@@ -100,10 +100,7 @@ def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.f
 def _sliding_sets(
     first: HeadMask, second: HeadMask
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """The sets A of both masks as boolean vectors, [N] each: True for a sliding KV head.
-
-    Raises ValueError for masks of different shape, or with several windows.
-    """
+    """Sliding KV heads as booleans, [N] each; ValueError for other shapes or several windows."""
     if max(first.num_windows, second.num_windows) > 1:
         raise ValueError("a mask has several windows")
     if first.is_full.shape != second.is_full.shape:

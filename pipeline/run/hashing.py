@@ -24,10 +24,7 @@ class NotHashed(Exception):
 
 
 class FileHasher:
-    """SHA-256 of files, cached between runs in a JSON file of the store.
-
-    At most `budget_bytes` are read, if given; beyond them `sha256` raises NotHashed.
-    """
+    """SHA-256 of files, cached between runs; beyond `budget_bytes` `sha256` raises NotHashed."""
 
     def __init__(self, cache: Path, budget_bytes: int | None = None) -> None:
         self._cache = cache

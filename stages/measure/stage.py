@@ -90,10 +90,7 @@ class OverOriginal(Record):
 
 
 class Point(Record):
-    """Figures of one model at one length.
-
-    `over_original` is set for a hybrid where neither model ran out of memory.
-    """
+    """Figures of a model at a length; `over_original`: of a hybrid where neither lacked memory."""
 
     model: str
     length: int
@@ -106,10 +103,7 @@ class Point(Record):
 
 
 class Efficiency(Summary):
-    """efficiency.json: the points of a measurement, and the hardware that it ran on.
-
-    Points are in order of length, the original's before the hybrid's.
-    """
+    """efficiency.json: points by length, the original's before the hybrid's, and the hardware."""
 
     FILE = "efficiency.json"
 

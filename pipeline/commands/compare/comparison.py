@@ -110,10 +110,7 @@ class SampleScores:
 
 @dataclass(frozen=True)
 class AgainstHighest:
-    """A method against the highest at a ratio: difference in points with its 95 % interval.
-
-    `p_holm` is corrected for all of its table.
-    """
+    """A method against the highest of a ratio, in points; `p_holm` is corrected for its table."""
 
     suite: str
     models: Models
