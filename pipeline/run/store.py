@@ -94,6 +94,7 @@ class Store:
         same = state.get("inputs", inputs) == inputs and force in (None, state.get("force"))
         if not same or not files.is_folder(work) or work.is_symlink():
             self.discard(stage, key)
+            state = {}
         files.make_folder(work)
         last_written = files.newest_below(work)  # before files are removed
         files.remove(work / MANIFEST)
@@ -106,12 +107,11 @@ class Store:
                 f"{stage}: its work directory {work} holds what cannot be published: {fault}; put "
                 "the file or folder itself there, or remove it"
             )
-        attempts = self.state(stage, key).get("attempts", [])
+        attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
             attempts[-1]["ended"] = last_written
         attempts.append({"started": time.time(), "gpus": gpus})
-        force = force or self.state(stage, key).get("force")
-        state = {"attempts": attempts, "inputs": inputs, "force": force}
+        state = {"attempts": attempts, "inputs": inputs, "force": force or state.get("force")}
         files.write_json(self.state_file(stage, key), state)
         return work
 
