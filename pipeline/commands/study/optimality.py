@@ -28,8 +28,14 @@ Landscape = dict[HeadMask, Evaluation]
 def study(model: StudiedModel) -> StudyResult:
     """Enumerate each ratio on calibration and held-out examples; UserError for too many masks."""
     options = model.options
+    layers, heads = model.shape
     for ratio in options.ratios:
-        _check_size(model, ratio)
+        if (count := count_on_budget(layers, heads, ratio)) > _MAX_MASKS:
+            raise UserError(
+                f"study optimality: {layers} x {heads} KV heads have {count:,} masks at ratio "
+                f"{ratio:g}, more than {_MAX_MASKS:,} that can be enumerated; take a smaller "
+                "model, like that of recipes/study/enumerable.yaml"
+            )
     calibration, held_out = model.calibration(0), model.held_out_set
     data: dict[str, Any] = {"shape": model.shape, "calibration_examples": len(calibration)}
     data |= {"held_out_examples": len(held_out), "seeds": options.seeds, "ratios": {}}
@@ -85,17 +91,6 @@ def _anchor_table(model: StudiedModel) -> Table:
         rows.append([name, f"{exact:.3f}", f"{likelihood:.3f}"])
     header = ("mask", "held-out score", "held-out log-likelihood")
     return Table.of_rows("The model", header, rows)
-
-
-def _check_size(model: StudiedModel, ratio: float) -> None:
-    count = count_on_budget(*model.shape, ratio)
-    if count > _MAX_MASKS:
-        layers, heads = model.shape
-        raise UserError(
-            f"study optimality: {layers} x {heads} KV heads have {count:,} masks at ratio "
-            f"{ratio:g}, more than {_MAX_MASKS:,} that can be enumerated; take a smaller model, "
-            "like that of recipes/study/enumerable.yaml"
-        )
 
 
 def evaluation_log(model: StudiedModel, name: str, examples: Any) -> EvaluationLog:
