@@ -14,10 +14,7 @@ LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by win
 
 
 def share_of(count: int, ratio: float) -> int:
-    """ceil(ratio · count), robust to rounding.
-
-    0.07 * 100 is 7.000000000000001 in floats, and gives 7.
-    """
+    """ceil(ratio · count), robust to rounding: 0.07 * 100 is 7.000000000000001 and gives 7."""
     return math.ceil(ratio * count * (1.0 - 1e-12))
 
 

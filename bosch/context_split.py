@@ -18,10 +18,7 @@ from bosch.window import Window
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """A sequence of `length` tokens over `ranks` processes.
-
-    Raises ValueError unless there is a process and the sequence can be cut into 2n equal chunks.
-    """
+    """`length` tokens over `ranks` processes; ValueError unless they make 2n equal chunks."""
 
     length: int
     ranks: int

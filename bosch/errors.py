@@ -67,10 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and the chain of its causes and contexts, latest first.
-
-    Each comes once: `raise error.__cause__` makes the chain a cycle.
-    """
+    """An error with its causes and contexts, latest first, each once (the chain can be a cycle)."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

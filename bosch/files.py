@@ -71,10 +71,7 @@ def almost_full(folder: Path) -> bool:
 
 
 def check_hub_cache(error: BaseException) -> None:
-    """Raise OSError that names the hub's cache if a full disk caused an error.
-
-    Libraries do not say where they write files from the hub.
-    """
+    """Raise OSError that names the hub's cache, as libraries do not, for a full disk's error."""
     if is_disk_full(error):
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -148,10 +145,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether a file or folder exists; False for a broken link.
-
-    Raises OSError if the system cannot tell, where `Path.exists` of Python 3.14 returns False.
-    """
+    """Whether it exists (not a broken link); OSError if unknown, where Python 3.14 has False."""
     try:
         os.stat(path)
     except OSError as error:
@@ -183,10 +177,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove temporary files from a folder (not from subfolders) that nobody writes any more.
-
-    Their process, on this machine, has ended, or they are older than `seconds`.
-    """
+    """Remove a folder's temporary files whose process here has ended or which are old."""
     for path in list(folder.glob(f"{TEMPORARY}*")):
         match = _OF_PROCESS.match(path.name)
         is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
@@ -222,10 +213,7 @@ def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
 def load_user_json(
     path: str | os.PathLike[str], advice: str, limits: JsonLimits = JSON_LIMITS, field: str = ""
 ) -> Any:
-    """The value of a JSON file that a user names, for example in the recipe's `field`.
-
-    Raises UserError, which ends with `advice`, if the file is missing, damaged or too large.
-    """
+    """JSON that a user names in `field`; UserError with `advice` if missing, damaged or large."""
     try:
         return load_json(Path(path), limits)
     except (OSError, ValueError) as error:
@@ -287,10 +275,7 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
 
 
 def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """A file opened for reading, as bytes.
-
-    Raises OSError, also for a pipe, socket or device, whose reading could block.
-    """
+    """A file opened to read bytes; OSError also for a pipe, socket or device, which could block."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         _refuse(path)
     # Does not block if a pipe has replaced the file in between.
@@ -359,10 +344,7 @@ def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
-    """The first difference from the result of `file_hashes`, or None.
-
-    Files that were added to these folders are a difference; files outside them are ignored.
-    """
+    """The first difference from `file_hashes`, files added to these folders included, or None."""
     named = {name.partition("/")[0] for name in hashes}
     beside = set(os.listdir(folder)) - named if folder.is_dir() else set()
     fault = listing_fault(folder, hashes, beside)
@@ -383,10 +365,7 @@ def read_fault(name: str, error: OSError) -> str:
 
 
 def listing_fault(folder: Path, files: Collection[str], beside: Collection[str]) -> str | None:
-    """The first of `files` that is missing or not a regular file, or an additional entry; or None.
-
-    Entries of the folder that are named in `beside` are ignored.
-    """
+    """The first of `files` that is no regular file, or an entry neither there nor in `beside`."""
     for name in files:
         try:
             if not stat.S_ISREG(os.lstat(folder / name).st_mode):
@@ -448,10 +427,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[str]:
-    """Names of all files below a folder, relative to it, sorted; empty for a file.
-
-    Raises OSError where a folder cannot be listed.
-    """
+    """Sorted relative names of all files below a folder; none for a file. Raises OSError."""
     files = []
     for directory, _, names in os.walk(folder, onerror=_raise_if_there):
         base = os.path.relpath(directory, folder)
@@ -470,10 +446,7 @@ def newest_below(folder: Path) -> float:
 
 
 def make_symlink(link: Path, target: Path) -> None:
-    """Point a relative symbolic link at a folder, replacing an older link in one step.
-
-    Raises OSError if there is a folder of this name.
-    """
+    """Replace a relative link to a folder in one step; raises OSError if its name is a folder."""
     with replacing(link) as temporary:
         # The link's folder may itself be a link.
         place = os.path.relpath(os.path.realpath(target), os.path.realpath(link.parent))

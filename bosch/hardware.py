@@ -64,19 +64,13 @@ def device_named(name: str) -> Device | None:
 
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Memory of this machine, or the limit of this process's container, in bytes.
-
-    Raises RunError where the system does not say.
-    """
+    """Memory of this machine or its container, in bytes; raises RunError if it is unknown."""
     limits = [limit for limit, _ in _memory_limits(proc, cgroups)]
     return min([_meminfo(proc, "MemTotal"), *limits])
 
 
 def free_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Free memory of this machine or of this process's container, in bytes.
-
-    Raises RunError where the system does not say.
-    """
+    """Free memory of this machine or its container, in bytes; raises RunError if unknown."""
     free = [max(0, limit - used) for limit, used in _memory_limits(proc, cgroups)]
     return min([_meminfo(proc, "MemAvailable"), *free])
 
@@ -108,10 +102,7 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group of this process that has a limit.
-
-    Inactive cached files count as free, since the system drops them first.
-    """
+    """Limit and use (bytes) of each limited control group, without cached files, which can go."""
     for folder in _control_groups("memory", proc, cgroups):
         for limit_file, use_file, cached in (
             ("memory.max", "memory.current", "inactive_file"),  # version 2

@@ -80,10 +80,7 @@ class HeadMask:
     def from_swa_kv_heads(
         cls, swa_kv_heads: Sequence[Iterable[int]], num_key_value_heads: int
     ) -> HeadMask:
-        """Mask with these sliding KV heads in each layer.
-
-        Raises ValueError when an index is repeated or outside 0 .. num_key_value_heads - 1.
-        """
+        """Mask with these sliding KV heads by layer; ValueError for a repeated or unknown one."""
         bits = np.ones((len(swa_kv_heads), num_key_value_heads), dtype=np.bool_)
         for layer, heads in enumerate(swa_kv_heads):
             indices = list(heads)
@@ -132,10 +129,7 @@ class HeadMask:
         return float(1.0 - self.is_full.mean())
 
     def windows_per_layer(self, windows: Windows) -> list[list[Window | None]]:
-        """The window of each head in each layer, None for a full head.
-
-        Raises ValueError where the mask has more windows than the menu.
-        """
+        """The window of each head by layer, None if full; ValueError if the menu has too few."""
         menu = window_menu(windows)
         if self.num_windows > len(menu):
             raise ValueError(f"the mask has {self.num_windows} windows, the menu {len(menu)}")
@@ -143,10 +137,7 @@ class HeadMask:
         return [[kinds[choice] for choice in row] for row in self.choices.tolist()]
 
     def head_order(self) -> list[list[int]]:
-        """KV heads of each layer, full ones first, then from the widest window to the narrowest.
-
-        Heads with the same window keep the base model's order.
-        """
+        """KV heads by layer, from full to the narrowest window, else in the base model's order."""
         order: list[list[int]] = self.choices.argsort(axis=1, kind="stable").tolist()
         return order
 

@@ -38,10 +38,7 @@ class Journal:
         self._offset = 0
 
     def append(self, *entries: Mapping[str, Any]) -> None:
-        """Add entries; returns when they are on disk.
-
-        Raises RunError where that fails, ValueError for a number that is not finite.
-        """
+        """Write entries to disk; RunError if that fails, ValueError for a number not finite."""
         if not entries:
             return
         lines = b"".join(map(_line, entries))

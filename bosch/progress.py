@@ -29,10 +29,7 @@ class Progress:
         )
 
     def update(self, items: int = 1, note: str = "", *, free: bool = False) -> None:
-        """Count `items` more as done; `note` is shown after the counter.
-
-        `free` items, whose result was known, do not count in the estimate of the time left.
-        """
+        """Count `items` as done and show `note`; `free` ones do not count in the time left."""
         self.done += items
         self._free += items if free else 0
         if self._bar is not None:

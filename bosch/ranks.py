@@ -51,10 +51,7 @@ class Ranks:
         return self.size == self.shards == 1
 
     def merge(self, *tensors: Tensor) -> list[Tensor]:
-        """Merge float64 tensors on the CPU whose entries are set by one rank and 0 on the others.
-
-        Every rank gets all entries exactly. Raises LostRankError when another rank has ended.
-        """
+        """Merge float64 CPU tensors, each entry set by one rank and 0 elsewhere, exactly."""
         if self.is_alone:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)

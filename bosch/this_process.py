@@ -44,10 +44,7 @@ def pid_namespace() -> str:
 
 
 def machine_id() -> str:
-    """Identifier of the machine that survives a restart.
-
-    The system's machine-id, else the hardware address of a network card.
-    """
+    """The system's machine-id, which survives a restart, else a network card's address."""
     for path in _MACHINE_IDS:
         with contextlib.suppress(OSError, ValueError):
             text = Path(path).read_text(encoding="ascii").strip()
@@ -95,10 +92,7 @@ def name_processes(ranks: Sequence[int]) -> str:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends (Linux).
-
-    `parent` is the parent's process number, since it may have ended before this call.
-    """
+    """Have Linux kill this process when process `parent` ends, which may have ended already."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

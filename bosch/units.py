@@ -30,10 +30,7 @@ class Units:
 
     @classmethod
     def by_value(cls, values: Values, granularity: int) -> Units:
-        """Units of heads with similar `values` [L, H], in rising order.
-
-        So valuable heads share units, and few other heads become full only to fill a unit.
-        """
+        """Units of heads of similar, rising `values` [L, H], so that valuable heads share some."""
         order = np.argsort(values, axis=1, kind="stable")
         return cls(order.reshape(len(order), -1, granularity))
 

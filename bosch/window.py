@@ -79,10 +79,7 @@ Windows: TypeAlias = Window | Sequence[Window]
 
 
 def window_menu(windows: Windows) -> tuple[Window, ...]:
-    """The windows of a menu, the widest first.
-
-    Raises ValueError if there is none, two have the same size, or their sinks differ.
-    """
+    """The windows, widest first; ValueError for none, equal sizes or different sinks."""
     menu = (windows,) if isinstance(windows, Window) else tuple(windows)
     sizes = sorted({window.size for window in menu}, reverse=True)
     if not menu or len(sizes) < len(menu) or len({window.sinks for window in menu}) > 1:
@@ -102,10 +99,7 @@ def rising_menu(sizes: Sequence[int], sinks: int) -> tuple[Window, ...]:
 
 
 def kv_slots(rows: Iterable[Mapping[Window | None, int]], tokens: int) -> int:
-    """KV slots, heads x cached tokens, after `tokens` tokens, for each layer's heads by window.
-
-    None stands for full heads.
-    """
+    """KV slots (heads x cached tokens) after `tokens` tokens, of heads by window (None: full)."""
     return sum(
         count * (tokens if window is None else window.held(tokens))
         for row in rows

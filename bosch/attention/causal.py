@@ -77,10 +77,7 @@ def _unfused(
     mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor:
-    """As `masked_attention`, for logits that no fused kernel supports.
-
-    Few queries at a time, to bound memory.
-    """
+    """As `masked_attention`, a few queries at a time, for logits that no fused kernel supports."""
     rows, heads, length, _ = query.shape
     step = max(16, DENSE_MASK_ENTRIES // (rows * heads * key.shape[2]))
     outputs = []
@@ -181,10 +178,7 @@ def attention_after_past(
 
 
 def _past_and_chunk(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention to the past (all of it) and to the chunk itself (causal), without a mask.
-
-    The log-sums of the two softmaxes give their weights.
-    """
+    """Attention to the past (all) and the chunk (causal), weighted by the softmaxes' log-sums."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     past = key.shape[2] - query.shape[2]
     before, log_before = kernel(query, key[:, :, :past], value[:, :, :past], scale=scaling)

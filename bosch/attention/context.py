@@ -59,10 +59,7 @@ class AttentionContext:
         return (torch.arange(self.q_length, device=device) + first)[None]
 
     def on(self, device: torch.device) -> AttentionContext:
-        """This context on `device`, since the layers of a model may be on several.
-
-        Returns itself on the device of the first layer, elsewhere a copy with its own masks.
-        """
+        """This context on `device`, since layers may be on several; a copy unless it is there."""
 
         def copy() -> AttentionContext:
             tables = {name: getattr(self, name) for name in ("valid", "document", "start")}
@@ -114,10 +111,7 @@ class AttentionContext:
         return visible
 
     def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
-        """Slots of each row's first `sinks` real tokens, Tk where a row has fewer: [b, sinks].
-
-        Only for passes without documents.
-        """
+        """Slots of each row's first `sinks` real tokens, Tk where there are fewer: [b, sinks]."""
 
         def make() -> Tensor:
             if self.valid is None:

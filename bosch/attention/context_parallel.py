@@ -45,10 +45,7 @@ class Communicator:
         return out
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """The rows that all processes send to this one, in order of the processes.
-
-        `sent`: how many of its `rows` go to each process; `received`: how many come from each.
-        """
+        """The rows for this process in order of the processes; how many go and come each."""
         rows = rows.contiguous()
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows, received, sent, group=self.group)
@@ -153,10 +150,7 @@ class SplitPass:
         return self._contexts[chunk, window]
 
     def in_sequence(self, window: Window | None, seen: Tensor) -> Tensor:
-        """Scatter keys or values `seen` [B, HG, K + C, D] by the last chunk to slots [B, HG, T, D].
-
-        Slots that it does not see stay 0, since no later token sees them either.
-        """
+        """Scatter the last chunk's `seen` [B, HG, K + C, D] to slots [B, HG, T, D], else 0."""
         if window is None:
             return seen
         split = self.split

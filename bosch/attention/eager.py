@@ -24,10 +24,7 @@ def eager_attention(call: AttentionCall) -> Tensor:
 
 
 def eager_weights(call: AttentionCall) -> Tensor:
-    """Attention weights of each query head over every key slot: [B, HQ, T, Tk], before dropout.
-
-    0 where a head does not see a slot, whether or not a cache still holds it.
-    """
+    """Weights [B, HQ, T, Tk] before dropout; 0 for slots that a head does not see, held or not."""
     length = call.context.kv_length
 
     def weights(group: GroupCall) -> Tensor:

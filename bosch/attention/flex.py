@@ -25,10 +25,7 @@ FLEX_BLOCK = 128
 
 
 def flex_kernel_attention(call: AttentionCall) -> Tensor:
-    """Attention of all groups of heads: [B, T, HQ, D].
-
-    Passes with fewer than FLEX_BLOCK queries, or over a cache of fixed size, use the sdpa backend.
-    """
+    """Attention [B, T, HQ, D]; by sdpa under FLEX_BLOCK queries or over a cache of fixed size."""
     query, key, value, context = call.query, call.key, call.value, call.context
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
     if context.q_length < FLEX_BLOCK or context.start is not None:
@@ -76,10 +73,7 @@ def kernel_for(device: str) -> Callable[..., Any]:
 def flex_block_mask(
     layout: HeadLayout, context: AttentionContext, heads: int, device: torch.device
 ) -> Any:
-    """Block mask of `heads` query heads, built from the bands.
-
-    Blocks that are not listed have no visible key; partial blocks may have some.
-    """
+    """Block mask of `heads` query heads from the bands; unlisted blocks have no visible key."""
     groups = torch.empty(layout.num_key_value_heads, dtype=torch.long, device=device)
     for number, group in enumerate(layout.groups):
         groups[list(group.heads)] = number
@@ -111,10 +105,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _blocks_seen(
     layout: HeadLayout, reaches: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks that heads of each group see at least in part, and whole: [B or 1, groups, nq, nk].
-
-    `reaches` [groups] is the number of keys that a head of each group sees.
-    """
+    """Blocks seen in part, and whole, [B or 1, groups, nq, nk], with `reaches` [groups] of keys."""
     size, reach = FLEX_BLOCK, reaches[:, None, None]
     count_q, count_k = -(-context.q_length // size), -(-context.kv_length // size)
     first_q = (context.q_offset + size * torch.arange(count_q, device=device))[:, None]
@@ -153,10 +144,7 @@ def _sinks_seen(
 def _rule(
     layout: HeadLayout, context: AttentionContext, reach: Tensor, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """`context.visible` for one query and key of a head, in the form of flex_attention's mask_mod.
-
-    Each query head sees the last `reach` [HQ] keys.
-    """
+    """`context.visible` as flex_attention's mask_mod: a head sees the last `reach` [HQ] keys."""
     offset, sinks = context.q_offset, layout.sinks
     document = None if context.is_plain else context.document
     valid = None if context.is_plain else context.valid

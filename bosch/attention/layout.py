@@ -97,10 +97,7 @@ class HeadLayout:
         )
 
     def heads_of(self, states: Tensor, group: HeadGroup, q_per_kv: int = 1) -> Tensor:
-        """The heads of `group` in `states` [B, HKV * q_per_kv, T, D].
-
-        A view if the layout is contiguous, else a copy.
-        """
+        """Heads of `group` in [B, HKV * q_per_kv, T, D]: a view if contiguous, else a copy."""
         if len(self.groups) == 1:
             return states
         if self.is_contiguous:
@@ -161,10 +158,7 @@ class CachedGroup:
 
 @dataclass
 class CachedStates:
-    """Keys or values of one layer, as a HybridCache returns them, by group of heads.
-
-    `done` is called when the pass is done.
-    """
+    """A layer's keys or values by group, of a HybridCache; `done` is called after the pass."""
 
     groups: list[CachedGroup]
     done: Callable[[AttentionContext], None] | None = None

@@ -24,10 +24,7 @@ _CAUSAL = (-1, 0)
 
 
 def varlen_attention(call: AttentionCall) -> Tensor:
-    """Attention of all groups of heads: [B, T, HQ, D].
-
-    Passes with a past, or with padding before a token, use the sdpa backend.
-    """
+    """Attention [B, T, HQ, D]; by sdpa for passes with a past or with padding before a token."""
     context = call.context
     whole = context.q_offset == 0 and context.start is None
     padded = not (context.valid is None or context.right_padded)

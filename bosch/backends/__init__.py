@@ -83,10 +83,7 @@ else:
 
 
 def resolve_backend(name: str = "auto") -> str:
-    """Name of the backend to use: `name` itself, or sdpa for "auto".
-
-    Raises UserError when `name` is unknown or cannot run; never falls back to another backend.
-    """
+    """`name`, or sdpa for "auto"; raises UserError if it is unknown or cannot run (no fallback)."""
     if name == "auto":
         return "sdpa"
     if name not in BACKENDS:

@@ -23,10 +23,7 @@ def row_blocks(length: int, first: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def grouped_product(query: Tensor, key: Tensor) -> Tensor:
-    """query [HQ, R, D] times key [HKV, n, D], each query head with its KV head: [HQ, R, n].
-
-    Half precision is computed in float32.
-    """
+    """query [HQ, R, D] by its KV head's key [HKV, n, D]: [HQ, R, n]; half precision in float32."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     heads, rows, width = query.shape
     query = query.to(dtype).reshape(key.shape[0], -1, width)
@@ -81,10 +78,7 @@ def local_and_total(weights: Tensor, begin: int, end: int, window_size: int) -> 
 
 
 def hidden_sums(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
-    """Sums of the weights [HKV, R, end] that each choice hides: 0 for full, then each window's.
-
-    Returns [HKV, 1 + windows] in float64.
-    """
+    """Sums [HKV, 1 + windows], float64, of weights [HKV, R, end] that full (0) and windows hide."""
     lag = lags(begin, end, 0, weights.device)
     keys = torch.arange(end, device=weights.device)
     sums = [torch.zeros(len(weights), dtype=torch.float64, device=weights.device)]

@@ -116,10 +116,7 @@ class LayerPass:
         return self._masks[window]
 
     def attend(self, attention: Any, queries: Any, logits: Any, **options: Any) -> Any:
-        """Output [B, HQ, T, D] of mlx-lm's attention function for queries [B, HQ, T, D].
-
-        `logits` [HQ] are extra logits, one for each query head, if the family has them.
-        """
+        """mlx-lm's attention of queries, both [B, HQ, T, D]; `logits` [HQ]: the family's extra."""
         q_per_kv = queries.shape[1] // self._layout.num_key_value_heads
         outputs = []
         for cache, group, mask, keys, values in self._parts:

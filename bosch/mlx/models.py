@@ -34,10 +34,7 @@ from bosch.model.registration import register_model
 def published_arrays(
     weights: dict[str, mx.array], family: Family, config: Any
 ) -> dict[str, mx.array]:
-    """`weights` with fused experts split, in families that fuse them.
-
-    Weights that mlx-lm has quantised already have its names.
-    """
+    """`weights` with fused experts split; those that mlx-lm has quantised have its names."""
     quantised = any(name.endswith(".scales") for name in weights)
     if quantised or not renames_weights(family):
         return weights

@@ -38,10 +38,7 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 @dataclass
 class GroupCache:
-    """A cache's state for one group of heads: keys and values [B, HG, R, D], and sinks.
-
-    The sinks [B, HG, S, D] are None while they are among the keys and values.
-    """
+    """A group's keys and values [B, HG, R, D]; sinks [B, HG, S, D], None while among those."""
 
     group: HeadGroup
     keys: Tensor
@@ -224,10 +221,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
                 )
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
-        """Copies of this single sequence as rows that begin with `padding` [B] empty slots.
-
-        Each row ends at slot `length`. The cache must hold all tokens (past recording).
-        """
+        """This one sequence, with all its tokens, as rows of `padding` [B] slots, then tokens."""
         rows = HybridCacheLayer(self.layout)
         rows.dtype, rows.device, rows.is_initialized = self.dtype, self.device, True
         rows.length = length

@@ -49,10 +49,7 @@ class CacheSize:
         itemsize: int,
         state_bytes: int,
     ) -> CacheSize:
-        """The cache size for the heads by window in each layer, and the bytes of one number.
-
-        `state_bytes` is from `bosch.model.cache.state_bytes`; 0 counts only the KV cache.
-        """
+        """Of rows of heads by window and bytes of a number; `state_bytes` 0 leaves states out."""
         heads: Counter[Window | None] = Counter()
         for row in rows:
             heads.update(row)

@@ -56,10 +56,7 @@ def note_user(decoder: Any, user: Any) -> None:
 
 
 def check_cached_layout(decoder: Any, cache: Any) -> None:
-    """Register a cache of this model; raises UserError if it holds states of another layout.
-
-    An empty cache from before a change of the layout adopts the new layout.
-    """
+    """Register a cache; an empty one adopts the layout, UserError for states of another."""
     users = _users_of(decoder)
     if cache in users:
         return

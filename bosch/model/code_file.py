@@ -75,10 +75,7 @@ def code_file(family: Family) -> str:
 
 @functools.cache
 def code_file(family: Family) -> str:
-    """Python source that defines the config and model class of a family, without bosch.
-
-    Raises RuntimeError if the modules cannot be joined, which is a fault of bosch.
-    """
+    """Source of a family's classes without bosch; RuntimeError if its modules cannot be joined."""
     head = _HEAD.format(model=family.base_model_class, version=VERSION)
     tail = _TAIL.format(
         config=family.config_class, model=family.model_class, decoder=family.decoder_class,

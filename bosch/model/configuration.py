@@ -74,10 +74,7 @@ class HybridConfigMixin:
 
 
 def _save_of(family: Family, parent: Any) -> Any:
-    """`save_pretrained` of a family that also writes the code file, and names it in the config.
-
-    Models save their configuration with it, too, so every saved or pushed hybrid has the file.
-    """
+    """`save_pretrained`, also of models, that writes the code file and names it in the config."""
 
     @functools.wraps(parent.save_pretrained)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,10 +148,7 @@ def _refusing(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part_class(base: Any) -> Any:
-    """Config class of the text decoder within a hybrid, which has no model class of its own.
-
-    It has the name of the family's class, by which transformers finds the decoder's class.
-    """
+    """Config class of a hybrid's text decoder, with the family's name, which finds its model."""
     name = base.__name__
     if name not in globals():
         body = {"__module__": __name__, "__doc__": base.__doc__}
@@ -164,10 +158,7 @@ def _part_class(base: Any) -> Any:
 
 @functools.cache
 def hybrid_config_class(family: Family) -> Any:
-    """Config class of a family's hybrid models: the family's class with `hybrid_attention`.
-
-    `kv_budget` is the budget that a user selects, also an option of `from_pretrained`.
-    """
+    """Config class of hybrids: the family's, with `hybrid_attention` and a user's `kv_budget`."""
     base: Any = CONFIG_MAPPING[family.model_type]
     body = {
         "model_type": family.hybrid_type,

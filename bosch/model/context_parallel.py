@@ -47,10 +47,7 @@ class ContextParallel:
         return self.communicator.ranks
 
     def install(self, model: Any) -> None:
-        """Make every attention layer of `model` exchange keys and values.
-
-        Raises UserError when the model has something that cannot be split.
-        """
+        """Make every layer exchange keys and values; UserError if `model` cannot be split."""
         fault = split_fault(model.config)
         if fault is not None:
             raise UserError(f"runtime.context_parallel: the model cannot be split: {fault}; set 1")
@@ -174,20 +171,14 @@ class ContextParallel:
         return (chunk == first) | (chunk == second), columns % size + size * (chunk == second)
 
     def at(self, local: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Values [N, C] of the tokens at `rows`, `columns` [N], of each process's own [B, 2C, C].
-
-        All processes get all of them, without gradients.
-        """
+        """Values [N, C] at `rows`, `columns` [N] of own [B, 2C, C], for all, without gradients."""
         mine, places = self.own_columns(columns)
         values = local.new_zeros(len(columns), local.shape[2])
         values[mine] = local[rows[mine], places[mine]].detach()
         return self.communicator.all_gather(values).sum(0)  # 0 in all processes but one
 
     def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:
-        """As `compute_attention` over whole sequences, for this process's tokens.
-
-        The call's context is ignored, since it describes only this process's tokens.
-        """
+        """As `compute_attention` for own tokens of whole sequences; the context is ignored."""
         assert self._current is not None
         return split_attention(call, self._current, last_seen)
 

@@ -73,10 +73,7 @@ _BACKEND_OF: dict[str | None, str] = {
 
 
 def deploy_layouts(config: Any) -> list[HeadLayout | None]:
-    """Layout of each decoder layer from `config.hybrid_attention`; None of one without attention.
-
-    Raises UserError when the configuration is damaged.
-    """
+    """Layouts from `config.hybrid_attention`, None without attention; UserError if damaged."""
     _check_base_types(config, getattr(config, "_name_or_path", "") or "config.json")
     rows = heads_by_window(config)
     kinds = decoder_layers(config)
@@ -142,10 +139,7 @@ class HybridModelMixin:
 
     @classmethod
     def prepare_distribute_model(cls, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method, which here refuses to split heads or layers over processes.
-
-        A layout has all heads of its layer, and a cache all layers.
-        """
+        """Refuse to split heads or layers: a layout has all heads of one, a cache all layers."""
         if isinstance(distributed_config, dict):
             distributed_config = DistributedConfig.from_dict(distributed_config)
         if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
@@ -159,10 +153,7 @@ class HybridModelMixin:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: the family's code initialises the weights, and buffers that no file holds.
-
-        For custom code transformers would skip modules without parameters.
-        """
+        """False: else transformers skips modules without parameters, whose buffers no file has."""
         return False
 
     def _install(self, layouts: list[HeadLayout | None]) -> None:
@@ -278,10 +269,7 @@ class HybridModelMixin:
         return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' manager of continuous batching, with this model's heads as slices.
-
-        Raises UserError for a model that its pools do not support.
-        """
+        """Continuous batching with heads as slices; UserError for what its pools do not support."""
         layouts = layouts_of(self)
         modules = [
             None if layout is None else attention_module(self, layer)

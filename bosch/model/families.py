@@ -268,10 +268,7 @@ def most_positions(config: Any) -> int | None:
 
 
 def drop_idle_window(config: Any) -> None:
-    """Set a window of every layer to None where no position lies beyond it.
-
-    Phi-3.5's and Phi-4-mini's is twice as long as their positions.
-    """
+    """Set a window beyond all positions, as in Phi-3.5 and Phi-4-mini, to None."""
     if str(config.model_type).removeprefix(HYBRID_PREFIX) not in FAMILIES:
         return
     text, most = text_config(config), most_positions(config)
@@ -302,10 +299,7 @@ def decoder_layers(config: Any) -> DecoderLayers:
 
 
 def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:
-    """The property of a model that transformers' continuous batching does not support; else None.
-
-    `windows` are those of all its heads and layers; the pools support a single one.
-    """
+    """Why transformers' pages do not support a model with these windows in all; None if they do."""
     sizes = sorted({window.size for window in windows})
     if kinds.states:
         return "layers with states of a fixed size, for which transformers has no pages"
@@ -321,10 +315,7 @@ def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | No
 
 
 def _layer_types(text: Any) -> list[str]:
-    """transformers' name of each layer's kind; sliding layers without a window count as full.
-
-    transformers counts windows like bosch, with the query's own position.
-    """
+    """transformers' name of each layer's kind, whose windows count as here; full without one."""
     types: list[str] | None = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     if not getattr(text, "use_sliding_window", True):

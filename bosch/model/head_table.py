@@ -56,10 +56,7 @@ def head_table(
 def budget_table(
     budgets: Sequence[Sequence[Mapping[Window | None, int]]], context: int, chosen: int
 ) -> dict[str, Any]:
-    """`hybrid_attention` of a model that serves several budgets, given the rows of each.
-
-    `chosen` has the KV slots, at `context` tokens, of the default.
-    """
+    """`hybrid_attention` of several budgets; `chosen`: the default's slots at `context` tokens."""
     by_slots = {kv_slots(rows, context): head_table(rows) for rows in budgets}
     assert chosen in by_slots
     counts = {"full_kv_heads_per_layer", "swa_kv_heads_per_layer"}
@@ -87,10 +84,7 @@ def heads_by_window(config: Any) -> Rows:
 
 
 def chosen_budget(config: Any) -> int | None:
-    """KV slots of the budget that `config.kv_budget` selects; None for a model with one layout.
-
-    Raises UserError where the model has none of that name.
-    """
+    """KV slots of the budget in `config.kv_budget`, None for one layout; UserError if unknown."""
     return budget_slots(config, getattr(config, "kv_budget", None))
 
 
@@ -136,10 +130,7 @@ def original_slots(config: Any) -> int:
 
 
 def kv_budgets(config: Any) -> dict[int, Rows]:
-    """The rows of each budget by KV slots, ascending; empty for a model with one layout.
-
-    Raises UserError when the configuration's `hybrid_attention` is damaged.
-    """
+    """The rows of each budget by rising KV slots, none for one layout; UserError if damaged."""
     table = _table(config)
     if "budgets" not in table:
         return {}

@@ -48,10 +48,7 @@ _ALWAYS_RETURN_WEIGHTS = (
 
 @dataclass(frozen=True)
 class HeadState:
-    """State of an attention module: its layout and the backend that computes it.
-
-    `attend`, where set, computes the attention [B, T, HQ, D] instead, without dropout.
-    """
+    """A module's layout and backend; `attend` computes [B, T, HQ, D] instead, without dropout."""
 
     layout: HeadLayout
     backend: str
@@ -105,10 +102,7 @@ def set_layouts(model: Any, layouts: Sequence[HeadLayout | None], backend: str) 
 
 
 def layouts_of(model: Any) -> list[HeadLayout | None]:
-    """The layout of each decoder layer of a model in search or deploy mode.
-
-    None for a layer without attention.
-    """
+    """Layouts of all layers in search or deploy mode, None for a layer without attention."""
     kinds = decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer in (*kinds.full, *kinds.windows):
@@ -274,10 +268,7 @@ def masks_for_generate(
 
 
 def cache_room(cache: Any) -> int:
-    """Tokens that a cache of fixed size has room for.
-
-    Not get_max_length, which is -1 for layers that also hold states of fixed size.
-    """
+    """Tokens that a fixed cache has room for; get_max_length is -1 for layers that hold states."""
     return max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
 
 

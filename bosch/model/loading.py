@@ -144,10 +144,7 @@ def load_model(
 
 
 def kept_in_float32(model: Any) -> dict[str, Tensor]:
-    """Parameters and buffers that transformers always loads in float32, by name.
-
-    For example the biases that choose experts.
-    """
+    """What transformers always loads in float32, by name, like biases that choose experts."""
     kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
     state = model.state_dict(keep_vars=True)
     return {
@@ -156,10 +153,7 @@ def kept_in_float32(model: Any) -> dict[str, Tensor]:
 
 
 def _own_memory(model: Any) -> None:
-    """Copy weights on the CPU, which safetensors maps from its files.
-
-    Overwriting such a file would change the model, and truncating it would crash the process.
-    """
+    """Copy CPU weights, since a change of the file they map would change or crash the process."""
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
             value.data = value.data.clone()
@@ -167,10 +161,7 @@ def _own_memory(model: Any) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Models built inside the block have parameters on the meta device, but real buffers.
-
-    transformers' own way puts buffers there, too, and no file holds all of them.
-    """
+    """Models built inside have meta parameters, but real buffers, which some file may not hold."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -194,10 +185,7 @@ def _load_dequantised(config: Any) -> None:
 
 
 def full_attention_config(config: Any) -> Any:
-    """Configuration that gives the weights of a hybrid model full heads only.
-
-    For an untrained hybrid this is the original model, since the order of heads does not matter.
-    """
+    """Configuration of a hybrid's weights with full heads; untrained, it is the original model."""
     model_type = config.model_type.removeprefix(HYBRID_PREFIX)
     return AutoConfig.for_model(model_type, **base_content(config))
 

@@ -36,10 +36,7 @@ _WITHOUT_PAGES = ("NemotronAttention", "PersimmonAttention", "StableLmAttention"
 
 
 class PagedConfig:
-    """A text configuration whose layers are the slices of a hybrid model's heads.
-
-    `slices` maps an attention module to the indices of the slices of each group of its heads.
-    """
+    """The text configuration with slices as layers; `slices`: their indices by module and group."""
 
     def __init__(
         self, config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
@@ -74,10 +71,7 @@ class PagedConfig:
 def _only_window(
     config: Any, layouts: Sequence[HeadLayout | None], modules: Sequence[nn.Module | None]
 ) -> int | None:
-    """The window of all sliding heads; None if no head slides.
-
-    Raises UserError for a model that transformers' pools do not support.
-    """
+    """The window of all sliding heads, None without; UserError for what pools do not support."""
     sliding = {window for layout in layouts if layout is not None for window in layout.windows}
     reason = pages_refusal(decoder_layers(config), sliding)
     if reason is None:

@@ -44,10 +44,7 @@ def reorder_heads(
     orders: Sequence[Sequence[int]],
     config: Any,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` of a checkpoint with each layer's heads reordered; names are transformers'.
-
-    `orders[layer]` lists the layer's KV heads in their new order.
-    """
+    """`weights` by transformers' names, each layer's KV heads in the order of `orders[layer]`."""
     q_per_kv = config.num_attention_heads // decoder_layers(config).heads
     attention = re.compile(rf"(?:^|\.)layers\.(\d+)\.{family.attention}\.(.+)$")
     for name, weight in weights:

@@ -32,10 +32,7 @@ _DIFFERENCES = ("per_layer_config", "global_head_dim")
 
 @dataclass(frozen=True, eq=False)
 class StoredConfig:
-    """The content of a config.json.
-
-    All methods raise UserError for a value that is missing or has a wrong type.
-    """
+    """The content of a config.json; methods raise UserError for a missing or mistyped value."""
 
     content: Mapping[str, Any]
 
@@ -166,10 +163,7 @@ class StoredConfig:
 
 
 def _of_base(content: dict[str, Any]) -> dict[str, Any]:
-    """A hybrid's config.json with the base model's values, stored under a prefix, restored.
-
-    They are in the text decoder's part if there is one.
-    """
+    """A hybrid's config.json with the base model's prefixed values (of its text part) restored."""
     if isinstance(text := content.get("text_config"), dict):
         return {**content, "text_config": _of_base(text)}
     stored = {k: v for k, v in content.items() if not k.startswith(BASE_PREFIX)}

@@ -163,10 +163,7 @@ def _quantiser(quantisation: Any) -> Any:
 
 
 def lasting_quantiser(config: Mapping[str, Any]) -> str | None:
-    """The quantiser whose weights stay quantised when they are loaded.
-
-    None for plain weights, and for those that `load_model` dequantises.
-    """
+    """The quantiser of weights that stay quantised when loaded; None for plain or other ones."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     named = [_quantiser(part.get(name)) for part in parts for name in _QUANTISATION]
     return next((name for name in named if name not in (None, *DEQUANTISED)), None)

@@ -57,9 +57,7 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Any:
-    """RoPE's parameters in a config.json, under transformers' newer or older name; an object
-    unless the file is damaged.
-    """
+    """RoPE's parameters under transformers' newer or older name; an object unless damaged."""
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 

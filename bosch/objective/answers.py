@@ -67,10 +67,7 @@ def equal_but_rounding(
 
 @torch.inference_mode()
 def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
-    """Results [S, 2] of each example, as from `answer_results`, for any causal model.
-
-    Raises UserError if an example has a token that the model does not know.
-    """
+    """Results [S, 2] of each example by any causal model; UserError for an unknown token."""
     results = torch.zeros(len(examples), 2, dtype=torch.float64)
     vocabulary = text_config(model.config).vocab_size
     for batches in batches_by_round(examples, batch_size, vocabulary):

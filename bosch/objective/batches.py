@@ -23,10 +23,7 @@ from bosch.ranks import Ranks
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded examples, one per row.
-
-    The hidden state at `rows[i], columns[i]` predicts the answer token `answers[i]`.
-    """
+    """Right-padded examples; the state at `rows[i], columns[i]` predicts the token `answers[i]`."""
 
     examples: Tensor  # [E], indices in the calibration set
     input_ids: Tensor  # [E, T]
@@ -103,10 +100,7 @@ def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batc
 def final_states(
     decoder: Any, batch: Batch, device: torch.device, split: ContextParallel | None = None
 ) -> Tensor:
-    """Run a decoder over a batch; returns its last hidden states [E, T, C].
-
-    If sequences are `split` over processes, only those of this process's tokens.
-    """
+    """A decoder's last hidden states [E, T, C] of a batch; with `split`, of own tokens alone."""
     input_ids = batch.input_ids.to(device)
     inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
     output = decoder(**inputs, use_cache=False)

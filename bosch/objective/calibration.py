@@ -39,10 +39,7 @@ class CalibrationSet:
 
     @classmethod
     def from_records(cls, records: Iterable[Any]) -> CalibrationSet:
-        """Make a set from each example's token ids, answer length and (if any) task.
-
-        Raises ValueError for an impossible record.
-        """
+        """From token ids, answer length and any task of each example; ValueError if impossible."""
         examples = []
         for ids, answer_length, *task in records:
             if not 0 < answer_length < len(ids):

@@ -75,10 +75,7 @@ class DecoderShape:
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
-        """The sizes of a model with this transformers configuration (for a hybrid, of its base).
-
-        Raises UserError if transformers cannot build it.
-        """
+        """Sizes of a transformers configuration (a hybrid's base); UserError if not buildable."""
         model = _empty_model(config)
         text, kinds = text_config(model.config), decoder_layers(model.config)
         decoder, head = model.get_decoder(), model.get_output_embeddings()

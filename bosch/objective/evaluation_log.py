@@ -54,10 +54,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class GateGradient:
-    """Derivative of the mean log-likelihood by each unit's gate, [L, HKV], at a mask.
-
-    For `window_gradient` it is [L, HKV, 1 + windows].
-    """
+    """Derivative of the mean log-likelihood by gate, [L, HKV], or by choice, [L, HKV, choices]."""
 
     values: list[Any]
     seconds: float = 0.0

@@ -58,10 +58,7 @@ class LayerFlops:
 
 
 class Flops:
-    """Costs of a model with a menu of windows.
-
-    `layers` are all decoder layers, `full_layers` those with full attention, the rows of a mask.
-    """
+    """Costs of a model with windows; `layers` are all, `full_layers` the rows of a mask."""
 
     def __init__(self, model: Any, windows: Windows) -> None:
         text, family = text_config(model.config), known_family(model.config)
@@ -115,10 +112,7 @@ class Flops:
         return self.per_pair * self.num_key_value_heads * queries * length
 
     def whole_pass(self, mask: HeadMask, batch: Batch) -> int:
-        """Operations of a pass under a head mask with every layer computed at every position.
-
-        The output head is computed only at the answers.
-        """
+        """Operations of a pass with nothing reused; the output head only at the answers."""
         pairs = self.pairs(*batch.input_ids.shape)
         linear = self.all_linear * batch.positions
         attention = sum(self.attention(row, pairs) for row in mask.choices)

@@ -80,10 +80,7 @@ def blended_attention(
     layouts: Sequence[HeadLayout],
     attention: Callable[..., Tensor] = compute_attention,
 ) -> Attend:
-    """Attention whose output is that of all layouts, weighted by `gates` [HKV, K].
-
-    The last layout has the weight 1 - sum of its head's gates.
-    """
+    """Attention of all layouts weighted by `gates` [HKV, K], of the last one by 1 - their sum."""
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:
         *others, narrowest = (attention(call._replace(layout=layout)) for layout in layouts)

@@ -219,10 +219,7 @@ class BatchPass:
             return run()
 
     def _mixture_name(self, row: Any) -> str:
-        """Key under which a row's mixture is verified.
-
-        On a GPU the numbers of heads of each choice select the kernels, so each is verified.
-        """
+        """Key of a row's mixture; on a GPU numbers of heads select kernels, so each is verified."""
         return _MIXTURE if self.owner.device.type == "cpu" else f"{_MIXTURE} {np.bincount(row)}"
 
     def _every_choice_pays(self, number: int, cached: LayerActivations | None) -> bool:

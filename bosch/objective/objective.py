@@ -227,10 +227,7 @@ class Objective:
                 self._likelihood_of_round[number] = 0.5 * (self._likelihood_of_round[number] + mean)
 
     def gradient_passes(self, share: int, shares: int) -> float:
-        """Upper bound of the cost of `gate_gradient` for a share, in full-forward equivalents.
-
-        It is equal on all machines; `gate_gradient` costs less if activations fit into memory.
-        """
+        """Upper bound of `gate_gradient`'s full-forward equivalents, equal on all machines."""
         flops, indices = self._forward.flops, self._batches_of_share(share, shares)
         operations = sum(flops.gradient(self._batches[index]) for index in indices)
         return float(operations) / self.full_pass_operations
@@ -290,10 +287,7 @@ class Objective:
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
 
     def example_results(self, mask: HeadMask) -> Tensor:
-        """Exact match and log-likelihood of each example in the set's order, [N, 2] float64.
-
-        `evaluate` returns their means.
-        """
+        """Exact match and log-likelihood of each example in the set's order, [N, 2] float64."""
         self._begin(mask, 0)
         results, operations = self._empty()
         self._measure(mask, range(len(self._batches)), results, operations)
@@ -408,10 +402,7 @@ class Objective:
 
     @torch.inference_mode()
     def check_output_head(self, mask: HeadMask) -> None:
-        """Raise UserError if the computed states or logits differ from the model's own.
-
-        Runs once; the model must have `mask` applied and unsplit sequences.
-        """
+        """Once: UserError if unsplit states or logits under `mask` are not the model's own."""
         if self._checked:
             return
         self._checked = True

@@ -95,10 +95,7 @@ class TracePoint:
 
 
 def search_of(phase: str, subproblem: str) -> tuple[str, str]:
-    """The search whose best mask an evaluation competes with: the phase and its sub-problem.
-
-    In `bosch_plus` all starts and moves compete for one best mask.
-    """
+    """Phase and sub-problem within which masks compete; those of `bosch_plus` are one."""
     return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
 
 
@@ -213,10 +210,7 @@ class Evaluator:
         return replace(gradient, values=by_unit.sum(axis=2).tolist())
 
     def window_values(self, mask: HeadMask, share: int, shares: int) -> Values:
-        """Value of each choice of a unit relative to its narrowest window, [L, U, 1 + windows].
-
-        It comes from one gradient at a mask of units, cached and charged as in `gate_gradient`.
-        """
+        """Value of each choice over the narrowest window, [L, U, 1 + windows], by one gradient."""
         if len(self.windows) == 1:
             values = np.array(self.gate_gradient(mask, share, shares).values, dtype=np.float64)
             return np.stack([values, np.zeros_like(values)], axis=2)
@@ -261,10 +255,7 @@ class Evaluator:
         return float(getattr(self.scorer, "held_out_passes", 0.0))
 
     def evaluate_held_out(self, mask: HeadMask) -> Evaluation:
-        """S(z) of a mask of units on the held-out examples; runs the model if the log lacks it.
-
-        It is not part of the trace and does not guide the search.
-        """
+        """S(z) on the held-out examples, by the log or the model; not for search or trace."""
         mask = self.units.head_mask(mask)
         evaluation = self.log.held_out(mask)
         if evaluation is None:

@@ -199,10 +199,7 @@ class FrontSearch(Moves):
         order: Order | None = None,
         widest: Choices | None = None,
     ) -> Choices:
-        """The layout of a budget with full units, a subset of those in `widest`, and one window.
-
-        If the budget is too small for the window, a narrower one is used.
-        """
+        """A layout with one window (narrower for a small budget) and full units in `widest`."""
         while values[..., 0].size * self.costs[kind] > budget:
             kind += 1
         kinds = np.array([0, kind])

@@ -145,10 +145,7 @@ class State:
 
     @property
     def free(self) -> float:
-        """Passes that are not reserved for masks and examples that must be measured.
-
-        No search measures more masks than it has passes.
-        """
+        """Passes not reserved for what must be measured, and no more than masks may follow."""
         reserved = self._for_ends + self.for_nesting
         reserved += sum(self._cost_of_first(self.budgets[number]) for number in self.unmeasured)
         reserved += self.held_out_cost * sum(

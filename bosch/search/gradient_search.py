@@ -17,10 +17,7 @@ Layout = npt.NDArray[Any]
 
 @dataclass
 class Move:
-    """A rule that proposes layouts, with the number of wins and the passes spent.
-
-    A `last` move is tried only when others no longer win.
-    """
+    """A rule that proposes layouts, its wins and passes; `last`: once others no longer win."""
 
     name: str
     propose: Callable[[Any], Layout | None]

@@ -152,10 +152,7 @@ def unsearched_mask(
     window_size: int,
     settings: SearchSettings,
 ) -> HeadMask:
-    """Mask of a layer rule or a static ranking, without measuring its score.
-
-    Raises what `static_mask` raises, and UserError where the ratio and the granularity do not fit.
-    """
+    """Mask of a layer rule or static ranking, unmeasured; raises as `static_mask`, or UserError."""
     method, shape, granularity = METHODS[name], mask_shape(model.config), settings.head_granularity
     check_granularity(*shape, settings.swa_ratio, granularity)
     if method.kind == "ranking":

@@ -66,17 +66,12 @@ class SearchSettings:
         return not self.strict
 
     def sort_key(self, score: float, log_likelihood: float) -> tuple[float, float]:
-        """Sort key of a mask (larger is better): its score, then, with `break_ties`, its
-        log-likelihood.
-        """
+        """Sort key, larger is better: the score, then, with `break_ties`, the log-likelihood."""
         return score, log_likelihood if self.break_ties else 0.0
 
 
 def plus_budget(settings: SearchSettings, num_layers: int) -> int:
-    """Passes of bosch_plus without the anchors: kappa L / 10, or a minimum.
-
-    Gradients count at their cost in evaluations.
-    """
+    """Passes of bosch_plus without anchors: kappa L / 10 or a minimum; gradients at their cost."""
     return max(MIN_PLUS_BUDGET, round(settings.budget_per_layer * num_layers / 10))
 
 

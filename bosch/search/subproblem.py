@@ -93,10 +93,7 @@ def restore_units(
     layers: Sequence[int],
     surplus: int,
 ) -> HeadMask:
-    """Turn `surplus` sliding units back to full, one per layer of `layers` in turn.
-
-    In each layer it restores the unit that gives the best score.
-    """
+    """Make `surplus` sliding units full, one per layer of `layers` in turn, each the best."""
 
     def rank(mask: HeadMask) -> tuple[float, float]:
         result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)

@@ -137,10 +137,7 @@ def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Raise UserError for a checkpoint with missing, truncated or unfinished weights.
-
-    Names on the hub are left to vLLM.
-    """
+    """Raise UserError for a local checkpoint with missing, truncated or unfinished weights."""
     if not folder.is_dir():
         return
     for fault in weight_faults(folder):

@@ -39,10 +39,7 @@ _TRANSFORMERS_EXPERTS = "TransformersMoEForCausalLM"
 
 
 class SplitAttention(nn.Module):
-    """One layer's attention in several modules, in the order of the heads.
-
-    `sizes` are the KV heads of the modules.
-    """
+    """One layer's attention in modules of `sizes` KV heads, in the order of the heads."""
 
     def __init__(self, attentions: list[Attention], sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -109,10 +106,7 @@ def _module_arguments(
     window: int | None,
     sliding_only: bool,
 ) -> dict[str, Any]:
-    """Arguments of one of the modules, with `sizes` KV heads, into which an attention is split.
-
-    With `sliding_only` modules without a window have no extra logits.
-    """
+    """Arguments of a module of `sizes` KV heads; `sliding_only`: full ones have no extra logits."""
     q_per_kv = arguments["num_heads"] // arguments["num_kv_heads"]
     changed = {
         "num_heads": sizes[index] * q_per_kv,
@@ -260,10 +254,7 @@ def _check_windows(
 
 
 def _with_base_config(vllm_config: Any) -> Any:
-    """`vllm_config` with the configuration of the family itself.
-
-    The layout stays in it as an attribute, since vLLM caches compiled graphs by configuration.
-    """
+    """`vllm_config` with the family's configuration; the layout stays, to tell compiled graphs."""
     model = copy.copy(vllm_config.model_config)
     base = full_attention_config(model.hf_config)
     base.hybrid_attention = model.hf_config.hybrid_attention

@@ -215,10 +215,7 @@ class ModulePlan:
         return {window for window in self._modules if window is not None}
 
     def groups(self, request: Request) -> dict[int | None, int]:
-        """Number of module groups, which share a block table, by window (None: full).
-
-        Some of them may have unused room in their blocks.
-        """
+        """Module groups, each with a block table that may have unused room, by window or None."""
         return self._packing(request)[1]
 
     def blocks_per_request(self, request: Request) -> int:
@@ -226,10 +223,7 @@ class ModulePlan:
         return sum(count * request.blocks(kind) for kind, count in self.groups(request).items())
 
     def block_bytes(self, request: Request, bytes_per_head: int) -> int:
-        """Bytes of a block of the cache on one rank, in an engine for requests of this length.
-
-        `bytes_per_head` are the bytes of one token's key and value in one head.
-        """
+        """Bytes of a rank's cache block for such requests; `bytes_per_head` hold a head's token."""
         return self._packing(request)[0] * request.block_size * bytes_per_head
 
     def request_bytes(self, request: Request, bytes_per_head: int) -> int:
@@ -264,10 +258,7 @@ class ModulePlan:
 def module_plan(
     layers: Sequence[EngineHeads], ranks: int = 1, grouping: Grouping = "engine"
 ) -> ModulePlan:
-    """The plan for layers with these heads.
-
-    Raises UserError if vLLM cannot divide a layer's heads among the tensor-parallel ranks.
-    """
+    """The plan for layers with these heads; UserError if the ranks cannot divide them."""
     num_key_value_heads = sum(layers[0].values())
     if ranks < 1 or max(ranks, num_key_value_heads) % min(ranks, num_key_value_heads):
         raise UserError(

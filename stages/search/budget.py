@@ -148,10 +148,7 @@ class Price:
         return self.of([{None: self.kinds.heads}] * len(self.kinds.full))
 
     def of(self, rows: Sequence[LayerHeads]) -> int:
-        """Bytes of a hybrid's cache, in vLLM on each rank.
-
-        Raises UserError if the engine's ranks cannot share the heads of a layer.
-        """
+        """A hybrid's cache in bytes (vLLM: on a rank); UserError if ranks cannot share a layer."""
         if self.budget.engine == "generate":
             size = CacheSize.of(rows, self.kinds, self._number, state_bytes=0)
             return size.dynamic(self.tokens)
@@ -178,10 +175,7 @@ class Price:
         return [{None: full, window: heads - full} for full in counts]
 
     def fewest_sliding(self, window: Window, most: int, granularity: int) -> int | None:
-        """The smallest number of evenly spread sliding heads with a cache of at most `most` bytes.
-
-        A multiple of `granularity`; None if even with all heads sliding the cache is larger.
-        """
+        """Fewest evenly spread sliding heads, times `granularity`, within `most` bytes, or None."""
         units = range(0, len(self.kinds.full) * self.kinds.heads + 1, granularity)
         fits = (n for n in units if self.of(self.with_sliding(n, window)) <= most)
         return next(fits, None)
@@ -235,10 +229,7 @@ def keep_fault(keep: float, examples: int) -> str | None:
 
 
 def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
-    """rho of the fewest sliding heads that a budget in bytes needs.
-
-    Raises UserError if even all heads sliding do not fit.
-    """
+    """rho of the fewest sliding heads for a budget in bytes; UserError if even all do not fit."""
     heads = len(price.kinds.full) * price.kinds.heads
     if price.budget.ratio is not None:
         return price.budget.ratio

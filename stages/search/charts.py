@@ -62,10 +62,7 @@ def write_front(front: Front, folder: Path) -> None:
 
 
 def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
-    """Score or log-likelihood of every evaluation, phases shaded; None without evaluations.
-
-    Evaluations that ended early have only bounds and are left out.
-    """
+    """Score or log-likelihood of all complete evaluations, phases shaded; None without any."""
     points = [point for point in summary.trace if _is_finite(getattr(point, quantity))]
     whole = [point for point in points if not point.is_bound]
     if not whole:

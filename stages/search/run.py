@@ -172,10 +172,7 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
 
 
 def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
-    """Set the sink bias on the model and return it; None if the recipe has none.
-
-    It is that of the given mask, else of the stopped search, else estimated.
-    """
+    """Set and return the sink bias: the mask's, the stopped search's, or estimated; or None."""
     if section.sink is None:
         return None
     given = HeadMaskFile.load(str(section.mask)).sink_bias if section.method == "given" else None

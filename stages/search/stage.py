@@ -134,10 +134,7 @@ class SearchConfig(Section):
         return self
 
     def settings(self, seed: int, ratio: float | None = None) -> SearchSettings:
-        """The library's settings, field by field; `seed` counts where the section has none.
-
-        `ratio` is the result of `ratio_for`, needed if the budget is not a ratio.
-        """
+        """The library's settings; `seed` and `ratio` (of `ratio_for`) count where none is set."""
         values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
         values["buckets"] = tuple(self.buckets)
         values["seed"] = seed if self.seed is None else self.seed
@@ -214,10 +211,7 @@ class SearchConfig(Section):
         return self.budget or Budget(ratio=self.swa_ratio)
 
     def ratio_for(self, kinds: DecoderLayers, dtype: str) -> float:
-        """rho for a model: as stated, else of the given mask, else the smallest within the bytes.
-
-        Raises UserError if no mask fits the budget.
-        """
+        """rho: as stated, else of the mask, else the least within the bytes, or UserError."""
         if self.stated_ratio is not None:
             return self.stated_ratio
         if self.method == "given":
@@ -271,10 +265,7 @@ class LayerImportance(Record):
 
 
 class TracePoint(Record):
-    """One evaluation of a search; `is_bound`: it ended early and its values are bounds.
-
-    `best_score` is None before the first whole evaluation of its sub-problem.
-    """
+    """One evaluation; `is_bound`: it ended early. `best_score` is None before a whole one."""
 
     step: int
     phase: str

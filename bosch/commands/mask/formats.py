@@ -123,10 +123,7 @@ def _check_size(path: Path, layers: int, heads: int) -> None:
 
 
 def _one_window(file: HeadMaskFile, project: str) -> Window:
-    """The window of all sliding heads; raises UserError for several windows or a sink bias.
-
-    Windows that no head uses do not count.
-    """
+    """The one window that heads use; raises UserError for several, or for a sink bias."""
     if file.sink_bias is not None:
         raise UserError(
             f"--format: {project} has sink tokens and no learned logit of a head, the mask has a "

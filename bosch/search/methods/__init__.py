@@ -68,10 +68,7 @@ class Method:
         return "seed" in self.settings
 
     def most_evaluations(self, settings: SearchSettings, num_layers: int, num_heads: int) -> int:
-        """Upper bound of the evaluations of S(z), the two anchors and the final mask included.
-
-        L layers of `num_heads` KV heads, in units of `head_granularity`.
-        """
+        """Upper bound of evaluations for L layers of KV heads, anchors and final mask included."""
         return self.bound(settings, num_layers, num_heads // settings.head_granularity)
 
     def load(self) -> Callable[..., Any]:

@@ -42,10 +42,7 @@ _PARAMETERS = [
 
 
 def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
-    """Spend the problem's budget with NOMAD; a seed determines the evaluations.
-
-    Ends early when several runs in a row find nothing new to evaluate.
-    """
+    """Spend the budget with NOMAD, by a seed; ends when several runs in a row find nothing new."""
     rng = np.random.default_rng(seed)
     start = random_bits(problem.size, problem.quota, rng)
     fruitless = 0
