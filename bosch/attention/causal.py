@@ -94,11 +94,7 @@ def _unfused(
 
 
 def causal_attention(call: GroupCall) -> Tensor:
-    """Causal attention over all keys, [B, HQ, T, D]; makes a mask only if it is needed.
-
-    A chunk after a past needs none if there is one document and no padding, except on the CPU with
-    gradients or dropout.
-    """
+    """Causal attention over all keys, [B, HQ, T, D]; makes a mask only if it is needed."""
     query, key, value, context = call.query, call.key, call.value, call.context
     options, length = (call.transform, call.dropout), key.shape[2]
     # The keys are a cache of fixed size, with slots that are still empty.

@@ -214,9 +214,7 @@ class SplitPass:
 
 
 def split_attention(
-    call: AttentionCall,
-    current: SplitPass,
-    last_seen: list[tuple[Tensor, ...]] | None = None,
+    call: AttentionCall, current: SplitPass, last_seen: list[tuple[Tensor, ...]] | None = None
 ) -> Tensor:
     """`hybrid_attention` of the two chunks that this process holds: [B, 2C, HQ, D].
 

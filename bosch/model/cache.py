@@ -309,11 +309,7 @@ def _cache_layer(
 
 
 class SplitCache(Cache):
-    """Cache whose layers are those of a hybrid model.
-
-    `states` maps a layer's index to its number of states of fixed size. A layer without attention
-    has None in `layouts`.
-    """
+    """Cache of layouts (None: no attention); `states`: number of fixed states by layer."""
 
     def __init__(
         self,

@@ -40,11 +40,7 @@ def head_table(
     full = [row[None] for row in rows]
     sinks = rising[0].sinks
     if len(rising) == 1:
-        return {
-            "window_size": rising[0].size,
-            "sinks": sinks,
-            "full_kv_heads_per_layer": full,
-        }
+        return {"window_size": rising[0].size, "sinks": sinks, "full_kv_heads_per_layer": full}
     return {
         "window_sizes": [window.size for window in rising],
         "sinks": sinks,
@@ -72,11 +68,7 @@ def budget_table(
 
 
 def heads_by_window(config: Any) -> Rows:
-    """Rows of heads by window, as in `head_table`, from a hybrid's configuration.
-
-    With several budgets, those of `kv_budget`. Raises UserError if `hybrid_attention` is damaged or
-    has no such budget.
-    """
+    """Rows as in `head_table`, with several budgets of `kv_budget`; UserError if damaged."""
     slots = chosen_budget(config)
     if slots is None:
         return _rows(config, _table(config))

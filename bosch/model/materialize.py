@@ -29,11 +29,7 @@ HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in 
 
 
 def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2).
-
-    Weights that belong to a head move with it (see `bosch.model.permutation`). Other weights are
-    the model's own tensors.
-    """
+    """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2)."""
     family = known_family(model.config)
     names = {id(module): name for name, module in model.named_modules()}
     text = text_config(model.config)
@@ -51,13 +47,7 @@ def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
         yield name, reorder_weight(family, own_name, weights.pop(name), orders[prefix], q_per_kv)
 
 
-def materialize(
-    model: Any,
-    mask: HeadMask,
-    windows: Windows,
-    *,
-    take_weights: bool = False,
-) -> Any:
+def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: bool = False) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
     Heads with the same window keep the base model's order.
@@ -107,10 +97,7 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
     content = model.config.to_dict()
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)
-    config = hybrid_config_class(family)(
-        **content,
-        hybrid_attention=table,
-    )
+    config = hybrid_config_class(family)(**content, hybrid_attention=table)
     with parameters_on_meta():
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)

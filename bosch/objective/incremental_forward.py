@@ -193,10 +193,7 @@ class BatchPass:
         return self._inner_layer(number, partial(forward, state, **kwargs), cached)
 
     def _inner_layer(
-        self,
-        number: int,
-        run: Callable[[], Tensor],
-        cached: LayerActivations | None,
+        self, number: int, run: Callable[[], Tensor], cached: LayerActivations | None
     ) -> Tensor:
         """A layer at all positions; `run` computes it with the installed attention."""
         row, flops = self.mask.choices[number], self.owner.flops

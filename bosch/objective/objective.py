@@ -158,11 +158,7 @@ class Objective:
         )
 
     def evaluate(
-        self,
-        mask: HeadMask,
-        shared_layers: int = 0,
-        *,
-        can_win: CanWin | None = None,
+        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
     ) -> Evaluation:
         """One pass over the calibration set, without generation.
 
@@ -215,11 +211,7 @@ class Objective:
         )
 
     def observe(self, evaluation: Evaluation) -> None:
-        """Use an evaluation from the log to order the rounds of later passes.
-
-        For a resumed search; `evaluate` does it itself. The means are over masks, the latest mask
-        counting half.
-        """
+        """Order later rounds by an evaluation of the log, in means that count the latest half."""
         if len(evaluation.round_likelihoods) != self.rounds:
             return
         for number, mean in enumerate(evaluation.round_likelihoods):

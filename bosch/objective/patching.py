@@ -173,11 +173,7 @@ class _KeysAndValues(Exception):
 def keys_and_values(
     attention: Any, forward: Callable[..., Tensor], state: Tensor, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, HKV, T, D] of a layer, as its attention gets them.
-
-    The layer's forward runs until it calls its attention; queries are skipped if they have their
-    own projection.
-    """
+    """A layer's keys and values [B, HKV, T, D]; its forward runs until it calls its attention."""
     arguments: list[Any] = []
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:

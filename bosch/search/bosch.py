@@ -46,11 +46,7 @@ class SearchResult:
 
 
 def bosch(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """BOSCH: layer importance, adaptive ratios, joint head selection (Algorithms 1 to 3).
-
-    The mask has exactly ceil(rho N) sliding units. Raises UserError if the anchors show that there
-    is nothing to search for.
-    """
+    """Algorithms 1 to 3; exactly ceil(rho N) units slide. UserError if the anchors are equal."""
     anchors, loss = measure_anchors(evaluator, settings)
     importance = layer_importance(evaluator, settings, loss)
     ratios = rank_layers(evaluator, settings, importance, anchors)

@@ -74,11 +74,7 @@ _FAILURE = 0.05
 
 
 def bosch_plus(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Find a mask with exactly ceil(rho N) sliding units, within `plus_budget`.
-
-    Raises UserError if there is nothing to search for, or the budget does not suffice for a
-    gradient and a mask.
-    """
+    """A mask with exactly ceil(rho N) sliding units, within `plus_budget`; else UserError."""
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     search = _Search(evaluator, settings)

@@ -147,11 +147,7 @@ class Evaluator:
         shared_layers: int = 0,
         can_win: CanWin | None = None,
     ) -> Evaluation:
-        """S(z) of a mask of units; runs the model only where the log does not hold the result.
-
-        With `can_win` it may end early with bounds. Raises RunError where the score or the
-        log-likelihood is not finite.
-        """
+        """S(z) of a mask of units, or a bound, by log or model; RunError for one not finite."""
         mask = self.units.head_mask(mask)
         repeated = mask.key in self._latest and not self._latest[mask.key].is_bound
         evaluation = self._known(mask, phase, can_win)

@@ -180,11 +180,7 @@ class State:
         return self.all_passes - self.left
 
     def _evaluate(
-        self,
-        choices: Choices,
-        phase: str,
-        name: str,
-        can_win: CanWin | None = None,
+        self, choices: Choices, phase: str, name: str, can_win: CanWin | None = None
     ) -> Evaluation | None:
         """The evaluation of a layout, or None if it loses; known winners cost nothing."""
         key = choices.tobytes()

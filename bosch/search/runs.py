@@ -123,11 +123,7 @@ def _units(evaluator: Evaluator, granularity: int, by_gradient: bool) -> Units:
 
 
 def static_mask(
-    name: str,
-    model: Any,
-    calibration: CalibrationSet,
-    window_size: int,
-    settings: SearchSettings,
+    name: str, model: Any, calibration: CalibrationSet, window_size: int, settings: SearchSettings
 ) -> Ranked:
     """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
 
@@ -146,11 +142,7 @@ def static_mask(
 
 
 def unsearched_mask(
-    name: str,
-    model: Any,
-    calibration: CalibrationSet,
-    window_size: int,
-    settings: SearchSettings,
+    name: str, model: Any, calibration: CalibrationSet, window_size: int, settings: SearchSettings
 ) -> HeadMask:
     """Mask of a layer rule or static ranking, unmeasured; raises as `static_mask`, or UserError."""
     method, shape, granularity = METHODS[name], mask_shape(model.config), settings.head_granularity

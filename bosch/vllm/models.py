@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index

@@ -51,10 +51,7 @@ class LiveView:
     """
 
     def __init__(
-        self,
-        work_dir: Path,
-        config: StageConfig[SearchConfig],
-        sink_bias: SinkBias | None = None,
+        self, work_dir: Path, config: StageConfig[SearchConfig], sink_bias: SinkBias | None = None
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

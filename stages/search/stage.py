@@ -22,13 +22,7 @@ from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, r
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
-from stages.search.budget import (
-    Budget,
-    Price,
-    engine_faults,
-    keep_fault,
-    sliding_ratio,
-)
+from stages.search.budget import Budget, Price, engine_faults, keep_fault, sliding_ratio
 from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
 
 
