@@ -65,17 +65,12 @@ class FrontPoint:
         rows = mask.windows_per_layer(windows)
         held_out_score, low, high = held_out or (None, None, None)
         return cls(
-            kv_slots=mask.kv_slots(windows, context),
-            bytes=None,
+            kv_slots=mask.kv_slots(windows, context), bytes=None,
             full_kv_heads=int(mask.is_full.sum()),
             layout=tuple(tuple(0 if w is None else w.size for w in row) for row in rows),
-            score=score,
-            log_likelihood=log_likelihood,
-            held_out_score=held_out_score,
-            held_out_low=low,
-            held_out_high=high,
-            passes=passes,
-        )
+            score=score, log_likelihood=log_likelihood, held_out_score=held_out_score,
+            held_out_low=low, held_out_high=high, passes=passes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -169,15 +164,11 @@ class Front:
         for point in points:
             by_slots.setdefault(point.kv_slots, point)
         return cls(
-            context=context,
-            model=model,
-            window_sizes=tuple(window.size for window in menu[::-1]),
-            sinks=menu[0].sinks,
-            num_layers=len(points[0].layout),
+            context=context, model=model, window_sizes=tuple(window.size for window in menu[::-1]),
+            sinks=menu[0].sinks, num_layers=len(points[0].layout),
             num_key_value_heads=len(points[0].layout[0]),
-            points=tuple(by_slots[slots] for slots in sorted(by_slots)),
-            seed=seed,
-        )
+            points=tuple(by_slots[slots] for slots in sorted(by_slots)), seed=seed,
+        )  # fmt: skip
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
@@ -275,28 +266,15 @@ def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
 _NUMBER = (int, float)
 _NONE = type(None)
 _FRONT_TYPES: FieldTypes = {
-    "context": (int,),
-    "model": (str,),
-    "window_sizes": (list,),
-    "sinks": (int,),
-    "num_layers": (int,),
-    "num_key_value_heads": (int,),
-    "seed": (int, _NONE),
-    "points": (list,),
+    "context": (int,), "model": (str,), "window_sizes": (list,), "sinks": (int,),
+    "num_layers": (int,), "num_key_value_heads": (int,), "seed": (int, _NONE), "points": (list,),
     "chosen": (int, _NONE),
-}
+}  # fmt: skip
 _POINT_TYPES: FieldTypes = {
-    "kv_slots": (int,),
-    "bytes": (int, _NONE),
-    "full_kv_heads": (int,),
-    "layout": (list,),
-    "score": _NUMBER,
-    "log_likelihood": _NUMBER,
-    "held_out_score": (*_NUMBER, _NONE),
-    "held_out_low": (*_NUMBER, _NONE),
-    "held_out_high": (*_NUMBER, _NONE),
-    "passes": _NUMBER,
-}
+    "kv_slots": (int,), "bytes": (int, _NONE), "full_kv_heads": (int,), "layout": (list,),
+    "score": _NUMBER, "log_likelihood": _NUMBER, "held_out_score": (*_NUMBER, _NONE),
+    "held_out_low": (*_NUMBER, _NONE), "held_out_high": (*_NUMBER, _NONE), "passes": _NUMBER,
+}  # fmt: skip
 assert [field.name for field in fields(FrontPoint)] == list(_POINT_TYPES)
 
 

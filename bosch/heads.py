@@ -138,8 +138,7 @@ class HeadMask:
 
     def head_order(self) -> list[list[int]]:
         """KV heads by layer, from full to the narrowest window, else in the base model's order."""
-        order: list[list[int]] = self.choices.argsort(axis=1, kind="stable").tolist()
-        return order
+        return self.choices.argsort(axis=1, kind="stable").tolist()
 
     def heads_per_layer(self, windows: Windows) -> list[dict[Window | None, int]]:
         """How many heads of each layer are full (None) and have each window, the widest first."""
@@ -237,15 +236,10 @@ class HeadMaskFile:
         """
         mask.windows_per_layer(windows)
         return cls(  # as Python's numbers: JSON cannot hold numpy's
-            model,
-            method,
-            float(swa_ratio),
-            mask,
-            window_menu(windows),
-            None if score is None else float(score),
-            None if seed is None else operator.index(seed),
+            model, method, float(swa_ratio), mask, window_menu(windows),
+            None if score is None else float(score), None if seed is None else operator.index(seed),
             None if sink_bias is None else tuple(tuple(map(float, row)) for row in sink_bias),
-        )
+        )  # fmt: skip
 
     @property
     def window_size(self) -> int:
@@ -273,10 +267,7 @@ class HeadMaskFile:
         if several:
             sizes = {"window_sizes": [window.size for window in self.windows[::-1]]}
             choices = range(len(self.windows), 0, -1)
-            heads = [
-                [np.flatnonzero(row == choice).tolist() for choice in choices]
-                for row in mask.choices
-            ]
+            heads = [[np.flatnonzero(row == k).tolist() for k in choices] for row in mask.choices]
         return {
             "format": 3 if self.sink_bias is not None else 2 if several else 1,
             "model": self.model,

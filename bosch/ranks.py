@@ -57,7 +57,7 @@ class Ranks:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)
         if self.shard > 0:
             flat = torch.zeros_like(flat)
-        with _partners_alive():
+        with partners_alive(every=True):
             dist.all_reduce(flat)
             flat = flat.cpu()
         sums = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -68,7 +68,7 @@ class Ranks:
         if self.is_alone:
             return value
         box: list[Any] = [value]
-        with _partners_alive():
+        with partners_alive(every=True):
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
@@ -81,7 +81,7 @@ class Ranks:
         if self.shards == 1:
             return value
         values = torch.tensor([value], device=self.device)
-        with _partners_alive():
+        with partners_alive(every=True):
             dist.all_reduce(values, op=dist.ReduceOp.MIN)
             return int(values.item())
 
@@ -103,26 +103,20 @@ def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
 
 
 @contextmanager
-def _partners_alive() -> Iterator[None]:
-    """Turn gloo's and nccl's RuntimeError about a lost partner into LostRankError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise _lost(error) from error
-
-
-@contextmanager
-def partners_alive() -> Iterator[None]:
+def partners_alive(*, every: bool = False) -> Iterator[None]:
     """Raise LostRankError if a connection to another rank breaks inside the block.
 
-    Its message names the processes and nodes that do not answer. Other errors pass through.
+    Its message names the processes and nodes that do not answer. Other errors pass through, unless
+    `every` RuntimeError means this.
     """
     try:
         yield
     except RuntimeError as error:
-        if not connection_broke(error) or not dist.is_initialized():
+        if not every and not (connection_broke(error) and dist.is_initialized()):
             raise
-        raise _lost(error) from error
+        reason = " ".join(str(error).split())[:200]
+        message = f"{_silent_partners()} of this run does not answer ({reason})"
+        raise LostRankError(message) from error
 
 
 def connection_broke(error: BaseException) -> bool:
@@ -130,11 +124,6 @@ def connection_broke(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
     )
-
-
-def _lost(error: RuntimeError) -> LostRankError:
-    reason = " ".join(str(error).split())[:200]
-    return LostRankError(f"{_silent_partners()} of this run does not answer ({reason})")
 
 
 def _silent_partners() -> str:
@@ -159,6 +148,4 @@ def _silent_partners() -> str:
             time.sleep(0.2)
     except RuntimeError:
         return "node 0, or its launcher," if rank >= local_world_size() else unknown
-    if not silent:
-        return unknown
-    return name_processes(silent)
+    return name_processes(silent) if silent else unknown

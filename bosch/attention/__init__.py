@@ -22,21 +22,10 @@ from bosch.attention.logit_transform import LogitTransform
 from bosch.backends import BACKENDS, WIDEST_HEAD, check_backend, check_sinks, resolve_backend
 
 __all__ = [
-    "BACKENDS",
-    "AttentionCall",
-    "AttentionContext",
-    "CachedStates",
-    "HeadGroup",
-    "HeadLayout",
-    "LogitTransform",
-    "attention_weights",
-    "check_sinks",
-    "compute_attention",
-    "fastest_backend",
-    "hybrid_attention",
-    "pass_context",
-    "resolve_backend",
-]
+    "BACKENDS", "AttentionCall", "AttentionContext", "CachedStates", "HeadGroup", "HeadLayout",
+    "LogitTransform", "attention_weights", "check_sinks", "compute_attention", "fastest_backend",
+    "hybrid_attention", "pass_context", "resolve_backend",
+]  # fmt: skip
 
 
 # Computes one layer's attention: [B, T, HQ, D].

@@ -72,12 +72,8 @@ class AttentionContext:
     def row(self, row: int) -> AttentionContext:
         """The padding and documents of one row, in a pass without `start`."""
         pick = slice(row, row + 1)
-        return AttentionContext(
-            self.q_length,
-            self.q_offset,
-            None if self.valid is None else self.valid[pick],
-            None if self.document is None else self.document[pick],
-        )
+        tables = (None if table is None else table[pick] for table in (self.valid, self.document))
+        return AttentionContext(self.q_length, self.q_offset, *tables)
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, called once per pass and key; in a compiled pass it is called each time."""

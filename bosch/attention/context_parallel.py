@@ -269,12 +269,9 @@ def _near_keys(states: Tensor, window: Window, current: SplitPass) -> list[Tenso
     """Keys and values of sinks, halo and chunk itself, for each chunk: [B, HG, K + C, DKV]."""
     halo = current.halo(window)
     local = states.transpose(1, 2).flatten(0, 1)  # [B * 2C, HG, DKV]
-    received: Tensor = _Exchanged.apply(  # type: ignore[no-untyped-call]
-        local.index_select(0, halo.sent),
-        halo.sent_counts,
-        halo.received_counts,
-        current.communicator,
-    )
+    exchange = halo.sent_counts, halo.received_counts, current.communicator
+    sent = local.index_select(0, halo.sent)
+    received: Tensor = _Exchanged.apply(sent, *exchange)  # type: ignore[no-untyped-call]
     rows = torch.cat([local, received])
     keys = []
     for before, chunk in zip(halo.before, states.chunk(2, dim=2), strict=True):

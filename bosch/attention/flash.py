@@ -142,8 +142,5 @@ def _flash_segments(context: AttentionContext, count: int, device: torch.device)
     if bool((queries == 0).any()):
         selected = (queries > 0)[segment_ids].nonzero()[:, 0]
         keys, queries = keys[queries > 0], queries[queries > 0]
-    cu_seqlens = [
-        torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-        for sizes in (queries, keys)
-    ]
-    return Segments(cu_seqlens[0], cu_seqlens[1], int(queries.max()), int(keys.max()), selected)
+    cu_q, cu_k = (nn.functional.pad(x.cumsum(0), (1, 0)).to(torch.int32) for x in (queries, keys))
+    return Segments(cu_q, cu_k, int(queries.max()), int(keys.max()), selected)

@@ -257,9 +257,8 @@ def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor
     else:
         # All keys are present: each block takes the sinks of the document in which its band begins.
         index = sink_slots.clamp(0, key.shape[2] - 1).reshape(-1)
-        extra_key, extra_value = (
-            _blocks(x[0].index_select(1, index), count, sinks) for x in (key, value)
-        )
+        gathered = (x[0].index_select(1, index) for x in (key, value))
+        extra_key, extra_value = (_blocks(x, count, sinks) for x in gathered)
         shown = extra_key, extra_value
     out = _attend_bands(query_blocks, keys, values, shown, mask, call.transform, call.dropout)
     return out.transpose(0, 1).flatten(1, 2)[None, :, :length]

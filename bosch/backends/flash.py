@@ -6,20 +6,8 @@ import importlib.util
 
 from bosch.backends import BackendEntry, has_gpu, register
 
-
-def _has_flash() -> bool:
-    return has_gpu() and importlib.util.find_spec("flash_attn") is not None
-
-
-register(
-    "flash",
-    BackendEntry(
-        "bosch.attention.flash:flash_kernel_attention",
-        "flash_attn",
-        10,
-        ("flash_attention_2",),
-        _has_flash,
-        "a GPU and the flash-attn package",
-        lacks=("sinks", "float32", "softcap", "wide_heads", "cpu"),
-    ),
-)
+register("flash", BackendEntry(
+    "bosch.attention.flash:flash_kernel_attention", "flash_attn", 10, ("flash_attention_2",),
+    lambda: has_gpu() and importlib.util.find_spec("flash_attn") is not None,
+    "a GPU and the flash-attn package", ("sinks", "float32", "softcap", "wide_heads", "cpu"),
+))  # fmt: skip

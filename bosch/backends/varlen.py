@@ -19,14 +19,8 @@ def _has_varlen() -> bool:
     return set(inspect.signature(function).parameters) >= _VARLEN_OPTIONS
 
 
-register(
-    "varlen",
-    BackendEntry(
-        "bosch.attention.varlen:varlen_attention",
-        "varlen_attn",
-        11,
-        usable=_has_varlen,
-        needs="a GPU and a torch with windows in torch.nn.attention.varlen",
-        lacks=("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
-    ),
-)
+register("varlen", BackendEntry(
+    "bosch.attention.varlen:varlen_attention", "varlen_attn", 11, (), _has_varlen,
+    "a GPU and a torch with windows in torch.nn.attention.varlen",
+    ("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
+))  # fmt: skip

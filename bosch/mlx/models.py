@@ -115,10 +115,8 @@ class _HybridLoader(SourceFileLoader):
         register_model(self.family.model_type)
         loaded: Any = module
         setattr(loaded, _ATTENTION, grouped_attention(getattr(loaded, _ATTENTION)))
-        loaded.ModelArgs, loaded.Model = (
-            _args_of(loaded.ModelArgs),
-            _model_of(loaded.Model, self.family),
-        )
+        loaded.ModelArgs = _args_of(loaded.ModelArgs)
+        loaded.Model = _model_of(loaded.Model, self.family)
 
 
 def _args_of(base: Any) -> Any:

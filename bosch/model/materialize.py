@@ -82,11 +82,8 @@ def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -
     chosen = nested[-1] if front.chosen is None else front.chosen
     mask = front.mask(chosen)
     check_fit(model.config, mask, front.windows)
-    table = budget_table(
-        [front.mask(index).heads_per_layer(front.windows) for index in nested],
-        front.context,
-        front.points[chosen].kv_slots,
-    )
+    budgets = [front.mask(index).heads_per_layer(front.windows) for index in nested]
+    table = budget_table(budgets, front.context, front.points[chosen].kv_slots)
     return _hybrid(model, table, front.head_order(), take_weights)
 
 

@@ -40,10 +40,8 @@ class StoredConfig:
     def config(self) -> dict[str, Any]:
         """The content, merged with the fields of its text decoder if it has one."""
         text = self.content.get("text_config")
-        text_fields = (
-            {k: v for k, v in text.items() if k != "model_type"} if type(text) is dict else {}
-        )
-        return {**self.content, **text_fields}
+        fields = text.items() if type(text) is dict else ()
+        return {**self.content, **{k: v for k, v in fields if k != "model_type"}}
 
     def number(self, name: str, default: int | None = None) -> int:
         """A positive integer; `default` if it is missing."""

@@ -89,12 +89,8 @@ def yarn(
     positions = config.max_position_embeddings
     original = original or original_positions(config.to_dict(), card) or positions
     stretched = copy.deepcopy(config)
-    stretched.rope_parameters = {
-        **config.rope_parameters,
-        "rope_type": "yarn",
-        "factor": factor,
-        _ORIGINAL: original,
-    }
+    scaling = {"rope_type": "yarn", "factor": factor, _ORIGINAL: original}
+    stretched.rope_parameters = {**config.rope_parameters, **scaling}
     stretched.max_position_embeddings = int(original * factor)
     for parent, name, child in holders:
         setattr(parent, name, type(child)(config=stretched).to(child.inv_freq.device))

@@ -65,9 +65,8 @@ class CalibrationSet:
                 f"{path}: cannot read the calibration set ({error.strerror}); {advice}"
             ) from error
         except ValueError as error:
-            raise UserError(
-                f"{path}: the calibration set is damaged ({error}); {advice}"
-            ) from error
+            message = f"{path}: the calibration set is damaged ({error}); {advice}"
+            raise UserError(message) from error
 
     def __len__(self) -> int:
         return len(self.examples)

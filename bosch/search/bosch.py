@@ -51,9 +51,8 @@ def bosch(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     importance = layer_importance(evaluator, settings, loss)
     ratios = rank_layers(evaluator, settings, importance, anchors)
     mask = head_selection(evaluator, settings, loss, ratios.quotas)
-    return final_result(
-        evaluator, settings, mask, anchors, layer_rows(importance, ratios, evaluator)
-    )
+    rows = layer_rows(importance, ratios, evaluator)
+    return final_result(evaluator, settings, mask, anchors, rows)
 
 
 def final_result(
@@ -70,18 +69,17 @@ def final_result(
     sliding, budget = mask.num_sliding, evaluator.budget
     assert sliding == budget, f"{sliding} units sliding on a budget of {budget}"
     evaluation = evaluator.evaluate(mask, "final", "final mask")
-    mask = evaluator.units.head_mask(mask)
-    assert evaluator.best_on_budget is not None
-    best_mask, best = evaluator.best_on_budget
-    if best.rank > evaluation.rank:
+    result = evaluator.units.head_mask(mask), evaluation
+    best = evaluator.best_on_budget
+    assert best is not None
+    if best[1].rank > evaluation.rank:
         evaluator.note(
             f"the last phase's mask scores {_worth(evaluation)}, the best mask on budget that was "
-            f"measured {_worth(best)}: "
+            f"measured {_worth(best[1])}: "
             + ("search.strict returns the former" if settings.strict else "the latter is returned")
         )
-        if not settings.strict:
-            return SearchResult(best_mask, best, anchors, evaluation, layers or [])
-    return SearchResult(mask, evaluation, anchors, evaluation, layers or [])
+        result = result if settings.strict else best
+    return SearchResult(*result, anchors, evaluation, layers or [])
 
 
 def _worth(evaluation: Evaluation) -> str:
@@ -285,8 +283,6 @@ def _step_buckets(
                 rank[layer] = neighbour
                 gap -= step
                 moved = True
-            if gap == 0:
-                break
     return [units[r] for r in rank]  # line 34
 
 

@@ -321,7 +321,10 @@ class _Search:
         """Exchange up to `most` pairs, then half as many, while gradients predict a gain."""
         while most >= 1 and self.left >= 1 + self.gradients.cost:
             values = self.gradients.at(bits)
-            gains, losses = self._ordered(bits, values)
+            # Sliding units by falling value, and full units by rising value.
+            gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
+            gains = gains[np.argsort(-values[gains], kind="stable")]
+            losses = losses[np.lexsort((self._rng.permutation(len(losses)), values[losses]))]
             # Substitutes for each other all predict the same gain, so take only some.
             pool = gains[: 2 * most]
             pool = pool[values[pool] > (values[losses[0]] if len(losses) else 0.0)]
@@ -334,14 +337,6 @@ class _Search:
             bits = _exchange(bits, losses[better], gains[better])
             most //= 2
         return bits
-
-    def _ordered(self, bits: Bits, values: Values) -> tuple[Units, Units]:
-        """Sliding units by falling value, and full units by rising value."""
-        gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
-        return (
-            gains[np.argsort(-values[gains], kind="stable")],
-            losses[np.lexsort((self._rng.permutation(len(losses)), values[losses]))],
-        )
 
     def _swap(self, track: _Track) -> Bits | None:
         """The most promising untried swap of two units of the best mask."""

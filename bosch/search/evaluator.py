@@ -107,17 +107,14 @@ class Evaluator:
     sliding units of a mask on budget, known once the anchors are measured; a method with another
     budget sets `on_budget`. `best_on_budget` is the best such mask so far with its evaluation.
     `slot_budgets` are for methods that search a front. `fresh_seconds` is the scorer's time in
-    this process. `watch`, if set, is called after each evaluation.
+    this process. `progress` and `watch`, if set, are updated and called after each evaluation.
     """
 
-    def __init__(
-        self, scorer: Scorer, log: EvaluationLog, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, scorer: Scorer, log: EvaluationLog) -> None:
         self.scorer, self.log = scorer, log
         self.units = Units.of_neighbours(scorer.num_layers, scorer.num_key_value_heads)
         self.trace: list[TracePoint] = []
         self.notes: list[str] = []
-        self._progress = progress
         # By mask, the number of its evaluations that this search has read from the log.
         self._read: dict[str, int] = {}
         self._latest: dict[str, Evaluation] = {}
@@ -132,6 +129,7 @@ class Evaluator:
         self.slot_budgets: SlotBudgets | None = None
         self.fresh_seconds = 0.0
         self._naive = 0.0
+        self.progress: Progress | None = None
         self.watch: Callable[[Evaluator], None] | None = None
 
     @property
@@ -330,22 +328,16 @@ class Evaluator:
             best = self._best_in_subproblem[search] = evaluation.score
         self._naive += evaluation.whole_pass_equivalents
         point = TracePoint(
-            phase=phase,
-            step=len(self.trace) + 1,
-            subproblem=subproblem,
-            score=evaluation.score,
-            log_likelihood=evaluation.log_likelihood,
-            best_score=best,
-            mask=mask.key,
-            is_bound=evaluation.is_bound,
-        )
+            phase, len(self.trace) + 1, subproblem, *evaluation.rank, best, mask.key,
+            evaluation.is_bound,
+        )  # fmt: skip
         self.trace.append(point)
         if self.on_budget(mask) and not evaluation.is_bound:
             best_so_far = self.best_on_budget
             if best_so_far is None or evaluation.rank > best_so_far[1].rank:
                 self.best_on_budget = mask, evaluation
-        if self._progress is not None:
-            self._progress.update(1, self._status(subproblem, best), free=free)
+        if self.progress is not None:
+            self.progress.update(1, self._status(subproblem, best), free=free)
         if self.watch is not None:
             self.watch(self)
         logger.debug(

@@ -218,9 +218,7 @@ class FrontSearch(Moves):
         """Number of the `gradients` for gates; 0 if there are too few for two starts."""
         most = min(_MAX_GATES, max(_MIN_GATES, self.everything.size // 4))
         count = min(most, round(_GATES_SHARE * gradients))
-        if not self._drawn or count < _MIN_GATES:
-            return 0
-        return count
+        return count if self._drawn and count >= _MIN_GATES else 0
 
     def _learned(self, gradients: int) -> Values | None:
         """Values of choices, learned at layouts drawn from them as in `bosch.search.gates`.
@@ -315,12 +313,8 @@ class FrontSearch(Moves):
         exact = [slots_of(p.choices, self.costs) for p in points if p.budget == self.exact]
         within = exact or [slots for slots in by_slots if slots <= self.chosen]
         result = by_slots[max(within, key=lambda slots: (by_slots[slots].evaluation.score, slots))]
-        front = Front.of(
-            [self._front_point(point) for point in by_slots.values()],
-            self.menu,
-            self.context,
-            model="",
-        )
+        front_points = [self._front_point(point) for point in by_slots.values()]
+        front = Front.of(front_points, self.menu, self.context, model="")
         mask = HeadMask.of_choices(result.choices)
         evaluation = self.evaluator.evaluate(mask, "final", "final mask")
         mask = self.evaluator.units.head_mask(mask)
@@ -336,14 +330,10 @@ class FrontSearch(Moves):
             score = self.evaluator.evaluate_held_out(mask).score
             held_out = share(score, count, KEEP_TAIL)
         return FrontPoint.of(
-            self.evaluator.units.head_mask(mask),
-            self.menu,
-            self.context,
-            score=point.evaluation.score,
-            log_likelihood=point.evaluation.log_likelihood,
-            held_out=held_out,
-            passes=point.passes,
-        )
+            self.evaluator.units.head_mask(mask), self.menu, self.context,
+            score=point.evaluation.score, log_likelihood=point.evaluation.log_likelihood,
+            held_out=held_out, passes=point.passes,
+        )  # fmt: skip
 
 
 def _sum_of(values: Values, choices: Choices) -> float:

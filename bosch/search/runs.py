@@ -136,9 +136,8 @@ def static_mask(
     _, heads = mask_shape(model.config)
     if not np.isfinite(scores).all():
         raise RunError(f"{name} gives scores that are not finite: {remedy(model)}")
-    return rank_units(
-        scores, heads, settings.swa_ratio, method.most_local, settings.head_granularity
-    )
+    granularity = settings.head_granularity
+    return rank_units(scores, heads, settings.swa_ratio, method.most_local, granularity)
 
 
 def unsearched_mask(
@@ -201,9 +200,9 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     cached = [budgets.context, *(window.held(budgets.context) for window in windows)]
     costs = group * np.array(cached, dtype=np.float64)
     sliding, units = evaluator.budget, math.prod(evaluator.shape)
-    slots = float((units - sliding) * costs[0] + sliding * costs[-1])
-    if budgets.chosen is not None:
-        slots = budgets.chosen
+    slots = budgets.chosen
+    if slots is None:
+        slots = float((units - sliding) * costs[0] + sliding * costs[-1])
     mask = HeadMask.of_choices(allotted(-np.stack(by_choice, axis=2), costs, slots))
     return _measured(evaluator, mask, anchors)
 

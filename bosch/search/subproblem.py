@@ -57,17 +57,14 @@ def optimise_layers(
         return evaluator.evaluate(mask, phase, subproblem, shared_layers=rows[0], can_win=can_win)
 
     problem = Problem(
-        size=len(rows) * units,
-        quota=quota,
-        budget=settings.budget_per_layer * len(rows),
-        measure=measure,
-        loss=loss,
-        break_ties=settings.break_ties,
-        race=settings.race,
+        size=len(rows) * units, quota=quota, budget=settings.budget_per_layer * len(rows),
+        measure=measure, loss=loss, break_ties=settings.break_ties, race=settings.race,
         quantum=evaluator.scorer.quantum,
-    )
+    )  # fmt: skip
     phase_number = ("layer_importance", "head_selection").index(phase)
-    candidate = solve(problem, settings.solver, _seed(settings, phase_number, *rows))
+    # The seed does not depend on earlier sub-problems.
+    seed = np.random.SeedSequence([settings.seed, phase_number, *rows]).generate_state(1)[0]
+    candidate = solve(problem, settings.solver, int(seed))
     logger.info(
         "%s: %d of %d %s sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
         subproblem, quota, problem.size, "layers" if whole_layers else "KV heads",
@@ -79,11 +76,6 @@ def optimise_layers(
         # An evaluation that ended early only has a bound.
         plateau += " as far as it was measured" if settings.race else ""
     return Solution(with_bits(candidate.bits), candidate.evaluation, plateau)
-
-
-def _seed(settings: SearchSettings, *numbers: int) -> int:
-    """The seed of one sub-problem, independent of earlier ones."""
-    return int(np.random.SeedSequence([settings.seed, *numbers]).generate_state(1)[0])
 
 
 def restore_units(

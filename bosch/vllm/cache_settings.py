@@ -113,11 +113,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     function = getattr(owner, name, None)
     if function is None:
         # Other models must start anyway.
-        _logger.warning(
-            "vLLM has no %s.%s any more: it serves hybrids by its own settings",
-            owner.__name__,
-            name,
-        )
+        message = "vLLM has no %s.%s any more: it serves hybrids by its own settings"
+        _logger.warning(message, owner.__name__, name)
     elif not hasattr(function, _WRAPPED):
         wrapped = functools.wraps(function)(wrapper(function))
         setattr(wrapped, _WRAPPED, True)

@@ -182,8 +182,10 @@ class HybridMixin:
                 continue
             layer = extract_layer_index(attention.layer_name)
             caches, sizes, windows = (
-                plan.caches[layer], plan.sizes[layer], plan.windows(layer, rank),
-            )  # fmt: skip
+                plan.caches[layer],
+                plan.sizes[layer],
+                plan.windows(layer, rank),
+            )
             arguments = records[attention.layer_name]
             if arguments["num_kv_heads"] != sum(sizes) or layer in split:
                 raise UserError(
@@ -211,8 +213,11 @@ class HybridMixin:
         """Check that all caches of the engine belong to the new modules."""
         module: Any = self
         layers_before = {id(child) for child in module.modules() if isinstance(child, Attention)}
-        others = [name for name, layer in registered.items() if id(layer) not in layers_before]
-        others = [name for name in others if isinstance(registered[name], Attention)]
+        others = [
+            name
+            for name, layer in registered.items()
+            if isinstance(layer, Attention) and id(layer) not in layers_before
+        ]
         if others or not split:
             raise UserError(
                 f"{type(self).__name__}: vLLM keeps attention where it cannot be split "
@@ -263,18 +268,13 @@ def _with_base_config(vllm_config: Any) -> Any:
     return view
 
 
-def _own_class(family: Family) -> str | None:
-    """The name of vLLM's own class for a family, if any."""
-    known = {name.lower(): name for name in ModelRegistry.models}
-    return known.get(family.base_model_class.lower())
-
-
 @functools.cache
 def hybrid_engine_class(family: Family) -> Any:
     """Model class for vLLM of a family's hybrid models."""
     # vLLM inspects the class before the checks that refuse these families.
     refused = family.takes_more_than_text or family.mixes_states
-    architecture = None if refused else _own_class(family)
+    own_classes = {} if refused else {name.lower(): name for name in ModelRegistry.models}
+    architecture = own_classes.get(family.base_model_class.lower())
     backend = _TRANSFORMERS_EXPERTS if "moe" in family.model_type else _TRANSFORMERS
     engine_class = ModelRegistry.models[architecture or backend].load_model_cls()
     body = {

@@ -26,7 +26,7 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
 from bosch.objective.sink_bias import give_sink_bias
-from bosch.progress import Progress, progress
+from bosch.progress import progress
 from bosch.ranks import Ranks, limit_collectives
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator, SlotBudgets
@@ -91,19 +91,15 @@ def run(
         price = price_of(kinds, config.model.dtype, longest)
         ratio = 1.0 if method.finds_front else config.section.ratio_for(kinds, config.model.dtype)
         settings = config.section.settings(config.seed, ratio)
-        bars: contextlib.AbstractContextManager[Progress | None] = contextlib.nullcontext()
-        views: contextlib.AbstractContextManager[LiveView | None] = contextlib.nullcontext()
-        if ranks.is_first:
-            total = method.most_evaluations(
-                settings, objective.num_layers, objective.num_key_value_heads
-            )
-            bars = progress(total, f"search ({config.section.method})", "evaluations")
-            views = contextlib.closing(LiveView(work_dir, config, sink_bias))
-        with bars as bar, views as view:
-            evaluator = Evaluator(objective, log, bar)
-            evaluator.slot_budgets = budgets_in_slots(config.section, price)
-            if view is not None:
-                evaluator.watch = view.update
+        evaluator = Evaluator(objective, log)
+        evaluator.slot_budgets = budgets_in_slots(section, price)
+        with contextlib.ExitStack() as stack:
+            if ranks.is_first:
+                total = method.most_evaluations(settings, *objective.shape)
+                bar = progress(total, f"search ({section.method})", "evaluations")
+                evaluator.progress = stack.enter_context(bar)
+                view = contextlib.closing(LiveView(work_dir, config, sink_bias))
+                evaluator.watch = stack.enter_context(view).update
             try:
                 result = find_mask(config.section.method, evaluator, settings)
             except (KeyboardInterrupt, LostRankError):
@@ -160,15 +156,10 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
     return Objective(
-        model,
-        calibration,
-        section.menu,
-        batch_size=config.runtime.eval_batch_size,
+        model, calibration, section.menu, batch_size=config.runtime.eval_batch_size,
         reuse_bytes=reuse_bytes(config.runtime, model, section.menu, calibration, ranks),
-        ranks=ranks,
-        held_out=held_out,
-        split=split,
-    )
+        ranks=ranks, held_out=held_out, split=split,
+    )  # fmt: skip
 
 
 def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
@@ -249,10 +240,7 @@ def _log_bytes(price: Price, file: HeadMaskFile) -> None:
     """Log the bytes of a mask: a mask uneven over the layers may exceed the budget in vLLM."""
     held = price.of(file.mask.heads_per_layer(file.windows))
     log = logger.warning if held > price.most else logger.info
-    log(
-        "the mask holds %s, search.budget allows %s",
-        price.text(held), format_bytes(price.most),
-    )  # fmt: skip
+    log("the mask holds %s, search.budget allows %s", price.text(held), format_bytes(price.most))
 
 
 def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:

@@ -32,13 +32,9 @@ _WORST = 1e20
 # Upper bound of seeds, since NOMAD draws `seed` random numbers before it starts.
 _SEEDS = 2**15
 _PARAMETERS = [
-    "BB_INPUT_TYPE * B",
-    "BB_OUTPUT_TYPE OBJ",
-    "DISPLAY_DEGREE 0",
-    "DIRECTION_TYPE ORTHO N+1 NEG",
-    "EVAL_QUEUE_SORT RANDOM",
-    "QUAD_MODEL_SEARCH no",
-]
+    "BB_INPUT_TYPE * B", "BB_OUTPUT_TYPE OBJ", "DISPLAY_DEGREE 0", "DIRECTION_TYPE ORTHO N+1 NEG",
+    "EVAL_QUEUE_SORT RANDOM", "QUAD_MODEL_SEARCH no",
+]  # fmt: skip
 
 
 def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
