@@ -62,8 +62,7 @@ class ContextSplit:
     def traffic(self, window: Window | None) -> int:
         """Tokens that all processes together receive for a head; gradients return likewise.
 
-        (n - 1) T for a full head; for a sliding head with W - 1 <= C, 2 (n - 1) (W - 1) and the
-        sinks.
+        (n - 1) T if full; if sliding with W - 1 <= C, 2 (n - 1) (W - 1) and the sinks.
         """
         return sum(self.received(rank, window) for rank in range(self.ranks))
 

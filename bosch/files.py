@@ -122,8 +122,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replace(source: Path, target: Path) -> None:
     """Sync a file or folder and rename it; replaces an older target.
 
-    Raises OSError, with an unchanged target, if this fails, or if the target of a folder is a link,
-    which a user may have made.
+    Raises OSError, the target unchanged, if it fails or a folder's target is a link of a user.
     """
     old = target.with_name(f"{TEMPORARY}old-{target.name}")
     is_link = source.is_symlink()
@@ -255,8 +254,7 @@ def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
 def check_json_text(text: bytes, limits: JsonLimits) -> None:
     """Raise ValueError if a JSON text has more values, or deeper nesting, than allowed.
 
-    It scans the text outside of strings without building values. Up to the first syntax error this
-    is what a parser sees.
+    It builds no values; up to the first syntax error it sees what a parser sees.
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -305,8 +303,7 @@ def file_digest(path: Path) -> str:
 def file_stamp(path: str | os.PathLike[str]) -> Stamp:
     """A stamp that changes with every write to a file, even one that restores its content.
 
-    It includes the time of the last change (ctime), which cannot be set, and that of a link, which
-    may be redirected and restored. Raises OSError.
+    It has the time of change (ctime), which cannot be set, also of a link. Raises OSError.
     """
     stamp, link = os.stat(path), os.lstat(path)
     fields = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
@@ -327,8 +324,7 @@ def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Sync every file below the named files and folders of `folder`; returns their SHA-256.
 
-    Stored in a file, the hashes show later whether all files are intact (`hash_fault`). Raises
-    RunError for a link, whose target may change.
+    `hash_fault` compares them later. Raises RunError for a link, whose target may change.
     """
     hashes: dict[str, str] = {}
     for name in names:

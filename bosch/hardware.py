@@ -113,8 +113,7 @@ def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 def _control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:
     """Folders of this process's control groups and of those around them, innermost first.
 
-    A container may name its group by a path of the host and have it at the root of its own tree, so
-    folders that do not exist are ignored.
+    Some may not exist: a container may name its group by a path of the host.
     """
     for line in _text(proc / "self" / "cgroup").splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)

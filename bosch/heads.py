@@ -231,8 +231,7 @@ class HeadMaskFile:
     ) -> HeadMaskFile:
         """Make the file of `mask`, with the model and the search that it comes from.
 
-        `sink_bias` [L][HQ] is the extra logit of each query head where sliding heads have one.
-        Raises ValueError where the mask has more windows than the menu.
+        `sink_bias` [L][HQ]: extra logits of query heads. ValueError for more windows than the menu.
         """
         mask.windows_per_layer(windows)
         return cls(  # as Python's numbers: JSON cannot hold numpy's

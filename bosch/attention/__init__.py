@@ -57,12 +57,10 @@ def fastest_backend(
 ) -> str:
     """Name of the fastest backend for whole sequences on this machine; all compute the same.
 
-    `chunks`: it must also compute parts of sequences. `saved_outputs`: its outputs can be saved
-    while the rest of a layer is recomputed.
-
-    On a GPU it is the first of flash-attn, torch's varlen attention and flex that is installed and
-    supports the dtype, sinks, dropout and the model's `needs`
-    (`bosch.model.families.attention_needs`). Otherwise it is sdpa.
+    On a GPU the first of flash-attn, torch's varlen attention and flex that is installed and
+    supports the dtype, sinks, dropout, the model's `needs`
+    (`bosch.model.families.attention_needs`), parts of sequences (`chunks`), and outputs that are
+    saved while the rest of a layer is recomputed (`saved_outputs`). Otherwise sdpa.
     """
     requests = {
         "sinks": sinks > 0,

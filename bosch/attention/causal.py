@@ -131,8 +131,7 @@ def causal_attention(call: GroupCall) -> Tensor:
 def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
     """Causal attention within each part of a row, [B, HQ, T, D], and none between parts.
 
-    `parts` are the lengths of each row's documents, or of its padding and its tokens. A causal part
-    needs no mask and half of the query-key products.
+    `parts`: tokens of each row's documents, or of its padding and the rest; they need no mask.
     """
     rows, offset = [], call.context.q_offset
     for number, lengths in enumerate(parts):

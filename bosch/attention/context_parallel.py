@@ -105,8 +105,7 @@ class _Halo:
 class SplitPass:
     """One pass over split sequences: the layers' exchanges, and the keys that each chunk sees.
 
-    `document` [B, T], on the CPU, numbers the documents of the whole sequences, rising from left to
-    right; None where each sequence is one document.
+    `document` [B, T], on the CPU, numbers each row's documents from left to right; None for one.
     """
 
     def __init__(

@@ -26,8 +26,7 @@ _NO_WINDOW = (-1, -1)
 def flash_kernel_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D].
 
-    Decoding with a cache of fixed size, and extra logits together with dropout, use the sdpa
-    backend. Raises UserError for padding between a row's tokens.
+    Fixed caches, and extra logits with dropout, go to sdpa. UserError for padding between tokens.
     """
     key = call.key
     ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
@@ -113,8 +112,7 @@ class Segments(NamedTuple):
 def _flash_segments(context: AttentionContext, count: int, device: torch.device) -> Segments:
     """Segments of a pass over its last `count` key slots.
 
-    A padded query is its own segment. Raises UserError for padding between a row's tokens, which
-    a window would have to count and flash-attn cannot.
+    A padded query is a segment. UserError for padding between tokens, which windows must count.
     """
     marks = context.document if context.valid is None else context.valid
     assert marks is not None

@@ -35,8 +35,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
     def is_trimmable(self) -> bool:
         """Whether tokens can be removed from the end: only where no head has a window.
 
-        mlx-lm asks once, before speculative decoding. A full window cannot restore the keys that
-        rejected draft tokens have replaced.
+        mlx-lm asks before speculative decoding; a full window lost what refused drafts replaced.
         """
         return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
 

@@ -414,11 +414,9 @@ def keeps_every_token(cache: Cache) -> bool:
 
 
 def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
-    """A cache whose rows are `cache`'s sequence after `padding` [B] empty slots.
+    """A cache with `cache`'s one sequence in rows of `padding` [B] slots, all ending at `length`.
 
-    Every row ends at slot `length`, like a batch of left-padded prompts with the same beginning:
-    row i holds the first `length - padding[i]` tokens. `cache` holds one sequence with all its
-    tokens (`keeps_every_token`).
+    As of left-padded prompts with one beginning; needs all its tokens (`keeps_every_token`).
     """
     rows: list[Any] = []
     layers: Iterable[Any] = cache.layers
@@ -442,8 +440,7 @@ def held_bytes(cache: Cache) -> int:
 def shown_bytes(cache: Cache) -> int:
     """Bytes of the keys, values and other states that later passes read.
 
-    After a prompt, transformers' sliding layers hold slices of all its tokens; with the next token
-    they free what is outside the slices.
+    transformers' sliding layers hold slices of a prompt, and free the rest with the next token.
     """
     tensors = (tensor for layer in cache.layers for tensor in _tensors(layer))
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)

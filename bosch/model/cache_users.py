@@ -1,7 +1,6 @@
 """Users of a hybrid model's layout: caches, and managers of continuous batching.
 
-The layout must not change while there are any. They are weak references, so a cache that is no
-longer used does not count.
+The layout must not change while there are any; weak references leave out unused ones.
 """
 
 from __future__ import annotations

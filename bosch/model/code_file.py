@@ -1,7 +1,6 @@
 """The code file in a hybrid's directory, with which transformers loads it without bosch.
 
-It concatenates bosch's modules, without the imports between them, so that there is a single
-implementation. Two modules must not define the same top-level name.
+It joins bosch's modules without their imports, so no two may define one top-level name.
 """
 
 from __future__ import annotations

@@ -91,8 +91,7 @@ class ContextParallel:
     def inputs(self, input_ids: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
         """Begin a pass over sequences [B, T]; returns the decoder's arguments, own tokens [B, 2C].
 
-        `positions` are as in `begin`. Sequences are padded at the end to whole chunks; causal
-        attention hides this padding from all tokens before it.
+        `positions` as in `begin`. Padding at the end is hidden from all tokens before it.
         """
         input_ids = self.whole_chunks(input_ids)
         if positions is not None:

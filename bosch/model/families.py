@@ -419,8 +419,7 @@ def _reason(config: Any) -> str | None:
 def attention_needs(config: Any) -> dict[str, str]:
     """Abilities that a model's attention needs of a backend, with the reasons for messages.
 
-    A soft-cap (`softcap`), an extra logit per head (`head_logits`) of the family's own or of a
-    hybrid's sliding heads, heads of many dimensions (`wide_heads`).
+    `softcap`; `head_logits`, its own or a hybrid's sliding heads'; `wide_heads`: many dimensions.
     """
     needs = {}
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:

@@ -16,8 +16,7 @@ _NO_OUTPUT = {"_name_or_path", "architectures", "dtype", "transformers_version",
 def model_fingerprint(model: Any) -> str:
     """Identity of a loaded model: SHA-256 of its configuration and a sample of every weight.
 
-    Weights count with names, dtypes and shapes. The configuration distinguishes models with the
-    same weights but another RoPE base, scale or soft-cap.
+    The configuration tells equal weights with another RoPE base, scale or soft-cap apart.
     """
     digest = hashlib.sha256()
     content = _of_output(model.config.to_dict())

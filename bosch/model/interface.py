@@ -255,8 +255,7 @@ def masks_for_generate(
 ) -> Any:
     """The mask `generate` passes with a static cache: the 2-D padding mask.
 
-    It is padded to the cache's length; transformers' own function would build a 4-D mask. The cache
-    is called `past_key_values` before transformers 5.24.
+    In place of a 4-D one, up to the cache's length. Until 5.24 `cache` is `past_key_values`.
     """
     cache = past_key_values if cache is None else cache
     if attention_mask is None or not isinstance(cache.get_seq_length(), Tensor):

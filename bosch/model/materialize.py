@@ -50,14 +50,12 @@ def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
 def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: bool = False) -> Any:
     """The hybrid model of `model` under `mask`, in deploy mode: weights permuted, layout in config.
 
-    Heads with the same window keep the base model's order.
-
-    `model` does not change, so there are two models in memory; with `take_weights` its weights move
-    to the hybrid one by one, with memory for one model and one weight. The hybrid has the model's
-    device, dtypes, sink bias and generation settings; save it with `save_pretrained` and load it
-    with AutoModelForCausalLM after `import bosch`. Raises UserError when the family is not
-    supported, mask or windows do not fit the model, or some of its weights are offloaded, adapters
-    or quantised.
+    Heads with the same window keep the base model's order. `model` does not change, so there are
+    two models in memory; with `take_weights` its weights move to the hybrid one by one, with memory
+    for one model and one weight. The hybrid has the model's device, dtypes, sink bias and
+    generation settings; save it with `save_pretrained` and load it with AutoModelForCausalLM after
+    `import bosch`. Raises UserError when the family is not supported, mask or windows do not fit
+    the model, or some of its weights are offloaded, adapters or quantised.
     """
     family_of(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)

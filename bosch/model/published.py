@@ -1,7 +1,6 @@
 """Weights of a hybrid under the names in published checkpoints of its family, for engines.
 
-A hybrid is saved under transformers' parameter names. These differ from published names if
-transformers renames modules or fuses experts while it loads.
+Hybrids have transformers' names, which differ where it renames modules or fuses experts.
 """
 
 from __future__ import annotations

@@ -199,8 +199,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 class StaticHybridCache(SplitCache):
     """Cache of a hybrid model for `max_cache_len` tokens, allocated once.
 
-    A full KV head has `max_cache_len` entries, a sliding head at most W + S. Decoding token by
-    token compiles once, without a graph break.
+    Full heads have as many entries, sliding ones at most W + S. Decoding compiles once.
     """
 
     def __init__(

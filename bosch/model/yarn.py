@@ -67,9 +67,7 @@ def yarn(
 ) -> Iterator[None]:
     """Stretch the model's RoPE by `factor` inside the block; None does nothing.
 
-    `original` is the length that is stretched; by default that of config.json or of the `card`.
-
-    Raises UserError if the model's RoPE cannot be stretched.
+    `original` is the stretched length, else config.json's or the card's. UserError if impossible.
     """
     if factor is None:
         yield

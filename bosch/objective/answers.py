@@ -54,8 +54,7 @@ def equal_but_rounding(
 ) -> bool:
     """Whether two results of the same shape differ only by rounding in `dtype`.
 
-    Compares the norm of the difference with that of `expected`; the tolerance grows with the number
-    of successive `operations`. Numbers that are not finite must be in the same places.
+    By norms, with a tolerance for `operations` in a row; infinite numbers are in equal places.
     """
     finite = expected.isfinite()
     if not torch.equal(finite, actual.isfinite()):

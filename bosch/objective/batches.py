@@ -60,8 +60,7 @@ def batches_by_round(
 ) -> list[list[Batch]]:
     """The batches of each round of the set.
 
-    Within a round examples are sorted by length, so that batches have little padding. Raises
-    UserError if an example has a token outside `vocabulary`.
+    Sorted by length, for little padding. UserError for a token outside `vocabulary`.
     """
     examples = calibration.examples
     highest = max(max(example.input_ids) for example in examples)

@@ -65,8 +65,7 @@ class GateGradient:
 class EvaluationContext:
     """All that S(z) depends on besides the mask; evaluations of other contexts are not reused.
 
-    `numerics` names what can change the last bits of a log-likelihood (device, kernels, batches).
-    Contexts that differ only there compare equal.
+    `numerics` (device, kernels, batches) can change last bits; equal contexts may differ in it.
     """
 
     calibration: str
@@ -153,8 +152,7 @@ class EvaluationLog:
     def history(self, mask: HeadMask, phase: str) -> Sequence[Record]:
         """All evaluations of `mask`, in order.
 
-        Looks up a mask without a complete evaluation in the pool and adds the result to the
-        journal. All ranks must call it with the same masks.
+        Without a complete one the pool's is added, if any; all ranks must ask for the same masks.
         """
         if self._has_pool and self.get(mask) is None:
             self._read_pool()

@@ -21,8 +21,7 @@ from bosch.search.subproblem import optimise_layers, restore_units
 def b_single(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """B-single: the mask of Algorithm 1 itself, without Algorithms 2 and 3.
 
-    If rho H is not an integer, Algorithm 1 makes more than ceil(rho N) units sliding; the surplus
-    becomes full again in the hardest layers.
+    Units beyond ceil(rho N), if rho H is no integer, become full again in the hardest layers.
     """
     return _algorithm_one(evaluator, settings, layers_per_group=1)
 
@@ -30,8 +29,7 @@ def b_single(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """B-multi: the mask of Algorithm 1 over groups of neighbouring layers.
 
-    A group has as many layers as fit `max_group_variables`, as in Algorithm 3, and kappa
-    evaluations for each of them. A surplus becomes full again as in B-single.
+    They fit `max_group_variables` and get kappa evaluations a layer; a surplus as in B-single.
     """
     per_group = max_layers_per_group(evaluator.shape[1], settings.max_group_variables)
     return _algorithm_one(evaluator, settings, per_group)
@@ -40,8 +38,7 @@ def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """B-layer: Algorithm 1 at layer granularity, one run of L variables and kappa L evaluations.
 
-    If rho L is not an integer, ceil(rho L) layers hold more than ceil(rho N) units; the surplus,
-    less than a layer, becomes full again in the layer where a full layer scores best.
+    Units beyond ceil(rho N), if rho L is no integer, become full where a full layer scores best.
     """
     anchors, loss = measure_anchors(evaluator, settings)
     layers, units = evaluator.shape

@@ -159,8 +159,7 @@ def layer_rows(
 class LayerImportance:
     """Score and log-likelihood after localising each layer, by layer index, and the last mask.
 
-    Layer l's entries were measured with all layers above it localised. Layers of a group in
-    `groups` were localised together and have equal entries.
+    Layers above were localised before, those of a group in `groups` together.
     """
 
     best_scores: list[float]
@@ -181,8 +180,7 @@ def layer_importance(
 ) -> LayerImportance:
     """Localise ceil(rho H) units in each layer in turn, top layer first (Algorithm 1).
 
-    With more `layers_per_group`, neighbouring layers are searched jointly, in groups of nearly
-    equal size, with ceil(rho |g| H) sliding units in a group g.
+    With more `layers_per_group` neighbours are searched jointly, with ceil(rho |g| H) units.
     """
     num_layers, units = evaluator.shape
     mask = HeadMask.all_full(num_layers, units)  # line 3
@@ -325,8 +323,7 @@ def head_selection(
 ) -> HeadMask:
     """Choose sliding units within the sum of `quotas` of each group (Algorithm 3).
 
-    `quotas` are M of line 5. Starts with all heads full. Groups of ratio 0 and 1 are set, not
-    searched.
+    `quotas` are M of line 5. Starts all full; groups of ratio 0 and 1 are set, not searched.
     """
     num_layers, units = evaluator.shape
     mask = HeadMask.all_full(num_layers, units)  # line 4

@@ -296,8 +296,7 @@ class _Search:
     def _eliminated(self, bits: Bits, passes: float) -> Bits:
         """Slide the units of least value down to the budget, with new gradients before each step.
 
-        Each step keeps the same share of the full units. If `passes` allow it, gradients over
-        several parts of the examples are averaged.
+        Steps keep equal shares of full units; if `passes` allow, gradients over parts are averaged.
         """
         surplus = int(bits.sum()) - self.full_units
         steps, shares = min(_STEPS, math.ceil(math.sqrt(surplus))), 1

@@ -80,8 +80,7 @@ class SlotBudgets:
 class TracePoint:
     """One evaluation in the order of the search; `best_score` is the best within its sub-problem.
 
-    All masks of `bosch_plus` count as one sub-problem. With `is_bound` the evaluation ended early:
-    score and log-likelihood are bounds, which are never the best.
+    With `is_bound` it ended early, with bounds of score and likelihood, which are never the best.
     """
 
     phase: str
@@ -195,8 +194,7 @@ class Evaluator:
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
         """Gradient [L, U] by unit at a mask of units; runs the model only where the log lacks it.
 
-        Searches charge `cost_of_gradient`, the upper bound: the actual cost depends on the
-        machine's memory, and the masks that a search tries must not.
+        Searches charge its upper bound, so that masks do not depend on the machine's memory.
         """
         name = f"{share}/{shares}"
         gradient = self._gradient(self.scorer.gate_gradient, name, mask, share, shares)

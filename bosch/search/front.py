@@ -61,11 +61,10 @@ _NESTED_LOSS = 0.02
 def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Find masks for all budgets, with at most 1.5 times the passes of `bosch_plus` for one.
 
-    The budgets are those of `evaluator.slot_budgets`; by default eight, and the slots of a mask
-    that has the ratio's full units and all others at the narrowest window; this mask's budget is
-    that of the result. Gradients count at their cost, held-out passes at their share of examples.
-    Raises UserError if there is nothing to search for, a budget or window is impossible at the
-    context, or the passes do not suffice for a gradient.
+    The budgets are `evaluator.slot_budgets`; by default eight, and that of the result: the ratio's
+    full units, and all others at the narrowest window. Gradients count at their cost, held-out
+    passes at their share of examples. Raises UserError if there is nothing to search for, a budget
+    or window is impossible at the context, or the passes do not suffice for a gradient.
     """
     anchors = evaluator.anchors(settings.swa_ratio, len(evaluator.windows))
     anchors.check()
@@ -135,8 +134,7 @@ class FrontSearch(Moves):
     def _best_kind(self, number: int, values: Values, order: Choices) -> int:
         """The window of sliding units that wins at a budget, or `_MIXED` for a mixture.
 
-        Kinds are measured in order of the gain predicted by a gradient at the best layout so far.
-        At a layout that answers nothing, `values` are used instead.
+        Tried by the gain of a gradient at the best layout, or of `values` if that answers nothing.
         """
         self.kinds_tried = True
         best = self.kinds - 1
@@ -223,8 +221,7 @@ class FrontSearch(Moves):
     def _learned(self, gradients: int) -> Values | None:
         """Values of choices, learned at layouts drawn from them as in `bosch.search.gates`.
 
-        Numbers of full units and windows of the others alternate, the narrowest window first, so
-        all budgets and windows have one order of units.
+        Numbers of full units and windows alternate, so that all budgets have one order of units.
         """
         if not gradients:
             return None

@@ -14,8 +14,7 @@ from bosch.window import window_menu, windows_text
 def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
     """The mask of `settings.mask`, checked against model, ratio, windows and head granularity.
 
-    `scorer` has `num_layers`, `num_key_value_heads` and, where the windows are known, `windows`.
-    Raises UserError if no file is named, or it is missing, damaged or does not fit.
+    `scorer` has the shape, and `windows` if known. UserError for a missing, bad or unfit file.
     """
     path = settings.mask
     if not path:

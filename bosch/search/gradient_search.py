@@ -43,8 +43,7 @@ def check_passes(needed: float, left: float, what: str) -> None:
 class GradientMeans:
     """The mean gradient at each layout: the estimated value of every choice.
 
-    `take(layout, share)` computes the gradient over one part of the examples. `cost` is the upper
-    bound of a gradient's cost, in passes. `taken` counts the gradients.
+    `take(layout, share)` computes one over a part of the examples, for at most `cost` passes.
     """
 
     def __init__(self, evaluator: Evaluator, take: Callable[[Any, int], Values]) -> None:

@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 class MethodRun:
     """Result, trace, costs and notes of one run of a method.
 
-    `costs` has the entries of `Evaluator.costs`, `solver_seconds` (time outside the model) and
-    `earlier_seconds` (the part of `model_seconds` that earlier attempts spent).
+    `costs`: `Evaluator.costs`, seconds outside the model, `model_seconds` of earlier attempts.
     """
 
     result: SearchResult

@@ -19,14 +19,11 @@ class SearchSettings:
     """Settings of a search for a head mask; numbers default to the paper's (B.2).
 
     `SearchConfig`, the recipe's section `search`, documents and checks every field; here only the
-    ratio, the budget and the granularity are checked again.
-
-    `strict` is the published procedure: of masks with equal scores the first one stays, layers with
-    equal drops are ranked by index, and the last phase's mask is the result. By default the
-    answers' log-likelihood decides between equal scores, layers get the uniform ratio if all tie,
-    and the result is the best mask on budget that the search has measured.
-
-    With `head_granularity` g the full heads of every layer are a multiple of g.
+    ratio, the budget and the granularity are checked again. `strict` is the published procedure: of
+    masks with equal scores the first one stays, layers with equal drops are ranked by index, and
+    the last phase's mask is the result. By default log-likelihoods decide between equal scores,
+    layers get the uniform ratio if all tie, and the best mask on budget that was measured is the
+    result. With `head_granularity` g the full heads of every layer are a multiple of g.
     """
 
     swa_ratio: float

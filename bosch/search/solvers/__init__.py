@@ -18,8 +18,7 @@ __all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plu
 def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
     """Best candidate on budget, by enumeration if the evaluations suffice, else by `solver`.
 
-    Problems with too many variables for NOMAD's quadratic models go to the (1+1) search, as in
-    BOSCH B.2.
+    (1+1) takes problems with too many variables for NOMAD's quadratic models (BOSCH B.2).
     """
     if math.comb(problem.size, problem.quota) <= problem.budget:
         brute_force(problem)
