@@ -78,22 +78,16 @@ def flex_block_mask(
     for number, group in enumerate(layout.groups):
         groups[list(group.heads)] = number
     groups = groups.repeat_interleave(heads // len(groups))  # [HQ]
-    reaches = torch.tensor(
-        [
-            context.kv_length if group.window is None else group.window.size
-            for group in layout.groups
-        ],
-        device=device,
-    )
+    windows = (group.window for group in layout.groups)
+    sizes = [context.kv_length if window is None else window.size for window in windows]
+    reaches = torch.tensor(sizes, device=device)
     some, whole = _blocks_seen(layout, reaches, context, device)
     some, whole = (x.index_select(1, groups) for x in (some & ~whole, whole))
+    lengths = context.q_length, context.kv_length
     return torch_flex.BlockMask.from_kv_blocks(
-        *_listed(some),
-        *_listed(whole),
-        BLOCK_SIZE=FLEX_BLOCK,
+        *_listed(some), *_listed(whole), BLOCK_SIZE=FLEX_BLOCK, seq_lengths=lengths,
         mask_mod=_rule(layout, context, reaches[groups], device),
-        seq_lengths=(context.q_length, context.kv_length),
-    )
+    )  # fmt: skip
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,24 +77,15 @@ class HeadLayout:
     def search(cls, windows: Sequence[Window | None]) -> HeadLayout:
         """Layout from each KV head's window (None: full), on weights in their original order."""
         kinds = sorted(set(windows), key=lambda w: float("-inf") if w is None else -w.size)
-        return cls(
-            tuple(
-                HeadGroup(tuple(h for h, window in enumerate(windows) if window == kind), kind)
-                for kind in kinds
-            )
-        )
+        heads = [tuple(h for h, w in enumerate(windows) if w == kind) for kind in kinds]
+        return cls(tuple(map(HeadGroup, heads, kinds)))
 
     @classmethod
     def deploy(cls, counts: Mapping[Window | None, int]) -> HeadLayout:
         """Layout from the number of KV heads with each window (None: full), in this order."""
-        slices = zip(counts.items(), pairwise(accumulate(counts.values(), initial=0)), strict=True)
-        return cls(
-            tuple(
-                HeadGroup(tuple(range(start, stop)), window)
-                for (window, count), (start, stop) in slices
-                if count
-            )
-        )
+        ends = pairwise(accumulate(counts.values(), initial=0))
+        heads = (tuple(range(*end)) for end in ends)
+        return cls(tuple(HeadGroup(h, w) for w, h in zip(counts, heads, strict=True) if h))
 
     def heads_of(self, states: Tensor, group: HeadGroup, q_per_kv: int = 1) -> Tensor:
         """Heads of `group` in [B, HKV * q_per_kv, T, D]: a view if contiguous, else a copy."""

@@ -70,11 +70,11 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
         options = call.context, call.transform, call.dropout
         out = causal_attention(GroupCall(call.query, key, value, None, *options))
         return out.transpose(1, 2).contiguous()
-    return call.by_group(
-        lambda group: (
-            causal_attention(group) if group.window is None else _sliding(group, group.window)
-        )
-    )
+
+    def attend(group: GroupCall) -> Tensor:
+        return causal_attention(group) if group.window is None else _sliding(group, group.window)
+
+    return call.by_group(attend)
 
 
 def _trim(call: GroupCall, window: Window) -> GroupCall:
@@ -193,17 +193,11 @@ def _attend_bands(
         step = max(1, count * queries.shape[2] // (4 * keys.shape[2]))
     outputs = []
     for start in range(0, count, step):
-        blocks = slice(start, start + step)
-        outputs.append(
-            masked_attention(
-                queries[blocks],
-                torch.cat([sinks[0][blocks], keys[blocks]], dim=2),
-                torch.cat([sinks[1][blocks], values[blocks]], dim=2),
-                transform,
-                dropout,
-                (mask if mask.shape[0] == 1 else mask[blocks])[:, None],
-            )
-        )
+        part = slice(start, start + step)
+        seen_keys = torch.cat([sinks[0][part], keys[part]], dim=2)
+        states = queries[part], seen_keys, torch.cat([sinks[1][part], values[part]], dim=2)
+        visible = (mask if mask.shape[0] == 1 else mask[part])[:, None]
+        outputs.append(masked_attention(*states, transform, dropout, visible))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 

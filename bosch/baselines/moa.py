@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bosch.baselines.blocks import alpha_gradients, attention_blocks, hidden_sums
 from bosch.baselines.capture import LayerStates, visit_gradients
@@ -37,17 +36,13 @@ def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> S
 
     def add(layer: int, states: LayerStates) -> None:
         for begin, end, alpha in attention_blocks(states):
-            influences = _influences(alpha_gradients(states, begin, end), alpha)
+            gradient = alpha_gradients(states, begin, end)
+            mean = (gradient * alpha).sum(dim=-1, keepdim=True)
+            rest = 1 - alpha + torch.finfo(alpha.dtype).eps
+            influences = (alpha * (gradient - mean) / rest).abs_()  # [HQ, R, end]
             largest = influences.view(shape[1], -1, *influences.shape[1:]).amax(dim=1)
             sums[layer] += hidden_sums(largest, begin, end, windows).cpu()
 
     for example in calibration.examples:
         visit_gradients(model, example, add)
     return (sums / len(calibration)).numpy()
-
-
-def _influences(gradient: Tensor, alpha: Tensor) -> Tensor:
-    """Absolute influences [HQ, R, end] of attention weights alpha, from the loss's gradient."""
-    mean = (gradient * alpha).sum(dim=-1, keepdim=True)
-    rest = 1 - alpha + torch.finfo(alpha.dtype).eps
-    return (alpha * (gradient - mean) / rest).abs_()

@@ -41,14 +41,9 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> HybridLayerCache:
         """A copy with full heads quantised; mlx-lm cannot quantise windows, which are small."""
-        return type(self)(
-            *(
-                cache.to_quantized(group_size=group_size, bits=bits)
-                if isinstance(cache, KVCache)
-                else cache
-                for cache in self.caches
-            )
-        )
+        options = {"group_size": group_size, "bits": bits}
+        caches = (c.to_quantized(**options) if isinstance(c, KVCache) else c for c in self.caches)
+        return type(self)(*caches)
 
 
 class SinkLayerCache(HybridLayerCache):
@@ -121,11 +116,8 @@ class LayerPass:
         for cache, group, mask, keys, values in self._parts:
             heads = slice(group.heads[0] * q_per_kv, (group.heads[-1] + 1) * q_per_kv)
             extra = {} if logits is None else {"sinks": logits[heads]}  # mlx-lm's name for them
-            outputs.append(
-                attention(
-                    queries[:, heads], keys, values, cache=cache, mask=mask, **extra, **options
-                )
-            )
+            extra |= {"cache": cache, "mask": mask, **options}
+            outputs.append(attention(queries[:, heads], keys, values, **extra))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
 

@@ -139,9 +139,7 @@ def _args_of(base: Any) -> Any:
             args = super().from_dict(params | _base_fields(base))
             full = decoder_layers(config).full
             layouts = deploy_layouts(config)
-            args.layouts = tuple(
-                layout if layer in full else None for layer, layout in enumerate(layouts)
-            )
+            args.layouts = tuple(x if layer in full else None for layer, x in enumerate(layouts))
             args.hybrid_config = config
             return args
 

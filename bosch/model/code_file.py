@@ -74,7 +74,10 @@ def _joined(modules: tuple[str, ...]) -> str:
     imports: dict[str, set[str]] = defaultdict(set)
     defined = {"code_file"}
     bodies = [_body(name, imports, defined) for name in modules]
-    return _import_lines(imports) + "\n\n" + "\n\n\n".join(bodies)
+    plain = sorted(imports.pop("", set()))
+    imports.pop("__future__", None)
+    named = [f"from {module} import {', '.join(sorted(imports[module]))}" for module in imports]
+    return "\n".join([*plain, *sorted(named)]) + "\n\n\n" + "\n\n\n".join(bodies)
 
 
 def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
@@ -89,7 +92,9 @@ def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
     dropped = [tree.body[0]]  # the docstring
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "bosch":
-            _check_names(name, node, defined)
+            unknown = [a.name for a in node.names if a.asname or a.name not in defined]
+            if unknown:
+                raise RuntimeError(f"bosch/{name} imports {unknown}, which the file does not have")
             dropped.append(node)
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -117,17 +122,3 @@ def _names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
     return names - {"__all__"}
-
-
-def _check_names(name: str, node: ast.ImportFrom, defined: set[str]) -> None:
-    """Raise RuntimeError for a renamed import, or a name that the file does not define."""
-    unknown = [a.name for a in node.names if a.asname or a.name not in defined]
-    if unknown:
-        raise RuntimeError(f"bosch/{name} imports {unknown}, which the code file does not have")
-
-
-def _import_lines(imports: dict[str, set[str]]) -> str:
-    plain = sorted(imports.pop("", set()))
-    imports.pop("__future__", None)
-    named = [f"from {module} import {', '.join(sorted(imports[module]))}" for module in imports]
-    return "\n".join([*plain, *sorted(named)]) + "\n"

@@ -34,19 +34,13 @@ def head_table(
 
     All rows have the same keys: None for full heads, then the windows from the widest down.
     """
-    if sink_bias:
-        return {**head_table(rows), "sink": "bias"}
     rising = [window for window in rows[0] if window is not None][::-1]
-    full = [row[None] for row in rows]
-    sinks = rising[0].sinks
-    if len(rising) == 1:
-        return {"window_size": rising[0].size, "sinks": sinks, "full_kv_heads_per_layer": full}
-    return {
-        "window_sizes": [window.size for window in rising],
-        "sinks": sinks,
-        "full_kv_heads_per_layer": full,
-        "swa_kv_heads_per_layer": [[row[window] for window in rising] for row in rows],
-    }
+    several, sizes = len(rising) > 1, [window.size for window in rising]
+    table: dict[str, Any] = {"window_sizes": sizes} if several else {"window_size": sizes[0]}
+    table |= {"sinks": rising[0].sinks, "full_kv_heads_per_layer": [row[None] for row in rows]}
+    if several:
+        table["swa_kv_heads_per_layer"] = [[row[window] for window in rising] for row in rows]
+    return table | ({"sink": "bias"} if sink_bias else {})
 
 
 def budget_table(
@@ -70,9 +64,7 @@ def budget_table(
 def heads_by_window(config: Any) -> Rows:
     """Rows as in `head_table`, with several budgets of `kv_budget`; UserError if damaged."""
     slots = chosen_budget(config)
-    if slots is None:
-        return _rows(config, _table(config))
-    return kv_budgets(config)[slots]
+    return _rows(config, _table(config)) if slots is None else kv_budgets(config)[slots]
 
 
 def chosen_budget(config: Any) -> int | None:

@@ -99,7 +99,11 @@ def load_model(
         config.kv_budget = kv_budget
     # Ignore config.json's attention, which transformers might download from the hub as a kernel.
     options: dict[str, Any] = {"attn_implementation": None}
-    _load_dequantised(config)
+    for part in (config, config.get_text_config(decoder=True)):
+        # transformers would take the kernels for these quantised weights from the hub.
+        quantisation = getattr(part, "quantization_config", None)
+        if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
+            part.quantization_config = {**quantisation, "dequantize": True}
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
     if is_hybrid(config):
@@ -174,14 +178,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _load_dequantised(config: Any) -> None:
-    """Make transformers dequantise weights whose quantised kernels come from the hub."""
-    for part in (config, config.get_text_config(decoder=True)):
-        quantisation = getattr(part, "quantization_config", None)
-        if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
-            part.quantization_config = {**quantisation, "dequantize": True}
 
 
 def full_attention_config(config: Any) -> Any:

@@ -15,10 +15,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bosch.model.families import Family
 
+# Conversions of a family's published weights; None where there are none. The function is untyped.
+_conversions: Any = get_checkpoint_conversion_mapping
+
 
 def renames_weights(family: Family) -> bool:
     """Whether published checkpoints of a family have other names than its hybrids."""
-    return _conversions(family) is not None
+    return _conversions(family.model_type) is not None
 
 
 def published_names(
@@ -28,7 +31,7 @@ def published_names(
 
     They are converted one by one, since no published weight combines several of them.
     """
-    conversions = _conversions(family)
+    conversions = _conversions(family.model_type)
     if conversions is None:
         yield from weights
         return
@@ -36,9 +39,3 @@ def published_names(
     model: Any = SimpleNamespace(_weight_conversions=conversions, config=config)
     for name, weight in weights:
         yield from revert_weight_conversion(model, {name: weight}).items()
-
-
-def _conversions(family: Family) -> Any:
-    """transformers' conversions of a family's published weights; None where there are none."""
-    mapping_of: Any = get_checkpoint_conversion_mapping  # untyped
-    return mapping_of(family.model_type)

@@ -118,13 +118,10 @@ def head_mask(
     generating = _generating(model)
     own_method = vars(generating).get(_MASK_METHOD)
     config = model.config
-    sub_configs = {name: getattr(config, name) for name in config.sub_configs}
+    parts = {**{name: getattr(config, name) for name in config.sub_configs}, "": config}
     implementations = {
-        name: sub_config._attn_implementation
-        for name, sub_config in sub_configs.items()
-        if sub_config is not None
+        name: part._attn_implementation for name, part in parts.items() if part is not None
     }
-    implementations[""] = config._attn_implementation
     try:
         if backend is not None:
             prepare_for_search(model, backend)

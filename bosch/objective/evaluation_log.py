@@ -125,14 +125,11 @@ class EvaluationLog:
         cls, path: Path, context: EvaluationContext, ranks: Ranks, pool_folder: Path | None = None
     ) -> EvaluationLog:
         """A log for all ranks, of which the first reads and writes files and sends the entries."""
-        if not ranks.is_first:
-            log = cls(None, context)
-        else:
-            pool = None
-            if pool_folder is not None:
-                digest = hashlib.sha256(context.exact.encode()).hexdigest()
-                pool = Journal(pool_folder / f"evaluations-{digest[:24]}.jsonl")
-            log = cls(path, context, pool)
+        pool = None
+        if ranks.is_first and pool_folder is not None:
+            digest = hashlib.sha256(context.exact.encode()).hexdigest()
+            pool = Journal(pool_folder / f"evaluations-{digest[:24]}.jsonl")
+        log = cls(path if ranks.is_first else None, context, pool)
         log._records, log._gradients, log._held_out = ranks.from_first(
             (log._records, log._gradients, log._held_out)
         )

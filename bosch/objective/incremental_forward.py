@@ -333,16 +333,13 @@ def answer_attention(
     visible = AttentionContext(key.shape[2]).visible(columns, keys[None], group.window)
     step = max(1, max_logits // (query.shape[1] * visible[0].numel()))
     groups = zip(*(torch.split(x, step) for x in (query, key, value, visible)), strict=True)
-    outputs = [_masked_attention(q, k, v, seen[:, None], transform) for q, k, v, seen in groups]
+    outputs = [
+        fused_attention(*states, mask=seen[:, None], scale=transform.scaling)
+        if transform.is_plain
+        else dense_attention(*states, seen[:, None], transform)
+        for *states, seen in groups
+    ]
     return torch.cat(outputs).transpose(1, 2).contiguous()
-
-
-def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, transform: LogitTransform
-) -> Tensor:
-    if not transform.is_plain:
-        return dense_attention(query, key, value, visible, transform)
-    return fused_attention(query, key, value, mask=visible, scale=transform.scaling)
 
 
 def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:

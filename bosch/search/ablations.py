@@ -73,9 +73,8 @@ def _algorithm_one(
     mask = importance.mask
     surplus = mask.num_sliding - evaluator.budget
     if surplus > 0:
-        evaluator.note(
-            f"Algorithm 1 localised {surplus} units too many: turned back in the hardest layers"
-        )
+        note = f"Algorithm 1 localised {surplus} units too many: turned back in the hardest layers"
+        evaluator.note(note)
         mask = restore_units(evaluator, settings, mask, ratios.hardest_first, surplus)
     quotas = [len(heads) for heads in mask.swa_kv_heads]
     rows = layer_rows(importance, ratios, evaluator, quotas)

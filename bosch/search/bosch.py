@@ -104,8 +104,8 @@ def rank_layers(
     )
     tie_drops = None
     if settings.break_ties:
-        full = HeadMask.all_full(*evaluator.shape)
-        original = evaluator.log.get(evaluator.units.head_mask(full))
+        full = evaluator.units.head_mask(HeadMask.all_full(*evaluator.shape))
+        original = evaluator.log.get(full)
         assert original is not None
         tie_drops = importance.averaged(
             layer_drops(importance.best_log_likelihoods, original.log_likelihood, scale=1.0)

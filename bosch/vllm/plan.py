@@ -298,9 +298,8 @@ def module_plan(
     # The largest modules that fill the blocks of a long request almost as well as single heads.
     plans = [plan_of_modules(most) for most in range(heads, 0, -1)]
     sizes = [plan.request_bytes(_LONG_REQUEST, 1) for plan in plans]
-    return next(
-        plan for plan, size in zip(plans, sizes, strict=True) if size <= _FEWER_GROUPS * min(sizes)
-    )
+    most_bytes = _FEWER_GROUPS * min(sizes)
+    return next(plan for plan, size in zip(plans, sizes, strict=True) if size <= most_bytes)
 
 
 def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:

@@ -43,9 +43,10 @@ def budget_rows(
     # KV slots of its points and of both ends: all heads at the narrowest window, and the original.
     slots_of_front = {least, *point_slots(search, price), most}
     held = sorted({slots - (slots - least) % saved for slots in slots_of_front})
-    named = (
-        held[:-1] if budgets == "all" else sorted({_slots_of(budget, held) for budget in budgets})
-    )
+    if budgets == "all":
+        named = held[:-1]
+    else:
+        named = sorted({_slots_of(budget, held) for budget in budgets})
     return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
 
 
@@ -68,15 +69,12 @@ def chosen_point(front: Front, price: Price) -> int:
         return _kept(front, price.budget.keep)
     masks = [front.mask(index) for index in range(len(front.points))]
     sizes = [price.of(mask.heads_per_layer(front.windows)) for mask in masks]
-    fitting = [
-        index
-        for index, mask in enumerate(masks)
-        if (
-            sizes[index] <= price.most
-            if price.budget.ratio is None
-            else mask.swa_ratio >= price.budget.ratio * (1 - 1e-12)
-        )
-    ]
+    ratio = price.budget.ratio
+    if ratio is None:
+        fitting = [index for index, size in enumerate(sizes) if size <= price.most]
+    else:
+        least = ratio * (1 - 1e-12)
+        fitting = [index for index, mask in enumerate(masks) if mask.swa_ratio >= least]
     if not fitting:
         raise UserError(
             f"search.budget.{price.budget.name}: the smallest point of the front holds "

@@ -61,14 +61,12 @@ def run(
     for; RunError when the model's logits are not finite, the log cannot be written, or a rank has
     ended.
     """
-    method = METHODS[config.section.method]
-    if config.section.method == "given" and config.section.mask is not None:
-        HeadMaskFile.load(config.section.mask)  # refuses a damaged mask before the model is loaded
-    with join_process_group(
-        config.runtime.search_parallel, config.runtime.timeout_minutes
-    ) as ranks:
+    section, runtime, method = config.section, config.runtime, METHODS[config.section.method]
+    if section.method == "given" and section.mask is not None:
+        HeadMaskFile.load(section.mask)  # refuses a damaged mask before the model is loaded
+    with join_process_group(runtime.search_parallel, runtime.timeout_minutes) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
-        sink_bias = _set_sink_bias(config.section, objective, work_dir)
+        sink_bias = _set_sink_bias(section, objective, work_dir)
         log = _evaluation_log(config, objective, ranks, work_dir)
         if sink_bias is not None and ranks.is_first:
             Journal(work_dir / _SINK_BIAS).replace([{"values": sink_bias}])
@@ -86,11 +84,10 @@ def run(
         kinds = decoder_layers(objective.model.config)
         # Without a context in the recipe, bytes are counted at the longest example.
         longest = objective.calibration.max_length
-        section = config.section
         price_of = section.front_price if method.finds_front else section.price
         price = price_of(kinds, config.model.dtype, longest)
-        ratio = 1.0 if method.finds_front else config.section.ratio_for(kinds, config.model.dtype)
-        settings = config.section.settings(config.seed, ratio)
+        ratio = 1.0 if method.finds_front else section.ratio_for(kinds, config.model.dtype)
+        settings = section.settings(config.seed, ratio)
         evaluator = Evaluator(objective, log)
         evaluator.slot_budgets = budgets_in_slots(section, price)
         with contextlib.ExitStack() as stack:
@@ -101,7 +98,7 @@ def run(
                 view = contextlib.closing(LiveView(work_dir, config, sink_bias))
                 evaluator.watch = stack.enter_context(view).update
             try:
-                result = find_mask(config.section.method, evaluator, settings)
+                result = find_mask(section.method, evaluator, settings)
             except (KeyboardInterrupt, LostRankError):
                 if log.path is not None:
                     _log_progress_so_far(evaluator, work_dir)
@@ -110,10 +107,8 @@ def run(
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
             _write_results(work_dir, config, summary, result, price, sink_bias)
-    return {
-        name: summary[name]
-        for name in ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
-    }
+    told = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
+    return {name: summary[name] for name in told}
 
 
 def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
@@ -130,13 +125,10 @@ def _evaluation_log(
     """The evaluation log for this search's numerics: hardware, backend, batch, split."""
     splits_sequences = config.runtime.search_parallel == "context"
     settings = numerics(
-        ranks.device,
-        resolve_backend(config.runtime.attention),
-        config.runtime.eval_batch_size,
-        STAGE.version,
-        shards=1 if splits_sequences else ranks.shards,
+        ranks.device, resolve_backend(config.runtime.attention), config.runtime.eval_batch_size,
+        STAGE.version, shards=1 if splits_sequences else ranks.shards,
         parts=ranks.shards if splits_sequences else 1,
-    )
+    )  # fmt: skip
     context = replace(objective.context, numerics=settings)
     return EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
 
@@ -245,9 +237,8 @@ def _log_bytes(price: Price, file: HeadMaskFile) -> None:
 
 def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
     """Log the score and the file of a stopped search's best mask."""
-    advice = (
-        f"{evaluator.costs()['evaluations']:.0f} evaluations are kept, the same command resumes"
-    )
+    kept = evaluator.costs()["evaluations"]
+    advice = f"{kept:.0f} evaluations are kept, the same command resumes"
     best = evaluator.best_on_budget
     if best is None:
         logger.warning("search stopped before its first mask on budget; %s", advice)

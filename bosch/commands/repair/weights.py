@@ -93,8 +93,9 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 if older.shape != weight.shape:
                     raise UserError(f"--from: {name} of {source} has another shape")
                 # Matrices only: a bias may be zero, or small enough to change direction in
-                # training.
-                if weight.ndim > 1 and not _are_alike(older, weight):
+                # training. NaN is not alike.
+                flat = (side.float().flatten() for side in (older, weight))
+                if weight.ndim > 1 and not cosine_similarity(*flat, dim=0) >= _ALIKE:
                     raise UserError(
                         f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; "
                         "name the checkpoint that was"
@@ -135,12 +136,6 @@ def _rows(config: Any, name: str, weight: Tensor) -> int:
 def _is_quantised(weight: Tensor) -> bool:
     """Whether a weight is quantised, or the scale of a quantised weight."""
     return not weight.ndim or not weight.is_floating_point() or weight.itemsize == 1
-
-
-def _are_alike(older: Tensor, weight: Tensor) -> bool:
-    """Whether one may have been fine-tuned from the other; False for NaN."""
-    cosine = cosine_similarity(older.float().flatten(), weight.float().flatten(), dim=0)
-    return bool(cosine >= _ALIKE)
 
 
 def _files(folder: Path) -> list[Path]:
