@@ -268,19 +268,12 @@ class HeadMaskFile:
             choices = range(len(self.windows), 0, -1)
             heads = [[np.flatnonzero(row == k).tolist() for k in choices] for row in mask.choices]
         return {
-            "format": 3 if self.sink_bias is not None else 2 if several else 1,
-            "model": self.model,
-            "method": self.method,
-            "swa_ratio": self.swa_ratio,
-            **sizes,
-            "sinks": self.sinks,
-            "num_layers": mask.num_layers,
-            "num_key_value_heads": mask.num_key_value_heads,
-            "swa_kv_heads": heads,
-            "score": self.score,
-            "seed": self.seed,
+            "format": 3 if self.sink_bias is not None else 2 if several else 1, "model": self.model,
+            "method": self.method, "swa_ratio": self.swa_ratio, **sizes, "sinks": self.sinks,
+            "num_layers": mask.num_layers, "num_key_value_heads": mask.num_key_value_heads,
+            "swa_kv_heads": heads, "score": self.score, "seed": self.seed,
             **({} if self.sink_bias is None else {"sink_bias": self.sink_bias}),
-        }
+        }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""

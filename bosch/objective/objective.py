@@ -188,14 +188,12 @@ class Objective:
                 + remedy(self.model)
             )
         evaluation = Evaluation(
-            score=score,
-            log_likelihood=likelihood,
-            seconds=seconds,
+            score=score, log_likelihood=likelihood, seconds=seconds,
             full_forward_equivalents=float(operations.sum()) / self.full_pass_operations,
             whole_pass_equivalents=self.mask_passes(mask),
             is_bound=len(measured) < len(self._batches),
             round_likelihoods=self._round_means(results, measured),
-        )
+        )  # fmt: skip
         self.observe(evaluation)
         return evaluation
 

@@ -97,12 +97,9 @@ class _Run:
             limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
             PyNomad.setSeed(0)  # NOMAD ignores a SEED equal to that of the last run
             result = PyNomad.optimize(
-                self._ask,
-                start.astype(float).tolist(),
-                [0.0] * size,
-                [1.0] * size,
+                self._ask, start.astype(float).tolist(), [0.0] * size, [1.0] * size,
                 _PARAMETERS + limits,
-            )
+            )  # fmt: skip
             self.run_flag = result["run_flag"]
         except BaseException as failure:
             self.failure = self.failure or failure
