@@ -27,9 +27,8 @@ class Journal:
     """A file of JSON objects, one per line, that several processes append to and read.
 
     Lines are written under a lock and are on disk before `append` returns. A line ends with a field
-    `crc32`, which entries do not have. The next `append` removes a torn last line, which a killed
-    writer leaves. Other lines with a wrong checksum or unknown fields are skipped and counted in
-    `damaged`.
+    `crc32`, which entries do not have. The next `append` removes a killed writer's torn last line.
+    Other lines with a wrong checksum or unknown fields are skipped and counted in `damaged`.
     """
 
     def __init__(self, path: Path) -> None:

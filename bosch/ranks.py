@@ -106,8 +106,7 @@ def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
 def partners_alive(*, every: bool = False) -> Iterator[None]:
     """Raise LostRankError if a connection to another rank breaks inside the block.
 
-    Its message names the processes and nodes that do not answer. Other errors pass through, unless
-    `every` RuntimeError means this.
+    It names silent processes and nodes. Other errors pass, unless `every` RuntimeError means this.
     """
     try:
         yield
@@ -129,8 +128,7 @@ def connection_broke(error: BaseException) -> bool:
 def _silent_partners() -> str:
     """Processes that do not answer, as the beginning of a message.
 
-    The remaining processes report to the launcher's store, on the first node, once their
-    connections are broken.
+    The others report to the launcher's store, on the first node, once their connections break.
     """
     unknown = "another process"
     if not dist.is_initialized():

@@ -26,8 +26,7 @@ SINK_TOKENS = 4
 class Window:
     """Keys of a sliding head: the last `size`, the query's own included, and the first `sinks`.
 
-    Raises ValueError unless both are integers, `size` is at least 1, `sinks` at least 0, and their
-    sum below 2^31.
+    ValueError unless both are integers, `size` from 1, `sinks` from 0, their sum below 2^31.
     """
 
     size: int

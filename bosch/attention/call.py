@@ -1,7 +1,6 @@
 """One call of attention: of a layer, and of one group of its heads.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads of the layer, HG of a
-group, D head dimension.
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV KV heads, HG of a group, D head size.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class GroupCall(NamedTuple):
     def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """All keys, all values, and their slots [B or 1, S + R].
 
-        A slot outside 0 .. Tk - 1 hides its key, so that a sink among the recent keys does not
-        count twice.
+        A slot outside 0 .. Tk - 1 hides its key, so no sink among recent keys counts twice.
         """
         key, value, slots, context = self.key, self.value, self.slots, self.context
         if slots is None:

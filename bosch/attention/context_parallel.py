@@ -5,8 +5,7 @@ full heads it gathers all keys and values; for the heads of each window it recei
 before its chunks that the window reaches (the halo), and the sinks. Gradients go the same way back.
 
 Shapes: B rows, n processes, C tokens of a chunk, T = 2nC of a sequence, HQ query heads, HKV
-key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV of a key and its value
-concatenated.
+key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV of a key and its value.
 """
 
 from __future__ import annotations

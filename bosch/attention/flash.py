@@ -97,9 +97,8 @@ def _flash_kernel(
 class Segments(NamedTuple):
     """The concatenated segments of all rows, as arguments of flash-attn.
 
-    `cu_seqlens_q`, `cu_seqlens_k` int32 [segments + 1]: where each begins and the last one ends;
-    `max_seqlen_q`, `max_seqlen_k`: tokens of the longest; `keys`: which of the B * Tk keys belong
-    to a segment, None for all.
+    `cu_seqlens_q`, `cu_seqlens_k` int32 [segments + 1]: where each begins and the last ends;
+    `max_seqlen_q`, `max_seqlen_k`: the longest; `keys`: those of B * Tk in a segment, None for all.
     """
 
     cu_seqlens_q: Tensor

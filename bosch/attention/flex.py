@@ -1,8 +1,7 @@
 """Attention of all groups of heads in one kernel of torch's flex_attention, on a GPU.
 
-Shapes: B batch, T queries, HQ query heads, D head dimension, W window; blocks of tokens, nq of
-queries and nk of keys. The reach of each head is an input of the kernel, so a new head mask needs
-no new compilation.
+Shapes: B batch, T queries, HQ query heads, D head dimension, W window; nq blocks of queries, nk of
+keys. The reach of a head is an input of the kernel, so a new mask compiles nothing.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ def fused_attention(
 ) -> Tensor:
     """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
 
-    `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias; `is_causal` needs
-    Tk = T. Raises RuntimeError where no kernel of FUSED_KERNELS takes the arguments on a GPU,
-    unless the logits are few.
+    `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias; `is_causal` needs Tk
+    = T. RuntimeError if on a GPU no kernel of FUSED_KERNELS takes many logits.
     """
     groups, shares = query.shape[1] // key.shape[1], False
     if groups > 1:  # a branch, since the comparison is symbolic when compiled

@@ -2,8 +2,7 @@
 
 Shapes: B batch, T query tokens, Tk keys, HQ query heads, HKV key/value heads of a layer, HG of a
 group, D head dimension. Search mode and deploy mode differ only here: a search layout names heads
-by index; in a deploy layout the heads of each group are adjacent, so that groups are contiguous
-slices (BOSCH B.2).
+by index; in a deploy layout groups are contiguous slices (BOSCH B.2).
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ class HeadGroup:
 class HeadLayout:
     """The heads of one layer in groups: full ones first, then from the widest window down.
 
-    `windows` are the windows in use, in this order; `sinks` is the number of sinks of the sliding
-    heads, 0 if there are none. The layout is contiguous if each group is a slice, in any order.
-    Raises ValueError when the groups are not a partition of the heads, two have the same window, or
-    their sinks differ.
+    `windows` are the windows in use, in this order; `sinks` is the number of sinks of sliding
+    heads. The layout is contiguous if each group is a slice, in any order. Raises ValueError when
+    the groups are not a partition of the heads, two have the same window, or their sinks differ.
     """
 
     groups: tuple[HeadGroup, ...]

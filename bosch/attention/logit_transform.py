@@ -18,8 +18,7 @@ class LogitTransform:
     """Attention logits s = scaling * q·k, and the changes of some families before the softmax.
 
     With `softcap` c, s becomes c * tanh(s / c) (Gemma 2). `head_logits` [HQ] are extra logits, one
-    per head in each softmax, without a value (called sinks in GPT-OSS). With `sliding_only` full
-    heads ignore them.
+    per head in each softmax (GPT-OSS's sinks). With `sliding_only` full heads ignore them.
     """
 
     scaling: float

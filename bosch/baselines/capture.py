@@ -33,9 +33,8 @@ from bosch.window import Window
 class LayerStates:
     """One layer on one example: query [HQ, T, D], key and value [HKV, T, D], detached.
 
-    `output_gradient` [HQ, T, D] is dL/dO, where O is the attention output before the output
-    projection; None in a pass without gradients. `transform` is that of full heads, with
-    the `head_logits` of all HQ.
+    `output_gradient` [HQ, T, D] is dL/dO, with O the attention output before its projection; None
+    without gradients. `transform`: that of full heads, with all HQ `head_logits`.
     """
 
     query: Tensor
@@ -65,9 +64,8 @@ def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:
 def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> None:
     """As `visit_layers`, with the gradient of the cross-entropy at each layer's attention output.
 
-    The loss is the mean over the answer tokens. Layers are recomputed in the backward pass, so that
-    the memory of activations does not grow with the width of the MLP. No parameter gets a gradient.
-    Raises as `visit_layers` does.
+    The loss is the mean over the answer tokens. Layers are recomputed backward, so that memory does
+    not grow with the MLP's width. No parameter gets a gradient. Raises as `visit_layers` does.
     """
     ids = torch.tensor(example.input_ids, device=model.device)
     answer = ids[-example.answer_length :]

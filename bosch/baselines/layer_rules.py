@@ -1,7 +1,6 @@
 """Layer rules: whole layers keep full attention, chosen by their place (BOSCH §3.4).
 
-N - ceil(rho N) units stay full: as many whole layers as possible, in the rule's order, and then the
-first KV heads of the next layer.
+N - ceil(rho N) units stay full: whole layers in the rule's order, then first KV heads of the next.
 """
 
 from __future__ import annotations

@@ -25,11 +25,10 @@ from bosch.window import Window
 def moa(model: Any, calibration: CalibrationSet, windows: Sequence[Window]) -> Scores:
     """Losses [L, HKV, 1 + windows] of each KV head: 0 for full, then one for each of `windows`.
 
-    A loss is the sum of the absolute influences that the window hides, averaged over examples. The
-    loss of an example is the mean cross-entropy of its answer tokens under the original model. The
-    largest influence among a KV head's query heads counts, in each example; the repository
-    (`num_key_value_groups`) takes it from the mean over examples of one length. Raises UserError as
-    `visit_gradients`.
+    A loss sums the absolute influences that the window hides, averaged over examples. The loss of
+    an example is the mean cross-entropy of its answer tokens under the original model. The largest
+    influence among a KV head's query heads counts in each example; the repository takes it from
+    the mean over examples of one length (`num_key_value_groups`). Raises as `visit_gradients`.
     """
     shape = mask_shape(model.config)
     sums = torch.zeros(*shape, 1 + len(windows), dtype=torch.float64)

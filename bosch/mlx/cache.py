@@ -1,7 +1,6 @@
 """Caches of a hybrid layer in mlx-lm: an mlx-lm cache for each group of heads.
 
-Shapes: B batch, T tokens of a pass, Tk keys, HQ query heads, HKV key/value heads of the layer, HG
-of a group, D head dimension.
+Shapes: B batch, T tokens, Tk keys, HQ query heads, HKV KV heads, HG of a group, D head size.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ class LayerPass:
 def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> Any:
     """Visible keys [T, Tk] of the next `tokens` tokens: a window, and the first `keep` of all.
 
-    mlx-lm's own window mask hides the sinks. A pass of one token sees every cached slot; in longer
-    passes the slots are in order.
+    mlx-lm's own mask hides sinks. One token sees all slots; in longer passes they are in order.
     """
     if tokens == 1:
         return None

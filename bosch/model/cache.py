@@ -1,8 +1,7 @@
 """Key/value cache whose sliding heads keep only the last W - 1 tokens and the sinks.
 
 Shapes: B batch, T tokens of a pass, HKV key/value heads, HG those of a group, R tokens held, D head
-dimension, S sinks, W window. Each group of heads has its own tensors, so that memory behind a
-window is freed.
+dimension, S sinks, W window. Each group of heads has its own tensors, which frees memory.
 """
 
 from __future__ import annotations

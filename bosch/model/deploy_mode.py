@@ -355,8 +355,7 @@ def _restarts(positions: Any) -> bool:
     """Whether positions restart within a row, as for packed documents.
 
     Positions with images have planes: (3, B, T) for time, height and width, which may restart
-    anywhere, or (4, B, T) with the positions in the sequence first, by which transformers separates
-    documents.
+    anywhere, or (4, B, T) with the positions in the sequence first, which separate documents.
     """
     if positions.ndim == 3:
         if len(positions) == 3:

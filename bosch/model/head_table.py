@@ -6,8 +6,7 @@ have each of them. With `sink: bias` each query head of a sliding head has an ex
 softmax, in the parameter `sink_bias` [query heads] of its layer's attention.
 
 A model that serves several budgets has these counts and `kv_slots`, at `context` tokens, in each of
-`budgets`. `chosen` has the slots of the default budget, which is used if the configuration's
-`kv_budget` is not set.
+`budgets`. `chosen` has the default's slots, used if `kv_budget` is not set.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def budget_slots(config: Any, budget: int | float | None) -> int | None:
     """KV slots of the budget that `budget` selects; None for a model with one layout.
 
     An integer from 2 on selects a budget by its slots, a share up to 1 the largest budget with at
-    most this share of the original's slots, None the default. Raises UserError if there is no such
-    budget.
+    most this share of the original's slots, None the default. UserError if there is none.
     """
     budgets, where = kv_budgets(config), _where(config)
     if not budgets:

@@ -1,7 +1,6 @@
 """Attention and mask function that transformers calls, registered under the name "bosch".
 
-Both must be registered: transformers passes no mask to an attention function without a mask
-function of the same name.
+Both must be registered: without a mask function transformers passes no mask.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ window. A hybrid layer has heads of both types, so transformers gets a model of 
 of one layer and one type, where g divides all such numbers. A slice is a layer in the pools, so a
 sliding head holds a ring of W tokens and a full head all tokens.
 
-Shapes: T tokens of all requests in a step, Tk keys, HQ query heads, HKV key/value heads, D head
-dimension.
+Shapes: T tokens of all requests in a step, Tk keys, HQ query heads, HKV KV heads, D head size.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class PagedView:
         """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk].
 
         A mask is 0 for visible keys and very negative elsewhere; if all slices have one type there
-        is a single mask. A row of padding sees no key, so it is made to see all, or its softmax
-        would be NaN.
+        is a single mask. A row of padding sees no key, so it is made to see all, against NaN.
         """
         if isinstance(attention_mask, Tensor):
             attention_mask = {self.config.layer_types[0]: attention_mask}
@@ -125,8 +123,7 @@ class PagedView:
 def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str, Any]) -> Tensor:
     """Attention of one layer over the pages of all requests: [1, T, HQ, D].
 
-    The call has the step's own query [1, HQ, T, D], key and value [1, HKV, T, D]. `options` are
-    those of the pass.
+    The call has the step's query [1, HQ, T, D], key and value [1, HKV, T, D], not the pages.
     """
     query, key, value, layout = call.query, call.key, call.value, call.layout
     assert isinstance(key, Tensor) and isinstance(value, Tensor)

@@ -1,8 +1,7 @@
 """A model sharded over several processes with transformers' tensor parallelism.
 
 A process holds a slice of every large weight. If the family's plan splits the attention heads, each
-process computes its own heads; otherwise queries, keys and values are gathered and every process
-computes every head.
+process computes its own heads; else queries, keys and values are gathered, and each computes all.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ def divides_heads(config: Any, shards: int) -> bool:
 def check_shards(model: Any, shards: int) -> float:
     """Share of the weights that this process holds, from 0 to 1.
 
-    Raises RunError if an attention projection is not divided evenly, or if this share is nearer to
-    1 than to 1 / `shards`.
+    RunError if a projection is divided unevenly, or the share is nearer to 1 than 1 / `shards`.
     """
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]

@@ -2,8 +2,7 @@
 
 The input of layer l depends only on the mask's rows below l. So it is cached under these rows, and
 a later mask that agrees below l starts at layer l. The same entry holds the attention outputs of
-layer l with every head full and with every head in each window, from which any row of a mask takes
-each head's output.
+layer l with every head full and in each window, from which any row takes its heads'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """From hidden states to results: the output head, exact match and log-likelihood of answers.
 
-E examples of a batch, A answer tokens of all, T tokens of a sequence, C hidden size, V vocabulary,
-S examples of a set.
+E examples of a batch, S of a set, A answer tokens, T tokens, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The calibration set as batches of padded rows, equal for any number of ranks.
 
-E examples of a batch, T tokens of the longest, A answer tokens of all, M most answer tokens of an
-example, C hidden size.
+E examples, T tokens of the longest, A answer tokens of all, M at most of one, C hidden size.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def batches_of_rank(rounds: Sequence[Sequence[int]], ranks: Ranks) -> list[int]:
     """Indices of this rank's batches among those of all rounds; `rounds` has the sizes of batches.
 
     Gradients and evaluations that can end early take one round at a time, so each round is divided
-    evenly: the largest batch first, to the rank with the fewest batches of this round and, among
-    these, the least work so far.
+    evenly: the largest batch first, to the rank with the fewest of this round, then the least work.
     """
     work = [0] * ranks.size
     assigned, offset = [], 0

@@ -175,10 +175,9 @@ class DecoderShape:
     ) -> float:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
-        A query of a full head costs the keys before it, a query of a sliding head the W keys it
-        sees; `shares` are the shares of heads with each window. The output head is computed at
-        `logits` tokens, by default at all. Multiplication and addition count as two operations;
-        recurrences are not counted.
+        A query of a full head costs the keys before it, one of a sliding head its W keys; `shares`
+        are those of heads by window. The output head is computed at `logits` tokens, by default at
+        all. Multiplication and addition count as two operations; recurrences are not counted.
         """
         full = keys = (length + 1) / 2
         for window, share in (shares or {}).items():

@@ -323,9 +323,8 @@ def answer_attention(
 ) -> Tensor:
     """Attention [E, M, HQ, D] of queries [E, HQ, M, D] at `columns` [E, M], with one window.
 
-    key and value [E, HKV, T, D]; `layout` has one group. Few fused kernels support a mask, and
-    without one all logits are in memory. So examples are computed in groups of at most `max_logits`
-    logits, or one by one.
+    key and value [E, HKV, T, D]; `layout` has one group. Few fused kernels take a mask, and others
+    keep all logits in memory: examples are computed in groups of at most `max_logits`.
     """
     keys = torch.arange(key.shape[2], device=key.device)
     (group,) = layout.groups

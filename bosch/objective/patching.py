@@ -101,9 +101,8 @@ def replace_attention(module: nn.Module, attend: Attend) -> Iterator[None]:
 def recompute_layers(model: Any) -> Iterator[None]:
     """Temporarily store only each decoder layer's input for a backward pass.
 
-    The backward pass recomputes one layer at a time, bit for bit: first up to the input of its
-    feed-forward block, whose backward runs in pieces of tokens, then its attention. Weights are
-    frozen.
+    The backward pass recomputes one layer at a time, bit for bit: up to its feed-forward block,
+    whose backward runs in pieces of tokens, then its attention. Weights are frozen.
     """
     with contextlib.ExitStack() as stack:
         for layer in model.get_decoder().layers:

@@ -32,9 +32,8 @@ from bosch.search.subproblem import optimise_layers
 class SearchResult:
     """A head mask on budget, its evaluation, anchors, and results of Algorithms 1 and 2 by layer.
 
-    `last_phase` is the evaluation of the last phase's mask, which differs if the search had
-    measured a better mask before. `front` has the masks of other budgets, if the method finds them,
-    without the model's name.
+    `last_phase` is the evaluation of the last phase's mask, which differs if a better mask was
+    measured before. `front` has masks of other budgets, if any, without the model's name.
     """
 
     mask: HeadMask

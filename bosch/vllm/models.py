@@ -2,8 +2,7 @@
 
 `HybridQwen3ForCausalLM` and similar classes are made at first use, from vLLM's class for the family
 or its transformers backend. After that class has built the model, each layer's attention is
-replaced by several modules of equally many KV heads, with or without a window; the computation
-itself is vLLM's.
+replaced by several of vLLM's modules, of equally many KV heads, with or without a window.
 """
 
 from __future__ import annotations

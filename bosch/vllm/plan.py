@@ -3,8 +3,7 @@
 vLLM keeps one cache per attention module and requires one page size, so every module has the same
 number g of KV heads, and every tensor-parallel rank the same modules. The plugin builds the modules
 of this plan; the figures repeat the arithmetic of vLLM's planner. The engine settings on which they
-depend are also here: the plugin sets them, and plans and reports use them. Needs neither torch nor
-vLLM.
+depend are also here: plugin, plans and reports use them. Needs neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ def packed_groups(
     """The plugin's groups for the modules of each kind, with little unused memory.
 
     `blocks` is the number of blocks of a request in each group of a kind. Returns the KV heads that
-    fit into a block (those of the largest group), and for each kind the indices of its modules by
-    group.
+    fit into a block (of the largest group), and by kind the indices of its modules by group.
     """
     bins = {
         kind: [_even_bins(heads, count) for count in range(1, min(len(heads), _MAX_GROUPS) + 1)]
@@ -318,8 +316,7 @@ class ServedCache:
     """Bytes that vLLM holds on each of `ranks` ranks for a request of `tokens`.
 
     `padded` is the part of `hybrid` that sliding heads hold because the ranks cannot divide the
-    full heads equally. `refusal` is the reason if vLLM cannot serve the hybrid on these ranks; then
-    all bytes are 0.
+    full heads equally. `refusal`: why vLLM cannot serve it on these ranks; all bytes are 0.
     """
 
     engine: Engine

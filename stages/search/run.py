@@ -58,8 +58,7 @@ def run(
     the set, the first one writes the files.
 
     Raises UserError when the model or the calibration set is damaged, or there is nothing to search
-    for; RunError when the model's logits are not finite, the log cannot be written, or a rank has
-    ended.
+    for; RunError when the model's logits are not finite, the log cannot be written, or a rank ends.
     """
     section, runtime, method = config.section, config.runtime, METHODS[config.section.method]
     if section.method == "given" and section.mask is not None:
