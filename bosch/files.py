@@ -55,9 +55,8 @@ class JsonLimits:
 # The largest tokenizer.json (Gemma 3) has 33 MB and 2.1 million values; the index of a model with
 # 100,000 tensors has 12 MB and 200,000.
 JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
-# config.json and its like: tokenizer_config.json of Gemma 3 lists 6,400 tokens in 1.2 MB and 96,000
-# values, and a config.json may list every module's quantisation. transformers takes 30 microseconds
-# for a key.
+# Gemma 3's tokenizer_config.json has 1.2 MB and 96,000 values; a config.json may list all modules'
+# quantisation. transformers takes 30 microseconds for a key.
 CONFIG_LIMITS = JsonLimits(4 * 2**20, 200_000)
 MAX_LAYERS = 1_000  # layers that such a file may state; no model is near it
 

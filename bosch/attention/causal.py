@@ -18,8 +18,7 @@ from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 
-# Rows that are padded on the left are computed one by one from this many queries on; below, one
-# call under a mask is faster.
+# From this many queries on rows padded on the left are computed one by one, below in one call.
 MIN_PADDED = 128
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
 DENSE_MASK_ENTRIES = 2**24
@@ -40,8 +39,7 @@ def masked_attention(
     """
     logits, compiling = transform.head_logits, torch.compiler.is_compiling()
     if not transform.is_plain:
-        # Logits of special families are computed densely, so that results equal transformers' to
-        # the bit.
+        # Special families' logits are computed densely, equal to transformers' to the bit.
         fused = transform.sliding_only and transform.softcap is None and not dropout
         if logits is None or not fused or query.device.type != "cpu" or compiling:
             return _unfused(query, key, value, transform, dropout, mask, is_causal)

@@ -73,8 +73,7 @@ def visit_gradients(model: Any, example: CalibrationExample, visit: Visit) -> No
         stack.enter_context(freeze(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_captured(model, visit))
-        # Hooks that are set during recomputation never fire: the backward pass uses the first
-        # graph.
+        # Hooks set during recomputation never fire: backward uses the first graph.
         stack.enter_context(recompute_layers(model))
         # Not inputs_embeds: Gemma 4 would search its vocabulary for each row.
         hook = model.get_input_embeddings().register_forward_hook(

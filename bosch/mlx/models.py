@@ -60,9 +60,8 @@ def _array(tensor: Tensor) -> mx.array:
 _MODELS = "mlx_lm.models."
 _ATTENTION = "scaled_dot_product_attention"
 
-# Families whose logits and tokens were compared with transformers' (tests/mlx/test_families.py).
-# For other families mlx-lm may interpret the configuration differently, or compute attention by
-# itself.
+# Families whose logits and tokens equal transformers' (tests/mlx/test_families.py). Others mlx-lm
+# may configure differently, or compute attention by itself.
 SERVED = (
     "afmoe", "cohere", "dots1", "ernie4_5", "ernie4_5_moe", "gemma", "glm4", "glm4_moe", "granite",
     "granitemoe", "helium", "hunyuan_v1_dense", "laguna", "llama", "mellum", "ministral3",

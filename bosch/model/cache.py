@@ -30,8 +30,7 @@ from bosch.model.families import decoder_layers
 from bosch.model.interface import layouts_of
 from bosch.window import Window
 
-# transformers' name of the cache in arguments and outputs: "past_key_values", from
-# transformers 5.24 on "cache".
+# transformers' name of the cache: "past_key_values", from transformers 5.24 on "cache".
 CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 

@@ -91,8 +91,7 @@ def _auto_table(module: str, table: str) -> Mapping[str, str]:
 
 
 HYBRID_PREFIX = "hybrid_"
-# Parameter of an attention module (in search mode a buffer) with an extra logit for each query
-# head; full heads do not use theirs.
+# Parameter of attention (in search mode a buffer) with logits of query heads; full heads use none.
 SINK_BIAS = "sink_bias"
 # Prefix of fields with a base value that config.json replaces by one that transformers refuses.
 BASE_PREFIX = "base_"

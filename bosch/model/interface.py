@@ -31,15 +31,13 @@ from bosch.model.families import SINK_BIAS, decoder_layers, known_family
 from bosch.model.paged import paged_attention
 from bosch.window import Window
 
-# A model loaded from its code file has a copy of these modules with its own classes, so each copy
-# registers under its own name.
+# A model's code file has a copy of these modules, with its own classes and its own name for them.
 NAME = (
     "bosch" if __name__ == "bosch.model.interface" else f"bosch_{zlib.crc32(__name__.encode()):08x}"
 )
 _STATE = "bosch_heads"
 Attend: TypeAlias = Callable[[nn.Module, AttentionCall], Tensor]
-# Attention modules that do not receive `output_attentions`; with eager they always return weights,
-# as in transformers.
+# Modules that do not get `output_attentions`; with eager they return weights, as in transformers.
 _ALWAYS_RETURN_WEIGHTS = (
     "NemotronAttention", "OPTAttention", "PersimmonAttention", "StableLmAttention",
 )  # fmt: skip

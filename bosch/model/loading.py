@@ -122,8 +122,7 @@ def load_model(
         check_faults(weight_faults(Path(name)))
     on_gpu = device is not None and torch.device(device).type == "cuda"
     if on_gpu and importlib.util.find_spec("accelerate") is not None:
-        # Loads weight by weight onto the GPU; otherwise each process would first hold the whole
-        # model in host memory.
+        # Weight by weight onto the GPU; else each process would hold the model in host memory.
         options["device_map"] = {"": device}
     try:
         loaded: Any = auto_class(config).from_pretrained(

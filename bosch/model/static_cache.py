@@ -86,8 +86,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             start = self.length.clone()
             steps = start + torch.arange(count, device=key_states.device)
             if not self.layout.has_full:
-                # A ring could take any token, so this makes a pass beyond the capacity fail on the
-                # device, as for full heads.
+                # A ring takes any token: make a pass beyond the capacity fail on the device.
                 steps = self.slots.index_select(0, steps)
             add = functools.partial(self._add_on_device, start, steps)
         else:
@@ -114,8 +113,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         if cached.group.window is None:
             past.index_copy_(2, steps, new)
             return CachedGroup(past)
-        # One token replaces the token that has just left the window; several would replace tokens
-        # that the first of them still sees.
+        # One token replaces the one that left the window; several would replace some still seen.
         newest = start if count == 1 else start - 1
         slots = newest - (newest - torch.arange(ring, device=device)) % ring
         recent = past

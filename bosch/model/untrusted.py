@@ -41,8 +41,7 @@ TOKENIZER_TEXTS = (
     "*.model", "*.spm", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja", "merges.txt",
     "vocab.txt", "vocab.bpe", "bpe.codes", "prophetnet.tokenizer",
 )  # fmt: skip
-# Fields with special tokens. transformers compares each with all others, which takes 32 s for
-# 50,000; Florence 2 has 1,000.
+# Special tokens. transformers compares all with all, 32 s for 50,000; Florence 2 has 1,000.
 _SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _MAX_SPECIAL_TOKENS = 10_000
 # Suffixes of fields that are lengths, for which transformers makes a list of this length.
@@ -66,8 +65,7 @@ _REFUSED = (
     "custom_generate", "penalty_alpha", "dola_layers", "force_words_ids", "constraints",
 )  # fmt: skip
 _QUANTISATION = ("quantization_config", "compression_config")
-# Quantisers that are loaded dequantised: with the package `kernels`, transformers would run them
-# with kernels from the hub.
+# Loaded dequantised: with the package `kernels`, transformers would use kernels from the hub.
 DEQUANTISED = ("fp8", "mxfp4")
 _QUANTISERS = (*DEQUANTISED, "awq", "bitsandbytes", "compressed-tensors", "gptq", "torchao")
 

@@ -176,7 +176,7 @@ class DecoderShape:
         """Operations of a forward pass over `tokens` in sequences of `length`.
 
         A query of a full head costs the keys before it, one of a sliding head its W keys; `shares`
-        are those of heads by window. The output head is computed at `logits` tokens, by default at
+        has those of heads by window. The output head is computed at `logits` tokens, by default at
         all. Multiplication and addition count as two operations; recurrences are not counted.
         """
         full = keys = (length + 1) / 2

@@ -29,8 +29,7 @@ from bosch.window import Window, Windows, block_size, window_menu
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 # Families' names of a norm after the feed-forward block, before the residual sum.
 _NORMS_AFTER = ("post_feedforward", "post_ffn", "post_mlp", "post_norm2")
-# Families whose attention and feed-forward block both read a layer's input; in some it depends on
-# the configuration.
+# Families whose attention and feed-forward block read one input; in some by configuration.
 _SIDE_BY_SIDE = ("cohere", "cohere2", "cohere2_moe", "phi")
 
 

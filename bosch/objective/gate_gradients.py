@@ -66,8 +66,7 @@ def gate_gradients(
             rows, columns, answers = rows[mine], columns[mine], answers[mine]
         logits = answer_logits(model, hidden[rows, columns])
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
-        # Every process runs this backward pass, even without an answer among its tokens, since the
-        # layers exchange keys and values.
+        # Every process runs it, even without an answer, since layers exchange keys and values.
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
     gradient = gradient.double()
     if split is not None:

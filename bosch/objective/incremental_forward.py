@@ -69,8 +69,7 @@ class IncrementalForward:
     ) -> None:
         self.decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
-        # Rows of a mask are layers with full attention; other layers are computed unchanged, or
-        # skipped with the layers below.
+        # Rows of a mask are the layers with full attention; others are computed, or skipped.
         kinds = decoder_layers(model.config)
         self.full_layers = kinds.full
         self.attentions = attention_modules(model)
@@ -91,8 +90,7 @@ class IncrementalForward:
         # Width of the outputs of this process's heads.
         width = num_own_heads * self.q_per_kv * kinds.head_dim
         self.bytes_per_position: int = len(self.layouts) * width * model.dtype.itemsize
-        # CPU threads divide a batched product by its number of heads, so the last bits of a head's
-        # output may depend on the other heads.
+        # CPU threads divide a batched product by its heads, so last bits may depend on other heads.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
         self.verified: set[str] = set()
         # Savings that are off because they changed a result: 1 is _MIXTURE, 2 also _START.

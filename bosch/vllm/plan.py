@@ -58,8 +58,7 @@ class Engine:
         return self.concurrent_steps * batch_tokens(windows, most)
 
 
-# vLLM's blocks have 128 tokens on a CPU. Its kernels support multiples of 32, and a window ends
-# within a block, so the plugin sets 32.
+# vLLM has 128 tokens a block on a CPU, its kernels multiples of 32; a window ends in a block.
 CPU = Engine("CPU", 32, 1, 2048, per_rank=True)
 SMALL_GPU = Engine("GPU", 16, 2, 2048)
 LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192)

@@ -28,8 +28,7 @@ from stages.pages.charts import (
 )
 from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary, TracePoint
 
-# Name of each phase above the picture, in the legend, and the style of its points. A phase that is
-# not listed keeps its own name.
+# A phase's name above the picture and in the legend, and its points' style; else its own name.
 PHASES = {
     "anchors": ("Anchors", "anchors", Style("ink")),
     "layer_importance": ("Algorithm 1", "Algorithm 1, layer importance", Style("seventh")),

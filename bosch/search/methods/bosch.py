@@ -56,8 +56,7 @@ def _b_layer(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     budget = swa_budget(num_layers * num_units, settings.swa_ratio)
     quota = -(-budget // num_units)
     surplus = quota * num_units - budget
-    # The layer that becomes partly full again is chosen among the sliding ones, then its units in
-    # turn.
+    # The layer to become partly full is chosen among the sliding ones, then its units in turn.
     repair = quota + sum(num_units - i for i in range(surplus)) if surplus else 0
     return ANCHORS + _sub_problem(settings, num_layers, num_layers, quota) + repair
 
