@@ -60,10 +60,7 @@ class ContextSplit:
         return sum(map(len, _outside(needed, held)))
 
     def traffic(self, window: Window | None) -> int:
-        """Tokens that all processes together receive for a head; gradients return likewise.
-
-        (n - 1) T if full; if sliding with W - 1 <= C, 2 (n - 1) (W - 1) and the sinks.
-        """
+        """Tokens received for a head: (n - 1) T; with W - 1 <= C 2 (n - 1) (W - 1) and sinks."""
         return sum(self.received(rank, window) for rank in range(self.ranks))
 
 

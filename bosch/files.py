@@ -251,10 +251,7 @@ def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
 
 
 def check_json_text(text: bytes, limits: JsonLimits) -> None:
-    """Raise ValueError if a JSON text has more values, or deeper nesting, than allowed.
-
-    It builds no values; up to the first syntax error it sees what a parser sees.
-    """
+    """Raise ValueError for too many or too deep values of a JSON text, without building them."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     values, quotes, depth = 1, 0, 0

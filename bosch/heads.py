@@ -229,10 +229,7 @@ class HeadMaskFile:
         seed: int | None = None,
         sink_bias: Sequence[Sequence[float]] | None = None,
     ) -> HeadMaskFile:
-        """Make the file of `mask`, with the model and the search that it comes from.
-
-        `sink_bias` [L][HQ]: extra logits of query heads. ValueError for more windows than the menu.
-        """
+        """The file of `mask`; `sink_bias` [L][HQ]. ValueError for more windows than the menu."""
         mask.windows_per_layer(windows)
         return cls(  # as Python's numbers: JSON cannot hold numpy's
             model, method, float(swa_ratio), mask, window_menu(windows),

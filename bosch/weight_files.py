@@ -38,10 +38,7 @@ def weight_faults(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the weight files and of their index, each once, also if they are missing.
-
-    Raises UserError for an index that cannot be read, or that names a file outside the directory.
-    """
+    """Weight files and index, each once, even if missing; UserError for a bad or foreign index."""
     index = directory / INDEX
     # If both exist, transformers reads the single file.
     single = [WEIGHTS] if (directory / WEIGHTS).is_file() or not index.is_file() else []

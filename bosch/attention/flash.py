@@ -24,10 +24,7 @@ _NO_WINDOW = (-1, -1)
 
 
 def flash_kernel_attention(call: AttentionCall) -> Tensor:
-    """Attention of all groups of heads: [B, T, HQ, D].
-
-    Fixed caches, and extra logits with dropout, go to sdpa. UserError for padding between tokens.
-    """
+    """Attention [B, T, HQ, D]; by sdpa for fixed caches, and for extra logits with dropout."""
     key = call.key
     ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
     if ring or (call.dropout and call.transform.head_logits is not None):
@@ -109,10 +106,7 @@ class Segments(NamedTuple):
 
 
 def _flash_segments(context: AttentionContext, count: int, device: torch.device) -> Segments:
-    """Segments of a pass over its last `count` key slots.
-
-    A padded query is a segment. UserError for padding between tokens, which windows must count.
-    """
+    """Segments over the last `count` key slots; a padded query is one. UserError for gaps."""
     marks = context.document if context.valid is None else context.valid
     assert marks is not None
     rows, first = marks.shape[0], context.kv_length - count

@@ -132,10 +132,7 @@ def _sliding_dense(call: GroupCall, window: Window) -> Tensor:
 
 
 def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
-    """A whole sequence without padding; without sinks there are no copies of keys or queries.
-
-    The first W + S queries are causal, whole blocks follow, the rest is one short block.
-    """
+    """A whole sequence without padding: W + S causal queries, whole blocks, and a short rest."""
     query, key, value, sinks = call.query, call.key, call.value, window.sinks
     options, context = (call.transform, call.dropout), call.context
     batch, heads, length, dim = query.shape

@@ -53,10 +53,7 @@ def query_heads(model: Any) -> int:
 
 
 def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:
-    """Run one example [T] and call `visit(layer, states)` for each layer.
-
-    Raises UserError if the family is not supported or has no full attention.
-    """
+    """Call `visit(layer, states)` for each layer of a pass over [T]; UserError for the family."""
     with torch.inference_mode(), _captured(model, visit):
         model.get_decoder()(input_ids=input_ids[None].to(model.device), use_cache=False)
 

@@ -20,10 +20,7 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranked:
-    """A mask on budget; `tied` counts the units with the same score as the last one that slides.
-
-    `tied` is 0 if all of them slide, since then there was no choice among equals.
-    """
+    """A mask on budget; `tied` units score as the last that slides, 0 if all of these slide."""
 
     mask: HeadMask
     tied: int

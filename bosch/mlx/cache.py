@@ -32,10 +32,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         return self.caches[0].offset
 
     def is_trimmable(self) -> bool:
-        """Whether tokens can be removed from the end: only where no head has a window.
-
-        mlx-lm asks before speculative decoding; a full window lost what refused drafts replaced.
-        """
+        """For speculative decoding: a full window has lost what refused drafts replaced."""
         return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> HybridLayerCache:
@@ -121,10 +118,7 @@ class LayerPass:
 
 
 def _mask_with_sinks(cache: RotatingKVCache, tokens: int) -> Any:
-    """Visible keys [T, Tk] of the next `tokens` tokens: a window, and the first `keep` of all.
-
-    mlx-lm's own mask hides sinks. One token sees all slots; in longer passes they are in order.
-    """
+    """Visible keys [T, Tk], window and sinks, which mlx-lm's mask hides; None for one token."""
     if tokens == 1:
         return None
     end = cache.offset + tokens

@@ -1,7 +1,4 @@
-"""Users of a hybrid model's layout: caches, and managers of continuous batching.
-
-The layout must not change while there are any; weak references leave out unused ones.
-"""
+"""Users of a hybrid's layout, which keep it from changing: caches, and managers of batches."""
 
 from __future__ import annotations
 

@@ -74,10 +74,7 @@ class ContextParallel:
     def begin(
         self, rows: int, length: int, positions: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Begin a pass over `rows` sequences of `length` tokens; returns own positions [B, 2C].
-
-        `positions` [B, T] restart with each document; None means one document per sequence.
-        """
+        """Begin a pass over [B, T], one document each or by `positions`; own positions [B, 2C]."""
         document = None
         if positions is None:
             positions = torch.arange(length, device=device)[None]

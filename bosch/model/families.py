@@ -416,10 +416,7 @@ def _reason(config: Any) -> str | None:
 
 
 def attention_needs(config: Any) -> dict[str, str]:
-    """Abilities that a model's attention needs of a backend, with the reasons for messages.
-
-    `softcap`; `head_logits`, its own or a hybrid's sliding heads'; `wide_heads`: many dimensions.
-    """
+    """Needs of a backend, with reasons: `softcap`, `head_logits` (also sliding), `wide_heads`."""
     needs = {}
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         needs["softcap"] = "the model has"

@@ -14,10 +14,7 @@ _NO_OUTPUT = {"_name_or_path", "architectures", "dtype", "transformers_version",
 
 
 def model_fingerprint(model: Any) -> str:
-    """Identity of a loaded model: SHA-256 of its configuration and a sample of every weight.
-
-    The configuration tells equal weights with another RoPE base, scale or soft-cap apart.
-    """
+    """SHA-256 of a loaded model's configuration (RoPE, caps) and a sample of every weight."""
     digest = hashlib.sha256()
     content = _of_output(model.config.to_dict())
     digest.update(json.dumps(content, sort_keys=True, default=str).encode())

@@ -1,7 +1,4 @@
-"""Attention and mask function that transformers calls, registered under the name "bosch".
-
-Both must be registered: without a mask function transformers passes no mask.
-"""
+"""Attention and mask function for transformers, both of which must be registered as "bosch"."""
 
 from __future__ import annotations
 

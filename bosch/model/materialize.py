@@ -1,7 +1,4 @@
-"""Make a hybrid model of a base model and a head mask, or the masks of a front.
-
-Weights are permuted, the layout is in the config.
-"""
+"""Make a hybrid of a base model and head masks: permuted weights, and the layout in the config."""
 
 from __future__ import annotations
 

@@ -121,10 +121,7 @@ class PagedView:
 
 
 def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str, Any]) -> Tensor:
-    """Attention of one layer over the pages of all requests: [1, T, HQ, D].
-
-    The call has the step's query [1, HQ, T, D], key and value [1, HKV, T, D], not the pages.
-    """
+    """Attention [1, T, HQ, D] over all requests' pages, of the step's own query, key and value."""
     query, key, value, layout = call.query, call.key, call.value, call.layout
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
     cache = options["pages"]

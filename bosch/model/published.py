@@ -27,10 +27,7 @@ def renames_weights(family: Family) -> bool:
 def published_names(
     weights: Iterable[tuple[str, Tensor]], family: Family, config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` under the published names; other names stay as they are.
-
-    They are converted one by one, since no published weight combines several of them.
-    """
+    """`weights`, one by one, under the published names; no published weight combines several."""
     conversions = _conversions(family.model_type)
     if conversions is None:
         yield from weights

@@ -195,10 +195,7 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
 
 class StaticHybridCache(SplitCache):
-    """Cache of a hybrid model for `max_cache_len` tokens, allocated once.
-
-    Full heads have as many entries, sliding ones at most W + S. Decoding compiles once.
-    """
+    """Cache for `max_cache_len` tokens, at most W + S of sliding heads; decoding compiles once."""
 
     def __init__(
         self,

@@ -47,10 +47,7 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
 
 
 def divides_heads(config: Any, shards: int) -> bool:
-    """Whether each of `shards` processes computes its own heads under the family's plan.
-
-    Raises UserError if the family has no plan, or its KV heads cannot be divided.
-    """
+    """Whether `shards` compute own heads by the family's plan; UserError if they cannot."""
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UserError(
@@ -74,10 +71,7 @@ def divides_heads(config: Any, shards: int) -> bool:
 
 
 def check_shards(model: Any, shards: int) -> float:
-    """Share of the weights that this process holds, from 0 to 1.
-
-    RunError if a projection is divided unevenly, or the share is nearer to 1 than 1 / `shards`.
-    """
+    """This process's share of the weights; RunError if nearer to 1 than 1 / `shards`, or uneven."""
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
         for weight in projections:

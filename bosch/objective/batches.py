@@ -43,10 +43,7 @@ class Batch:
 
     @cached_property
     def answer_columns(self) -> Tensor:
-        """`columns` as a table with a row for each example, [E, M]; short rows repeat their first.
-
-        `answer_columns[rows[i], answer_indices[i]]` is `columns[i]`.
-        """
+        """`columns` by example and `answer_indices`, [E, M]; short rows repeat their first."""
         most = int(self.answer_indices.max()) + 1
         first = self.columns[self.answer_indices == 0]
         columns = first[:, None].repeat(1, most)
@@ -57,10 +54,7 @@ class Batch:
 def batches_by_round(
     calibration: CalibrationSet, batch_size: int, vocabulary: int
 ) -> list[list[Batch]]:
-    """The batches of each round of the set.
-
-    Sorted by length, for little padding. UserError for a token outside `vocabulary`.
-    """
+    """Batches of each round, sorted by length; UserError for a token outside `vocabulary`."""
     examples = calibration.examples
     highest = max(max(example.input_ids) for example in examples)
     if highest >= vocabulary:

@@ -1,7 +1,4 @@
-"""A decoder's sizes, from transformers' model, and the operations of its passes.
-
-The model is built on the meta device, with shapes of parameters but no memory.
-"""
+"""A decoder's sizes and operations, from transformers' model on the meta device."""
 
 from __future__ import annotations
 

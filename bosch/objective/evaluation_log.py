@@ -147,10 +147,7 @@ class EvaluationLog:
         return None
 
     def history(self, mask: HeadMask, phase: str) -> Sequence[Record]:
-        """All evaluations of `mask`, in order.
-
-        Without a complete one the pool's is added, if any; all ranks must ask for the same masks.
-        """
+        """All evaluations of `mask`, also the pool's if none is complete; alike on all ranks."""
         if self._has_pool and self.get(mask) is None:
             self._read_pool()
             pooled = self._ranks.from_first(self._pooled.get(mask.key))

@@ -340,10 +340,7 @@ def answer_attention(
 
 
 def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:
-    """A layer's arguments, reduced from T = `length` positions to those at `columns` [E, M].
-
-    Tensors [E or 1, T, ...] and [E or 1, 1, T, X] are reduced, also within tuples.
-    """
+    """A layer's [E or 1, T, ...], [E or 1, 1, T, X] or tuples of them, at `columns` [E, M]."""
 
     def narrowed(value: Any) -> Any:
         if isinstance(value, tuple):

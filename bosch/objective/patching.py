@@ -196,10 +196,7 @@ def _zeros(projection: nn.Linear, hidden: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def attention_outputs(attention: Any, family: Family, outputs: Tensor) -> Iterator[None]:
-    """Temporarily use given attention outputs [B, T, HQ, D] instead of computing them.
-
-    Computes only the output projection, and in gated families queries and gate.
-    """
+    """Temporarily use attention outputs [B, T, HQ, D]; gated families compute queries and gate."""
     with contextlib.ExitStack() as stack:
         if family.gated:
             stack.enter_context(replace_attention(attention, lambda *arguments: outputs))

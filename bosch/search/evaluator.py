@@ -275,10 +275,7 @@ class Evaluator:
         return sum(g.full_forward_equivalents for g in self._gradients.values())
 
     def anchors(self, swa_ratio: float, choice: int = 1) -> Anchors:
-        """S(all sliding) and S(all full), the anchors of Eq. 2; `swa_ratio` sets `budget`.
-
-        `choice` is the all-sliding mask's window, as in `HeadMask.choices`; by default the widest.
-        """
+        """S(all sliding), by window `choice`, and S(all full), Eq. 2; `swa_ratio` sets `budget`."""
         layers, units = self.shape
         self.budget = swa_budget(layers * units, swa_ratio)
         all_sliding = HeadMask.of_choices(np.full(self.shape, choice))

@@ -132,10 +132,7 @@ class FrontSearch(Moves):
         return self.points[number].evaluation.score < self.full.score - 1e-9
 
     def _best_kind(self, number: int, values: Values, order: Choices) -> int:
-        """The window of sliding units that wins at a budget, or `_MIXED` for a mixture.
-
-        Tried by the gain of a gradient at the best layout, or of `values` if that answers nothing.
-        """
+        """The sliding units' window that wins, by promised gain, or `_MIXED` for a mixture."""
         self.kinds_tried = True
         best = self.kinds - 1
         layouts = {

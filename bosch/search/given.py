@@ -12,10 +12,7 @@ from bosch.window import window_menu, windows_text
 
 
 def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
-    """The mask of `settings.mask`, checked against model, ratio, windows and head granularity.
-
-    `scorer` has the shape, and `windows` if known. UserError for a missing, bad or unfit file.
-    """
+    """The mask of `settings.mask`; UserError unless it fits model, ratio, windows and units."""
     path = settings.mask
     if not path:
         raise UserError("search.mask: method given reads the head mask from a file; name one")

@@ -41,10 +41,7 @@ def check_passes(needed: float, left: float, what: str) -> None:
 
 
 class GradientMeans:
-    """The mean gradient at each layout: the estimated value of every choice.
-
-    `take(layout, share)` computes one over a part of the examples, for at most `cost` passes.
-    """
+    """Mean gradient by layout; `take(layout, share)` computes one, for at most `cost` passes."""
 
     def __init__(self, evaluator: Evaluator, take: Callable[[Any, int], Values]) -> None:
         self.cost = max(evaluator.cost_of_gradient(share, SHARES) for share in range(SHARES))

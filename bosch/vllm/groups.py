@@ -16,10 +16,7 @@ def module_name(attention: str, index: int) -> str:
 
 
 def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
-    """vLLM's groups for the caches of modules: those of `bosch.vllm.plan.packed_groups`.
-
-    vLLM's groups if sliding heads should hold all tokens, or if there is a draft model.
-    """
+    """`packed_groups` of modules as vLLM's; vLLM's own with a draft model or all tokens held."""
     from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 

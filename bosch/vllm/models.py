@@ -55,10 +55,7 @@ class SplitAttention(nn.Module):
 
 
 class WiderCachedAttention(Attention):  # type: ignore[misc]
-    """Attention in a window with a wider cache, which the same module needs on another rank.
-
-    vLLM requires equal caches on all ranks. `cache_window` is None for a full cache.
-    """
+    """Attention in a window whose cache is as wide (None: full) as another rank needs for it."""
 
     sliding_window: int | None
     cache_window: int | None = None

@@ -16,10 +16,7 @@ __all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plu
 
 
 def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
-    """Best candidate on budget, by enumeration if the evaluations suffice, else by `solver`.
-
-    (1+1) takes problems with too many variables for NOMAD's quadratic models (BOSCH B.2).
-    """
+    """Best on budget, by enumeration if affordable; (1+1) for NOMAD's too many variables (B.2)."""
     if math.comb(problem.size, problem.quota) <= problem.budget:
         brute_force(problem)
     elif solver == "annealing":
