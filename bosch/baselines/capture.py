@@ -53,7 +53,7 @@ def query_heads(model: Any) -> int:
 
 
 def visit_layers(model: Any, input_ids: Tensor, visit: Visit) -> None:
-    """Call `visit(layer, states)` for each layer of a pass over [T]; UserError for the family."""
+    """Call `visit(layer, states)` for each layer of a pass over [T]; UserError if unsupported."""
     with torch.inference_mode(), _captured(model, visit):
         model.get_decoder()(input_ids=input_ids[None].to(model.device), use_cache=False)
 

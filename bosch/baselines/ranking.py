@@ -20,7 +20,7 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranked:
-    """A mask on budget; `tied` units score as the last that slides, 0 if all of these slide."""
+    """A mask on budget; `tied`: units that score as the last that slides, 0 if all of them do."""
 
     mask: HeadMask
     tied: int

@@ -32,7 +32,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         return self.caches[0].offset
 
     def is_trimmable(self) -> bool:
-        """For speculative decoding: a full window has lost what refused drafts replaced."""
+        """Whether no head has a window: a full one has lost what refused drafts replaced."""
         return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> HybridLayerCache:
