@@ -99,6 +99,7 @@ class AttentionCall(NamedTuple):
                 sinks = None, None, None
             heads = layout.heads_of(self.query, group, q_per_kv)
             transform = self.transform.of(layout, group, q_per_kv)
-            options = group.window, self.context, transform, self.dropout
-            outputs.append(attend(GroupCall(heads, *states, *options, *sinks)))
+            outputs.append(attend(GroupCall(
+                heads, *states, group.window, self.context, transform, self.dropout, *sinks
+            )))  # fmt: skip
         return layout.merge(outputs, q_per_kv)

@@ -73,7 +73,8 @@ class AttentionContext:
         """The padding and documents of one row, in a pass without `start`."""
         pick = slice(row, row + 1)
         tables = (None if table is None else table[pick] for table in (self.valid, self.document))
-        return AttentionContext(self.q_length, self.q_offset, *tables)
+        valid, document = tables
+        return AttentionContext(self.q_length, self.q_offset, valid, document)
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, called once per pass and key; in a compiled pass it is called each time."""

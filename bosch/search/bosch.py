@@ -252,15 +252,16 @@ def assign_ratios(
         for j, group in enumerate(split_evenly(hardest_first, len(buckets))):  # line 12
             for layer in group:
                 rank[layer] = j  # line 13
-        quotas = _step_buckets(rank, units, hardest_first, budget)
-    quotas = _give_remainder(quotas, num_heads, hardest_first, budget)
+        quotas = _stepped(rank, units, hardest_first, budget)
+    # Single units: the easiest layers get the rest, or the hardest give up a surplus.
+    quotas = _stepped(quotas, range(num_heads + 1), hardest_first, budget)
     return LayerRatios(drops.tolist(), weights.tolist(), quotas, hardest_first)
 
 
-def _step_buckets(
-    ranks: list[int], units: list[int], hardest_first: list[int], target: int
+def _stepped(
+    ranks: list[int], units: Sequence[int], hardest_first: list[int], target: int
 ) -> list[int]:
-    """Move layers between neighbouring buckets while a step fits the gap (lines 17 to 33)."""
+    """Move layers between neighbouring sizes while a step fits the gap (lines 17 to 33)."""
     rank = list(ranks)
     gap = target - sum(units[r] for r in rank)  # lines 14 and 15
     direction = 1 if gap > 0 else -1
@@ -278,22 +279,6 @@ def _step_buckets(
                 gap -= step
                 moved = True
     return [units[r] for r in rank]  # line 34
-
-
-def _give_remainder(
-    quotas: list[int], num_heads: int, hardest_first: list[int], target: int
-) -> list[int]:
-    """Assign the remaining units to the easiest layers, or take a surplus from the hardest."""
-    quotas = list(quotas)
-    gap = target - sum(quotas)
-    direction = 1 if gap > 0 else -1
-    order = hardest_first[::-1] if gap > 0 else hardest_first
-    while gap != 0:
-        for layer in order:
-            if gap != 0 and 0 <= quotas[layer] + direction <= num_heads:
-                quotas[layer] += direction
-                gap -= direction
-    return quotas
 
 
 def ratio_groups(
