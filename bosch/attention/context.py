@@ -72,8 +72,7 @@ class AttentionContext:
     def row(self, row: int) -> AttentionContext:
         """The padding and documents of one row, in a pass without `start`."""
         pick = slice(row, row + 1)
-        tables = (None if table is None else table[pick] for table in (self.valid, self.document))
-        valid, document = tables
+        valid, document = (None if x is None else x[pick] for x in (self.valid, self.document))
         return AttentionContext(self.q_length, self.q_offset, valid, document)
 
     def memo(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -331,10 +331,10 @@ def answer_attention(
     step = max(1, max_logits // (query.shape[1] * visible[0].numel()))
     groups = zip(*(torch.split(x, step) for x in (query, key, value, visible)), strict=True)
     outputs = [
-        fused_attention(*states, mask=seen[:, None], scale=transform.scaling)
+        fused_attention(q, k, v, mask=seen[:, None], scale=transform.scaling)
         if transform.is_plain
-        else dense_attention(*states, seen[:, None], transform)
-        for *states, seen in groups
+        else dense_attention(q, k, v, seen[:, None], transform)
+        for q, k, v, seen in groups
     ]
     return torch.cat(outputs).transpose(1, 2).contiguous()
 

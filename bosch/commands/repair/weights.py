@@ -94,8 +94,8 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                     raise UserError(f"--from: {name} of {source} has another shape")
                 # Matrices only: a bias may be zero, or small enough to change direction in
                 # training. NaN is not alike.
-                flat = (side.float().flatten() for side in (older, weight))
-                if weight.ndim > 1 and not cosine_similarity(*flat, dim=0) >= _ALIKE:
+                left, right = (side.float().flatten() for side in (older, weight))
+                if weight.ndim > 1 and not cosine_similarity(left, right, dim=0) >= _ALIKE:
                     raise UserError(
                         f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; "
                         "name the checkpoint that was"
