@@ -199,7 +199,7 @@ def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     cached = [budgets.context, *(window.held(budgets.context) for window in windows)]
     costs = group * np.array(cached, dtype=np.float64)
     sliding, units = evaluator.budget, math.prod(evaluator.shape)
-    slots = budgets.chosen
+    slots: float | None = budgets.chosen
     if slots is None:
         slots = float((units - sliding) * costs[0] + sliding * costs[-1])
     mask = HeadMask.of_choices(allotted(-np.stack(by_choice, axis=2), costs, slots))
