@@ -48,8 +48,7 @@ class ContextSplit:
     def received(self, rank: int, window: Window | None) -> int:
         """Tokens whose keys and values a process receives for a head, with one document.
 
-        `window` is None for a full head. With several documents, each with its own sinks, a chunk
-        may receive up to S tokens more; they are not counted.
+        `window` None is full. Several documents, each with sinks, add up to S tokens, not counted.
         """
         held = [range(c * self.chunk, (c + 1) * self.chunk) for c in self.chunks_of(rank)]
         needed = [range(self.length)]

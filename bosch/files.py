@@ -43,8 +43,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 class JsonLimits:
     """Limits of a JSON text from an untrusted source.
 
-    A value in Python takes up to about 100 bytes even if it is short in the file, so memory is
-    bounded by the number of values (keys, lists and objects included), not by bytes.
+    Values (keys, lists and objects too) bound the memory: each takes up to 100 bytes in Python.
     """
 
     most_bytes: int

@@ -213,11 +213,7 @@ class Front:
         return tuple(index in longest for index in range(count))
 
     def head_order(self) -> list[list[int]]:
-        """KV heads of each layer from the widest window to the narrowest in every nested point.
-
-        In each of these points full heads come before sliding ones, and wider windows before
-        narrower. Heads with equal windows in all nested points keep the base model's order.
-        """
+        """KV heads by layer, the widest window first in every nested point, else in base order."""
         choices = self._choices[np.array(self.nested)].astype(int).sum(axis=0)
         return [[int(head) for head in np.argsort(row, kind="stable")] for row in choices]
 

@@ -172,8 +172,7 @@ def gather_sinks(
 ) -> Tensor:
     """States of each row's first `sinks` real tokens, [B, HG, S, D].
 
-    They come from `recent` (the last R slots) or, once they have left it, from `earlier`. Entries
-    for tokens that a row does not have yet are arbitrary.
+    From `recent` (the last R slots) or, once gone, `earlier`; arbitrary for tokens not there yet.
     """
     first = context.end - recent.shape[2]
     slots = context.sink_slots(sinks, recent.device)

@@ -327,8 +327,7 @@ class SplitCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens in all layers, or in none if one raises.
 
-        Raises as the layers do, and RuntimeError if the model has recurrent states, from which
-        tokens cannot be removed, except all of them.
+        Raises as the layers do, and RuntimeError for recurrent states, unless all tokens go.
         """
         check_removed(tokens_to_remove)
         layers: Iterable[Any] = self.layers

@@ -101,8 +101,7 @@ class CacheSize:
     def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
         """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
 
-        A sliding head has a ring of W tokens; every head has whole pages. Models with sinks or
-        states of fixed size are not supported there (`bosch.model.families.pages_refusal`).
+        Sliding heads have a ring of W tokens, all have whole pages (see `families.pages_refusal`).
         """
 
         def pages(most: int) -> int:

@@ -22,11 +22,7 @@ def slots_of(choices: Choices, costs: Values) -> float:
 
 
 def spaced_slots(least: float, unit: float, most: float) -> list[int]:
-    """Default KV slots of a front's points: eight, evenly spaced on a logarithmic scale.
-
-    They are below `most` (all units full) and above `least` (all units at the narrowest window) or
-    one full `unit`, whichever is more.
-    """
+    """Eight KV slots for a front, evenly spaced in logarithm, below `most`, above least or unit."""
     spaced = np.geomspace(max(least, unit), most, _POINTS + 2)[1:-1]
     return [round(slots) for slots in spaced]
 

@@ -58,8 +58,7 @@ def scaled(gradient: Values) -> Values:
 class RunningMean:
     """Running mean of each unit's value, which restarts when a gradient disagrees with it.
 
-    A gradient over one part of the examples is noisy, so a mean over parts is better. But a unit
-    becomes more valuable when its substitutes slide.
+    A mean over parts is less noisy, but a unit's value rises when its substitutes slide.
     """
 
     def __init__(self, units: int) -> None:

@@ -101,8 +101,7 @@ def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) 
 def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """One gradient at the original model values all units; those of least value become sliding.
 
-    A value is the first-order change of the answers' log-likelihood, as in MoA's profile of heads'
-    spans (arXiv 2406.14909); here there is one window.
+    First-order changes of the answers' log-likelihood, as in MoA's profile (arXiv 2406.14909).
     """
     anchors, _ = measure_anchors(evaluator, settings)
     full = HeadMask.all_full(*evaluator.shape)

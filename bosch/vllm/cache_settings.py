@@ -1,7 +1,6 @@
 """Defaults of the engine settings on which a hybrid's cache depends, and a log line about them.
 
-A sliding head's cache holds its window and the tokens of all concurrent steps, in whole blocks.
-With vLLM's defaults these tokens can be many times the window.
+A sliding head's cache holds its window and all concurrent steps' tokens, by default many.
 """
 
 from __future__ import annotations

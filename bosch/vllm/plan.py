@@ -402,8 +402,7 @@ def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) ->
 def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
     """Numbers of full heads by layer, for a mask with `full_kv_heads`: whole layers and the rest.
 
-    All masks of a budget that ranks can share equally take the same bytes in vLLM, since the ratio
-    of full to sliding modules is equal.
+    All masks of a budget that ranks can share equally take the same bytes in vLLM.
     """
     whole, rest = divmod(full_kv_heads, num_key_value_heads)
     return ([num_key_value_heads] * whole + [rest] + [0] * num_layers)[:num_layers]

@@ -41,8 +41,7 @@ def mask_file(
 class LiveView:
     """Writes scalars and the best mask after each evaluation, on the first rank.
 
-    A resumed search replays its evaluations from the log, so the scalars start over.
-    Raises RunError where the work directory cannot be written.
+    A resumed search starts the scalars over. RunError if the work directory is not writable.
     """
 
     def __init__(

@@ -39,8 +39,7 @@ def numerics(
 ) -> str:
     """A line with all that a result's last bits depend on: device, kernels, batches, code.
 
-    `version` is that of the stage, `shards` the number of processes that share one model, `parts`
-    the number that split each sequence.
+    `version` is the stage's; `shards` processes share one model, `parts` split each sequence.
     """
     where = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":

@@ -52,11 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write TARGET and say what was written.
-
-    Raises UserError for options that do not fit, files that cannot be read, and masks that the
-    format cannot hold.
-    """
+    """Write TARGET; UserError for unfit options, unreadable files, or masks it cannot hold."""
     # Nothing is overwritten, since the target could be a device or a model's config.json.
     if os.path.lexists(options.target):
         raise UserError(
