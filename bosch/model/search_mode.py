@@ -87,7 +87,10 @@ def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
 
 
 def prepare_for_search(model: Any, backend: str = "auto") -> None:
-    """Give a decoder hybrid attention, all heads full; UserError if family or backend cannot."""
+    """Switch a loaded decoder to hybrid attention with every head full, which changes no output.
+
+    Raises UserError when the family or the backend cannot be used.
+    """
     family_of(model.config)
     name = resolve_backend(backend)
     register_attention()
