@@ -8,14 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bosch import commands
-from bosch.commands import (
-    PROGRAM,
-    command_help,
-    command_parser,
-    find_command,
-    listing,
-    typed_path_fault,
-)
 from bosch.errors import RunError, UserError, printable
 from bosch.version import VERSION
 
@@ -54,7 +46,7 @@ def library_main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        message = typed_path_fault(error, arguments[1:])
+        message = commands.typed_path_fault(error, arguments[1:])
         if message is None:
             raise
         print(printable(f"error: {message}"), file=sys.stderr)
@@ -64,14 +56,14 @@ def library_main(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name == "--version":
-        print(f"{PROGRAM} {VERSION}")
+        print(f"{commands.PROGRAM} {VERSION}")
         return 0
     if name in ("-h", "--help"):
-        print(f"usage: {PROGRAM} COMMAND ...\n\n{listing([commands])}\n\n"
+        print(f"usage: {commands.PROGRAM} COMMAND ...\n\n{commands.listing([commands])}\n\n"
               f"Every other command, such as run, {_NEEDS}.")  # fmt: skip
         return 0
-    module = find_command(name, [commands])
+    module = commands.find_command(name, [commands])
     if module is None:
-        names = ", ".join(command_help([commands]))
+        names = ", ".join(commands.command_help([commands]))
         raise UserError(f"{name}: {_NEEDS}; the library's own commands are {names}")
-    return int(module.run(command_parser(name, module).parse_args(arguments[1:])))
+    return int(module.run(commands.command_parser(name, module).parse_args(arguments[1:])))

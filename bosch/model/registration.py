@@ -76,12 +76,8 @@ class _Finder(MetaPathFinder):
 
 def register_model(model_type: str) -> None:
     """Register the hybrid form of a model type, if it has one; harmless when called again."""
+    from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import AutoConfig
-    from transformers.models.auto.modeling_auto import (
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
 
     from bosch.model.configuration import hybrid_config_class
     from bosch.model.deploy_mode import hybrid_decoder_class, hybrid_model_class
@@ -98,10 +94,10 @@ def register_model(model_type: str) -> None:
         )
     config, model = hybrid_config_class(family), hybrid_model_class(family)
     AutoConfig.register(family.hybrid_type, config, exist_ok=True)
-    AutoModelForCausalLM.register(config, model, exist_ok=True)
-    AutoModel.register(config, hybrid_decoder_class(family), exist_ok=True)
+    modeling_auto.AutoModelForCausalLM.register(config, model, exist_ok=True)
+    modeling_auto.AutoModel.register(config, hybrid_decoder_class(family), exist_ok=True)
     if family.takes_more_than_text:
-        AutoModelForImageTextToText.register(config, model, exist_ok=True)
+        modeling_auto.AutoModelForImageTextToText.register(config, model, exist_ok=True)
 
 
 def install() -> None:

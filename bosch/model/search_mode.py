@@ -13,24 +13,7 @@ from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.model.families import (
-    SINK_BIAS,
-    attention_needs,
-    decoder_layers,
-    family_of,
-    most_positions,
-    text_config,
-)
-from bosch.model.interface import (
-    NAME,
-    attention_modules,
-    head_state,
-    masks_for_generate,
-    register_attention,
-    required_state,
-    set_head_state,
-    set_layouts,
-)
+from bosch.model import families, interface
 from bosch.window import Window, Windows, window_menu, windows_text
 
 _OWN_HEADS = "bosch_own_kv_heads"
@@ -39,7 +22,7 @@ _MASK_METHOD = "create_masks_for_generate"
 
 def mask_shape(config: Any) -> tuple[int, int]:
     """(L, HKV) of a model's configuration: its layers with full attention and their KV heads."""
-    layers = decoder_layers(config)
+    layers = families.decoder_layers(config)
     return len(layers.full), layers.heads
 
 
@@ -73,7 +56,7 @@ def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
     """Raise UserError unless mask and windows fit the model."""
     check_mask(config, mask)
     window = window_menu(windows)[0]
-    longest = most_positions(config)
+    longest = families.most_positions(config)
     if longest is not None and window.most_keys >= longest:
         raise UserError(
             f"window_size is {window}, and the model takes no more than {longest} tokens, so that "
@@ -91,11 +74,11 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
 
     Raises UserError when the family or the backend cannot be used.
     """
-    family_of(model.config)
+    families.family_of(model.config)
     name = resolve_backend(backend)
-    register_attention()
-    model.get_decoder().set_attn_implementation(NAME)  # without a model's image encoder
-    setattr(_generating(model), _MASK_METHOD, masks_for_generate)
+    interface.register_attention()
+    model.get_decoder().set_attn_implementation(interface.NAME)  # without a model's image encoder
+    setattr(_generating(model), _MASK_METHOD, interface.masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
 
 
@@ -116,8 +99,8 @@ def head_mask(
     Raises UserError when mask, windows, family or backend cannot be used.
     """
     _check_not_hybrid(model)
-    modules = attention_modules(model)
-    states = [head_state(module) for module in modules]
+    modules = interface.attention_modules(model)
+    states = [interface.head_state(module) for module in modules]
     generating = _generating(model)
     own_method = vars(generating).get(_MASK_METHOD)
     config = model.config
@@ -137,7 +120,7 @@ def head_mask(
         elif _MASK_METHOD in vars(generating):
             delattr(generating, _MASK_METHOD)
         for module, state in zip(modules, states, strict=True):
-            set_head_state(module, state)
+            interface.set_head_state(module, state)
 
 
 def _check_not_hybrid(model: Any) -> None:
@@ -151,12 +134,12 @@ def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
     Cheap to call again. Raises UserError when mask or windows do not fit the model.
     """
     _check_not_hybrid(model)
-    modules = attention_modules(model)
-    state = head_state(modules[0])
-    if state is None or model.get_decoder().config._attn_implementation != NAME:
+    modules = interface.attention_modules(model)
+    state = interface.head_state(modules[0])
+    if state is None or model.get_decoder().config._attn_implementation != interface.NAME:
         prepare_for_search(model, "auto" if state is None else state.backend)
     check_fit(model.config, mask, windows)
-    _set_layouts(model, mask, windows, required_state(modules[0]).backend)
+    _set_layouts(model, mask, windows, interface.required_state(modules[0]).backend)
 
 
 def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
@@ -166,10 +149,11 @@ def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
     hybrid. Full heads ignore it. Raises UserError unless there is a finite number for each query
     head, or if the family's heads already have such a logit.
     """
-    modules, heads = attention_modules(model), text_config(model.config).num_attention_heads
+    modules = interface.attention_modules(model)
+    heads = families.text_config(model.config).num_attention_heads
     if values is None:
         for module in modules:
-            module._buffers.pop(SINK_BIAS, None)
+            module._buffers.pop(families.SINK_BIAS, None)
         return
     check_sink_bias(model.config)
     table = torch.tensor(values, dtype=model.dtype, device=model.device)
@@ -180,17 +164,17 @@ def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
         )
     rows = own_row(model, table.view(len(modules), mask_shape(model.config)[1], -1).transpose(0, 1))
     for number, module in enumerate(modules):
-        module.register_buffer(SINK_BIAS, rows[:, number].flatten().clone())
+        module.register_buffer(families.SINK_BIAS, rows[:, number].flatten().clone())
 
 
 def was_given_sink_bias(model: Any) -> bool:
     """Whether `set_sink_bias` has set one."""
-    return SINK_BIAS in attention_modules(model)[0]._buffers
+    return families.SINK_BIAS in interface.attention_modules(model)[0]._buffers
 
 
 def check_sink_bias(config: Any) -> None:
     """Raise UserError for a family whose heads already have an extra logit."""
-    if "head_logits" in attention_needs(config):
+    if "head_logits" in families.attention_needs(config):
         raise UserError(
             f"search.sink: models of type '{config.model_type}' have a learned sink logit in every "
             "head already, which their sliding heads keep; leave search.sink out"
@@ -199,13 +183,13 @@ def check_sink_bias(config: Any) -> None:
 
 def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> None:
     """Give each layer its row of `mask`, or the window that it has in the base model."""
-    kinds = decoder_layers(model.config)
+    kinds = families.decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
         layouts[layer] = _layout(tuple(own_row(model, row)))
     for layer, size in kinds.windows.items():
         layouts[layer] = _layout(tuple(own_row(model, [Window(size)] * kinds.own_heads)))
-    set_layouts(model, layouts, backend)
+    interface.set_layouts(model, layouts, backend)
 
 
 @functools.lru_cache(maxsize=1024)

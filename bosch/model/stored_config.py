@@ -12,18 +12,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import MAX_LAYERS
-from bosch.model.families import (
-    BASE_PREFIX,
-    FAMILIES,
-    FULL_ATTENTION,
-    HYBRID_PREFIX,
-    DecoderLayers,
-    Family,
-    attention_needs,
-    decoder_layers,
-    drop_idle_window,
-    family_of,
-)
+from bosch.model import families
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 # Fields of config.json with which layers or their heads may differ.
@@ -96,7 +85,7 @@ class StoredConfig:
         Importing transformers takes seconds, so it is avoided for model types that bosch refuses,
         and if config.json itself shows that all layers have full attention with the same heads.
         """
-        family = FAMILIES.get(self._model_type)
+        family = families.FAMILIES.get(self._model_type)
         if family is None or self._is_plain(family):
             return SimpleNamespace(**{**self.content, "model_type": self._model_type})
         return self.of_transformers()
@@ -118,25 +107,25 @@ class StoredConfig:
                 f"model.path: transformers cannot read config.json as one of type "
                 f"'{self._model_type}' ({type(error).__name__}: {reason:.200})"
             ) from error
-        drop_idle_window(config)
+        families.drop_idle_window(config)
         return config
 
     @property
     def takes_more_than_text(self) -> bool:
         """Whether the model is multimodal."""
-        family = FAMILIES.get(self._model_type)
+        family = families.FAMILIES.get(self._model_type)
         return family is not None and family.takes_more_than_text
 
     @property
     def _model_type(self) -> str:
-        return str(self.content.get("model_type")).removeprefix(HYBRID_PREFIX)
+        return str(self.content.get("model_type")).removeprefix(families.HYBRID_PREFIX)
 
-    def _is_plain(self, family: Family) -> bool:
+    def _is_plain(self, family: families.Family) -> bool:
         """Whether the file itself shows full attention with the same heads in all layers."""
         types = self.content.get("layer_types")
         return (
             isinstance(types, list)
-            and types == [FULL_ATTENTION] * self.layers
+            and types == [families.FULL_ATTENTION] * self.layers
             and all(isinstance(self.content.get(name), int) for name in _HEADS)
             and not family.takes_more_than_text
             and not family.caps_scores
@@ -144,29 +133,32 @@ class StoredConfig:
         )
 
     @property
-    def kinds(self) -> DecoderLayers:
+    def kinds(self) -> families.DecoderLayers:
         """The kinds of the decoder layers."""
         with _wrong_types():
-            return decoder_layers(self.loaded)
+            return families.decoder_layers(self.loaded)
 
     def check_family(self) -> None:
         """Raise UserError when the model cannot be made hybrid."""
         with _wrong_types():
-            family_of(self.loaded)
+            families.family_of(self.loaded)
 
     @property
     def attention_needs(self) -> dict[str, str]:
         """As `bosch.model.families.attention_needs`."""
-        return attention_needs(self.loaded) if self._model_type in FAMILIES else {}
+        known = self._model_type in families.FAMILIES
+        return families.attention_needs(self.loaded) if known else {}
 
 
 def _of_base(content: dict[str, Any]) -> dict[str, Any]:
     """A hybrid's config.json with the base model's prefixed values (of its text part) restored."""
     if isinstance(text := content.get("text_config"), dict):
         return {**content, "text_config": _of_base(text)}
-    stored = {k: v for k, v in content.items() if not k.startswith(BASE_PREFIX)}
+    stored = {k: v for k, v in content.items() if not k.startswith(families.BASE_PREFIX)}
     return stored | {
-        k.removeprefix(BASE_PREFIX): v for k, v in content.items() if k.startswith(BASE_PREFIX)
+        k.removeprefix(families.BASE_PREFIX): v
+        for k, v in content.items()
+        if k.startswith(families.BASE_PREFIX)
     }
 
 

@@ -13,15 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bosch import files
 from bosch.errors import UserError, printable
-from bosch.files import (
-    CONFIG_LIMITS,
-    JSON_LIMITS,
-    MAX_LAYERS,
-    check_json_text,
-    load_json,
-    read_within,
-)
 from bosch.weight_files import INDEX
 
 # Files of a model or a tokenizer that transformers reads: JSON with a vocabulary or the names of
@@ -77,17 +70,17 @@ def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> It
             yield from model_file_fault(directory / name)
     for pattern in TOKENIZER_TEXTS:
         for path in sorted(directory.glob(pattern)):
-            if path.is_file() and path.stat().st_size > JSON_LIMITS.most_bytes:
-                yield f"{path} is longer than {JSON_LIMITS.most_bytes:,} bytes"
+            if path.is_file() and path.stat().st_size > files.JSON_LIMITS.most_bytes:
+                yield f"{path} is longer than {files.JSON_LIMITS.most_bytes:,} bytes"
 
 
 def model_file_fault(path: Path) -> Iterator[str]:
     """The messages of `model_file_faults` for one JSON file."""
     try:
         if path.name in _LARGE:
-            check_json_text(read_within(path), JSON_LIMITS)
+            files.check_json_text(files.read_within(path), files.JSON_LIMITS)
             return
-        content = load_json(path, CONFIG_LIMITS)
+        content = files.load_json(path, files.CONFIG_LIMITS)
         if not isinstance(content, dict):
             raise ValueError("expected a JSON object")
     except (OSError, ValueError) as error:
@@ -111,7 +104,7 @@ def _count_faults(content: Any) -> Iterator[str]:
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
-            most = _MAX_LABELS if name == "num_labels" else MAX_LAYERS
+            most = _MAX_LABELS if name == "num_labels" else files.MAX_LAYERS
             if is_count and not value <= most:
                 yield f"{name} = {value!r:.60}; that is no model"
             yield from _count_faults(value)

@@ -13,16 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from bosch.attention.causal import DENSE_MASK_ENTRIES
 from bosch.errors import UserError
+from bosch.model import families
 from bosch.model.configuration import is_hybrid
-from bosch.model.families import (
-    DecoderLayers,
-    attention_needs,
-    decoder_layers,
-    experts_per_token,
-    known_family,
-    logit_scale,
-    text_config,
-)
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
@@ -48,7 +40,7 @@ class DecoderShape:
     hidden: int
     vocabulary: int
     tied: bool
-    kinds: DecoderLayers
+    kinds: families.DecoderLayers
     query_size: int  # width of all query heads together
     own_query_size: int  # the same in a layer that slides in the base model
     experts: int
@@ -74,7 +66,7 @@ class DecoderShape:
     def of(cls, config: Any) -> DecoderShape:
         """Sizes of a transformers configuration (a hybrid's base); UserError if not buildable."""
         model = _empty_model(config)
-        text, kinds = text_config(model.config), decoder_layers(model.config)
+        text, kinds = families.text_config(model.config), families.decoder_layers(model.config)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         flops = Flops(model, Window(1))
         weights = {id(p): p for part in (decoder, head) for p in part.parameters()}
@@ -87,7 +79,7 @@ class DecoderShape:
             if weight.ndim == 3 and not isinstance(module, nn.Conv1d)
         ]
         number_of_experts = max((weight.shape[0] for weight in experts), default=0)
-        attention, needs = attention_modules(model), attention_needs(model.config)
+        attention, needs = attention_modules(model), families.attention_needs(model.config)
         heads = text.num_attention_heads
         return cls(
             layers=len(layers),
@@ -98,7 +90,7 @@ class DecoderShape:
             query_size=heads * kinds.head_dim,
             own_query_size=heads * kinds.own_head_dim,
             experts=number_of_experts,
-            experts_per_token=experts_per_token(text) if experts else 0,
+            experts_per_token=families.experts_per_token(text) if experts else 0,
             active_width=_active_width(model, kinds.full, number_of_experts),
             parameters=total,
             active_parameters=(flops.all_linear + flops.output_head) // 2,
@@ -116,7 +108,7 @@ class DecoderShape:
             norm_follows=any(layer.third > 0 for layer in flops.layers),
             softcap="softcap" in needs,
             head_logits="head_logits" in needs,
-            capped=logit_scale(model.config).cap is not None,
+            capped=families.logit_scale(model.config).cap is not None,
             model=model,
         )
 
@@ -217,7 +209,7 @@ def _empty_model(config: Any) -> Any:
 
 def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
     """Intermediate width that a token passes through, summed over its experts."""
-    text, name = text_config(model.config), known_family(model.config).attention
+    text, name = families.text_config(model.config), families.known_family(model.config).attention
     most = 0
     for number in full:
         layer = model.get_decoder().layers[number]

@@ -15,13 +15,7 @@ import numpy as np
 from torch import nn
 
 from bosch.heads import HeadMask
-from bosch.model.families import (
-    Family,
-    decoder_layers,
-    experts_per_token,
-    known_family,
-    text_config,
-)
+from bosch.model import families
 from bosch.objective.batches import Batch
 from bosch.window import Window, Windows, block_size, window_menu
 
@@ -60,8 +54,8 @@ class Flops:
     """Costs of a model with windows; `layers` are all, `full_layers` the rows of a mask."""
 
     def __init__(self, model: Any, windows: Windows) -> None:
-        text, family = text_config(model.config), known_family(model.config)
-        kinds = decoder_layers(model.config)
+        text, family = families.text_config(model.config), families.known_family(model.config)
+        kinds = families.decoder_layers(model.config)
         decoder = model.get_decoder()
         layers = decoder.layers
         self.layers = [
@@ -166,7 +160,7 @@ def sliding_pairs(length: int, window: Window) -> int:
     return causal * causal + count * block * (causal + block) + rest * (causal + rest)
 
 
-def _attention_layer(layer: nn.Module, text: Any, family: Family) -> LayerFlops:
+def _attention_layer(layer: nn.Module, text: Any, family: families.Family) -> LayerFlops:
     attention: Any = getattr(layer, family.attention)
     linear = _all_linear(attention, text)
     output = linear_flops(getattr(attention, family.output), text)
@@ -214,5 +208,5 @@ def linear_flops(module: nn.Module, text: Any) -> int:
             total += 2 * weight.numel()
         elif weight.ndim == 3:
             each = weight.numel() // weight.shape[0]
-            total += 2 * each * experts_per_token(text)
+            total += 2 * each * families.experts_per_token(text)
     return total

@@ -33,15 +33,10 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
 from bosch.model.interface import Attend, attention_modules
 from bosch.model.search_mode import own_row
+from bosch.objective import patching
 from bosch.objective.activation_cache import ActivationCache, LayerActivations
 from bosch.objective.batches import Batch, final_states
 from bosch.objective.flops import Flops
-from bosch.objective.patching import (
-    attention_outputs,
-    keys_and_values,
-    replace_attention,
-    replace_layers,
-)
 from bosch.window import Windows
 
 logger = logging.getLogger(__name__)
@@ -158,7 +153,7 @@ class BatchPass:
 
     def answer_states(self) -> Tensor:
         """Run the decoder, each layer's forward replaced by `_layer`."""
-        with replace_layers(self.owner.layers, self.owner.family, self._layer):
+        with patching.replace_layers(self.owner.layers, self.owner.family, self._layer):
             states = final_states(
                 self.owner.decoder, self.batch, self.owner.device, self.owner.split
             )
@@ -201,7 +196,7 @@ class BatchPass:
         if mixed is not None:
             self.savings.add(self._mixture_name(row))
             self.operations += costs.after_attention * positions
-            with attention_outputs(attention, self.owner.family, mixed):
+            with patching.attention_outputs(attention, self.owner.family, mixed):
                 return run()
         pairs = flops.pairs(*self.batch.input_ids.shape)
         self.operations += costs.linear * positions
@@ -210,7 +205,7 @@ class BatchPass:
             return run()
         self.savings.add(self._mixture_name(row))
         self.operations += flops.every_choice(pairs)
-        with replace_attention(attention, self._attend_every_choice(number)):
+        with patching.replace_attention(attention, self._attend_every_choice(number)):
             return run()
 
     def _mixture_name(self, row: Any) -> str:
@@ -289,9 +284,9 @@ class BatchPass:
         mixed = self._cached_mixture(row, cached)
         if number == self.start > 0 and mixed is not None:
             self.operations += costs.after_attention * columns.numel()
-            with attention_outputs(attention, self.owner.family, mixed):
+            with patching.attention_outputs(attention, self.owner.family, mixed):
                 return forward(state, **narrow)
-        key, value = keys_and_values(attention, forward, state, kwargs)
+        key, value = patching.keys_and_values(attention, forward, state, kwargs)
         self.operations += costs.key_value * self.batch.positions + costs.linear * columns.numel()
         self.operations += len(self.owner.layouts) * flops.dense_attention(
             columns.numel(), self.batch.input_ids.shape[1]
@@ -306,7 +301,7 @@ class BatchPass:
             self._add(number, state, outputs)
             return self.mix(row, outputs)
 
-        with replace_attention(attention, attend):
+        with patching.replace_attention(attention, attend):
             return forward(state, **narrow)
 
 

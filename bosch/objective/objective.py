@@ -27,13 +27,8 @@ from bosch.model.families import family_of
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
 from bosch.model.tensor_parallel import own_shard
+from bosch.objective import answers
 from bosch.objective.activation_cache import ActivationCache
-from bosch.objective.answers import (
-    answer_logits,
-    answer_results,
-    equal_but_rounding,
-    states_and_check,
-)
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationContext, GateGradient
@@ -345,7 +340,8 @@ class Objective:
         for index in sorted(self._own_batches.intersection(indices)):
             batch = self._batches[index]
             states, layer_operations = self._forward.answer_states(index, batch, mask)
-            results[batch.examples] = answer_results(answer_logits(self.model, states), batch)
+            logits = answers.answer_logits(self.model, states)
+            results[batch.examples] = answers.answer_results(logits, batch)
             head_operations = self._forward.flops.output_head * len(batch.answers)
             operations[index] += layer_operations + head_operations
 
@@ -397,12 +393,12 @@ class Objective:
             return
         self._checked = True
         ids = self._batches[0].input_ids[0, :_CHECK_TOKENS]
-        states, is_head_known = states_and_check(self.model, ids)
+        states, is_head_known = answers.states_and_check(self.model, ids)
         answer = len(ids) - 1
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
         forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
         ours = forward.answer_states(0, batch, mask)[0]
-        if not is_head_known or not equal_but_rounding(
+        if not is_head_known or not answers.equal_but_rounding(
             states[:-1], ours, self.model.dtype, _ALL_LAYERS
         ):
             raise UserError(

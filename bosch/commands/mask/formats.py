@@ -16,16 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bosch import files
 from bosch.baselines.ranking import rank_units
 from bosch.errors import UserError
-from bosch.files import (
-    CONFIG_LIMITS,
-    MAX_LAYERS,
-    load_user_json,
-    read_within,
-    replacing,
-    write_text,
-)
 from bosch.heads import MAX_HEADS, HeadMask, HeadMaskFile
 from bosch.window import Window, windows_text
 
@@ -39,9 +32,9 @@ def write_duoattention(file: HeadMaskFile, path: Path, query_heads: int | None) 
     rows = ["\t".join(str(int(full)) for full in row) for row in file.mask.is_full]
     # recent_size counts the query's own position, as a window here does.
     sizes = {"model_name": file.model, "sink_size": window.sinks, "recent_size": window.size}
-    with replacing(path) as folder:
-        write_text(folder / _GATES, "\n".join(rows) + "\n")
-        write_text(folder / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
+    with files.replacing(path) as folder:
+        files.write_text(folder / _GATES, "\n".join(rows) + "\n")
+        files.write_text(folder / _GATES_CONFIG, json.dumps(sizes, indent=1) + "\n")
 
 
 def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, int, int]:
@@ -51,7 +44,8 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
     Without `swa_ratio` every score must be 0 or 1. Raises UserError for an unreadable folder.
     """
     try:
-        lines = read_within(path / _GATES, CONFIG_LIMITS.most_bytes).decode().split("\n")
+        text = files.read_within(path / _GATES, files.CONFIG_LIMITS.most_bytes).decode()
+        lines = text.split("\n")
         rows = [[float(x) for x in line.split("\t")] for line in lines if line.strip()]
     except OSError as error:
         raise UserError(
@@ -92,7 +86,7 @@ def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> No
         "seqlen_threshold": window.size + window.sinks,
     }
     settings |= {str(layer): [int(full) for full in row] for layer, row in enumerate(per_head)}
-    write_text(path, json.dumps({"headwise_config": settings}) + "\n")
+    files.write_text(path, json.dumps({"headwise_config": settings}) + "\n")
 
 
 def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, int, int]:
@@ -117,7 +111,7 @@ def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, in
 
 
 def _check_size(path: Path, layers: int, heads: int) -> None:
-    if layers > MAX_LAYERS or heads > MAX_HEADS:
+    if layers > files.MAX_LAYERS or heads > MAX_HEADS:
         raise UserError(f"{path}: {layers:,} layers of {heads:,} KV heads; that is no model")
 
 
@@ -168,7 +162,7 @@ def _from_query_heads(path: Path, rows: list[list[bool]], query_heads: int, head
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    content: Any = load_user_json(path, "export it again", CONFIG_LIMITS)
+    content: Any = files.load_user_json(path, "export it again", files.CONFIG_LIMITS)
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
     return content
