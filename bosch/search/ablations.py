@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from bosch.heads import HeadMask
-from bosch.search.bosch import (
-    SearchResult,
-    final_result,
-    group_name,
-    layer_importance,
-    layer_rows,
-    measure_anchors,
-    rank_layers,
-)
+from bosch.search import bosch as algorithms
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import max_layers_per_group
 from bosch.search.settings import SearchSettings
 from bosch.search.subproblem import optimise_layers, restore_units
 
 
-def b_single(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+def b_single(evaluator: Evaluator, settings: SearchSettings) -> algorithms.SearchResult:
     """B-single: the mask of Algorithm 1 itself, without Algorithms 2 and 3.
 
     Units beyond ceil(rho N), if rho H is no integer, become full again in the hardest layers.
@@ -26,7 +18,7 @@ def b_single(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     return _algorithm_one(evaluator, settings, layers_per_group=1)
 
 
-def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+def b_multi(evaluator: Evaluator, settings: SearchSettings) -> algorithms.SearchResult:
     """B-multi: the mask of Algorithm 1 over groups of neighbouring layers.
 
     They fit `max_group_variables` and get kappa evaluations a layer; a surplus as in B-single.
@@ -35,18 +27,18 @@ def b_multi(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     return _algorithm_one(evaluator, settings, per_group)
 
 
-def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
+def b_layer(evaluator: Evaluator, settings: SearchSettings) -> algorithms.SearchResult:
     """B-layer: Algorithm 1 at layer granularity, one run of L variables and kappa L evaluations.
 
     Units beyond ceil(rho N), if rho L is no integer, become full where a full layer scores best.
     """
-    anchors, loss = measure_anchors(evaluator, settings)
+    anchors, loss = algorithms.measure_anchors(evaluator, settings)
     layers, units = evaluator.shape
     quota = -(-evaluator.budget // units)
     everything = list(range(layers))
     solution = optimise_layers(
         evaluator, settings, loss, HeadMask.all_full(layers, units), everything, quota,
-        "layer_importance", group_name(everything), whole_layers=True,
+        "layer_importance", algorithms.group_name(everything), whole_layers=True,
     )  # fmt: skip
     mask, surplus = solution.mask, quota * units - evaluator.budget
     if solution.plateau:
@@ -61,15 +53,15 @@ def b_layer(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
             f"whole layers would localise {surplus} units too many: turned back in layer {layer}"
         )
         mask = restore_units(evaluator, settings, mask, [layer], surplus)
-    return final_result(evaluator, settings, mask, anchors)
+    return algorithms.final_result(evaluator, settings, mask, anchors)
 
 
 def _algorithm_one(
     evaluator: Evaluator, settings: SearchSettings, layers_per_group: int
-) -> SearchResult:
-    anchors, loss = measure_anchors(evaluator, settings)
-    importance = layer_importance(evaluator, settings, loss, layers_per_group)
-    ratios = rank_layers(evaluator, settings, importance, anchors)
+) -> algorithms.SearchResult:
+    anchors, loss = algorithms.measure_anchors(evaluator, settings)
+    importance = algorithms.layer_importance(evaluator, settings, loss, layers_per_group)
+    ratios = algorithms.rank_layers(evaluator, settings, importance, anchors)
     mask = importance.mask
     surplus = mask.num_sliding - evaluator.budget
     if surplus > 0:
@@ -77,8 +69,8 @@ def _algorithm_one(
         evaluator.note(note)
         mask = restore_units(evaluator, settings, mask, ratios.hardest_first, surplus)
     quotas = [len(heads) for heads in mask.swa_kv_heads]
-    rows = layer_rows(importance, ratios, evaluator, quotas)
-    return final_result(evaluator, settings, mask, anchors, rows)
+    rows = algorithms.layer_rows(importance, ratios, evaluator, quotas)
+    return algorithms.final_result(evaluator, settings, mask, anchors, rows)
 
 
 def _layer_worth_most(evaluator: Evaluator, settings: SearchSettings, mask: HeadMask) -> int:

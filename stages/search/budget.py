@@ -15,26 +15,10 @@ from bosch.budget import KEEP_TAIL, LayerHeads, even_counts, swa_budget
 from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import DecoderLayers
-from bosch.vllm.plan import (
-    LARGE_GPU,
-    EngineHeads,
-    Request,
-    engine_heads,
-    layers_refusal,
-    module_plan,
-)
+from bosch.vllm import plan as vllm_plan
 from bosch.window import Window, named_share
+from stages import fields
 from stages.cost import BYTES
-from stages.fields import (
-    MOST,
-    Count,
-    Number,
-    Ratio,
-    Section,
-    parse_bytes,
-    parse_count,
-    parse_number,
-)
 from stages.formats import format_bytes
 
 # A search for a front holds out one in HELD_OUT_EVERY calibration examples to score its points.
@@ -50,10 +34,10 @@ def _at(number: Callable[[str], object], most: float, what: str) -> BeforeValida
     def read(value: object) -> object:
         first, _, second = (part.strip() for part in str(value).partition("@"))
         try:
-            amount, tokens = number(first), parse_count(second)
+            amount, tokens = number(first), fields.parse_count(second)
         except ValueError:
             amount = tokens = None
-        if not isinstance(tokens, int) or not 0 < tokens <= MOST:
+        if not isinstance(tokens, int) or not 0 < tokens <= fields.MOST:
             amount = None
         if not isinstance(amount, int | float) or not 0 < amount <= most:
             raise ValueError(f"expected {what}, found {value!r:.60}")
@@ -63,27 +47,27 @@ def _at(number: Callable[[str], object], most: float, what: str) -> BeforeValida
 
 
 _ShareAt = Annotated[
-    str, _at(parse_number, 1, "a share of at most 1 and its context, like 0.25 @ 32k")
+    str, _at(fields.parse_number, 1, "a share of at most 1 and its context, like 0.25 @ 32k")
 ]
-_SizeAt = Annotated[str, _at(parse_bytes, 2**60, "a size and its context, like 2GiB @ 32k")]
+_SizeAt = Annotated[str, _at(fields.parse_bytes, 2**60, "a size and its context, like 2GiB @ 32k")]
 
 
-class Budget(Section):
+class Budget(fields.Section):
     """The hybrid's largest KV cache: one of `ratio`, `kv_cache`, `bytes` and `keep`."""
 
     ALTERNATIVES: ClassVar = (("ratio", "kv_cache", "bytes", "keep"),)
 
-    ratio: Ratio | None = None
+    ratio: fields.Ratio | None = None
     """Share of KV heads that become sliding (rho); the same as swa_ratio."""
     kv_cache: _ShareAt | None = None
     """Maximum KV cache as a share of the original's at a context, like `0.25 @ 32k`."""
     bytes: _SizeAt | None = None
     """Maximum KV cache in bytes for one request of a context, like `2GiB @ 32k`; with engine vllm
     on each rank."""
-    keep: Annotated[Number, Field(gt=0, le=1)] | None = None
+    keep: Annotated[fields.Number, Field(gt=0, le=1)] | None = None
     """Share of the original's score that the chosen point of a front and all larger points keep, by
     a one-sided 95 % limit on samples held out from the search."""
-    context: Count | None = None
+    context: fields.Count | None = None
     """Tokens at which a front counts caches; default: those of the budget, else
     prepare.calibration.length."""
     engine: Literal["generate", "vllm"] = "generate"
@@ -93,9 +77,9 @@ class Budget(Section):
     """Precision of the cache; default: that of model.dtype."""
     ranks: Annotated[int, Field(gt=0, le=1024)] = 1
     """Tensor-parallel ranks of engine vllm."""
-    block_size: Annotated[int, Field(gt=0, le=2**20)] = LARGE_GPU.block_size
+    block_size: Annotated[int, Field(gt=0, le=2**20)] = vllm_plan.LARGE_GPU.block_size
     """Tokens of a cache block of engine vllm."""
-    tokens_in_flight: Count | None = None
+    tokens_in_flight: fields.Count | None = None
     """Tokens of all concurrent steps of engine vllm, which a sliding head holds in addition to its
     window; default: the plugin's value on a large GPU."""
 
@@ -152,12 +136,13 @@ class Price:
         if self.budget.engine == "generate":
             size = CacheSize.of(rows, self.kinds, self._number, state_bytes=0)
             return size.dynamic(self.tokens)
-        own_windows: list[EngineHeads] = [
+        own_windows: list[vllm_plan.EngineHeads] = [
             {w: self.kinds.heads} for w in self.kinds.windows.values()
         ]
-        plan = module_plan([*engine_heads(rows), *own_windows], self.budget.ranks)
-        in_flight = self.budget.tokens_in_flight or LARGE_GPU.tokens_in_flight(plan.sliding_windows)
-        request = Request(self.tokens, self.budget.block_size, in_flight)
+        layers, engine = [*vllm_plan.engine_heads(rows), *own_windows], vllm_plan.LARGE_GPU
+        plan = vllm_plan.module_plan(layers, self.budget.ranks)
+        in_flight = self.budget.tokens_in_flight or engine.tokens_in_flight(plan.sliding_windows)
+        request = vllm_plan.Request(self.tokens, self.budget.block_size, in_flight)
         return plan.request_bytes(request, 2 * self.kinds.head_dim * self._number)
 
     @property
@@ -203,11 +188,11 @@ def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[
         return
     if sinks:
         yield f"{where} serves no sliding heads with sinks (search.sinks = {sinks})"
-    if refusal := layers_refusal(kinds):
+    if refusal := vllm_plan.layers_refusal(kinds):
         yield f"{where} does not serve this model: {refusal}"
         return
     try:
-        module_plan([{None: kinds.heads}] * len(kinds.full), budget.ranks)
+        vllm_plan.module_plan([{None: kinds.heads}] * len(kinds.full), budget.ranks)
     except UserError as error:
         yield f"search.budget.ranks: {str(error).removeprefix('tensor_parallel_size: ')}"
 
