@@ -13,16 +13,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from bosch.errors import UserError
+from bosch.vllm import plan as planner
 from bosch.vllm.checks import grouping_of, original_plan, plan_of, served_layouts
-from bosch.vllm.plan import (
-    CPU,
-    SMALL_GPU,
-    Engine,
-    ModulePlan,
-    Request,
-    batch_tokens,
-    padding_refusal,
-)
 
 # vLLM configures the loggers below this name.
 _logger = logging.getLogger("vllm.bosch")
@@ -47,7 +39,7 @@ def choose_cache_settings(vllm_config: Any) -> None:
     )  # fmt: skip
     ranks, engine = vllm_config.parallel_config.tensor_parallel_size, _engine()
     plan = plan_of(served_layouts(model.hf_config), ranks, grouping_of(vllm_config))
-    if plan.sliding_windows and engine is CPU and not cache.user_specified_block_size:
+    if plan.sliding_windows and engine is planner.CPU and not cache.user_specified_block_size:
         cache.block_size = engine.block_size
         cache.user_specified_block_size = True  # or the platform would set its own later
     if (
@@ -62,30 +54,25 @@ def choose_cache_settings(vllm_config: Any) -> None:
             scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     # vLLM decides later whether steps overlap.
     steps = max(vllm_config.max_concurrent_batches, engine.concurrent_steps)
-    request = Request(
+    request = planner.Request(
         model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
     )
-    originally, held, on_one_rank = (
-        candidate.request_bytes(request, 1)
-        for candidate in (
-            original_plan(model.hf_config, ranks),
-            plan,
-            plan_of(served_layouts(model.hf_config), 1, grouping_of(vllm_config)),
-        )
-    )
-    if refusal := padding_refusal(plan, originally, held, on_one_rank // plan.shards):
+    one_rank = plan_of(served_layouts(model.hf_config), 1, grouping_of(vllm_config))
+    plans = original_plan(model.hf_config, ranks), plan, one_rank
+    originally, held, on_one_rank = (each.request_bytes(request, 1) for each in plans)
+    if refusal := planner.padding_refusal(plan, originally, held, on_one_rank // plan.shards):
         raise UserError(refusal)
 
 
-def _engine() -> Engine:
+def _engine() -> planner.Engine:
     from vllm.platforms import current_platform
 
-    return CPU if current_platform.is_cpu() else SMALL_GPU
+    return planner.CPU if current_platform.is_cpu() else planner.SMALL_GPU
 
 
-def _chosen_batch_tokens(vllm_config: Any, plan: ModulePlan) -> int:
+def _chosen_batch_tokens(vllm_config: Any, plan: planner.ModulePlan) -> int:
     sequences = _least_step(vllm_config) if "max_num_seqs" in _said.get() else 1
-    return batch_tokens(
+    return planner.batch_tokens(
         plan.sliding_windows, vllm_config.scheduler_config.max_num_batched_tokens, sequences
     )
 
@@ -157,8 +144,8 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
     bytes_per_head = spec.page_size_bytes // (spec.block_size * spec.num_kv_heads)
     size = kv_cache_config.kv_cache_tensors[0].size
 
-    def tokens_of(modules: ModulePlan, block_size: int, step: int) -> int:
-        request = Request(length, block_size, steps * step)
+    def tokens_of(modules: planner.ModulePlan, block_size: int, step: int) -> int:
+        request = planner.Request(length, block_size, steps * step)
         return modules.cache_tokens(size // modules.block_bytes(request, bytes_per_head), request)
 
     current, tokens = scheduler.max_num_batched_tokens, cache.kv_cache_size_tokens

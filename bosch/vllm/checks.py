@@ -12,15 +12,7 @@ from bosch.attention import HeadLayout
 from bosch.errors import UserError
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, text_config
-from bosch.vllm.plan import (
-    EngineHeads,
-    Grouping,
-    ModulePlan,
-    engine_heads,
-    layers_refusal,
-    module_plan,
-    rank_order,
-)
+from bosch.vllm import plan as planner
 from bosch.weight_files import weight_faults
 
 # Arguments of vLLM's attention module that the plugin passes.
@@ -44,7 +36,7 @@ def check_servable(vllm_config: Any) -> None:
 
 def served_layouts(config: Any) -> list[HeadLayout]:
     """Layout of each decoder layer; raises UserError for layers the plugin cannot split."""
-    reason = layers_refusal(decoder_layers(config))
+    reason = planner.layers_refusal(decoder_layers(config))
     if text_config(config) is not config:
         reason = "it takes more than text"
     if reason:
@@ -78,7 +70,7 @@ def untested_version(version: str) -> str:
     )
 
 
-def grouping_of(vllm_config: Any) -> Grouping:
+def grouping_of(vllm_config: Any) -> planner.Grouping:
     """How this engine groups the modules of a hybrid."""
     from vllm.model_executor.models import interfaces
 
@@ -94,7 +86,9 @@ def grouping_of(vllm_config: Any) -> Grouping:
     return "unequal"
 
 
-def plan_of(layouts: Sequence[HeadLayout], ranks: int, grouping: Grouping = "engine") -> ModulePlan:
+def plan_of(
+    layouts: Sequence[HeadLayout], ranks: int, grouping: planner.Grouping = "engine"
+) -> planner.ModulePlan:
     """Plan of the attention modules; raises UserError for sinks, or heads that cannot be shared."""
     sinks = max(layout.sinks for layout in layouts)
     if sinks:
@@ -104,19 +98,19 @@ def plan_of(layouts: Sequence[HeadLayout], ranks: int, grouping: Grouping = "eng
             "model with transformers"
         )
     rows = ({group.window: len(group.heads) for group in layout.groups} for layout in layouts)
-    return module_plan(engine_heads(rows), ranks, grouping)
+    return planner.module_plan(planner.engine_heads(rows), ranks, grouping)
 
 
-def original_plan(config: Any, ranks: int) -> ModulePlan:
+def original_plan(config: Any, ranks: int) -> planner.ModulePlan:
     """Plan of the modules of the original model, as vLLM serves it."""
     kinds = decoder_layers(config)
-    layers: list[EngineHeads] = [{kinds.windows.get(n): kinds.heads} for n in range(kinds.count)]
-    return module_plan(layers, ranks)
+    windows = (kinds.windows.get(n) for n in range(kinds.count))
+    return planner.module_plan([{window: kinds.heads} for window in windows], ranks)
 
 
-def check_order(plan: ModulePlan, config: Any, lora: Any) -> None:
+def check_order(plan: planner.ModulePlan, config: Any, lora: Any) -> None:
     """Raise UserError if heads must move between ranks and the weights cannot be reordered."""
-    orders = [rank_order(plan, layer) for layer in range(len(plan.sizes))]
+    orders = [planner.rank_order(plan, layer) for layer in range(len(plan.sizes))]
     moved = any(order != sorted(order) for order in orders)
     reason = None
     if getattr(config, "quantization_config", None) is not None:
