@@ -4,9 +4,8 @@ For scores s with lse = log sum exp(s), a logit b makes the weights exp(s) / (ex
 the kernel's output times sigmoid(lse - b). With lse' = log(exp(b) + exp(lse)) these weights are
 exp(s - lse'). So the kernel's backward pass, with the scaled output and lse' in place of its own,
 gives the gradients of queries, keys and values. The gradient of b is -sum_t p_t (dO_t . O_t), where
-p = exp(b - lse') is the share of b and O the scaled output.
-
-Shapes: T queries, H query heads, D head dimension, with or without a batch before them.
+p = exp(b - lse') is the share of b and O the scaled output. Shapes: T queries, H query heads, D
+head dimension, with or without a batch before them.
 """
 
 from __future__ import annotations

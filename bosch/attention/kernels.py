@@ -2,9 +2,8 @@
 
 On a GPU, if no fused kernel supports the arguments (for example a mask together with grouped
 heads), torch silently falls back to its math kernel, which stores all logits. Here that is an
-error, and keys and values are repeated for the query heads to avoid it.
-
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head dimension.
+error, and keys and values are repeated for the query heads to avoid it. Shapes: B batch, T queries,
+Tk keys, HQ query heads, HKV key/value heads, D head dimension.
 """
 
 from __future__ import annotations

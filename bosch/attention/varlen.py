@@ -1,9 +1,8 @@
 """Attention with torch's varlen attention: one call for each group of heads.
 
-It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU.
-
-Shapes: B batch, T queries, HQ query heads, D head dimension. Each row, or each document of a row,
-is a sequence; all sequences are packed into one, [B * T, HQ, D].
+It comes with torch (torch.nn.attention.varlen) and runs the kernels of flash-attn on a GPU. Shapes:
+B batch, T queries, HQ query heads, D head dimension. Each row, or each document of a row, is a
+sequence; all sequences are packed into one, [B * T, HQ, D].
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 arXiv 2406.14909, as in its repository thu-nics/MoA (`LlamaModel_get_attention_matrix_log`,
 `importance_to_accuracy_loss`): the influence of an attention weight is the change of the loss when
-this weight becomes zero and the others of its row grow to sum to one again.
-
-L layers, HQ query heads, HKV key/value heads, R rows of a block.
+this weight becomes zero and the others of its row grow to sum to one again. L layers, HQ query
+heads, HKV key/value heads, R rows of a block.
 """
 
 from __future__ import annotations

@@ -17,21 +17,19 @@ from bosch.window import Window
 class Family:
     """Facts about a decoder family that transformers' tables do not have.
 
-    `takes_more_than_text`: a multimodal model, whose text decoder is also a family.
-    `is_part`: such a text decoder without its own model class.
-    `fused`: the projection that holds queries, keys and values in one weight, in this order.
-    `attention` and `output`: attribute names of a layer's attention and of its output projection.
-    `gated`: attention outputs are multiplied by a gate before the output projection. `per_head`:
-    further parameters with equally many entries for each head.
-    `norms_over_heads`: query and key norms have weights for every head, instead of one head's
+    `takes_more_than_text`: a multimodal model, whose text decoder is also a family. `is_part`: such
+    a text decoder without its own model class. `fused`: the projection that holds queries, keys and
+    values in one weight, in this order. `attention` and `output`: attribute names of a layer's
+    attention and of its output projection. `gated`: attention outputs are multiplied by a gate
+    before the output projection. `per_head`: further parameters with equally many entries for each
+    head. `norms_over_heads`: query and key norms have weights for every head, instead of one head's
     weights for all. `caps_scores`: attention scores are soft-capped. `separates_documents`: its
-    masks separate packed documents according to position_ids. `mixes_states`: it also has
-    linear attention, which vLLM's own class computes. `layers_return_weights`: a layer returns
-    attention weights, or None, after its hidden states. `logit_factor` and `logit_divisor`: fields
-    of the configuration that multiply and divide the logits. `logits_by_text`: these and the cap
-    are in the text decoder's configuration.
-
-    Class names come from transformers, which must be installed to read them.
+    masks separate packed documents according to position_ids. `mixes_states`: it also has linear
+    attention, which vLLM's own class computes. `layers_return_weights`: a layer returns attention
+    weights, or None, after its hidden states. `logit_factor` and `logit_divisor`: fields of the
+    configuration that multiply and divide the logits. `logits_by_text`: these and the cap are in
+    the text decoder's configuration. Class names come from transformers, which must be installed to
+    read them.
     """
 
     model_type: str

@@ -3,10 +3,9 @@
 With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several: the ascending
 `window_sizes` instead of `window_size`, and `swa_kv_heads_per_layer`: how many heads of each layer
 have each of them. With `sink: bias` each query head of a sliding head has an extra logit in its
-softmax, in the parameter `sink_bias` [query heads] of its layer's attention.
-
-A model that serves several budgets has these counts and `kv_slots`, at `context` tokens, in each of
-`budgets`. `chosen` has the default's slots, used if `kv_budget` is not set.
+softmax, in the parameter `sink_bias` [query heads] of its layer's attention. A model that serves
+several budgets has these counts and `kv_slots`, at `context` tokens, in each of `budgets`. `chosen`
+has the default's slots, used if `kv_budget` is not set.
 """
 
 from __future__ import annotations

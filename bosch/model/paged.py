@@ -3,9 +3,8 @@
 transformers keeps the pages of a type of layer in one pool, with one number of KV heads and one
 window. A hybrid layer has heads of both types, so transformers gets a model of *slices*: g KV heads
 of one layer and one type, where g divides all such numbers. A slice is a layer in the pools, so a
-sliding head holds a ring of W tokens and a full head all tokens.
-
-Shapes: T tokens of all requests in a step, Tk keys, HQ query heads, HKV KV heads, D head size.
+sliding head holds a ring of W tokens and a full head all tokens. Shapes: T tokens of all requests
+in a step, Tk keys, HQ query heads, HKV KV heads, D head size.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Gates in [0, 1] blend a KV head's attention outputs: g full + (1 - g) sliding with one window. With
 several windows each choice except the narrowest window has a gate, and the narrowest has the weight
 1 - sum of the gates. A head mask has gates of 0 and 1. The derivative by all gates costs one
-forward and one backward pass, as much as evaluating a few masks.
-
-L layers, HKV key/value heads, K windows of the menu.
+forward and one backward pass, as much as evaluating a few masks. L layers, HKV key/value heads, K
+windows of the menu.
 """
 
 from __future__ import annotations

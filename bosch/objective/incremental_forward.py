@@ -2,10 +2,9 @@
 
 Three exact savings. Layers below the lowest changed layer are skipped. If a layer's attention is
 cached for every choice, each head's output is taken from the cache. The last layer computes keys
-and values at all positions and everything else only at the answers.
-
-E examples of a batch, T tokens, A answer tokens of all, M most answer tokens of an example, HQ
-query heads, HKV key/value heads, D head dimension, C hidden size.
+and values at all positions and everything else only at the answers. E examples of a batch, T
+tokens, A answer tokens of all, M most answer tokens of an example, HQ query heads, HKV key/value
+heads, D head dimension, C hidden size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """S(z): exact-match rate of a masked model on the calibration set, by prefill (BOSCH Eq. 4).
 
 Batches are equal for any number of ranks, and each rank measures whole batches. So the padding and
-neighbours of an example, and its numbers, do not depend on the ranks.
-
-N examples of the set, K batches.
+neighbours of an example, and its numbers, do not depend on the ranks. N examples of the set, K
+batches.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 Algorithm 1 (§2.2.1) measures the loss of score when a layer is localised (its units made sliding),
 Algorithm 2 (§2.2.2) sets the number of sliding units of each layer, and Algorithm 3 (§2.2.3)
-chooses them jointly among layers of equal ratio.
-
-Algorithm 2 has two corrections: the drop is positive when the score falls (with the published sign
-the hardest layers would slide most), and when no bucket step fits, the rest is assigned unit by
-unit, so that the budget is met exactly.
+chooses them jointly among layers of equal ratio. Algorithm 2 has two corrections: the drop is
+positive when the score falls (with the published sign the hardest layers would slide most), and
+when no bucket step fits, the rest is assigned unit by unit, so that the budget is met exactly.
 """
 
 from __future__ import annotations

@@ -58,9 +58,7 @@ def join_process_group(parallel: str, timeout_minutes: float) -> Iterator[Ranks]
 
     With `parallel` "tensor" the processes hold the shards of one model, with "context" those of
     each sequence. A rank waits for the others for `timeout_minutes`; torchrun notices a dead rank
-    much sooner.
-
-    After a failure the group is not destroyed, since this can hang if a rank is gone.
+    much sooner. After a failure the group is not destroyed, since this can hang if a rank is gone.
     """
     size, local = world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")

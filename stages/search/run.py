@@ -55,10 +55,9 @@ def run(
     A stopped search resumes from its evaluation log: it requests the same masks in the same order,
     and takes logged results from the log. The calibration set is inputs["prepare"]. Returns the
     best score and log-likelihood and their cost. Called on every rank: each computes its share of
-    the set, the first one writes the files.
-
-    Raises UserError when the model or the calibration set is damaged, or there is nothing to search
-    for; RunError when the model's logits are not finite, the log cannot be written, or a rank ends.
+    the set, the first one writes the files. Raises UserError when the model or the calibration set
+    is damaged, or there is nothing to search for; RunError when the model's logits are not finite,
+    the log cannot be written, or a rank ends.
     """
     section, runtime, method = config.section, config.runtime, METHODS[config.section.method]
     if section.method == "given" and section.mask is not None:

@@ -3,11 +3,10 @@
 NOMAD moves binary variables one flip at a time. On the penalised loss almost every flip leaves the
 budget, so by default its variables are decoded: a point with too many or too few sliding units is
 completed to the quota along a random order of the units, and a flip becomes a swap.
-`stay_on_budget=False` hands NOMAD the penalised loss of Eq. 5 itself.
-
-NOMAD counts points, this module counts evaluations. A run ends after a few polls, before NOMAD
-revisits known points; the next run starts from the best mask with a new order, until the budget is
-spent. Quadratic models are off, since with 32 variables they cost over 0.2 s per evaluation.
+`stay_on_budget=False` hands NOMAD the penalised loss of Eq. 5 itself. NOMAD counts points, this
+module counts evaluations. A run ends after a few polls, before NOMAD revisits known points; the
+next run starts from the best mask with a new order, until the budget is spent. Quadratic models are
+off, since with 32 variables they cost over 0.2 s per evaluation.
 """
 
 from __future__ import annotations
