@@ -51,7 +51,7 @@ class Ranks:
         return self.size == self.shards == 1
 
     def merge(self, *tensors: Tensor) -> list[Tensor]:
-        """Merge float64 CPU tensors, each entry set by one rank and 0 elsewhere, exactly."""
+        """Merge float64 CPU tensors, set by one rank and 0 elsewhere, exactly; or LostRankError."""
         if self.is_alone:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)

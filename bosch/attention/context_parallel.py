@@ -44,7 +44,7 @@ class Communicator:
         return out
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """The rows for this process in order of the processes; how many go and come each."""
+        """Rows of all processes, in order; `sent` and `received` count those to and from each."""
         rows = rows.contiguous()
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows, received, sent, group=self.group)

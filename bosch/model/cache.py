@@ -219,7 +219,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
                 )
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
-        """This one sequence, with all its tokens, as rows of `padding` [B] slots, then tokens."""
+        """This sequence, with all its tokens, as rows after `padding` [B] slots, up to `length`."""
         rows = HybridCacheLayer(self.layout)
         rows.dtype, rows.device, rows.is_initialized = self.dtype, self.device, True
         rows.length = length

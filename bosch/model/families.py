@@ -414,7 +414,7 @@ def _reason(config: Any) -> str | None:
 
 
 def attention_needs(config: Any) -> dict[str, str]:
-    """Needs of a backend, with reasons: `softcap`, `head_logits` (also sliding), `wide_heads`."""
+    """Needs of a backend, with reasons: `softcap`, `head_logits` (own or a bias), `wide_heads`."""
     needs = {}
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         needs["softcap"] = "the model has"

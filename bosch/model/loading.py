@@ -164,7 +164,7 @@ def _own_memory(model: Any) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Models built inside have meta parameters, but real buffers, which some file may not hold."""
+    """Models built inside have meta parameters, but real buffers, not all of which a file holds."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

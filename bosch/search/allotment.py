@@ -22,7 +22,7 @@ def slots_of(choices: Choices, costs: Values) -> float:
 
 
 def spaced_slots(least: float, unit: float, most: float) -> list[int]:
-    """Eight KV slots for a front, evenly spaced in logarithm, below `most`, above least or unit."""
+    """Eight KV slots of a front, in even ratios, above `least` and a full `unit`, below `most`."""
     spaced = np.geomspace(max(least, unit), most, _POINTS + 2)[1:-1]
     return [round(slots) for slots in spaced]
 

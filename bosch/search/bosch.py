@@ -43,7 +43,7 @@ class SearchResult:
 
 
 def bosch(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Algorithms 1 to 3; exactly ceil(rho N) units slide. UserError if the anchors are equal."""
+    """Algorithms 1 to 3; exactly ceil(rho N) units slide. Raises UserError as `Anchors.check`."""
     anchors, loss = measure_anchors(evaluator, settings)
     importance = layer_importance(evaluator, settings, loss)
     ratios = rank_layers(evaluator, settings, importance, anchors)

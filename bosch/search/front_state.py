@@ -145,7 +145,7 @@ class State:
 
     @property
     def free(self) -> float:
-        """Passes not reserved for what must be measured, and no more than masks may follow."""
+        """Passes not reserved for what must be measured; there are no more masks than passes."""
         reserved = self._for_ends + self.for_nesting
         reserved += sum(self._cost_of_first(self.budgets[number]) for number in self.unmeasured)
         reserved += self.held_out_cost * sum(

@@ -160,7 +160,7 @@ class Price:
         return [{None: full, window: heads - full} for full in counts]
 
     def fewest_sliding(self, window: Window, most: int, granularity: int) -> int | None:
-        """Fewest evenly spread sliding heads, times `granularity`, within `most` bytes, or None."""
+        """Fewest evenly spread sliding heads, by `granularity`, within `most` bytes; or None."""
         units = range(0, len(self.kinds.full) * self.kinds.heads + 1, granularity)
         fits = (n for n in units if self.of(self.with_sliding(n, window)) <= most)
         return next(fits, None)
