@@ -63,12 +63,9 @@ def fastest_backend(
     saved while the rest of a layer is recomputed (`saved_outputs`). Otherwise sdpa.
     """
     requests = {
-        "sinks": sinks > 0,
-        "dropout": dropout > 0,
-        "chunks": chunks,
-        "saved_outputs": saved_outputs,
-        "float32": dtype not in HALF_DTYPES,
-    }
+        "sinks": sinks > 0, "dropout": dropout > 0, "chunks": chunks,
+        "saved_outputs": saved_outputs, "float32": dtype not in HALF_DTYPES,
+    }  # fmt: skip
     needed = {*needs, *(ability for ability, is_needed in requests.items() if is_needed)}
     for name, entry in BACKENDS.items():
         if "cpu" in entry.lacks and not needed.intersection(entry.lacks) and entry.usable():

@@ -38,13 +38,9 @@ class ContextParallel:
 
     def __init__(self, group: Any) -> None:
         self.communicator = Communicator(group)
+        self.ranks = self.communicator.ranks  # processes that share each sequence
         self._current: SplitPass | None = None
         self._fill: Callable[[nn.Module, _LastSeen], None] | None = None
-
-    @property
-    def ranks(self) -> int:
-        """Processes that share each sequence."""
-        return self.communicator.ranks
 
     def install(self, model: Any) -> None:
         """Make every layer exchange keys and values; UserError if `model` cannot be split."""

@@ -35,7 +35,7 @@ from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
 from bosch.objective.memory import activation_sizes
 from bosch.ranks import Ranks
-from bosch.window import Window, Windows, window_menu
+from bosch.window import Windows, window_menu
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Objective:
         split: ContextParallel | None = None,
     ) -> None:
         self.windows = window_menu(windows)
+        self.window = self.windows[0]  # the widest
         if self.window.most_keys >= calibration.max_length:
             sinks = f" with {self.window.sinks} sinks" if self.window.sinks else ""
             raise UserError(
@@ -80,12 +81,14 @@ class Objective:
             )
         family_of(model.config)
         self.model, self.calibration = model, calibration
-        self.num_layers, self.num_key_value_heads = mask_shape(model.config)
+        self.num_layers, self.num_key_value_heads = self.shape = mask_shape(model.config)
+        self.quantum = 1.0 / len(calibration)  # smallest difference between two scores
         self.ranks = ranks or Ranks()
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         rounds = batches_by_round(calibration, batch_size, vocabulary)
         self.rounds = len(rounds)
         self._batches = [batch for batches in rounds for batch in batches]
+        self.batches = len(self._batches)  # also the largest useful number of ranks
         self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
         sizes = [[batch.positions for batch in batches] for batches in rounds]
         self._own_batches = set(batches_of_rank(sizes, self.ranks))
@@ -104,29 +107,9 @@ class Objective:
                 answers_only=answers_only, ranks=ranks, split=split,
             )  # fmt: skip
 
-    @property
-    def window(self) -> Window:
-        """The widest window of the menu."""
-        return self.windows[0]
-
-    @property
-    def batches(self) -> int:
-        """Number of batches, and the largest useful number of ranks."""
-        return len(self._batches)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(L, HKV) of the masks."""
-        return self.num_layers, self.num_key_value_heads
-
     def own_batches(self) -> list[Batch]:
         """The batches that this rank measures."""
         return [self._batches[index] for index in sorted(self._own_batches)]
-
-    @property
-    def quantum(self) -> float:
-        """Smallest difference between two scores, that of one example."""
-        return 1.0 / len(self.calibration)
 
     @property
     def held_out_examples(self) -> int:

@@ -112,6 +112,7 @@ class Evaluator:
     def __init__(self, scorer: Scorer, log: EvaluationLog) -> None:
         self.scorer, self.log = scorer, log
         self.units = Units.of_neighbours(scorer.num_layers, scorer.num_key_value_heads)
+        self.windows = window_menu(getattr(scorer, "windows", Window(1)))  # the widest first
         self.trace: list[TracePoint] = []
         self.notes: list[str] = []
         # By mask, the number of its evaluations that this search has read from the log.
@@ -230,11 +231,6 @@ class Evaluator:
             self.log.append_gradient(mask, name, gradient)
         self._gradients[mask.key, name] = gradient
         return gradient
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """The scorer's windows, the widest first; a scorer without windows has a single one."""
-        return window_menu(getattr(self.scorer, "windows", Window(1)))
 
     @property
     def held_out_examples(self) -> int:
