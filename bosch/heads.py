@@ -1,8 +1,7 @@
 """The head mask: which KV heads keep full attention, and the windows of the others.
 
-L layers, HKV key/value heads per layer. With grouped-query attention the unit of decision is the
-KV head together with the query heads that share it (BOSCH §2.1). Needs numpy only, so that a
-mask can be read, compared and written without loading torch.
+L layers, HKV key/value heads per layer. The unit of decision is the KV head with the query heads
+that share it (BOSCH §2.1). Needs numpy only, so that masks are read without loading torch.
 """
 
 from __future__ import annotations

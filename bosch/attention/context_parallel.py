@@ -217,8 +217,7 @@ def split_attention(
     """`hybrid_attention` of the two chunks that this process holds: [B, 2C, HQ, D].
 
     The call has query [B, HQ, 2C, D], key and value [B, HKV, 2C, D]; its context is not read. All
-    processes of the split must call it. For each group of heads, the keys and values that the
-    second chunk sees are appended to `last_seen`.
+    processes must call it. What the second chunk sees is appended to `last_seen`, by group.
     """
     call = call.autocast()
     query, key, value, layout = call.query, call.key, call.value, call.layout

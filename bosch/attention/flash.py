@@ -1,8 +1,7 @@
 """Attention with the flash-attn package: one call for each group of heads.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, D head dimension. A segment is a document, or a
-row's tokens without its padding; tokens see each other only within a segment. If a row has several
-segments, all segments are concatenated.
+row's tokens without padding, which sees itself alone; the segments are concatenated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Queries, keys and values of all layers for the static rankings, one example at a time.
 
-The model runs with every head full. Queries and keys of each layer with full attention are taken
-after norms and rotary embedding, as they enter the softmax, for all families.
-Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension.
+The model runs with every head full; queries and keys are those that enter the softmax, after norms
+and RoPE. Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension.
 """
 
 from __future__ import annotations

@@ -214,9 +214,8 @@ class BatchPass:
     def _every_choice_pays(self, number: int, cached: LayerActivations | None) -> bool:
         """Whether to compute and cache this layer's attention under every choice.
 
-        It pays if later passes start at this layer, with the same rows below and another row here.
-        This is expected at row 0, if the search has announced it (`is_pinned`), or at the second
-        start. It does not pay if the cache has no room.
+        It pays if later passes start here with another row, as at row 0, if the search has
+        announced it (`is_pinned`), or at the second start; and if the cache has room.
         """
         if not self.reuse or number != self.start or not self.owner.can_mix:
             return False

@@ -284,9 +284,8 @@ def ratio_groups(
 ) -> list[tuple[list[int], int]]:
     """Layers of equal quota, most sliding first, as (layers, units of one layer).
 
-    A group with too many variables is split into subgroups of neighbours in depth, of nearly equal
-    size. The deepest comes first, so that layers below it do not change while it is searched.
-    Layers without sliding units are left out.
+    Too many variables are split evenly into subgroups of neighbours in depth, the deepest first, so
+    that layers below do not change while one is searched. None for layers without sliding units.
     """
     limit = max_layers_per_group(num_heads, max_variables)
     groups = []

@@ -66,9 +66,8 @@ class Scorer(Protocol):
 class SlotBudgets:
     """Budgets of a search for a front, in KV slots (heads x cached tokens) at `context` tokens.
 
-    `slots` are the budgets of its points, ascending; without any the search chooses them.
-    `chosen` is the budget of the resulting mask; by default the slots of a mask that has the
-    ratio's full heads and all others with the narrowest window.
+    `slots` of its points ascend; without any the search chooses them. `chosen` is the result's; by
+    default with the ratio's full heads and all others at the narrowest window.
     """
 
     context: int

@@ -73,9 +73,8 @@ def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResu
 def layer_restoration(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Each layer is full alone: the layers whose answers gain most log-likelihood stay full.
 
-    L evaluations. After arXiv 2512.20569, with the answers' log-likelihood instead of a divergence
-    on plain text, and without training each candidate. In a last layer that is partly full, the
-    units of lower index are full.
+    L evaluations. After arXiv 2512.20569, by the answers' log-likelihood in place of a divergence,
+    and without training. In a partly full layer units of lower index are full.
     """
     return _by_layer(evaluator, settings, stays_full=True)
 

@@ -126,9 +126,8 @@ def static_mask(
 ) -> Ranked:
     """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
 
-    `model` has full attention and is not changed. Raises UserError when its family is not
-    supported, RunError when it gives numbers that are not finite, ValueError when the granularity
-    does not divide the KV heads of a layer.
+    `model` has full attention and does not change. UserError for its family, RunError for numbers
+    not finite, ValueError for a granularity that does not divide a layer's KV heads.
     """
     method = METHODS[name]
     scores = method.load()(model, calibration, window_size, **_read_settings(method, settings))

@@ -31,9 +31,8 @@ _MIN_BATCH_TOKENS = 256
 def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
     """`--max-num-batched-tokens` that the plugin sets for these windows by default.
 
-    A sliding head's cache holds the tokens of all concurrent steps in addition to its window.
-    `most` is vLLM's default, `sequences` is `--max-num-seqs`, each of which needs one token of a
-    step.
+    A sliding head's cache holds its window and the tokens of all concurrent steps. `most` is vLLM's
+    default, `sequences` its `--max-num-seqs`, each of which needs a token of a step.
     """
     return min(most, max(_MIN_BATCH_TOKENS, min(windows, default=most), sequences))
 

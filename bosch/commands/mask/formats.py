@@ -1,8 +1,7 @@
 """Head masks in the files of other projects: DuoAttention and rtp-llm.
 
-docs/reference/format.md describes what each can hold. A mask that a format cannot represent exactly
-is refused with the reason.
-L layers, HKV key/value heads, HQ query heads.
+docs/reference/format.md says what each can hold; other masks are refused with the reason. L layers,
+HKV key/value heads, HQ query heads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """All methods: their names, settings, bounds of evaluations and functions.
 
-A method is registered by a file in this folder. Its function is in the same file, with torch
-imported inside it, or in another file. Neither torch nor numpy is imported here: recipes, plans and
-comparisons read the table, `bosch.search.runs` runs a method.
+A file in this folder registers a method; its function is there, with torch imported inside it, or
+elsewhere. Recipes and plans read the table, without torch and numpy; `bosch.search.runs` runs it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A sub-problem as a solver sees it: n bits, a quota of ones, a budget of evaluations.
 
-Bits are True for sliding units. The problem counts evaluations, returns known results for repeated
-candidates, and returns a lower bound of the loss for a candidate off its quota if the bound shows
-that it cannot beat the best candidate so far.
+Bits are True for sliding units. It counts evaluations, returns known results again, and for a
+candidate off its quota that cannot beat the best a lower bound of the loss.
 """
 
 from __future__ import annotations
