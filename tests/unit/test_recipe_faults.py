@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import pytest
 
 from bosch.errors import UserError
@@ -17,6 +18,7 @@ from pipeline.cli import main
 from pipeline.recipe.load import apply_overrides, load_recipe
 from pipeline.recipe.processes import find_world, without_others
 from pipeline.recipe.yaml_file import parse_yaml
+from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.fields import (
     file_size,
     ordered,
@@ -621,8 +623,12 @@ def test_a_backend_without_attention_dropout_is_refused_if_the_model_has_it(
 
 
 def test_validate_refuses_unknown_tasks_of_the_harness(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    below = Path(lm_eval.tasks.__file__).parent
+    folders = [str(below / name) for name in ("gsm8k", "arc", "gpqa")]  # the whole takes seconds
+    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
+    monkeypatch.setattr(harness_tasks, "whole_index", lambda: manager)
     # gpqa is only in files without a suffix, as a tag that others include.
     known = "evaluate.harness={tasks: [gsm8k, longbench, arc_easy, gpqa], max_length: 512}"
     assert main(["validate", str(case.file), known]) == 0

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import random
 import re
 import warnings
@@ -109,11 +110,13 @@ def _unknown(names: Sequence[str]) -> dict[str, str | None]:
     below = Path(spec.origin).parent / "tasks"
     unknown = set(names)
     for folder in (*sorted({below / name.split("_")[0] for name in unknown}), below):
-        for file in folder.rglob("*") if unknown else ():
+        for place, _, files in os.walk(folder) if unknown else ():
             # Files that other files include, with their tags, have no suffix.
-            if file.suffix in ("", ".yaml") and file.is_file():
-                text = file.read_text(encoding="utf-8", errors="replace")
-                words = ((n, rf"(?<![\w.+-]){re.escape(n)}(?![\w.+-])") for n in unknown)
+            for file in (file for file in files if os.path.splitext(file)[1] in ("", ".yaml")):
+                content = Path(place, file).read_bytes()
+                there = [name for name in unknown if name.encode() in content]
+                text = content.decode(errors="replace") if there else ""
+                words = ((n, rf"(?<![\w.+-]){re.escape(n)}(?![\w.+-])") for n in there)
                 unknown -= {name for name, word in words if re.search(word, text)}
     known = sorted({path.stem for path in below.rglob("*")}) if unknown else []
     near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name in unknown}
