@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -175,7 +176,8 @@ class Stage(Generic[OwnSection]):
         return self.distributed or self.model == "weights"
 
 
-def recipe_type(stages: Sequence[Stage[Any]]) -> type[Recipe]:
+@cache
+def recipe_type(stages: tuple[Stage[Any], ...]) -> type[Recipe]:
     """The type of a recipe for these stages, with a field for the section of each."""
     fields: dict[str, Any] = {}
     for stage in stages:

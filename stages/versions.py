@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable
 
 from bosch.errors import UserError
+
+_version = functools.cache(importlib.metadata.version)
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -14,7 +17,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     versions = {}
     for package in packages:
         try:
-            versions[package] = importlib.metadata.version(package)
+            versions[package] = _version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions

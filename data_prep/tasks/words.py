@@ -120,10 +120,13 @@ class WordLists:
     is_upstream: bool
 
 
+_version = lru_cache(importlib.metadata.version)
+
+
 def words_identity() -> str:
     """Name of the word list for RULER's tasks on this machine."""
     try:
-        return f"wonderwords {importlib.metadata.version('wonderwords')}"
+        return f"wonderwords {_version('wonderwords')}"
     except importlib.metadata.PackageNotFoundError:
         return "built in"
 
@@ -167,7 +170,7 @@ def sentences_identity() -> str:
     """Name of the sentence splitter on this machine; nltk is not imported."""
     if _punkt_folder() is None:
         return "built in"
-    return f"punkt of nltk {importlib.metadata.version('nltk')}"
+    return f"punkt of nltk {_version('nltk')}"
 
 
 def nltk_folders() -> list[Path]:
@@ -182,7 +185,7 @@ def nltk_folders() -> list[Path]:
 def _punkt_folder() -> Path | None:
     """Folder of punkt's data; None without it or without nltk."""
     try:
-        importlib.metadata.version("nltk")
+        _version("nltk")
     except importlib.metadata.PackageNotFoundError:
         return None
     return next((root / _PUNKT for root in nltk_folders() if (root / _PUNKT).is_dir()), None)

@@ -56,7 +56,7 @@ def load_recipe(
     Raises UserError that lists every invalid field with its dotted path, or every fault between
     fields.
     """
-    file, kind = Path(path), recipe_type(stages)
+    file, kind = Path(path), recipe_type(tuple(stages))
     content = apply_overrides(read_mapping(file), overrides)
     places = frozenset(tuple(dotted_path(override)) for override in overrides)
     _drop_replaced(kind, content, places)

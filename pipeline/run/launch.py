@@ -153,8 +153,8 @@ def end_leftovers(mark: str) -> int:
     ended = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            same_namespace = (folder / "ns/pid").samefile("/proc/self/ns/pid")
-            if same_namespace and variable in (folder / "environ").read_bytes().split(b"\0"):
+            left = variable in (folder / "environ").read_bytes().split(b"\0")
+            if left and (folder / "ns/pid").samefile("/proc/self/ns/pid"):
                 os.kill(int(folder.name), signal.SIGKILL)
                 ended += 1
         except OSError:
