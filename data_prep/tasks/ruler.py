@@ -387,7 +387,7 @@ class FrequentWords(RulerTask):
         while self.counter.fits(text, self._limit - 1):
             size += self.step
             text = self._text(size)
-        self.size = max(size - self.step, self.smallest)
+        self.size = size - self.step
         return [size]
 
     def draw(self, index: int, size: int) -> Draft:

@@ -189,6 +189,7 @@ def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
     [
         (5, 100, 90, False),
         (5, 120, 90, True),
+        (5, 120, 100, True),
         # The error names options that waste memory, or the length, but not the ranks.
         (5, 120, 110, False),
         (4, 120, 120, False),
