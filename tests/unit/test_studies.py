@@ -209,6 +209,10 @@ def test_a_setting_has_the_mean_of_each_measure_over_seeds_and_examples() -> Non
     assert row.cost("passes") == 3.5
 
 
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    assert runs.interval_text(Estimate(-0.001, -0.004, 0.004), 2) == "0.00 [0.00, 0.00]"
+
+
 def test_known_searches_do_not_count_in_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

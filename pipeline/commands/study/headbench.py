@@ -240,7 +240,7 @@ def table_of(ratio: float, records: Sequence[dict[str, Any]], kinds: Sequence[st
             estimate = Estimate(*(record[f"{prefix}{bound}"] for bound in ("score", "low", "high")))
             row += [
                 Cell(interval_text(estimate), rank),
-                _text_of(record[f"{prefix}difference"], "+.3f"),
+                _text_of(record[f"{prefix}difference"], "+z.3f"),
                 _text_of(record[f"{prefix}p_holm"], ".3f"),
             ]
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)

@@ -91,8 +91,8 @@ def held_out_mean(results: Results, measure: str) -> Estimate:
 
 
 def interval_text(estimate: Estimate, digits: int = 3) -> str:
-    """`0.812 [0.775, 0.849]`."""
-    mean = f"{estimate.mean:.{digits}f}"
+    """`0.812 [0.775, 0.849]`; what rounds to 0 has no sign."""
+    mean = f"{estimate.mean:z.{digits}f}"
     if estimate.low is None or estimate.high is None:
         return f"{mean} [too few]"
-    return f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+    return f"{mean} [{estimate.low:z.{digits}f}, {estimate.high:z.{digits}f}]"
