@@ -31,13 +31,19 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 _LAZY = {
-    "Front": "bosch.front", "HeadMask": "bosch.heads", "HeadMaskFile": "bosch.heads",
-    "swa_budget": "bosch.budget", "HybridCache": "bosch.model.cache",
-    "hybrid_attention": "bosch.attention", "apply_head_mask": "bosch.model.search_mode",
-    "head_mask": "bosch.model.search_mode", "load_model": "bosch.model.loading",
-    "materialize": "bosch.model.materialize", "materialize_front": "bosch.model.materialize",
+    "Front": "bosch.front",
+    "HeadMask": "bosch.heads",
+    "HeadMaskFile": "bosch.heads",
+    "swa_budget": "bosch.budget",
+    "HybridCache": "bosch.model.cache",
+    "hybrid_attention": "bosch.attention",
+    "apply_head_mask": "bosch.model.search_mode",
+    "head_mask": "bosch.model.search_mode",
+    "load_model": "bosch.model.loading",
+    "materialize": "bosch.model.materialize",
+    "materialize_front": "bosch.model.materialize",
     "prepare_for_search": "bosch.model.search_mode",
-}  # fmt: skip
+}
 
 __all__ = ["RunError", "UserError", "Window", *_LAZY]
 

@@ -164,11 +164,15 @@ class Front:
         for point in points:
             by_slots.setdefault(point.kv_slots, point)
         return cls(
-            context=context, model=model, window_sizes=tuple(window.size for window in menu[::-1]),
-            sinks=menu[0].sinks, num_layers=len(points[0].layout),
+            context=context,
+            model=model,
+            window_sizes=tuple(window.size for window in menu[::-1]),
+            sinks=menu[0].sinks,
+            num_layers=len(points[0].layout),
             num_key_value_heads=len(points[0].layout[0]),
-            points=tuple(by_slots[slots] for slots in sorted(by_slots)), seed=seed,
-        )  # fmt: skip
+            points=tuple(by_slots[slots] for slots in sorted(by_slots)),
+            seed=seed,
+        )
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
@@ -262,15 +266,28 @@ def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
 _NUMBER = (int, float)
 _NONE = type(None)
 _FRONT_TYPES: FieldTypes = {
-    "context": (int,), "model": (str,), "window_sizes": (list,), "sinks": (int,),
-    "num_layers": (int,), "num_key_value_heads": (int,), "seed": (int, _NONE), "points": (list,),
+    "context": (int,),
+    "model": (str,),
+    "window_sizes": (list,),
+    "sinks": (int,),
+    "num_layers": (int,),
+    "num_key_value_heads": (int,),
+    "seed": (int, _NONE),
+    "points": (list,),
     "chosen": (int, _NONE),
-}  # fmt: skip
+}
 _POINT_TYPES: FieldTypes = {
-    "kv_slots": (int,), "bytes": (int, _NONE), "full_kv_heads": (int,), "layout": (list,),
-    "score": _NUMBER, "log_likelihood": _NUMBER, "held_out_score": (*_NUMBER, _NONE),
-    "held_out_low": (*_NUMBER, _NONE), "held_out_high": (*_NUMBER, _NONE), "passes": _NUMBER,
-}  # fmt: skip
+    "kv_slots": (int,),
+    "bytes": (int, _NONE),
+    "full_kv_heads": (int,),
+    "layout": (list,),
+    "score": _NUMBER,
+    "log_likelihood": _NUMBER,
+    "held_out_score": (*_NUMBER, _NONE),
+    "held_out_low": (*_NUMBER, _NONE),
+    "held_out_high": (*_NUMBER, _NONE),
+    "passes": _NUMBER,
+}
 assert [field.name for field in fields(FrontPoint)] == list(_POINT_TYPES)
 
 
@@ -283,8 +300,10 @@ def _from_content(content: object) -> Front:
         raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
     values = typed_fields(content, _FRONT_TYPES)
     layers, heads, sizes = (
-        values["num_layers"], values["num_key_value_heads"], values["window_sizes"],
-    )  # fmt: skip
+        values["num_layers"],
+        values["num_key_value_heads"],
+        values["window_sizes"],
+    )
     if not 1 <= heads <= MAX_HEADS or not 1 <= layers <= MAX_LAYERS:
         raise ValueError(f"{layers:,} layers of {heads:,} KV heads; that is no model")
     if len(values["points"]) > MAX_POINTS:

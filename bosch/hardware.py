@@ -31,10 +31,15 @@ class Device:
 
 # An order of magnitude for a CPU core: in bf16 cores differ tenfold.
 DEVICES = {
-    "h100": Device(989, 80, 3350), "h200": Device(989, 141, 4800), "b200": Device(2250, 180, 8000),
-    "a100": Device(312, 80, 2039), "a800": Device(312, 80, 2039), "l40s": Device(362, 48, 864),
-    "rtx4090": Device(165, 24, 1008), "cpu": Device(0.05, 4, 5),
-}  # fmt: skip
+    "h100": Device(989, 80, 3350),
+    "h200": Device(989, 141, 4800),
+    "b200": Device(2250, 180, 8000),
+    "a100": Device(312, 80, 2039),
+    "a800": Device(312, 80, 2039),
+    "l40s": Device(362, 48, 864),
+    "rtx4090": Device(165, 24, 1008),
+    "cpu": Device(0.05, 4, 5),
+}
 
 # Drivers' names of devices that contain a name above but have another peak.
 _VARIANTS: dict[str, Device | None] = {

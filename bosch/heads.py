@@ -264,12 +264,19 @@ class HeadMaskFile:
             choices = range(len(self.windows), 0, -1)
             heads = [[np.flatnonzero(row == k).tolist() for k in choices] for row in mask.choices]
         return {
-            "format": 3 if self.sink_bias is not None else 2 if several else 1, "model": self.model,
-            "method": self.method, "swa_ratio": self.swa_ratio, **sizes, "sinks": self.sinks,
-            "num_layers": mask.num_layers, "num_key_value_heads": mask.num_key_value_heads,
-            "swa_kv_heads": heads, "score": self.score, "seed": self.seed,
+            "format": 3 if self.sink_bias is not None else 2 if several else 1,
+            "model": self.model,
+            "method": self.method,
+            "swa_ratio": self.swa_ratio,
+            **sizes,
+            "sinks": self.sinks,
+            "num_layers": mask.num_layers,
+            "num_key_value_heads": mask.num_key_value_heads,
+            "swa_kv_heads": heads,
+            "score": self.score,
+            "seed": self.seed,
             **({} if self.sink_bias is None else {"sink_bias": self.sink_bias}),
-        }  # fmt: skip
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""
@@ -361,10 +368,15 @@ def _file_of(content: object) -> HeadMaskFile:
         for choice, part in zip(range(len(menu), 0, -1), row, strict=True):
             choices[layer, part] = choice
     return HeadMaskFile(
-        values["model"], values["method"], ratio, HeadMask.of_choices(choices), menu,
-        values["score"], values["seed"],
+        values["model"],
+        values["method"],
+        ratio,
+        HeadMask.of_choices(choices),
+        menu,
+        values["score"],
+        values["seed"],
         None if number < 3 else _checked_bias(values, menu[0].sinks),
-    )  # fmt: skip
+    )
 
 
 def _checked_bias(content: Mapping[str, Any], sinks: int) -> tuple[tuple[float, ...], ...]:

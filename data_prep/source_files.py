@@ -84,9 +84,15 @@ def _require_file(path: Path) -> None:
 
 # Files of a model directory from which its tokenizer is read.
 _TOKENIZER_PATTERNS = (
-    *VOCABULARIES, *TOKENIZER_TEXTS, "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "normalizer.json", "chat_template.json", "tokenization_*.py",
-)  # fmt: skip
+    *VOCABULARIES,
+    *TOKENIZER_TEXTS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "normalizer.json",
+    "chat_template.json",
+    "tokenization_*.py",
+)
 
 
 def tokenizer_files(directory: Path) -> list[str]:

@@ -73,9 +73,14 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
             return _done(module.run(options))
         log.show_steps(options.verbose)
         loaded = load_recipe(
-            options.recipe, options.overrides, fetch=command.fetch, input_files=command.input_files,
-            model_files=command.model_files, model_family=command.model_family, stages=stages,
-        )  # fmt: skip
+            options.recipe,
+            options.overrides,
+            fetch=command.fetch,
+            input_files=command.input_files,
+            model_files=command.model_files,
+            model_family=command.model_family,
+            stages=stages,
+        )
         root = loaded.output_root
         log.configure(loaded.recipe.runtime.log_level)
         return _done(module.run(loaded, options))

@@ -58,10 +58,12 @@ def standing(mask: HeadMask, landscape: Mapping[HeadMask, Evaluation]) -> Standi
     scores = np.array([e.score for e in landscape.values()])
     likelihoods = np.array([e.log_likelihood for e in landscape.values()])
     return Standing(
-        score=entry.score, log_likelihood=entry.log_likelihood,
+        score=entry.score,
+        log_likelihood=entry.log_likelihood,
         score_rank=1 + int((scores > entry.score).sum()),
         score_gap=float(scores.max() - entry.score),
         log_likelihood_rank=1 + int((likelihoods > entry.log_likelihood).sum()),
-        log_likelihood_gap=float(likelihoods.max() - entry.log_likelihood), masks=len(landscape),
+        log_likelihood_gap=float(likelihoods.max() - entry.log_likelihood),
+        masks=len(landscape),
         best_by_score=int((scores == scores.max()).sum()),
-    )  # fmt: skip
+    )

@@ -22,10 +22,21 @@ from bosch.attention.logit_transform import LogitTransform
 from bosch.backends import BACKENDS, WIDEST_HEAD, check_backend, check_sinks, resolve_backend
 
 __all__ = [
-    "BACKENDS", "AttentionCall", "AttentionContext", "CachedStates", "HeadGroup", "HeadLayout",
-    "LogitTransform", "attention_weights", "check_sinks", "compute_attention", "fastest_backend",
-    "hybrid_attention", "pass_context", "resolve_backend",
-]  # fmt: skip
+    "BACKENDS",
+    "AttentionCall",
+    "AttentionContext",
+    "CachedStates",
+    "HeadGroup",
+    "HeadLayout",
+    "LogitTransform",
+    "attention_weights",
+    "check_sinks",
+    "compute_attention",
+    "fastest_backend",
+    "hybrid_attention",
+    "pass_context",
+    "resolve_backend",
+]
 
 
 # Computes one layer's attention: [B, T, HQ, D].
@@ -63,9 +74,12 @@ def fastest_backend(
     saved while the rest of a layer is recomputed (`saved_outputs`). Otherwise sdpa.
     """
     requests = {
-        "sinks": sinks > 0, "dropout": dropout > 0, "chunks": chunks,
-        "saved_outputs": saved_outputs, "float32": dtype not in HALF_DTYPES,
-    }  # fmt: skip
+        "sinks": sinks > 0,
+        "dropout": dropout > 0,
+        "chunks": chunks,
+        "saved_outputs": saved_outputs,
+        "float32": dtype not in HALF_DTYPES,
+    }
     needed = {*needs, *(ability for ability, is_needed in requests.items() if is_needed)}
     for name, entry in BACKENDS.items():
         if "cpu" in entry.lacks and not needed.intersection(entry.lacks) and entry.usable():

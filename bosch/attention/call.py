@@ -99,7 +99,11 @@ class AttentionCall(NamedTuple):
                 sinks = None, None, None
             heads = layout.heads_of(self.query, group, q_per_kv)
             transform = self.transform.of(layout, group, q_per_kv)
-            outputs.append(attend(GroupCall(
-                heads, *states, group.window, self.context, transform, self.dropout, *sinks
-            )))  # fmt: skip
+            outputs.append(
+                attend(
+                    GroupCall(
+                        heads, *states, group.window, self.context, transform, self.dropout, *sinks
+                    )
+                )
+            )
         return layout.merge(outputs, q_per_kv)

@@ -84,9 +84,12 @@ def flex_block_mask(
     some, whole = (x.index_select(1, groups) for x in (some & ~whole, whole))
     lengths = context.q_length, context.kv_length
     return torch_flex.BlockMask.from_kv_blocks(
-        *_listed(some), *_listed(whole), BLOCK_SIZE=FLEX_BLOCK, seq_lengths=lengths,
+        *_listed(some),
+        *_listed(whole),
+        BLOCK_SIZE=FLEX_BLOCK,
+        seq_lengths=lengths,
         mask_mod=_rule(layout, context, reaches[groups], device),
-    )  # fmt: skip
+    )
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

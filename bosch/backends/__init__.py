@@ -17,14 +17,17 @@ WIDEST_HEAD = 256  # most dimensions of a head in flash-attn's and torch's kerne
 
 # Abilities that a backend may lack, with the text that follows its name in the message.
 _LACKS = {
-    "sinks": "has no sinks", "float32": "computes in float16 and bfloat16",
-    "dropout": "has no attention dropout", "softcap": "has no capped attention scores",
+    "sinks": "has no sinks",
+    "float32": "computes in float16 and bfloat16",
+    "dropout": "has no attention dropout",
+    "softcap": "has no capped attention scores",
     "head_logits": "has no extra logit per head",
     "wide_heads": f"takes heads of {WIDEST_HEAD} dimensions at most",
-    "cache": "computes no passes with a KV cache", "chunks": "computes whole sequences only",
+    "cache": "computes no passes with a KV cache",
+    "chunks": "computes whole sequences only",
     "saved_outputs": "has no kernel of its own whose outputs could be saved",
     "cpu": "runs on a GPU only",
-}  # fmt: skip
+}
 
 
 def has_gpu() -> bool:

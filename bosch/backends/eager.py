@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bosch.backends import BackendEntry, register
 
-register("eager", BackendEntry(
-    "bosch.attention.eager:eager_attention", "softmax", 0, lacks=("saved_outputs",)
-))  # fmt: skip
+register(
+    "eager",
+    BackendEntry("bosch.attention.eager:eager_attention", "softmax", 0, lacks=("saved_outputs",)),
+)

@@ -6,8 +6,15 @@ import importlib.util
 
 from bosch.backends import BackendEntry, has_gpu, register
 
-register("flash", BackendEntry(
-    "bosch.attention.flash:flash_kernel_attention", "flash_attn", 10, ("flash_attention_2",),
-    lambda: has_gpu() and importlib.util.find_spec("flash_attn") is not None,
-    "a GPU and the flash-attn package", ("sinks", "float32", "softcap", "wide_heads", "cpu"),
-))  # fmt: skip
+register(
+    "flash",
+    BackendEntry(
+        "bosch.attention.flash:flash_kernel_attention",
+        "flash_attn",
+        10,
+        ("flash_attention_2",),
+        lambda: has_gpu() and importlib.util.find_spec("flash_attn") is not None,
+        "a GPU and the flash-attn package",
+        ("sinks", "float32", "softcap", "wide_heads", "cpu"),
+    ),
+)

@@ -19,8 +19,15 @@ def _has_varlen() -> bool:
     return set(inspect.signature(function).parameters) >= _VARLEN_OPTIONS
 
 
-register("varlen", BackendEntry(
-    "bosch.attention.varlen:varlen_attention", "varlen_attn", 11, (), _has_varlen,
-    "a GPU and a torch with windows in torch.nn.attention.varlen",
-    ("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
-))  # fmt: skip
+register(
+    "varlen",
+    BackendEntry(
+        "bosch.attention.varlen:varlen_attention",
+        "varlen_attn",
+        11,
+        (),
+        _has_varlen,
+        "a GPU and a torch with windows in torch.nn.attention.varlen",
+        ("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
+    ),
+)

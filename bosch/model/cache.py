@@ -286,10 +286,12 @@ def _with_states(kind: type[SplitCacheLayer]) -> Any:
 
     both = ("reset", "reorder_cache", "crop", "offload", "prefetch", "activate_past_recording")
     body = {
-        "__init__": __init__, "lazy_initialization": lazy_initialization,
-        "get_max_length": kind.get_max_length, "is_compileable": kind.is_compileable,
+        "__init__": __init__,
+        "lazy_initialization": lazy_initialization,
+        "get_max_length": kind.get_max_length,
+        "is_compileable": kind.is_compileable,
         **{name: of_both(name) for name in both if hasattr(kind, name)},
-    }  # fmt: skip
+    }
     return type(f"{kind.__name__}WithStates", (LinearAttentionLayer, kind), body)
 
 

@@ -62,9 +62,11 @@ def code_file(family: Family) -> str:
     """Source of a family's classes without bosch; RuntimeError if its modules cannot be joined."""
     head = _HEAD.format(model=family.base_model_class, version=VERSION)
     tail = _TAIL.format(
-        config=family.config_class, model=family.model_class, decoder=family.decoder_class,
+        config=family.config_class,
+        model=family.model_class,
+        decoder=family.decoder_class,
         model_type=family.model_type,
-    )  # fmt: skip
+    )
     return head + _joined(MODULES) + "\n" + tail
 
 

@@ -161,12 +161,15 @@ def hybrid_config_class(family: Family) -> Any:
     """Config class of hybrids: the family's, with `hybrid_attention` and a user's `kv_budget`."""
     base: Any = CONFIG_MAPPING[family.model_type]
     body = {
-        "model_type": family.hybrid_type, "hybrid_attention": None, "kv_budget": None,
+        "model_type": family.hybrid_type,
+        "hybrid_attention": None,
+        "kv_budget": None,
         "__annotations__": {"hybrid_attention": "dict | None", "kv_budget": "Any"},
-        "__module__": __name__, "to_dict": _to_dict_of(family, base),
+        "__module__": __name__,
+        "to_dict": _to_dict_of(family, base),
         "save_pretrained": _save_of(family, base),
         "__doc__": f"{base.__name__} of a model with full and sliding heads.",
-    }  # fmt: skip
+    }
     created: Any = type(family.config_class, (HybridConfigMixin, base), body)
     created.__init__ = _init_of(family, created)
     globals()[family.config_class] = created

@@ -64,9 +64,12 @@ logger = transformers_logging.get_logger(__name__)
 
 # The backend of each attn_implementation that a user can name.
 _BACKEND_OF: dict[str | None, str] = {
-    None: "auto", NAME: "auto", "bosch": "auto", "auto": "auto",
+    None: "auto",
+    NAME: "auto",
+    "bosch": "auto",
+    "auto": "auto",
     **{name: backend for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
-}  # fmt: skip
+}
 
 
 def deploy_layouts(config: Any) -> list[HeadLayout | None]:
@@ -444,11 +447,13 @@ def _hybrid_class(family: Family, models: Any, name: str) -> Any:
     base = models[CONFIG_MAPPING[family.model_type]]
     config_class = hybrid_config_class(family)
     body = {
-        "config_class": config_class, "config": config_class, "_family": family,
+        "config_class": config_class,
+        "config": config_class,
+        "_family": family,
         "__module__": __name__,
         "__doc__": f"{base.__name__} with full and sliding heads in each layer.",
         "_can_set_attn_implementation_cached_value": True,
-    }  # fmt: skip
+    }
     created = type(name, (HybridModelMixin, base), body)
     globals()[name] = created
     return created

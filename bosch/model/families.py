@@ -284,11 +284,15 @@ def decoder_layers(config: Any) -> DecoderLayers:
     own_heads, own_head_dim = _head_sizes(text, sliding[0]) if sliding else (0, 0)
     count = getattr(text, "number_of_conv_states", 1)
     return DecoderLayers(
-        count=len(types), full=full, heads=heads, head_dim=head_dim,
+        count=len(types),
+        full=full,
+        heads=heads,
+        head_dim=head_dim,
         windows=dict.fromkeys(sliding, getattr(text, "sliding_window", 0)),
-        states={n: count for n, kind in enumerate(types) if kind in _STATES}, own_heads=own_heads,
+        states={n: count for n, kind in enumerate(types) if kind in _STATES},
+        own_heads=own_heads,
         own_head_dim=own_head_dim,
-    )  # fmt: skip
+    )
 
 
 def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:

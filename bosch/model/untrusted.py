@@ -47,10 +47,13 @@ _ATTENTION = (
 _EXPERTS = ("eager", "grouped_mm", "batched_mm")
 # Fields that name code, with the allowed names.
 _CODE_NAMES = {
-    "attn_implementation": _ATTENTION, "_attn_implementation": _ATTENTION,
-    "_attn_implementation_internal": _ATTENTION, "experts_implementation": _EXPERTS,
-    "_experts_implementation": _EXPERTS, "_experts_implementation_internal": _EXPERTS,
-}  # fmt: skip
+    "attn_implementation": _ATTENTION,
+    "_attn_implementation": _ATTENTION,
+    "_attn_implementation_internal": _ATTENTION,
+    "experts_implementation": _EXPERTS,
+    "_experts_implementation": _EXPERTS,
+    "_experts_implementation_internal": _EXPERTS,
+}
 # Fields that no model needs: they name kernels, files that are not hashed, or ways of decoding
 # whose code transformers downloads from the hub.
 _REFUSED = (

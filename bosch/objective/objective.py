@@ -286,9 +286,13 @@ class Objective:
         self, cache: ActivationCache, split: ContextParallel | None = None
     ) -> IncrementalForward:
         return IncrementalForward(
-            self.model, self.windows, cache,
-            answers_only=self._answers_only, agree=self.ranks.agree, split=split,
-        )  # fmt: skip
+            self.model,
+            self.windows,
+            cache,
+            answers_only=self._answers_only,
+            agree=self.ranks.agree,
+            split=split,
+        )
 
     def _begin(self, mask: HeadMask, shared_layers: int) -> None:
         self._apply(mask)

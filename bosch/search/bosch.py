@@ -141,12 +141,15 @@ def layer_rows(
     units = evaluator.shape[1]
     return [
         {
-            "layer": layer, "best_score": importance.best_scores[layer],
+            "layer": layer,
+            "best_score": importance.best_scores[layer],
             "best_log_likelihood": importance.best_log_likelihoods[layer],
-            "drop": ratios.drops[layer], "weight": ratios.weights[layer], "ratio": quota / units,
+            "drop": ratios.drops[layer],
+            "weight": ratios.weights[layer],
+            "ratio": quota / units,
         }
         for layer, quota in enumerate(quotas or ratios.quotas)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True)

@@ -332,8 +332,13 @@ class Evaluator:
             self.watch(self)
         logger.debug(
             "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %s",
-            phase, subproblem, point.step, point.score, point.log_likelihood, best,
-        )  # fmt: skip
+            phase,
+            subproblem,
+            point.step,
+            point.score,
+            point.log_likelihood,
+            best,
+        )
 
     def _has_ratio(self, mask: HeadMask) -> bool:
         return mask.num_sliding == self.budget * int(self.units.heads.shape[2])

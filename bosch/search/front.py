@@ -324,10 +324,14 @@ class FrontSearch(Moves):
             score = self.evaluator.evaluate_held_out(mask).score
             held_out = share(score, count, KEEP_TAIL)
         return FrontPoint.of(
-            self.evaluator.units.head_mask(mask), self.menu, self.context,
-            score=point.evaluation.score, log_likelihood=point.evaluation.log_likelihood,
-            held_out=held_out, passes=point.passes,
-        )  # fmt: skip
+            self.evaluator.units.head_mask(mask),
+            self.menu,
+            self.context,
+            score=point.evaluation.score,
+            log_likelihood=point.evaluation.log_likelihood,
+            held_out=held_out,
+            passes=point.passes,
+        )
 
 
 def _sum_of(values: Values, choices: Choices) -> float:

@@ -30,10 +30,13 @@ class Moves(State):
         self.for_nesting = _NESTING_SHARE * self.all_passes
         grown = Move("grown", lambda number: self._grown(number) if number else None)
         moves = [
-            Move("exchange", self._exchange_move), Move("swap", self._swap), grown,
-            Move("shrunk", self._shrunk_move), Move("kick", self._kick),
+            Move("exchange", self._exchange_move),
+            Move("swap", self._swap),
+            grown,
+            Move("shrunk", self._shrunk_move),
+            Move("kick", self._kick),
             *([Move("other start", self.other_start)] if self.other_start else []),
-        ]  # fmt: skip
+        ]
         fruitless = 0
         while self.points and self.free >= 1 and fruitless < _FRUITLESS * len(self.points):
             number = min(self.points, key=self._turn)

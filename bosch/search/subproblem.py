@@ -67,9 +67,14 @@ def optimise_layers(
     candidate = solve(problem, settings.solver, int(seed))
     logger.info(
         "%s: %d of %d %s sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
-        subproblem, quota, problem.size, "layers" if whole_layers else "KV heads",
-        candidate.evaluation.score, candidate.evaluation.log_likelihood, problem.spent,
-    )  # fmt: skip
+        subproblem,
+        quota,
+        problem.size,
+        "layers" if whole_layers else "KV heads",
+        candidate.evaluation.score,
+        candidate.evaluation.log_likelihood,
+        problem.spent,
+    )
     plateau = ""
     if problem.on_plateau:
         plateau = f"scored {candidate.evaluation.score:.4g}"

@@ -16,9 +16,15 @@ from data_prep.tasks.samples import StoredSample
 
 
 def write_calibration(
-    folder: Path, *, tasks: Sequence[str], examples: int, length: int, seed: int, tokenizer: Any,
+    folder: Path,
+    *,
+    tasks: Sequence[str],
+    examples: int,
+    length: int,
+    seed: int,
+    tokenizer: Any,
     essay_words: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write calibration.jsonl (token ids) and needles.jsonl (the needles of each example).
 
     Tasks alternate. A record of calibration.jsonl holds task, index, seed, input_ids and
@@ -42,15 +48,24 @@ def write_calibration(
             needles_file.write(json.dumps({**head, **needles}) + "\n")
             bar.update()
     return {
-        "tasks": list(tasks), "examples": examples, "length": length, "shortest": min(lengths),
+        "tasks": list(tasks),
+        "examples": examples,
+        "length": length,
+        "shortest": min(lengths),
         "longest": max(lengths),
-    }  # fmt: skip
+    }
 
 
 def forced_records(
-    tasks: Sequence[str], examples: int, length: int, seed_space: SeedSpace, seed: int,
-    tokenizer: Any, essay_words: Sequence[str], max_new_tokens: int | None = None,
-) -> Iterator[tuple[Draft, tuple[list[int], int]]]:  # fmt: skip
+    tasks: Sequence[str],
+    examples: int,
+    length: int,
+    seed_space: SeedSpace,
+    seed: int,
+    tokenizer: Any,
+    essay_words: Sequence[str],
+    max_new_tokens: int | None = None,
+) -> Iterator[tuple[Draft, tuple[list[int], int]]]:
     """Teacher-forced examples: the sample, and its token ids and answer length.
 
     Tasks alternate. Prompt and answer have at most `length` tokens; with `max_new_tokens`, prompt

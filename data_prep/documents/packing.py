@@ -151,9 +151,13 @@ def write_dataset(
     DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": f"{count:x}-{sequence_length:x}", "_format_columns": None,
-        "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
-    }  # fmt: skip
+        "_fingerprint": f"{count:x}-{sequence_length:x}",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
     (folder / "state.json").write_text(json.dumps(state, indent=2))
 
 

@@ -260,9 +260,12 @@ def _whole_file(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(
-    path: Path, where: str, groups: Sequence[int] | None, fields: Sequence[str],
+    path: Path,
+    where: str,
+    groups: Sequence[int] | None,
+    fields: Sequence[str],
     others: Sequence[str] = (),
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """The rows of some or all row groups: the columns `fields`, and existing ones of `others`.
 
     `others` may have values of any type.

@@ -103,9 +103,17 @@ class TokenisedSource:
 
 
 def tokenise_source(
-    source: Source, encoder: Encoder, folder: Path, *, tokens: int, seed: int, sequence_length: int,
-    workers: int, bar: Progress, stamps: Mapping[str, Stamp] = MappingProxyType({}),
-) -> TokenisedSource:  # fmt: skip
+    source: Source,
+    encoder: Encoder,
+    folder: Path,
+    *,
+    tokens: int,
+    seed: int,
+    sequence_length: int,
+    workers: int,
+    bar: Progress,
+    stamps: Mapping[str, Stamp] = MappingProxyType({}),
+) -> TokenisedSource:
     """Tokenise parts in random order, until there are more than `tokens` tokens or no parts left.
 
     Shards are written to `folder`; complete ones there are reused. The result does not depend on

@@ -133,9 +133,15 @@ def take_words(words: Sequence[str], start: int, size: int) -> str:
 
 
 def make_sample(
-    task: str, length: int, tokenizer: Any, seed_space: SeedSpace, seed: int, index: int,
-    max_new_tokens: int | None, essay_words: Sequence[str],
-) -> Draft:  # fmt: skip
+    task: str,
+    length: int,
+    tokenizer: Any,
+    seed_space: SeedSpace,
+    seed: int,
+    index: int,
+    max_new_tokens: int | None,
+    essay_words: Sequence[str],
+) -> Draft:
     """The sample of this task and index, with the longest haystack that `length` tokens allow.
 
     Args:

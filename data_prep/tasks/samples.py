@@ -88,12 +88,16 @@ class SampleFolder:
             generator += _MORE_OF_SHORT.get(self.task, 0)
         return {
             "generator": generator,
-            "task": self.task, "length": self.length, "new_tokens": self.new_tokens,
-            "seed": self.seed, "tokenizer": tokenizer_digest(self.tokenizer),
-            "words": words_identity(), "sentences": sentences_identity(),
+            "task": self.task,
+            "length": self.length,
+            "new_tokens": self.new_tokens,
+            "seed": self.seed,
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "words": words_identity(),
+            "sentences": sentences_identity(),
             "essay": self.corpus.essay_sha256,
             "data": file_digest(file) if file is not None and file.is_file() else None,
-        }  # fmt: skip
+        }
 
     @property
     def path(self) -> Path:
@@ -150,9 +154,15 @@ class SampleFolder:
                     "it again"
                 )
             yield StoredSample(
-                self.task, index, own_ids, record["answers"], record["tail"], record["prefix"],
-                [(key, value) for key, value in record["needles"]], record["prompt_sha256"],
-            )  # fmt: skip
+                self.task,
+                index,
+                own_ids,
+                record["answers"],
+                record["tail"],
+                record["prefix"],
+                [(key, value) for key, value in record["needles"]],
+                record["prompt_sha256"],
+            )
 
 
 def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:
@@ -193,12 +203,16 @@ def _digest(ids: np.ndarray) -> str:
 def _record(index: int, sample: Sample) -> dict[str, Any]:
     draft = sample.draft
     return {
-        "index": index, "tokens": len(sample.ids),
-        "ids_sha256": _digest(np.asarray(sample.ids, np.int32)), "sizes": sample.sizes,
-        "answers": draft.answers, "tail": draft.text[-TAIL_CHARACTERS:], "prefix": draft.prefix,
+        "index": index,
+        "tokens": len(sample.ids),
+        "ids_sha256": _digest(np.asarray(sample.ids, np.int32)),
+        "sizes": sample.sizes,
+        "answers": draft.answers,
+        "tail": draft.text[-TAIL_CHARACTERS:],
+        "prefix": draft.prefix,
         "needles": draft.needles,
         "prompt_sha256": hashlib.sha256(draft.prompt.encode()).hexdigest(),
-    }  # fmt: skip
+    }
 
 
 @lru_cache(maxsize=4)

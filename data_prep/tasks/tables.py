@@ -48,8 +48,13 @@ RULER_NEEDLES = {
 }
 # Generated tokens, counted inside the length (RULER's tokens_to_generate).
 NEW_TOKENS = {
-    **dict.fromkeys(RULER_NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32,
-}  # fmt: skip
+    **dict.fromkeys(RULER_NEEDLES, 128),
+    "vt": 30,
+    "cwe": 120,
+    "fwe": 50,
+    "qa_1": 32,
+    "qa_2": 32,
+}
 # Tasks in which one answer is enough; in others the score is the share of the answers.
 ANY_ANSWER = frozenset({"qa_1", "qa_2"})
 # Files that RULER downloads.

@@ -29,6 +29,9 @@ class RecipeCommand(Command):
         )
         parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, see recipes/")
         parser.add_argument(
-            "overrides", metavar="key.path=value", nargs="*", default=[],
+            "overrides",
+            metavar="key.path=value",
+            nargs="*",
+            default=[],
             help="replaces a value of the recipe, like search.swa_ratio=0.5",
-        )  # fmt: skip
+        )

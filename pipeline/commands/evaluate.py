@@ -50,13 +50,19 @@ _IDLE_POLLS = 4
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoints", metavar="NAME", nargs="+", type=_name,
+        "--checkpoints",
+        metavar="NAME",
+        nargs="+",
+        type=_name,
         help="hybrid or tokens-<n>, of a finished or a running training; default: all",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--model", metavar="MODEL_DIR", action="append", default=[],
+        "--model",
+        metavar="MODEL_DIR",
+        action="append",
+        default=[],
         help="a model directory, in place of the recipe's checkpoints; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--watch",
         action="store_true",

@@ -29,10 +29,14 @@ COMMAND = Command("write a recipe for your own model, with a smoke test")
 SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"
 # Overrides for a small run through every stage.
 SMOKE = (
-    "name=smoke", "prepare.train_tokens=256k", "prepare.calibration.examples=4",
-    "search.budget_per_layer=1", "train.total_tokens=256k", "train.checkpoint_tokens=[256k]",
+    "name=smoke",
+    "prepare.train_tokens=256k",
+    "prepare.calibration.examples=4",
+    "search.budget_per_layer=1",
+    "train.total_tokens=256k",
+    "train.checkpoint_tokens=[256k]",
     "evaluate.needle.samples=4",
-)  # fmt: skip
+)
 _LONGEST, _SHORTEST = 4096, 512
 _KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
@@ -141,11 +145,13 @@ def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
         source = f"{{name: mine, kind: {kind}, path: {_yaml(path)}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
-        smoke=_smoke(file), model=_yaml(_from(folder, model)), source=source,
+        smoke=_smoke(file),
+        model=_yaml(_from(folder, model)),
+        source=source,
         length=format_length(length),
         lengths=", ".join(format_length(n) for n in (length // 2, length) if n >= _SHORTEST),
         window=length // 16,
-    )  # fmt: skip
+    )
 
 
 def _smoke(file: Path) -> str:

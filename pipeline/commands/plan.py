@@ -32,9 +32,12 @@ from stages.shape import shape_of
 from stages.stage import LoadedRecipe, ModelInfo, World, call
 
 COMMAND = RecipeCommand(
-    "say what a run needs and costs before it starts", json=True, fetch=False, input_files=False,
+    "say what a run needs and costs before it starts",
+    json=True,
+    fetch=False,
+    input_files=False,
     model_files=False,
-)  # fmt: skip
+)
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
 # GPUs of a node, if the planning machine has fewer.
@@ -63,10 +66,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "speed of H100, or its cores)",
     )
     parser.add_argument(
-        "--efficiency", metavar="SHARE", type=_share,
+        "--efficiency",
+        metavar="SHARE",
+        type=_share,
         help=f"share of the device's peak that is reached (default: {EFFICIENCY}, less in training "
         "of a mixture of experts)",
-    )  # fmt: skip
+    )
 
 
 def _share(text: str) -> float:
@@ -122,14 +127,18 @@ def plan_record(
         "file": str(loaded.file),
         "hardware": {"name": devices.name, "count": devices.count},
         "stages": [
-            {"stage": name, "flops": cost.flops,
-             "hours": cost.hours(devices.name, devices.count),
-             "disk_bytes": cost.disk, "facts": cost.facts}
+            {
+                "stage": name,
+                "flops": cost.flops,
+                "hours": cost.hours(devices.name, devices.count),
+                "disk_bytes": cost.disk,
+                "facts": cost.facts,
+            }
             for name, cost in costs.items()
         ],
         "serving": [" ".join(line.split()) for line in _served(loaded, loaded.info, devices.name)],
         "missing": list(missing_inputs(loaded)),
-    }  # fmt: skip
+    }
 
 
 def plan_lines(
@@ -222,10 +231,14 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
         own, tokens = list(info.kinds.windows.values()), vllm.served_tokens(info.max_positions)
         return list(
             vllm.served_caches(
-                vllm.engine_heads(layers), 2 * info.kinds.head_dim * number, own,
-                engine=engine, lengths=tokens, numbers_of_ranks=ranks,
+                vllm.engine_heads(layers),
+                2 * info.kinds.head_dim * number,
+                own,
+                engine=engine,
+                lengths=tokens,
+                numbers_of_ranks=ranks,
             )
-        )  # fmt: skip
+        )
 
     def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
         return [{None: full, search.menu[-1]: heads - full} for full in counts]

@@ -24,13 +24,18 @@ COMMAND = RecipeCommand("bring the stages of a recipe up to date")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
     parser.add_argument(
-        "--from", dest="start", metavar="STAGE",
+        "--from",
+        dest="start",
+        metavar="STAGE",
         help="do not run earlier stages; their results must exist",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--force", metavar="STAGE", action="append", default=[],
+        "--force",
+        metavar="STAGE",
+        action="append",
+        default=[],
         help="make this stage and what needs it again; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would run, and why")
     parser.add_argument(
         "--wait", action="store_true", help="wait for stages that another run is making"

@@ -14,9 +14,11 @@ from pipeline.run.store import Store
 from stages.stage import LoadedRecipe
 
 COMMAND = RecipeCommand(
-    "say for each stage whether it is cached, to run, running or failed, and why", json=True,
-    fetch=False, model_family=False,
-)  # fmt: skip
+    "say for each stage whether it is cached, to run, running or failed, and why",
+    json=True,
+    fetch=False,
+    model_family=False,
+)
 
 # Most bytes of new input files to hash; larger ones are reported as not hashed.
 _BUDGET_BYTES = 64 * 1024**2

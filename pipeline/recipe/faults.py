@@ -13,17 +13,26 @@ from pydantic_core import ErrorDetails
 from stages.fields import Section
 
 _EXPECTED = {
-    "int_type": "a whole number", "int_parsing": "a whole number",
-    "int_from_float": "a whole number", "float_type": "a number", "float_parsing": "a number",
-    "finite_number": "a finite number", "bool_type": "true or false",
-    "bool_parsing": "true or false", "string_type": "text", "list_type": "a list",
-    "model_type": "keys below it", "model_attributes_type": "keys below it",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "keys below it",
+    "model_attributes_type": "keys below it",
     "dict_type": "keys below it",
-}  # fmt: skip
+}
 _LIMITS = {
-    "greater_than": ("gt", "greater than"), "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most"),
-}  # fmt: skip
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
 
 
 def sentences(model: type[Section], error: ValidationError) -> list[str]:

@@ -74,9 +74,13 @@ def load_recipe(
     recipe = recipe.model_copy(update=changes)
     world = find_world(recipe.runtime.processes, env)
     info, faults = read_model(
-        recipe.model.path, recipe.model.revision, origins.of(("model", "path")), fetch=fetch,
-        files=model_files, family=model_family,
-    )  # fmt: skip
+        recipe.model.path,
+        recipe.model.revision,
+        origins.of(("model", "path")),
+        fetch=fetch,
+        files=model_files,
+        family=model_family,
+    )
     loaded = LoadedRecipe(file, recipe, info, world, tuple(stages))
     checked = loaded if model_family else replace(loaded, info=None)
     faults += find_faults(checked, input_files=input_files)

@@ -72,8 +72,11 @@ def read_model(
 def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
     """Faults of a config.json that does not describe a supported decoder."""
     reads = (
-        lambda: info.layers, lambda: info.hidden_size, lambda: info.max_positions, info.check_sizes,
-    )  # fmt: skip
+        lambda: info.layers,
+        lambda: info.hidden_size,
+        lambda: info.max_positions,
+        info.check_sizes,
+    )
     faults = [fault for read in reads for fault in _faults_of(read)]
     return faults or (_faults_of(info.check_family) if family else [])
 

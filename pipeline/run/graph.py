@@ -114,9 +114,13 @@ def _document(
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
     document: dict[str, Any] = {
-        "format": 1, "stage": stage.name, "version": stage.version, "config": config,
-        "inputs": inputs, "upstream": dict(upstream),
-    }  # fmt: skip
+        "format": 1,
+        "stage": stage.name,
+        "version": stage.version,
+        "config": config,
+        "inputs": inputs,
+        "upstream": dict(upstream),
+    }
     if stage.seeded:
         document["seed"] = loaded.recipe.seed
     if model:

@@ -39,9 +39,12 @@ _MARK = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
 # Kinds of failures with their own reason; if several ranks failed, the first is reported.
 _KINDS: dict[str, type[UserError | RunError]] = {
-    "user": UserError, "damaged": DamagedWorkError, "disk": DiskFullError, "run": RunError,
+    "user": UserError,
+    "damaged": DamagedWorkError,
+    "disk": DiskFullError,
+    "run": RunError,
     "unexpected": RunError,
-}  # fmt: skip
+}
 _RESUMES = "the same command resumes from here"
 # Signals caused by a process's own actions.
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -99,9 +102,12 @@ def torchrun_options(world: World) -> list[str]:
     if world.nodes == 1:
         return [*options, "--standalone", "--nnodes=1"]
     return [
-        *options, f"--nnodes={world.nodes}", f"--node-rank={world.node_rank}",
-        f"--master-addr={world.master_addr}", f"--master-port={world.master_port}",
-    ]  # fmt: skip
+        *options,
+        f"--nnodes={world.nodes}",
+        f"--node-rank={world.node_rank}",
+        f"--master-addr={world.master_addr}",
+        f"--master-port={world.master_port}",
+    ]
 
 
 def stage_environment(world: World, work_dir: str) -> dict[str, str]:

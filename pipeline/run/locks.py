@@ -205,6 +205,11 @@ def _parse(path: Path) -> Holder | None:
 def this_process(recipe: str) -> Holder:
     """This process as holder, for a run of `recipe`."""
     return Holder(
-        pid=os.getpid(), host=socket.gethostname(), boot=boot_id(), pid_namespace=pid_namespace(),
-        since=time.time(), recipe=recipe, machine=machine_id(),
-    )  # fmt: skip
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        boot=boot_id(),
+        pid_namespace=pid_namespace(),
+        since=time.time(),
+        recipe=recipe,
+        machine=machine_id(),
+    )

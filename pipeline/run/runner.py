@@ -35,9 +35,20 @@ from stages.versions import installed_versions
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (
-    "bosch-pipeline", "torch", "transformers", "accelerate", "datasets", "tokenizers",
-    "safetensors", "numpy", "pyarrow", "PyNomadBBO", "flash-attn", "liger-kernel", "deepspeed",
-)  # fmt: skip
+    "bosch-pipeline",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "PyNomadBBO",
+    "flash-attn",
+    "liger-kernel",
+    "deepspeed",
+)
 POLL_SECONDS = 0.5
 
 
@@ -200,8 +211,12 @@ class Runner:
             damage = self.store.damage(node.name, key, self.hasher)
             if damage is None:
                 where = self.store.root / "damaged" / node.name / f"{key}.added"
-                logger.warning("%s: what was added to its output moved to %s: %s",
-                               node.name, where, ", ".join(added))  # fmt: skip
+                logger.warning(
+                    "%s: what was added to its output moved to %s: %s",
+                    node.name,
+                    where,
+                    ", ".join(added),
+                )
                 return True
             aside = self.store.set_aside(node.name, key)
             logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
@@ -226,15 +241,21 @@ class Runner:
                 self.store.fail(node.name, key, reason)
             raise
         facts = {
-            "version": node.stage.version, "recipe": self.name,
+            "version": node.stage.version,
+            "recipe": self.name,
             "config": node.section.model_dump(mode="json"),
             "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
-            "processes": self._world(node).size, "gpus": gpus, "host": socket.gethostname(),
-            "python": platform.python_version(), "packages": installed_versions(_PACKAGES),
+            "processes": self._world(node).size,
+            "gpus": gpus,
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "packages": installed_versions(_PACKAGES),
             "git_commit": checkout_commit(),
             "upstream": {name: self._node(name).key for name in node.needs},
-            "inputs": inputs, "force": force, "summary": summary,
-        }  # fmt: skip
+            "inputs": inputs,
+            "force": force,
+            "summary": summary,
+        }
         try:
             self._require_unchanged(
                 node, "while it ran, so its output is thrown away; run the same command again"
@@ -312,18 +333,24 @@ class Runner:
         upstream = graph.upstream_of(node.name, self.nodes)
         identity = (node.document or {}).get("model")
         return {
-            "stage": node.name, "function": node.stage.function, "section": _typed(node.section),
-            "model": _typed(model), "seed": recipe.seed, "runtime": _typed(recipe.runtime),
+            "stage": node.name,
+            "function": node.stage.function,
+            "section": _typed(node.section),
+            "model": _typed(model),
+            "seed": recipe.seed,
+            "runtime": _typed(recipe.runtime),
             "upstream": {one.stage.key: _typed(one.section) for one in map(self._node, upstream)},
             "inputs": {
                 name: str(self.store.published(name, str(self._node(name).key)))
                 for name in node.needs
             },
-            "stamps": dict(stamps or {}), "work_dir": str(work), "shared": self._shared(node),
+            "stamps": dict(stamps or {}),
+            "work_dir": str(work),
+            "shared": self._shared(node),
             "model_identity": graph.document_key(identity) if identity else None,
             "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
             "log_level": recipe.runtime.log_level,
-        }  # fmt: skip
+        }
 
     def _shared(self, node: Node) -> str | None:
         """The folder of reusable results of earlier runs; None under `--force`."""

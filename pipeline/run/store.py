@@ -171,16 +171,20 @@ class Store:
         files.sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}
         manifest = {
-            "format": _FORMAT, "stage": stage, "key": key,
+            "format": _FORMAT,
+            "stage": stage,
+            "key": key,
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": round(sum(seconds), 3),
             "gpu_seconds": round(sum(map(operator.mul, seconds, gpus)), 3),
-            "attempts": len(attempts), **facts, "identity": dict(document),
+            "attempts": len(attempts),
+            **facts,
+            "identity": dict(document),
             "files": [
                 {"path": name, "size": (work / name).stat().st_size, "sha256": digest}
                 for name, digest in hashes.items()
             ],
-        }  # fmt: skip
+        }
         files.write_json(work / MANIFEST, {**manifest, "sha256": Manifest.digest(manifest)})
         return self._move_in(stage, key, hashes, hasher)
 

@@ -39,13 +39,16 @@ def die_with_runner() -> None:
 def execute(order: Mapping[str, Any]) -> dict[str, Any]:
     """Run the stage of an order and return its summary."""
     config: StageConfig[Any] = StageConfig(
-        section=_section(order["section"]), model=_section(order["model"]), seed=order["seed"],
+        section=_section(order["section"]),
+        model=_section(order["model"]),
+        seed=order["seed"],
         runtime=_section(order["runtime"]),
         upstream={name: _section(section) for name, section in order["upstream"].items()},
         shared=Path(order["shared"]) if order.get("shared") else None,
-        model_identity=order.get("model_identity"), stamps=order.get("stamps", {}),
+        model_identity=order.get("model_identity"),
+        stamps=order.get("stamps", {}),
         other_stages=tuple(order.get("other_stages", ())),
-    )  # fmt: skip
+    )
     module, _, name = str(order["function"]).partition(":")
     function = getattr(importlib.import_module(module), name)
     inputs = {stage: Path(folder) for stage, folder in order["inputs"].items()}

@@ -126,10 +126,14 @@ def masks_of_study(
         key, result = entry["key"], entry["result"]
         mask = HeadMask.from_key(result["mask"])
         file = HeadMaskFile.of(
-            mask, Window(key["window_size"], key["sinks"]), model=loaded.model.path,
-            method=key["method"], swa_ratio=key["settings"]["swa_ratio"], score=result["score"],
+            mask,
+            Window(key["window_size"], key["sinks"]),
+            model=loaded.model.path,
+            method=key["method"],
+            swa_ratio=key["settings"]["swa_ratio"],
+            score=result["score"],
             seed=loaded.seed,
-        )  # fmt: skip
+        )
         yield (
             name,
             file,

@@ -135,8 +135,10 @@ def train(output: Path) -> None:
     rest = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
-        betas=(0.9, 0.98), eps=1e-8, fused=True,
-    )  # fmt: skip
+        betas=(0.9, 0.98),
+        eps=1e-8,
+        fused=True,
+    )
     start, minutes_before = 0, 0.0
     state_file = output / "training_state.pt"
     if state_file.exists():

@@ -139,9 +139,12 @@ def main() -> None:
     text = text_measures(model, tokenizer)
     print(text, flush=True)
     sizes = {
-        "window": WINDOW, "context": CONTEXT, "samples": SAMPLES, "search_length": SEARCH_LENGTH,
+        "window": WINDOW,
+        "context": CONTEXT,
+        "samples": SAMPLES,
+        "search_length": SEARCH_LENGTH,
         "search_samples": SEARCH_SAMPLES,
-    }  # fmt: skip
+    }
     measures = {**sizes, **needle_measures(model, tokenizer), **text}
     (folder / "measures.json").write_text(json.dumps(measures, indent=1) + "\n")
 

@@ -22,12 +22,21 @@ def small_config(
 ) -> Qwen3Config:
     """A Qwen3 with two query heads per KV head, D = 32, and the small models' vocabulary."""
     return Qwen3Config(
-        initializer_range=0.06, vocab_size=VOCABULARY, hidden_size=width,
-        intermediate_size=feed_forward, num_hidden_layers=layers, num_attention_heads=2 * kv_heads,
-        num_key_value_heads=kv_heads, head_dim=32, max_position_embeddings=tokens,
+        initializer_range=0.06,
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        max_position_embeddings=tokens,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
 
 
 @torch.no_grad()

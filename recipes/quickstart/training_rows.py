@@ -128,9 +128,14 @@ class Rows:
         return row, [0.0] * period + [ANSWER_WEIGHT] * (length - period)
 
     def batch(
-        self, rng: Random, count: int, length: int, text: float, copies: float,
+        self,
+        rng: Random,
+        count: int,
+        length: int,
+        text: float,
+        copies: float,
         document: Callable[[Random, int], Row],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Ids and weights, each [B, T], of `count` rows of `length` tokens.
 
         A row is plain text or copies with the probabilities `text` and `copies`. Any other row is

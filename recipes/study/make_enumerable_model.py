@@ -79,9 +79,13 @@ def batch(rows: Rows, stretch: Stretch, step: int) -> tuple[Tensor, Tensor]:
         return rows.document(retrieval_document(rng, characters, rows.prose, stretch.kinds))
 
     return rows.batch(
-        Random(f"{SEED}-{step}"), BATCH_TOKENS // stretch.length, stretch.length, stretch.text,
-        stretch.copies, document,
-    )  # fmt: skip
+        Random(f"{SEED}-{step}"),
+        BATCH_TOKENS // stretch.length,
+        stretch.length,
+        stretch.text,
+        stretch.copies,
+        document,
+    )
 
 
 def draw_reach(model: Qwen3ForCausalLM, rows: int, stretch: Stretch, step: int) -> None:
@@ -139,10 +143,13 @@ def train(output: Path) -> None:
                 print(line, flush=True)
     model.to(torch.bfloat16).save_pretrained(output)
     details = {
-        "seed": SEED, "stretches": [asdict(stretch) for stretch in STRETCHES],
-        "batch_tokens": BATCH_TOKENS, "cpu_minutes": round((time.process_time() - began) / 60, 1),
-        "torch": torch.__version__, "python": platform.python_version(),
-    }  # fmt: skip
+        "seed": SEED,
+        "stretches": [asdict(stretch) for stretch in STRETCHES],
+        "batch_tokens": BATCH_TOKENS,
+        "cpu_minutes": round((time.process_time() - began) / 60, 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     (output / "training.json").write_text(json.dumps(details, indent=1) + "\n")
 
 

@@ -61,9 +61,12 @@ class ChatTemplate:
         """A conversation as text, to be answered or, without `add_generation_prompt`, continued."""
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(turns), tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt, chat_template=self._template,
-            )  # fmt: skip
+                list(turns),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                chat_template=self._template,
+            )
         except Exception as error:  # templates raise errors of any type
             roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             raise UserError(

@@ -87,9 +87,16 @@ def decode(tokenizer: Any, ids: torch.Tensor) -> str:
 
 
 def generate(
-    model: Any, tokenizer: Any, questions: Sequence[Question], max_new_tokens: int, batch_size: int,
-    *, stop_at_newline: bool = False, not_empty: bool = False, shared: SharedReading | None = None,
-) -> Iterator[list[tuple[Question, str]]]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    batch_size: int,
+    *,
+    stop_at_newline: bool = False,
+    not_empty: bool = False,
+    shared: SharedReading | None = None,
+) -> Iterator[list[tuple[Question, str]]]:
     """Batches of questions with the text generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
@@ -125,9 +132,14 @@ def generate(
 
 @torch.inference_mode()
 def _generate_batch(
-    model: Any, tokenizer: Any, batch: Sequence[Question], max_new_tokens: int,
-    stop_at_newline: bool, not_empty: bool, shared: SharedReading | None,
-) -> list[str]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    batch: Sequence[Question],
+    max_new_tokens: int,
+    stop_at_newline: bool,
+    not_empty: bool,
+    shared: SharedReading | None,
+) -> list[str]:
     ends = _end_tokens(model, tokenizer, stop_at_newline)
     pad = next((id for id in (tokenizer.pad_token_id, *(ends or ())) if id is not None), 0)
     length = max(len(question.prompt_ids) for question in batch)
@@ -137,9 +149,13 @@ def _generate_batch(
         ids[row, length - len(question.prompt_ids) :] = torch.from_numpy(question.prompt_ids)
         mask[row, length - len(question.prompt_ids) :] = 1
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=ends,
-        min_new_tokens=1 if not_empty else None, pad_token_id=pad, use_cache=True,
-    )  # fmt: skip
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        min_new_tokens=1 if not_empty else None,
+        pad_token_id=pad,
+        use_cache=True,
+    )
     ids, mask = ids.to(model.device), mask.to(model.device)
 
     def answer(cache: Cache | None = None) -> list[str]:

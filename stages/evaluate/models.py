@@ -61,10 +61,15 @@ class _Fault:
 
 @partners_alive()
 def evaluate_models(
-    config: StageConfig[EvaluateConfig], models: Sequence[Evaluated], tokenizer: TokenizerSpec,
-    work_dir: Path, *, calibration: CalibrationNeedles | None = None, original: Path | None = None,
+    config: StageConfig[EvaluateConfig],
+    models: Sequence[Evaluated],
+    tokenizer: TokenizerSpec,
+    work_dir: Path,
+    *,
+    calibration: CalibrationNeedles | None = None,
+    original: Path | None = None,
     kind: type[Scores] = Scores,
-) -> Scores:  # fmt: skip
+) -> Scores:
     """Score `models` and write scores.json and samples.jsonl; called on every rank.
 
     scores.json begins with the scores in the folder `original`, if it is given; otherwise the
@@ -135,9 +140,13 @@ def process_state(runtime: Runtime) -> PartialState:
 
 
 def _suites(
-    config: StageConfig[EvaluateConfig], tokenizer: Any, calibration: CalibrationNeedles | None,
-    answers_dir: Path, rank_options: dict[str, Any], tables: dict[str, Any],
-) -> list[Suite]:  # fmt: skip
+    config: StageConfig[EvaluateConfig],
+    tokenizer: Any,
+    calibration: CalibrationNeedles | None,
+    answers_dir: Path,
+    rank_options: dict[str, Any],
+    tables: dict[str, Any],
+) -> list[Suite]:
     """The suites of a recipe; adds the fields of prompts and texts to `tables`, for scores.json."""
     section, model, suites = config.section, config.model, list[Suite]()
     loaded = load_config(
@@ -187,9 +196,12 @@ def _chat_template(
 
 
 def _answer(
-    config: StageConfig[EvaluateConfig], models: Sequence[Evaluated], suites: Sequence[Suite],
-    state: PartialState, shared: SharedReading | None,
-) -> list[_Fault]:  # fmt: skip
+    config: StageConfig[EvaluateConfig],
+    models: Sequence[Evaluated],
+    suites: Sequence[Suite],
+    state: PartialState,
+    shared: SharedReading | None,
+) -> list[_Fault]:
     """Answer this rank's unanswered samples for every model; returns faults.
 
     A fault is a suite in which a model cannot be evaluated; other suites and models continue.
@@ -385,9 +397,12 @@ def _table(suite: Suite, answers: SuiteAnswers, base: SuiteAnswers | None) -> di
     if not subtasks:
         return None
     table = suite_table(
-        subtasks, base.scores if base is not None else None, suite.groups, answers.metrics,
+        subtasks,
+        base.scores if base is not None else None,
+        suite.groups,
+        answers.metrics,
         base.metrics if base is not None else None,
-    )  # fmt: skip
+    )
     for task, length in subtasks:
         if cut := answers.cut.get((task, length)):
             table[task][str(length)]["cut"] = cut

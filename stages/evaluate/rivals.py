@@ -76,9 +76,12 @@ def other_windows(
 
 
 def rival_masks(
-    config: StageConfig[Any], methods: Sequence[MethodName], searched: HeadMaskFile, prepared: Path,
+    config: StageConfig[Any],
+    methods: Sequence[MethodName],
+    searched: HeadMaskFile,
+    prepared: Path,
     device: torch.device,
-) -> list[HeadMaskFile]:  # fmt: skip
+) -> list[HeadMaskFile]:
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
 
     If that mask has several windows, they use the one that most of its sliding heads have, and the
@@ -99,10 +102,15 @@ def rival_masks(
         mask = unsearched_mask(method, model, calibration, window.size, settings)
         files.append(
             HeadMaskFile.of(
-                mask, window, model=config.model.path, method=method, swa_ratio=ratio,
-                seed=settings.seed, sink_bias=searched.sink_bias,
+                mask,
+                window,
+                model=config.model.path,
+                method=method,
+                swa_ratio=ratio,
+                seed=settings.seed,
+                sink_bias=searched.sink_bias,
             )
-        )  # fmt: skip
+        )
         logger.info("%s: mask of a rival", method)
     return files
 

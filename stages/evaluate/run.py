@@ -57,10 +57,13 @@ def run(
         if stage != inputs.get("train_rival"):
             models += at_other_budgets(models[-1], config.section)
     return evaluate_models(
-        config, models,
-        TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code), work_dir,
-        calibration=CalibrationNeedles.load(prepared / CALIBRATION), original=inputs["original"],
-    ).averages  # fmt: skip
+        config,
+        models,
+        TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code),
+        work_dir,
+        calibration=CalibrationNeedles.load(prepared / CALIBRATION),
+        original=inputs["original"],
+    ).averages
 
 
 def at_other_budgets(model: Evaluated, section: EvaluateConfig) -> list[Evaluated]:

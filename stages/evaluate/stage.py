@@ -177,11 +177,20 @@ def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 STAGE = Stage(
-    "evaluate", "stages.evaluate.run:run", EvaluateConfig, version=28,
+    "evaluate",
+    "stages.evaluate.run:run",
+    EvaluateConfig,
+    version=28,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     completed=EvaluateConfig.completed,
-    needs=("prepare", "materialize", "train", "train_rival", "original"), model="weights",
-    distributed=True, card=model_card, pool="evaluation", checks=_faults, missing=_missing,
-    slow_checks="stages.evaluate.stage:slow_faults", gaps="stages.evaluate.stage:gaps",
+    needs=("prepare", "materialize", "train", "train_rival", "original"),
+    model="weights",
+    distributed=True,
+    card=model_card,
+    pool="evaluation",
+    checks=_faults,
+    missing=_missing,
+    slow_checks="stages.evaluate.stage:slow_faults",
+    gaps="stages.evaluate.stage:gaps",
     cost="stages.evaluate.cost:cost",
-)  # fmt: skip
+)

@@ -42,9 +42,12 @@ the dynamic and the static one have a hybrid form.
 
 
 def model_card(
-    mask_file: HeadMaskFile, model: ModelConfig, summary: dict[str, Any], layers: Sequence[int],
+    mask_file: HeadMaskFile,
+    model: ModelConfig,
+    summary: dict[str, Any],
+    layers: Sequence[int],
     licence: dict[str, str],
-) -> str:  # fmt: skip
+) -> str:
     """The card as Markdown with the hub's front matter.
 
     `summary` is that of the materialize stage, `layers` are the indices of the layers with full

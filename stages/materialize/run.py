@@ -177,9 +177,13 @@ def _budgeted(
     held = price.of(file.mask.heads_per_layer(file.windows))
     has_bytes = price.budget.tokens is not None
     budget = {
-        "engine": price.budget.engine, "ranks": price.budget.ranks, "tokens": price.tokens,
-        "bytes": held, "original": price.original, "allowed": price.most if has_bytes else None,
-    }  # fmt: skip
+        "engine": price.budget.engine,
+        "ranks": price.budget.ranks,
+        "tokens": price.tokens,
+        "bytes": held,
+        "original": price.original,
+        "allowed": price.most if has_bytes else None,
+    }
     return {"budget": budget}
 
 

@@ -144,8 +144,16 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 STAGE = Stage(
-    "materialize", "stages.materialize.run:run", MaterializeConfig, version=8,
+    "materialize",
+    "stages.materialize.run:run",
+    MaterializeConfig,
+    version=8,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
-    needs=("search",), checks=_faults, model="weights", card=_licence, choices=_point, seeded=False,
+    needs=("search",),
+    checks=_faults,
+    model="weights",
+    card=_licence,
+    choices=_point,
+    seeded=False,
     cost="stages.materialize.cost:cost",
-)  # fmt: skip
+)

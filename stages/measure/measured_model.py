@@ -126,9 +126,12 @@ def _hybrid(counts: tuple[int, ...], heads: int, window_size: int, sinks: int) -
     except ValueError as error:
         raise UserError(f"--windows and --sinks: {error}") from None
     return Variant(
-        kind="hybrid", swa_ratio=1 - sum(counts) / (heads * len(counts)), window_size=window_size,
-        sinks=sinks, full_kv_heads_per_layer=counts,
-    )  # fmt: skip
+        kind="hybrid",
+        swa_ratio=1 - sum(counts) / (heads * len(counts)),
+        window_size=window_size,
+        sinks=sinks,
+        full_kv_heads_per_layer=counts,
+    )
 
 
 @dataclass(frozen=True)

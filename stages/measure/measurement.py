@@ -101,10 +101,14 @@ def measure(
     table.print()
     draw_figures(drawn, output)
     html = render(
-        "stages/pages/results.html", title="Throughput and memory", subtitle=_title(report),
-        text="Medians over runs; a cross marks a length that ran out of memory.", command="",
-        figures=list(drawn.values()), tables=[table],
-    )  # fmt: skip
+        "stages/pages/results.html",
+        title="Throughput and memory",
+        subtitle=_title(report),
+        text="Medians over runs; a cross marks a length that ran out of memory.",
+        command="",
+        figures=list(drawn.values()),
+        tables=[table],
+    )
     write_text(output / PAGE, html)
     finished.forget()
     return report
@@ -183,17 +187,25 @@ def _report(
         shown, layout = "the hybrid's weights, every head full", "of the hybrid model"
     kinds = decoder_layers(config)
     return {
-        "format": FORMAT, "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "format": FORMAT,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
-            "path": model, "original": original or shown, "model_type": config.model_type,
-            "layers": kinds.count, "full_attention_layers": len(kinds.full),
+            "path": model,
+            "original": original or shown,
+            "model_type": config.model_type,
+            "layers": kinds.count,
+            "full_attention_layers": len(kinds.full),
             "attention_heads": text_config(config).num_attention_heads,
-            "key_value_heads": kinds.heads, "layout": layout, **facts.get("model", {}),
+            "key_value_heads": kinds.heads,
+            "layout": layout,
+            **facts.get("model", {}),
         },
-        "hardware": facts.get("hardware"), "memory_source": facts.get("memory_source"),
+        "hardware": facts.get("hardware"),
+        "memory_source": facts.get("memory_source"),
         "versions": {"python": platform.python_version(), **installed_versions(_PACKAGES)},
-        "settings": settings.model_dump(mode="json"), "points": points,
-    }  # fmt: skip
+        "settings": settings.model_dump(mode="json"),
+        "points": points,
+    }
 
 
 def _title(report: dict[str, Any]) -> str:

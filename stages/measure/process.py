@@ -122,10 +122,14 @@ def _figures(
         token, seconds = timed(token)
         tokens.append(seconds)
     return {
-        "prefill_seconds": sum(prefill), "token_seconds": tokens, "memory_start_bytes": start_bytes,
-        "memory_peak_bytes": max(peaks), "memory_p90_bytes": float(np.percentile(peaks, 90)),
-        "memory_source": meter.source, "kv_cache_bytes": cache_bytes,
-    }  # fmt: skip
+        "prefill_seconds": sum(prefill),
+        "token_seconds": tokens,
+        "memory_start_bytes": start_bytes,
+        "memory_peak_bytes": max(peaks),
+        "memory_p90_bytes": float(np.percentile(peaks, 90)),
+        "memory_source": meter.source,
+        "kv_cache_bytes": cache_bytes,
+    }
 
 
 def _wait(device: torch.device) -> None:

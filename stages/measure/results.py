@@ -54,17 +54,19 @@ def point_of(
     rates = [batch * len(run) / sum(run) for run in tokens]
     cache = runs[0]["kv_cache_bytes"]
     return {
-        **point, "prefill_tokens_per_second": batch * length / statistics.median(seconds),
+        **point,
+        "prefill_tokens_per_second": batch * length / statistics.median(seconds),
         "decode_tokens_per_second": statistics.median(rates),
         "decode_seconds_per_token_p90": float(np.percentile(np.concatenate(tokens), 90)),
         **{
             name: statistics.median(run[name] for run in runs)
             for name in ("memory_peak_bytes", "memory_p90_bytes", "memory_start_bytes")
         },
-        "kv_cache_bytes": cache, "kv_cache_bytes_per_token": cache / (batch * length),
+        "kv_cache_bytes": cache,
+        "kv_cache_bytes_per_token": cache / (batch * length),
         "attention": runs[0]["attention"],
         "runs": [{name: run[name] for name in _OF_RUN} for run in runs],
-    }  # fmt: skip
+    }
 
 
 def set_against_original(points: Sequence[dict[str, Any]]) -> None:

@@ -137,8 +137,14 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
 
 
 STAGE = Stage(
-    "measure", "stages.measure.run:run", MeasureConfig, version=3,
+    "measure",
+    "stages.measure.run:run",
+    MeasureConfig,
+    version=3,
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
-    needs=("materialize",), model="weights", seeded=False, checks=_faults,
+    needs=("materialize",),
+    model="weights",
+    seeded=False,
+    checks=_faults,
     cost="stages.measure.cost:cost",
-)  # fmt: skip
+)

@@ -107,11 +107,13 @@ class Axis(NamedTuple):
         """The encoding of a field along this axis."""
         absent = alt.Undefined
         scale = alt.Scale(
-            type="log" if self.log else "linear", domain=self.domain or absent,
+            type="log" if self.log else "linear",
+            domain=self.domain or absent,
             zero=self.zero if not self.log else absent,
-            nice=False if self.domain or self.log else absent, reverse=self.reverse or absent,
+            nice=False if self.domain or self.log else absent,
+            reverse=self.reverse or absent,
             padding=7 if channel is alt.X else absent,
-        )  # fmt: skip
+        )
         labels = alt.Axis(labelExpr=_FORMATS[self.form], values=self.values or absent, tickCount=6)
         return channel(f"{field}:Q", title=self.title, scale=scale, axis=labels)
 

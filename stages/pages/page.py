@@ -31,9 +31,12 @@ def _sha256(text: str) -> str:
 
 
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(_CHECKOUT), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    loader=FileSystemLoader(_CHECKOUT),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
     undefined=StrictUndefined,
-)  # fmt: skip
+)
 _TEMPLATES.filters |= {"sha256": _sha256, "cell": as_cell}
 
 
@@ -43,7 +46,10 @@ def render(template: str, *, has_charts: bool = True, **content: Any) -> str:
     Every text is escaped. With `has_charts` the page contains the script that draws charts.
     """
     return _TEMPLATES.get_template(template).render(
-        has_charts=has_charts, library=library() if has_charts else "",
+        has_charts=has_charts,
+        library=library() if has_charts else "",
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
-        style=(_FOLDER / "page.css").read_text(encoding="utf-8"), colours=COLOURS, **content,
-    )  # fmt: skip
+        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        colours=COLOURS,
+        **content,
+    )

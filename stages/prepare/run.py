@@ -123,13 +123,18 @@ def write_training_data(
     with progress(tokens, "tokenising", "tokens") as bar:
         tokenised = [
             tokenise_source(
-                source, encoder, work_dir / "tokens" / f"{number:02d}",
-                tokens=math.ceil(tokens * source.weight / sum(weights)), seed=config.seed,
-                sequence_length=length, workers=worker_count(config.runtime.data_workers, tokens),
-                stamps=config.stamps, bar=bar,
+                source,
+                encoder,
+                work_dir / "tokens" / f"{number:02d}",
+                tokens=math.ceil(tokens * source.weight / sum(weights)),
+                seed=config.seed,
+                sequence_length=length,
+                workers=worker_count(config.runtime.data_workers, tokens),
+                stamps=config.stamps,
+                bar=bar,
             )
             for number, source in enumerate(sources)
-        ]  # fmt: skip
+        ]
     streams = [DocumentStream(t, config.seed, number) for number, t in enumerate(tokenised)]
     remove(work_dir / PACKED_DATA)
     with progress(sequences, "packing", "sequences") as bar:
@@ -142,8 +147,10 @@ def write_training_data(
                 "source %s has %.3g %% of the training data, and its weight asks for %.3g %%: "
                 "documents are taken whole; raise prepare.train_tokens or set max_tokens for the "
                 "other sources",
-                stream.name, 100 * share, 100 * target,
-            )  # fmt: skip
+                stream.name,
+                100 * share,
+                100 * target,
+            )
     return {
         "documents": sum(stream.documents for stream in streams),
         "tokens": tokens,
@@ -156,15 +163,19 @@ def write_training_data(
         ),
         "sources": {
             t.source.name: {
-                "documents": stream.documents, "tokens": stream.tokens,
-                "share": stream.tokens / tokens, "target_share": t.source.weight / sum(weights),
-                "tokens_available": t.tokens, "epochs": stream.epochs,
-                "bytes_per_token": t.bytes_per_token, "left_out": t.left_out,
+                "documents": stream.documents,
+                "tokens": stream.tokens,
+                "share": stream.tokens / tokens,
+                "target_share": t.source.weight / sum(weights),
+                "tokens_available": t.tokens,
+                "epochs": stream.epochs,
+                "bytes_per_token": t.bytes_per_token,
+                "left_out": t.left_out,
                 "lengths": t.length_histogram(),
             }
             for t, stream in zip(tokenised, streams, strict=True)
         },
-    }  # fmt: skip
+    }
 
 
 def _source(config: SourceConfig) -> Source:

@@ -278,8 +278,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 
 
 STAGE = Stage(
-    "prepare", "stages.prepare.run:run", PrepareConfig, version=7,
-    field=Field(description="Training data and calibration set."), model="tokenizer",
-    checks=_faults, slow_checks="stages.prepare.run:first_document_faults",
+    "prepare",
+    "stages.prepare.run:run",
+    PrepareConfig,
+    version=7,
+    field=Field(description="Training data and calibration set."),
+    model="tokenizer",
+    checks=_faults,
+    slow_checks="stages.prepare.run:first_document_faults",
     cost="stages.prepare.stage:cost",
-)  # fmt: skip
+)

@@ -38,9 +38,11 @@ from stages.report.verdict import differences, final_model, kind_of
 from stages.train.stage import TrainingStep
 
 LOOK = {
-    "original": Style("original", dashed=True), "untrained": Style("untrained", "diamond"),
-    "trained": Style("hybrid"), "rival": Style("soft", "square"),
-}  # fmt: skip
+    "original": Style("original", dashed=True),
+    "untrained": Style("untrained", "diamond"),
+    "trained": Style("hybrid"),
+    "rival": Style("soft", "square"),
+}
 # Room for the text right of the longest bar.
 POINTS = Axis("Needle average (points of 100)", domain=(0.0, 108.0), values=range(0, 101, 20))
 
@@ -282,11 +284,17 @@ def cache_by_length(cache: CacheSize) -> Picture:
     """KV-cache bytes of one sequence over the context length, both axes logarithmic."""
     lengths = cache_lengths(cache)
     rows: list[dict[str, Any]] = [
-        {"series": series, "x": at, "y": size, "tip": f"{series}, {format_length(at)}: "
-         f"{format_bytes(size)}, {size / cache.original(at):.0%} of the original"}
+        {
+            "series": series,
+            "x": at,
+            "y": size,
+            "tip": f"{series}, {format_length(at)}: "
+            f"{format_bytes(size)}, {size / cache.original(at):.0%} of the original",
+        }
         for series, bytes_at in (("original", cache.original), ("hybrid", cache.dynamic))
-        for at in lengths for size in [bytes_at(at)]
-    ]  # fmt: skip
+        for at in lengths
+        for size in [bytes_at(at)]
+    ]
     low, high = (math.log2(rows[len(lengths)]["y"]), math.log2(rows[len(lengths) - 1]["y"]))
     powers = [2.0**power for power in range(math.ceil(low), math.floor(high) + 1, 2)]
     x = Axis("Context (tokens, log)", "length", log=True, values=lengths)
@@ -333,10 +341,15 @@ def document_lengths(statistics: Mapping[str, Any]) -> Picture | None:
 def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
     """A bar for each stage's seconds."""
     rows = [
-        {"label": stage, "series": "trained", "x": value, "text": format_seconds(value),
-         "tip": f"{stage}: {format_seconds(value)}"}
+        {
+            "label": stage,
+            "series": "trained",
+            "x": value,
+            "text": format_seconds(value),
+            "tip": f"{stage}: {format_seconds(value)}",
+        }
         for stage, value in seconds
-    ]  # fmt: skip
+    ]
     longest = max(value for _, value in seconds) or 1.0
     axis = Axis("Seconds", "count", domain=(0.0, 1.12 * longest))
     text = ", ".join(f"{row['label']} {row['text']}" for row in rows)

@@ -264,10 +264,12 @@ def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
     lengths = sorted({length for by in suite.tasks.values() for length in by})
     header = ["task", *(Cell(format_length(at), length=format_length(at)) for at in lengths)]
     rows = [
-        [Cell(task, task=task),
-         *(_score(by.get(at), anchor(scores.name, name, task, at)) for at in lengths)]
+        [
+            Cell(task, task=task),
+            *(_score(by.get(at), anchor(scores.name, name, task, at)) for at in lengths),
+        ]
         for task, by in suite.tasks.items()
-    ]  # fmt: skip
+    ]
     groups = [Group(rows)]
     if suite.by_length:
         means = [_score(suite.by_length.get(at), anchor(scores.name)) for at in lengths]
@@ -287,11 +289,15 @@ def _score(score: MeanScore | None, target: str) -> Cell:
 def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
     """Tasks without lengths, and averages of groups, of each model in the suite `name`."""
     rows = [
-        [Cell(task, task=task),
-         *(_score(suite.tasks.get(task, {}).get(0), anchor(model, name, task, 0))
-           for model, suite in suites.items())]
+        [
+            Cell(task, task=task),
+            *(
+                _score(suite.tasks.get(task, {}).get(0), anchor(model, name, task, 0))
+                for model, suite in suites.items()
+            ),
+        ]
         for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks)
-    ]  # fmt: skip
+    ]
     totals = []
     for group in dict.fromkeys(name for suite in suites.values() for name in suite.groups):
         means = {name: suite.groups.get(group) for name, suite in suites.items()}
@@ -310,22 +316,31 @@ def budget_table(results: Results) -> Table | None:
     models = list(dict.fromkeys((HYBRID, trained)))
     scores = {model: results.budget_scores(model) for model in models}
     header = [
-        f"KV slots at {served.context:,} tokens", "of the original's", "full KV heads", "KV cache",
+        f"KV slots at {served.context:,} tokens",
+        "of the original's",
+        "full KV heads",
+        "KV cache",
         *(label_of(model) for model in models),
-    ]  # fmt: skip
+    ]
     rows = []
     for budget in served.budgets:
         chosen = " (chosen)" if budget.kv_slots == served.kv_budget else ""
         suites = [scores[model][budget.kv_slots] for model in models]
         cells = [
             mark(suite.against_original) + with_interval(*charts.interval_of(suite))
-            if suite is not None else "not scored"
+            if suite is not None
+            else "not scored"
             for suite in suites
-        ]  # fmt: skip
+        ]
         rows.append(
-            [f"{budget.kv_slots:,}{chosen}", budget.share, str(budget.full_kv_heads),
-             format_bytes(budget.cache_bytes), *cells]
-        )  # fmt: skip
+            [
+                f"{budget.kv_slots:,}{chosen}",
+                budget.share,
+                str(budget.full_kv_heads),
+                format_bytes(budget.cache_bytes),
+                *cells,
+            ]
+        )
     return Table.of_rows("Needle averages with 95 % intervals", header, rows)
 
 
@@ -347,11 +362,17 @@ def front_table(front: Front) -> Table:
         if point.held_out_score is not None:
             held_out += f" ({point.held_out_low:.3f} to {point.held_out_high:.3f})"
         rows.append(
-            (f"{index + 1}{', chosen' if index == front.chosen else ''}", f"{point.kv_slots:,}",
-             _or_dash(point.bytes, format_bytes),
-             f"{point.kv_slots / front.points[-1].kv_slots:.1%}", str(point.full_kv_heads),
-             f"{front.mask(index).swa_ratio:.3f}", f"{point.score:.3f}", held_out)
-        )  # fmt: skip
+            (
+                f"{index + 1}{', chosen' if index == front.chosen else ''}",
+                f"{point.kv_slots:,}",
+                _or_dash(point.bytes, format_bytes),
+                f"{point.kv_slots / front.points[-1].kv_slots:.1%}",
+                str(point.full_kv_heads),
+                f"{front.mask(index).swa_ratio:.3f}",
+                f"{point.score:.3f}",
+                held_out,
+            )
+        )
     title = (
         f"Points of the front at {front.context:,} tokens; held-out scores with one-sided limits"
     )
@@ -405,10 +426,14 @@ def cost_table(results: Results, price: float | None, currency: str) -> Table | 
         return [_or_dash(amount, "{:,.2f}".format) for amount in amounts]
 
     rows = [
-        [stage, format_seconds(seconds[stage]),
-         "not recorded" if manifest.gpus is None else str(manifest.gpus), *cost(manifest.gpu_hours)]
+        [
+            stage,
+            format_seconds(seconds[stage]),
+            "not recorded" if manifest.gpus is None else str(manifest.gpus),
+            *cost(manifest.gpu_hours),
+        ]
         for stage, manifest in results.manifests.items()
-    ]  # fmt: skip
+    ]
     total = ["together", format_seconds(sum(seconds.values())), "", *cost(results.total_gpu_hours)]
     title = "GPU hours" if price is None else f"GPU hours, at {format_money(price, currency)} each"
     title += f" ({results.cached_note})" if results.cached_note else ""

@@ -94,9 +94,11 @@ def _origin_of(manifest: Manifest) -> str:
         changed = ", with local changes" if manifest.git_commit.endswith("+") else ""
         facts.append(f"commit {manifest.git_commit[:12]}{changed}")
     named = {
-        "created": manifest.created, "Python": manifest.python,
-        "processes:": manifest.processes, "GPUs:": manifest.gpus,
-    }  # fmt: skip
+        "created": manifest.created,
+        "Python": manifest.python,
+        "processes:": manifest.processes,
+        "GPUs:": manifest.gpus,
+    }
     return ", ".join([*facts, *(f"{name} {value}" for name, value in named.items() if value)])
 
 

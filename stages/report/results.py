@@ -277,24 +277,30 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
     scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
     needle, rivals, windows = _needle_scores(scores)
     return Results(
-        search=search, cache=cache_size(materialized, search),
+        search=search,
+        cache=cache_size(materialized, search),
         positions=read_model_config(inputs["materialize"]).max_positions,
-        training=read_metrics(inputs["train"]) if "train" in inputs else [], needle=needle,
-        rivals=rivals, windows=windows, served=materialized, scores=scores,
+        training=read_metrics(inputs["train"]) if "train" in inputs else [],
+        needle=needle,
+        rivals=rivals,
+        windows=windows,
+        served=materialized,
+        scores=scores,
         predictions=collect_predictions(_answers(inputs)),
         samples=collect_scores(_answers(inputs), scores),
         cached_answers=sum(
             Scores.read(inputs[stage]).cached_answers for stage in _ANSWERING if stage in inputs
         ),
         efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
-        statistics=Statistics.read(inputs["prepare"]).content, present=frozenset(inputs),
+        statistics=Statistics.read(inputs["prepare"]).content,
+        present=frozenset(inputs),
         absent=tuple(stage for stage in stages if stage not in inputs),
         manifests={
             stage: Manifest.read(folder)
             for stage, folder in inputs.items()
             if exists(folder / Manifest.FILE)
         },
-    )  # fmt: skip
+    )
 
 
 def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:

@@ -29,7 +29,12 @@ PAGE = "index.html"
 
 
 STAGE = Stage(
-    "report", "stages.report.run:run", ReportConfig, version=24,
+    "report",
+    "stages.report.run:run",
+    ReportConfig,
+    version=24,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
-    completed=ReportConfig.completed, needs=None, seeded=False,
-)  # fmt: skip
+    completed=ReportConfig.completed,
+    needs=None,
+    seeded=False,
+)

@@ -46,8 +46,11 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
             "original": original.average if original else None,
             "hybrid": hybrid.average if hybrid else None,
             "rivals": {rival.name: rival.average for rival in results.rivals},
-            **({"windows": {one.name: one.average for one in results.windows}}
-               if results.windows else {}),
+            **(
+                {"windows": {one.name: one.average for one in results.windows}}
+                if results.windows
+                else {}
+            ),
             **({"budgets": _budgets(results)} if results.served.budgets else {}),
             "trained": trained.average if trained else None,
             "trained_tokens": trained.tokens if trained else None,
@@ -69,17 +72,20 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "cached_answers": results.cached_answers,
         "cost": None if price is None else {section.currency: round(price * gpu_hours, 2)},
         "absent_stages": list(results.absent),
-    }  # fmt: skip
+    }
 
 
 def _budgets(results: Results) -> list[dict[str, Any]]:
     """The final model's average at each budget that it serves; None where it was not scored."""
     scores = results.budget_scores(final_model(results))
     return [
-        {"kv_slots": budget.kv_slots, "share": budget.share,
-         "average": suite.average if (suite := scores[budget.kv_slots]) is not None else None}
+        {
+            "kv_slots": budget.kv_slots,
+            "share": budget.share,
+            "average": suite.average if (suite := scores[budget.kv_slots]) is not None else None,
+        }
         for budget in results.served.budgets
-    ]  # fmt: skip
+    ]
 
 
 def print_summary(results: Results, summary: dict[str, Any]) -> None:

@@ -32,10 +32,15 @@ def mask_file(
     if ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front:
         ratio = mask.swa_ratio
     return HeadMaskFile.of(
-        mask, section.menu, model=config.model.path, method=section.method, swa_ratio=ratio,
-        score=score, seed=config.seed if section.seed is None else section.seed,
+        mask,
+        section.menu,
+        model=config.model.path,
+        method=section.method,
+        swa_ratio=ratio,
+        score=score,
+        seed=config.seed if section.seed is None else section.seed,
         sink_bias=sink_bias,
-    )  # fmt: skip
+    )
 
 
 class LiveView:

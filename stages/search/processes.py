@@ -91,8 +91,12 @@ def reuse_bytes(
         return runtime.reuse_memory
     split = runtime.search_parallel == "context"
     room = reuse_room(
-        model, windows, min(runtime.eval_batch_size, len(calibration)), calibration.max_length,
-        processes=local_world_size(), shards=1 if split else ranks.shards,
+        model,
+        windows,
+        min(runtime.eval_batch_size, len(calibration)),
+        calibration.max_length,
+        processes=local_world_size(),
+        shards=1 if split else ranks.shards,
         sharing=ranks.shards if split else 1,
-    )  # fmt: skip
+    )
     return ranks.least(room)

@@ -247,5 +247,7 @@ def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
     worth += "".join(f", {name} {value:.4f}" for name, value in ends.items()) + ")"
     logger.warning(
         "search stopped; the best mask on budget so far scores %s and is kept in %s; %s",
-        worth, work_dir / BEST, advice,
-    )  # fmt: skip
+        worth,
+        work_dir / BEST,
+        advice,
+    )

@@ -516,9 +516,19 @@ def attention_mends(method: str, info: ModelInfo | None) -> dict[str, Any]:
 
 
 STAGE = Stage(
-    "search", "stages.search.run:run", SearchConfig, version=17,
-    field=Field(description="Which KV heads become sliding."), completed=SearchConfig.completed,
-    needs=("prepare",), model="weights", distributed=True, choices=_mended, checks=_faults,
-    cost="stages.search.cost:cost", slow_checks="stages.search.given:mask_faults",
-    refusal="stages.search.processes:refuse_shards", timed=(EVALUATIONS,),
-)  # fmt: skip
+    "search",
+    "stages.search.run:run",
+    SearchConfig,
+    version=17,
+    field=Field(description="Which KV heads become sliding."),
+    completed=SearchConfig.completed,
+    needs=("prepare",),
+    model="weights",
+    distributed=True,
+    choices=_mended,
+    checks=_faults,
+    cost="stages.search.cost:cost",
+    slow_checks="stages.search.given:mask_faults",
+    refusal="stages.search.processes:refuse_shards",
+    timed=(EVALUATIONS,),
+)

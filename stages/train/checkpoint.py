@@ -61,9 +61,13 @@ class CheckpointWriter:
         self._in_float32 = set[str]()
 
     def write(
-        self, tokens: int, model: Any, averaged: Sequence[int] = (), lora: LoraConfig | None = None,
+        self,
+        tokens: int,
+        model: Any,
+        averaged: Sequence[int] = (),
+        lora: LoraConfig | None = None,
         trained: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Save `model` in the starting model's precision; every process calls it.
 
         With `averaged`, the mean of `model` and the checkpoints of these token counts is saved. The

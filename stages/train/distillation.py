@@ -27,9 +27,13 @@ from stages.train.stage import TrainConfig
 
 
 def load_teacher(
-    model_dir: Path, model: ModelConfig, train: TrainConfig, runtime: Runtime, device: torch.device,
+    model_dir: Path,
+    model: ModelConfig,
+    train: TrainConfig,
+    runtime: Runtime,
+    device: torch.device,
     backend: str = "auto",
-) -> Any:  # fmt: skip
+) -> Any:
     """The model in `model_dir` with every head full, in the precision of training.
 
     It computes the original's function, since the order of heads does not matter. Its forward pass
@@ -43,10 +47,14 @@ def load_teacher(
     )
     config.kv_budget = None
     teacher = load_model(
-        model_dir, dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,
-        backend=backend, trust_remote_code=model.trust_remote_code, config=config,
-        device=None if runtime.sharding == "fsdp" else device, weights=runtime.sharding != "fsdp",
-    )  # fmt: skip
+        model_dir,
+        dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,
+        backend=backend,
+        trust_remote_code=model.trust_remote_code,
+        config=config,
+        device=None if runtime.sharding == "fsdp" else device,
+        weights=runtime.sharding != "fsdp",
+    )
     teacher.requires_grad_(False)
 
     def forward(self: Any, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -68,9 +76,12 @@ class TeacherLoss:
     """
 
     def __init__(
-        self, teacher: Any, weight: float, tokens: float,
+        self,
+        teacher: Any,
+        weight: float,
+        tokens: float,
         context_parallel: ContextParallel | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.teacher = teacher
         self._weight = weight
         self._tokens = tokens

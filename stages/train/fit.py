@@ -97,9 +97,15 @@ def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[La
 
 
 def budget_of(
-    train: TrainConfig, runtime: Runtime, length: int, shape: DecoderShape, processes: int,
-    capacity: float, on_gpu: bool, layers: Sequence[LayerHeads] = (),
-) -> Budget:  # fmt: skip
+    train: TrainConfig,
+    runtime: Runtime,
+    length: int,
+    shape: DecoderShape,
+    processes: int,
+    capacity: float,
+    on_gpu: bool,
+    layers: Sequence[LayerHeads] = (),
+) -> Budget:
     """The memory of training; `runtime.checkpointing: auto` takes the first setting that fits.
 
     `layers` as for `training_memory`. Raises UserError where the batch cannot be divided.

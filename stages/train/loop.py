@@ -359,8 +359,10 @@ class Loop:
                 sharded.checkpoint_event_epilogue()
             else:
                 set_state_dict(
-                    self.model, self.optimizer.optimizer,
-                    model_state_dict=state["model"], optim_state_dict=state["optimizer"],
-                )  # fmt: skip
+                    self.model,
+                    self.optimizer.optimizer,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                )
             self.spikes.restore(json.loads(state["spikes"]))
         self.step = restart_step(point)

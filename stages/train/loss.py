@@ -40,9 +40,14 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, config: Any, chunk: int,
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        config: Any,
+        chunk: int,
         chunk_loss: ChunkLoss,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         device = states.device.type
         dtype = states.dtype
         if torch.is_autocast_enabled(device):
@@ -157,9 +162,12 @@ def liger_cross_entropy(head: Any, states: Tensor, labels: Tensor, config: Any) 
 
 
 def install_loss(
-    model: Any, *, liger: bool = False, distillation: BatchLoss | None = None,
+    model: Any,
+    *,
+    liger: bool = False,
+    distillation: BatchLoss | None = None,
     context_parallel: ContextParallel | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Make `model` return its loss alone, from a forward pass without cache and without logits.
 
     The head computes the loss in its forward pass, so that FSDP and DeepSpeed gather its weight as
@@ -181,9 +189,13 @@ def install_loss(
         return loss_of(self, states.flatten(0, 1))
 
     def forward(
-        self: Any, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None,
-        num_items_in_batch: int | None = None, measure: Measure | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self: Any,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        num_items_in_batch: int | None = None,
+        measure: Measure | None = None,
+    ) -> dict[str, Tensor]:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         # The loss is 0 if nothing is predicted.
         count = num_items_in_batch or int((targets != IGNORED).sum()) or 1

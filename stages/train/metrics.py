@@ -89,11 +89,14 @@ class MetricsLog:
     def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
         """Record step `step` (from 1); `values` are further fields of `TrainingStep`."""
         record = {
-            "step": step, "tokens": step * self._schedule.batch_tokens, "loss": _finite(loss),
-            "grad_norm": _finite(grad_norm), "seconds": round(self.seconds, 3),
+            "step": step,
+            "tokens": step * self._schedule.batch_tokens,
+            "loss": _finite(loss),
+            "grad_norm": _finite(grad_norm),
+            "seconds": round(self.seconds, 3),
             "seconds_left": round(self._seconds_left(step), 3),
             **{name: _finite(value) for name, value in values.items() if value is not None},
-        }  # fmt: skip
+        }
         self.records.append(record)
         self._journal.append(record)
         drawn = {
@@ -111,12 +114,16 @@ class MetricsLog:
         new_steps = record["step"] - self._done_steps
         seconds = max(time.monotonic() - self._started, 1e-9)
         logger.info(
-            "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left", record["step"],
-            self._schedule.steps, _text(record["loss"], ".4f"), record["learning_rate"],
+            "step %d/%d: loss %s, lr %.2e, grad norm %s, %s tokens/s%s, %s left",
+            record["step"],
+            self._schedule.steps,
+            _text(record["loss"], ".4f"),
+            record["learning_rate"],
             _text(record["grad_norm"], ".3f"),
-            f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}", _details(record),
+            f"{new_steps * self._schedule.batch_tokens / seconds:,.0f}",
+            _details(record),
             format_seconds(record["seconds_left"]),
-        )  # fmt: skip
+        )
 
     def _seconds_left(self, step: int) -> float:
         """Estimated remaining seconds, from the speed since this start."""

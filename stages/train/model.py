@@ -46,11 +46,17 @@ _GROUPED = "grouped_mm"  # transformers' name of one product for all experts
 
 
 def load_for_training(
-    model_dir: Path, model: ModelConfig, train: TrainConfig, runtime: Runtime, seed: int = 0,
-    distillation: TeacherLoss | None = None, backend: str = "auto",
-    device: torch.device | None = None, context_parallel: ContextParallel | None = None,
+    model_dir: Path,
+    model: ModelConfig,
+    train: TrainConfig,
+    runtime: Runtime,
+    seed: int = 0,
+    distillation: TeacherLoss | None = None,
+    backend: str = "auto",
+    device: torch.device | None = None,
+    context_parallel: ContextParallel | None = None,
     untrained: Collection[str] = (),
-) -> PreTrainedModel:  # fmt: skip
+) -> PreTrainedModel:
     """The model in float32, since bf16 weights would lose small updates.
 
     Under FSDP its parameters are on the meta device, and filled later with `saved_weights`. Without
@@ -67,9 +73,13 @@ def load_for_training(
             raise UserError("train.liger = true needs a GPU, and none is visible; set it to false")
         require_package("liger-kernel", "train.liger = true", "set train.liger = false")
     loaded: PreTrainedModel = load_model(
-        model_dir, dtype=torch.float32, backend=backend, trust_remote_code=model.trust_remote_code,
-        device=device if runtime.sharding == "none" else None, weights=runtime.sharding != "fsdp",
-    )  # fmt: skip
+        model_dir,
+        dtype=torch.float32,
+        backend=backend,
+        trust_remote_code=model.trust_remote_code,
+        device=device if runtime.sharding == "none" else None,
+        weights=runtime.sharding != "fsdp",
+    )
     use_grouped_experts(loaded)
     if train.liger:
         apply_liger(loaded)

@@ -238,9 +238,12 @@ def _write_summary(
             "and run the same command again"
         )
     TrainingSummary(
-        final_loss=metrics_log.final_loss, tokens=schedule.tokens, steps=schedule.steps,
-        seconds=round(metrics_log.seconds, 3), processes=world_size(),
+        final_loss=metrics_log.final_loss,
+        tokens=schedule.tokens,
+        steps=schedule.steps,
+        seconds=round(metrics_log.seconds, 3),
+        processes=world_size(),
         sharding=loop.runtime.sharding,
         checkpoints={checkpoint_name(n): step for n, step in schedule.checkpoint_steps.items()},
         sha256=hashes | file_hashes(work_dir, [METRICS]),
-    ).write(work_dir)  # fmt: skip
+    ).write(work_dir)

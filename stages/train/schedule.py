@@ -67,11 +67,15 @@ def make_schedule(
     own_sequences = sequences // (world_size // runtime.context_parallel)
     micro = _micro_batch(runtime, own_sequences, sequence_length, on_gpu)
     return Schedule(
-        sequence_length=sequence_length, sequences=sequences, micro_batch_size=micro,
-        accumulation=own_sequences // micro, steps=steps,
-        warmup_steps=share_of(steps, train.warmup_ratio), min_lr_ratio=train.min_lr_ratio,
+        sequence_length=sequence_length,
+        sequences=sequences,
+        micro_batch_size=micro,
+        accumulation=own_sequences // micro,
+        steps=steps,
+        warmup_steps=share_of(steps, train.warmup_ratio),
+        min_lr_ratio=train.min_lr_ratio,
         checkpoint_steps=train.checkpoint_steps,
-    )  # fmt: skip
+    )
 
 
 def _micro_batch(runtime: Runtime, sequences: int, sequence_length: int, on_gpu: bool) -> int:

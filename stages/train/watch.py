@@ -173,8 +173,13 @@ def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> Needl
         TokenizerSpec(str(prepared / TOKENIZER), None, config.model.trust_remote_code)
     )
     records = forced_records(
-        calibration.tasks, config.runtime.needle_samples, calibration.length, "calibration",
-        config.seed + _SEED_OFFSET, tokenizer, haystack_words(calibration.essay_dir),
-    )  # fmt: skip
+        calibration.tasks,
+        config.runtime.needle_samples,
+        calibration.length,
+        "calibration",
+        config.seed + _SEED_OFFSET,
+        tokenizer,
+        haystack_words(calibration.essay_dir),
+    )
     samples = [record for _, record in records]
     return NeedleWatch(samples, every, config.runtime.context_parallel)

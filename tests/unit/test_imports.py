@@ -172,18 +172,38 @@ def test_no_function_imports_a_module_of_the_project() -> None:
 
 # Modules that promise to need no torch; those of every run's command line need nothing heavy.
 LIGHT = (
-    "pipeline.cli", "pipeline.run.runner", "pipeline.commands.run", "pipeline.commands.status",
-    "pipeline.commands.evaluate", "pipeline.commands.options", "stages.report.index",
+    "pipeline.cli",
+    "pipeline.run.runner",
+    "pipeline.commands.run",
+    "pipeline.commands.status",
+    "pipeline.commands.evaluate",
+    "pipeline.commands.options",
+    "stages.report.index",
     "bosch.search.methods",
-)  # fmt: skip
+)
 TORCH_FREE = (
-    "bosch.heads", "bosch.front", "bosch.backends", "bosch.context_split", "bosch.journal",
-    "bosch.weight_files", "bosch.model.families", "bosch.model.cache_size",
-    "bosch.model.head_table", "bosch.model.stored_config", "bosch.model.untrusted",
-    "bosch.vllm.plan", "stages.cost", "stages.exchange", "stages.search.budget",
-    "stages.evaluate.section", "stages.evaluate.prompts", "stages.evaluate.suites",
-    "stages.train.schedule", "stages.train.footprint", "pipeline.recipe.model_shape",
-)  # fmt: skip
+    "bosch.heads",
+    "bosch.front",
+    "bosch.backends",
+    "bosch.context_split",
+    "bosch.journal",
+    "bosch.weight_files",
+    "bosch.model.families",
+    "bosch.model.cache_size",
+    "bosch.model.head_table",
+    "bosch.model.stored_config",
+    "bosch.model.untrusted",
+    "bosch.vllm.plan",
+    "stages.cost",
+    "stages.exchange",
+    "stages.search.budget",
+    "stages.evaluate.section",
+    "stages.evaluate.prompts",
+    "stages.evaluate.suites",
+    "stages.train.schedule",
+    "stages.train.footprint",
+    "pipeline.recipe.model_shape",
+)
 
 
 def test_modules_that_promise_it_import_nothing_heavy() -> None:

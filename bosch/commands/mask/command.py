@@ -35,17 +35,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--format", required=True, choices=WRITERS, help="the other project's file format"
     )
     parser.add_argument(
-        "--attention-heads", type=int, metavar="N",
+        "--attention-heads",
+        type=int,
+        metavar="N",
         help="query heads of a layer, for a format that lists query heads",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--key-value-heads", type=int, metavar="N",
+        "--key-value-heads",
+        type=int,
+        metavar="N",
         help="KV heads of a layer, to import a format that lists query heads",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--swa-ratio", type=float, metavar="RHO",
+        "--swa-ratio",
+        type=float,
+        metavar="RHO",
         help="share of heads that slide, to import DuoAttention's gate scores as a ranking",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--model", default="", help="name of the model that an imported mask is for"
     )

@@ -31,9 +31,13 @@ _WORST = 1e20
 # Upper bound of seeds, since NOMAD draws `seed` random numbers before it starts.
 _SEEDS = 2**15
 _PARAMETERS = [
-    "BB_INPUT_TYPE * B", "BB_OUTPUT_TYPE OBJ", "DISPLAY_DEGREE 0", "DIRECTION_TYPE ORTHO N+1 NEG",
-    "EVAL_QUEUE_SORT RANDOM", "QUAD_MODEL_SEARCH no",
-]  # fmt: skip
+    "BB_INPUT_TYPE * B",
+    "BB_OUTPUT_TYPE OBJ",
+    "DISPLAY_DEGREE 0",
+    "DIRECTION_TYPE ORTHO N+1 NEG",
+    "EVAL_QUEUE_SORT RANDOM",
+    "QUAD_MODEL_SEARCH no",
+]
 
 
 def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
@@ -96,9 +100,12 @@ class _Run:
             limits = [f"MAX_BB_EVAL {points}", f"MAX_EVAL {points}", f"SEED {seed}"]
             PyNomad.setSeed(0)  # NOMAD ignores a SEED equal to that of the last run
             result = PyNomad.optimize(
-                self._ask, start.astype(float).tolist(), [0.0] * size, [1.0] * size,
+                self._ask,
+                start.astype(float).tolist(),
+                [0.0] * size,
+                [1.0] * size,
                 _PARAMETERS + limits,
-            )  # fmt: skip
+            )
             self.run_flag = result["run_flag"]
         except BaseException as failure:
             self.failure = self.failure or failure

@@ -89,11 +89,13 @@ def run_comparison(
     """
     combinations = _combinations(loaded, options)
     comparison = Comparison(
-        recipe=loaded.recipe.name, model=model_label(loaded.recipe.model.path),
+        recipe=loaded.recipe.name,
+        model=model_label(loaded.recipe.model.path),
         folder=loaded.output_root / loaded.recipe.name / "compare",
-        combinations=tuple(combinations), with_training=options.with_training,
+        combinations=tuple(combinations),
+        with_training=options.with_training,
         paper=paper_scores(loaded.recipe),
-    )  # fmt: skip
+    )
 
     def runner_of(combination: Combination) -> Runner:
         """A new runner for each use, which reads the hashes that others have saved."""

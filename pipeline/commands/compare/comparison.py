@@ -236,11 +236,19 @@ class Comparison:
         corrected = intervals.holm([test.p_value for *_, test in tests], pairs)
         return [
             AgainstHighest(
-                suite, models, ratio, highest, method,
-                100 * test.mean, 100 * test.low, 100 * test.high, test.p_value, p_holm,
+                suite,
+                models,
+                ratio,
+                highest,
+                method,
+                100 * test.mean,
+                100 * test.low,
+                100 * test.high,
+                test.p_value,
+                p_holm,
             )
             for (ratio, highest, method, test), p_holm in zip(tests, corrected, strict=True)
-        ]  # fmt: skip
+        ]
 
     @property
     def originals(self) -> dict[tuple[str, str, int], tuple[Combination, ScoreRow]]:
@@ -302,9 +310,7 @@ def read_result(runner: Runner) -> Result:
     answers = (record for record in read_samples(folders["evaluate"]) if "score" in record)
     records = [{name: one[name] for name in _SCORED if name in one} for one in answers]
     trained = scores.last_trained
-    names: dict[Models, str] = {
-        "original": ORIGINAL, "untrained": HYBRID, "trained": str(trained)
-    }  # fmt: skip
+    names: dict[Models, str] = {"original": ORIGINAL, "untrained": HYBRID, "trained": str(trained)}
     rows, samples = list[ScoreRow](), dict[tuple[Models, str], SampleScores]()
     for models, name in names.items():
         for suite, table in scores.checkpoints.get(name, {}).items():
@@ -319,18 +325,21 @@ def read_result(runner: Runner) -> Result:
     longest = max((row.length for row in rows), default=0)
     costs = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(
-        keys={name: folder.name for name, folder in folders.items()}, calibration_score=score,
+        keys={name: folder.name for name, folder in folders.items()},
+        calibration_score=score,
         calibration_log_likelihood=log_likelihood,
         costs={
             name: value
             for name, value in search.summary.content.items()
             if name in costs or name.startswith("reused_")
         },
-        notes=search.summary.notes, rows=rows,
+        notes=search.summary.notes,
+        rows=rows,
         trained_tokens=checkpoint_tokens(trained) if trained else None,
-        cache=_cache_shares(folders["materialize"], search, longest), missing=scores.notes(),
+        cache=_cache_shares(folders["materialize"], search, longest),
+        missing=scores.notes(),
         samples=samples,
-    )  # fmt: skip
+    )
 
 
 def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]:

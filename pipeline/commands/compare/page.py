@@ -63,16 +63,20 @@ def write_comparison(comparison: Comparison) -> None:
         pictures = [one for suite in comparison.suites for one in _pictures(comparison, suite)]
         save_panels(pictures, comparison.folder / "compare.png")
     content = {
-        "format": 1, "recipe": comparison.recipe, "model": comparison.model,
-        "methods": comparison.methods, "ratios": comparison.ratios,
-        "with_training": comparison.with_training, "complete": comparison.is_complete,
+        "format": 1,
+        "recipe": comparison.recipe,
+        "model": comparison.model,
+        "methods": comparison.methods,
+        "ratios": comparison.ratios,
+        "with_training": comparison.with_training,
+        "complete": comparison.is_complete,
         "combinations": [_record(comparison, one) for one in comparison.combinations],
         "tests": [
             asdict(test)
             for suite, models in product(comparison.suites, _KINDS)
             for test in comparison.tests(models, suite)
         ],
-    }  # fmt: skip
+    }
     write_json(comparison.folder / REPORT, content)
 
 
@@ -113,7 +117,8 @@ def page(comparison: Comparison) -> str:
     rows = [row for result in comparison.results.values() for row in result.rows]
     lengths = sorted({row.length for row in rows if row.length})
     return render(
-        _PAGE, title=f"Methods compared: {comparison.recipe}",
+        _PAGE,
+        title=f"Methods compared: {comparison.recipe}",
         subtitle=f"Model: {comparison.model}",
         notes=[*_unfinished(comparison), *comparison.missing],
         about=_ABOUT + (_PAPER if comparison.paper else ""),
@@ -124,8 +129,9 @@ def page(comparison: Comparison) -> str:
             "task": list(dict.fromkeys(row.task for row in rows if row.task)),
             "length": [format_length(length) for length in lengths],
         },
-        about_costs=_COSTS, costs=_cost_table(comparison),
-    )  # fmt: skip
+        about_costs=_COSTS,
+        costs=_cost_table(comparison),
+    )
 
 
 def _unfinished(comparison: Comparison) -> Iterator[str]:
@@ -335,8 +341,9 @@ def csv_table(comparison: Comparison) -> Table:
         scored.append(((one.method, one.ratio, one.seed), row, comparison.results[one].cache))
     lines = [
         [str(cell) for cell in (*run, *astuple(row), *(cache.get(n, "") for n in _ENGINES))]
-        for run, row, cache in scored if row.task
-    ]  # fmt: skip
+        for run, row, cache in scored
+        if row.task
+    ]
     return Table.of_rows("", header, lines)
 
 
@@ -363,9 +370,16 @@ def markdown(comparison: Comparison) -> str:
 def _cost_table(comparison: Comparison) -> Table:
     """Means over seeds: S(z), and the work of the search, reused evaluations included."""
     header = (
-        "Method", "ρ", "cache, generate", "cache, vLLM", "S(z)", "log-likelihood", "evaluations",
-        "full passes", "other time, seconds",
-    )  # fmt: skip
+        "Method",
+        "ρ",
+        "cache, generate",
+        "cache, vLLM",
+        "S(z)",
+        "log-likelihood",
+        "evaluations",
+        "full passes",
+        "other time, seconds",
+    )
     rows = [
         _cost_row(METHODS[method].label, ratio, results)
         for method, ratio in product(comparison.methods, comparison.ratios)
@@ -385,8 +399,12 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
         [result.cache[name] for result in results if name in result.cache] for name in _ENGINES
     ]
     return [
-        label, f"{ratio:g}",
+        label,
+        f"{ratio:g}",
         *(f"{statistics.fmean(s):.1%}" if len(s) == len(results) else "–" for s in shares),
-        f"{score:.3f}", f"{likelihood:.3f}", f"{mean('evaluations'):,.0f}", f"{passes:,.1f}",
+        f"{score:.3f}",
+        f"{likelihood:.3f}",
+        f"{mean('evaluations'):,.0f}",
+        f"{passes:,.1f}",
         f"{mean('solver_seconds'):,.1f}",
-    ]  # fmt: skip
+    ]

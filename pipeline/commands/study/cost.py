@@ -67,10 +67,16 @@ def _table(ratio: float, points: Sequence[Measured]) -> Table:
         f"difference{against}", "held-out log-likelihood", f"difference{against}",
     )  # fmt: skip
     rows = [
-        [point.setting.method, str(point.setting.budget or ""), f"{point.cost('evaluations'):g}",
-         *(f"{point.cost(name):.1f}" for name in _TIMES), *point.cells(base, is_compared=True)]
-        for point in points if point.setting.ratio == ratio
-    ]  # fmt: skip
+        [
+            point.setting.method,
+            str(point.setting.budget or ""),
+            f"{point.cost('evaluations'):g}",
+            *(f"{point.cost(name):.1f}" for name in _TIMES),
+            *point.cells(base, is_compared=True),
+        ]
+        for point in points
+        if point.setting.ratio == ratio
+    ]
     return Table.of_rows(f"ρ = {ratio:g}", header, rows)
 
 

@@ -132,11 +132,18 @@ def _uniform(model: StudiedModel, ratio: float, most_sinks: int) -> Row:
     scores = model.held_out(mask, window)[:, 0]
     cache, served = cache_shares(model, mask, window)
     return Row(
-        method=f"uniform_{most_sinks}_sinks", label=f"Uniform, W = {window.size}, {sinks} sinks",
-        about="every head slides alike", ratio=ratio, budget=None,
-        scores=np.tile(scores, (model.options.seeds, 1)), masks=[mask], windows=window, cache=cache,
-        served=served, passes=0.0,
-    )  # fmt: skip
+        method=f"uniform_{most_sinks}_sinks",
+        label=f"Uniform, W = {window.size}, {sinks} sinks",
+        about="every head slides alike",
+        ratio=ratio,
+        budget=None,
+        scores=np.tile(scores, (model.options.seeds, 1)),
+        masks=[mask],
+        windows=window,
+        cache=cache,
+        served=served,
+        passes=0.0,
+    )
 
 
 def cache_shares(
@@ -209,11 +216,14 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
         estimate, test = crossed_mean(rows, is_score=True), tests.get(number)
         columns.append(
             {
-                "score": estimate.mean, "low": estimate.low, "high": estimate.high,
+                "score": estimate.mean,
+                "low": estimate.low,
+                "high": estimate.high,
                 "difference": None if test is None else test.mean,
-                "p_holm": corrected.get(number), "score_of_each_seed": rows.mean(axis=1).tolist(),
+                "p_holm": corrected.get(number),
+                "score_of_each_seed": rows.mean(axis=1).tolist(),
             }
-        )  # fmt: skip
+        )
     return columns
 
 
@@ -231,8 +241,10 @@ def table_of(ratio: float, records: Sequence[dict[str, Any]], kinds: Sequence[st
     for kind in kinds:
         prefix = "" if kind == _UNTRAINED else f"{kind}_"
         header += [
-            "held-out score" if kind == _UNTRAINED else "after training", "less the best", "p, Holm"
-        ]  # fmt: skip
+            "held-out score" if kind == _UNTRAINED else "after training",
+            "less the best",
+            "p, Holm",
+        ]
         p_values = [record[f"{prefix}p_holm"] for record in at_ratio]
         near = [value is None or value >= LEVEL for value in p_values]
         for row, record, is_near in zip(rows, at_ratio, near, strict=True):

@@ -124,13 +124,17 @@ def _optimum(landscape: Landscape) -> dict[str, Any]:
     likelihoods = np.array([e.log_likelihood for e in landscape.values()])
     best = max(landscape, key=lambda mask: landscape[mask].log_likelihood)
     return {
-        "masks": len(landscape), "score": float(scores.max()),
+        "masks": len(landscape),
+        "score": float(scores.max()),
         "masks_of_best_score": int((scores == scores.max()).sum()),
-        "log_likelihood": float(likelihoods.max()), "best_by_log_likelihood": best.key,
-        "random_score": float(scores.mean()), "random_log_likelihood": float(likelihoods.mean()),
-        "worst_score": float(scores.min()), "scores": np.sort(scores)[::-1].tolist(),
+        "log_likelihood": float(likelihoods.max()),
+        "best_by_log_likelihood": best.key,
+        "random_score": float(scores.mean()),
+        "random_log_likelihood": float(likelihoods.mean()),
+        "worst_score": float(scores.min()),
+        "scores": np.sort(scores)[::-1].tolist(),
         "log_likelihoods": np.sort(likelihoods)[::-1].tolist(),
-    }  # fmt: skip
+    }
 
 
 def _table(

@@ -37,9 +37,11 @@ def study(model: StudiedModel) -> StudyResult:
     by_size = measured(model, settings)
     sizes = [_record(point, "examples") for point in by_size]
     data = {
-        "seeds": options.seeds, "layer_importance": ranks, "calibration_size": sizes,
+        "seeds": options.seeds,
+        "layer_importance": ranks,
+        "calibration_size": sizes,
         "budget": [_record(point, "budget_per_layer") for point in by_budget],
-    }  # fmt: skip
+    }
     measures = ("held-out score", "held-out log-likelihood")
     tables = [
         _rank_table(ranks),
@@ -95,11 +97,18 @@ def _stability(
     # Rounded, so that equal differences of floats compare equal.
     result = ranking_stability([[round(d, 9) for d in run] for run in drops])
     return {
-        "swa_ratio": ratio, "budget_per_layer": budget, "same_calibration_set": same_set,
-        "measure": measure, "mean": result.mean, "least": min(result.correlations, default=None),
-        "most": max(result.correlations, default=None), "correlations": result.correlations,
-        "undefined_pairs": result.undefined, "tied": result.tied, "drops": drops,
-    }  # fmt: skip
+        "swa_ratio": ratio,
+        "budget_per_layer": budget,
+        "same_calibration_set": same_set,
+        "measure": measure,
+        "mean": result.mean,
+        "least": min(result.correlations, default=None),
+        "most": max(result.correlations, default=None),
+        "correlations": result.correlations,
+        "undefined_pairs": result.undefined,
+        "tied": result.tied,
+        "drops": drops,
+    }
 
 
 def _record(point: Measured, name: str) -> dict[str, Any]:
@@ -123,10 +132,17 @@ def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
             mean, ends = f"{r['mean']:.2f}", f"{r['least']:.2f} to {r['most']:.2f}"
         of_set = "the same" if r["same_calibration_set"] else "of each seed"
         rows.append(
-            [f"{r['swa_ratio']:g}", str(r["budget_per_layer"]), of_set,
-             r["measure"].replace("_", "-"), mean, ends, str(r["undefined_pairs"]),
-             f"{r['tied']:.0%}"]
-        )  # fmt: skip
+            [
+                f"{r['swa_ratio']:g}",
+                str(r["budget_per_layer"]),
+                of_set,
+                r["measure"].replace("_", "-"),
+                mean,
+                ends,
+                str(r["undefined_pairs"]),
+                f"{r['tied']:.0%}",
+            ]
+        )
     return Table.of_rows("Agreement of Algorithm 1's layer importances over seeds", header, rows)
 
 

@@ -378,10 +378,16 @@ class StudiedModel:
         sizes = [window.size for window in menu[::-1]]
         several = len(menu) > 1
         changes = {
-            "method": "given", "mask": str(path.resolve()), "swa_ratio": mask.swa_ratio,
-            "budget": None, "points": None, "head_granularity": 1, "sinks": menu[0].sinks,
-            "windows": sizes if several else None, "window_size": None if several else sizes[0],
-        }  # fmt: skip
+            "method": "given",
+            "mask": str(path.resolve()),
+            "swa_ratio": mask.swa_ratio,
+            "budget": None,
+            "points": None,
+            "head_granularity": 1,
+            "sinks": menu[0].sinks,
+            "windows": sizes if several else None,
+            "window_size": None if several else sizes[0],
+        }
         sections = {
             "name": f"{self.recipe.name}/study/trained/{name}",
             "search": search.model_copy(update=changes),
@@ -430,22 +436,32 @@ class StudiedModel:
         full = next(point for point in run.trace if point.subproblem == "all full")
         logger.info(
             "%s at %.4g, seed %d: score %.4f, log-likelihood %.3f, %.1f full passes",
-            method, settings.swa_ratio, settings.seed, run.result.evaluation.score,
-            run.result.evaluation.log_likelihood, run.costs["full_forward_equivalents"],
-        )  # fmt: skip
+            method,
+            settings.swa_ratio,
+            settings.seed,
+            run.result.evaluation.score,
+            run.result.evaluation.log_likelihood,
+            run.costs["full_forward_equivalents"],
+        )
         return {
-            "mask": run.mask.key, "score": run.result.evaluation.score,
+            "mask": run.mask.key,
+            "score": run.result.evaluation.score,
             "log_likelihood": run.result.evaluation.log_likelihood,
-            "costs": {**run.costs, "seconds": seconds}, "layers": run.result.layers,
-            "full_log_likelihood": full.log_likelihood, "examples": len(calibration),
-        }  # fmt: skip
+            "costs": {**run.costs, "seconds": seconds},
+            "layers": run.result.layers,
+            "full_log_likelihood": full.log_likelihood,
+            "examples": len(calibration),
+        }
 
     def context(self, examples: CalibrationSet) -> Record:
         """All that results on `examples` depend on besides mask and settings."""
         return {
-            "version": SEARCH.version, "model": self.fingerprint, "examples": examples.fingerprint,
-            "window_size": self.window.size, "sinks": self.window.sinks,
-        }  # fmt: skip
+            "version": SEARCH.version,
+            "model": self.fingerprint,
+            "examples": examples.fingerprint,
+            "window_size": self.window.size,
+            "sinks": self.window.sinks,
+        }
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -37,14 +37,16 @@ def study(model: StudiedModel) -> StudyResult:
         for ratio in options.ratios
     }
     data = {
-        "seeds": options.seeds, "turnover": turnovers, "swap_test": swaps,
+        "seeds": options.seeds,
+        "turnover": turnovers,
+        "swap_test": swaps,
         "methods": list(options.methods),
         "jaccard": {f"{ratio:g}": matrix.tolist() for ratio, matrix in distances.items()},
         "masks": {
             method: {f"{ratio:g}": [mask.key for mask in group] for ratio, group in ratios.items()}
             for method, ratios in masks.items()
         },
-    }  # fmt: skip
+    }
     return StudyResult(
         "turnover", "Which heads are chosen", _text(model), data,
         [_turnover_table(turnovers), _swap_table(swaps)],
@@ -70,11 +72,13 @@ def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str,
     turnovers = list(map(turnover, masks[method][small], masks[method][large]))
     most = turnovers[0].maximum  # equal for all masks on these budgets
     return {
-        "method": method, "small": small, "large": large,
+        "method": method,
+        "small": small,
+        "large": large,
         "turnover": crossed_mean([t.share for t in turnovers]).within(0.0, most)._asdict(),
         "normalised": crossed_mean([t.normalised for t in turnovers]).within(0.0, 1.0)._asdict(),
         "most": most,
-    }  # fmt: skip
+    }
 
 
 def _swap(
@@ -101,21 +105,29 @@ def _swap(
 
 def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
     rows = [
-        [r["method"], f"{r['small']:g} → {r['large']:g}", interval_text(Estimate(**r["turnover"])),
-         f"{r['most']:.3f}", interval_text(Estimate(**r["normalised"]))]
+        [
+            r["method"],
+            f"{r['small']:g} → {r['large']:g}",
+            interval_text(Estimate(**r["turnover"])),
+            f"{r['most']:.3f}",
+            interval_text(Estimate(**r["normalised"])),
+        ]
         for r in records
-    ]  # fmt: skip
+    ]
     return Table.of_rows("Turnover", ("method", "ρ", "T", "T_max", "T̃"), rows)
 
 
 def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
     scores = "score", "swapped_score", "score_lost"
     rows = [
-        [r["method"], f"{r['small']:g} → {r['large']:g}",
-         *(interval_text(Estimate(**r[name])) for name in scores),
-         interval_text(Estimate(**r["log_likelihood_lost"]), 2)]
+        [
+            r["method"],
+            f"{r['small']:g} → {r['large']:g}",
+            *(interval_text(Estimate(**r[name])) for name in scores),
+            interval_text(Estimate(**r["log_likelihood_lost"]), 2),
+        ]
         for r in records
-    ]  # fmt: skip
+    ]
     header = ("method", "ρ", "score of A", "score of A′", "score lost", "log-likelihood lost")
     return Table.of_rows(f"Swap test, {_SWAPS} draws of A′ for each seed", header, rows)
 

@@ -273,9 +273,12 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
 
 
 def _changes(
-    index: Mapping[str, Any], entry: Any, overrides: Mapping[str, Any], settings: Mapping[str, Any],
+    index: Mapping[str, Any],
+    entry: Any,
+    overrides: Mapping[str, Any],
+    settings: Mapping[str, Any],
     section: HarnessEvaluation,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Settings of a task from outside its file: its groups, the recipe and its data."""
     changed = with_settings({**entry.cfg, **overrides}, settings)
     changes = {key: changed[key] for key in (*overrides, *settings)}

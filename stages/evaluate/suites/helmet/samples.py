@@ -172,11 +172,15 @@ def samples(
             read = _key_values if task.examples is None else _questions
             for sample in read(section, task, file, seed):
                 yield PromptSample(
-                    name, length, turns=partial(_turns, sample, most, tokenizer, chat),
-                    answers=sample.answers, new_tokens=task.new_tokens, document=sample.document,
+                    name,
+                    length,
+                    turns=partial(_turns, sample, most, tokenizer, chat),
+                    answers=sample.answers,
+                    new_tokens=task.new_tokens,
+                    document=sample.document,
                     score=partial(score, answers=sample.answers),
                     plain=partial(_with_ending, sample.ending),
-                )  # fmt: skip
+                )
 
 
 def _questions(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iterator[HelmetSample]:

@@ -102,10 +102,14 @@ def samples(
                 continue
             counts[sample.needles, length] += 1
             yield PromptSample(
-                f"{sample.needles} needles", length, turns=partial(getattr, sample, "turns"),
-                answers=(sample.answer,), new_tokens=answer, plain=plain_text,
+                f"{sample.needles} needles",
+                length,
+                turns=partial(getattr, sample, "turns"),
+                answers=(sample.answer,),
+                new_tokens=answer,
+                plain=plain_text,
                 score=partial(score, answer=sample.answer, prefix=sample.prefix),
-            )  # fmt: skip
+            )
 
 
 def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSample]:

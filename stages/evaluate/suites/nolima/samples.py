@@ -200,13 +200,17 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
                 for text in (experiment["needle"], question, distractor or "")
             )
             yield NeedleTest(
-                name=f"{experiment['id']}_{name}_{kind}", kind=kind,
+                name=f"{experiment['id']}_{name}_{kind}",
+                kind=kind,
                 needle=_filled(experiment["needle"], in_needle),
                 question=_filled(question, in_question[-1:]),
                 distractor=_filled(distractor, in_distractor[-1:]) if in_distractor else None,
-                template=template, system_prompt=system, answers=answers, characters=characters,
+                template=template,
+                system_prompt=system,
+                answers=answers,
+                characters=characters,
                 seed=seed,
-            )  # fmt: skip
+            )
 
 
 def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
@@ -289,10 +293,14 @@ def samples(
             sample.check_room(books[sample.book], length)  # before any model is loaded
             system = sample.test.system_prompt if chat_system is None else chat_system
             yield PromptSample(
-                sample.test.kind, length, answers=sample.answers, document=sample.test.name,
+                sample.test.kind,
+                length,
+                answers=sample.answers,
+                document=sample.test.name,
                 turns=partial(_turns, system, sample, books[sample.book], length),
-                new_tokens=section.max_new_tokens, score=partial(score, answers=sample.answers),
-            )  # fmt: skip
+                new_tokens=section.max_new_tokens,
+                score=partial(score, answers=sample.answers),
+            )
 
 
 def _takes_system(chat: ChatTemplate) -> bool:
