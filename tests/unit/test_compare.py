@@ -162,6 +162,8 @@ def test_combinations_share_stages_and_a_second_run_does_nothing(
     launches = Launches()
     arguments = ("--methods", "bosch,bme", "--ratios", "0.25,0.5")
     first = comparison(case, *arguments, launches=launches)
+    said = capsys.readouterr().out
+    assert "(combination 1 of 4)" in said and " left for 1 combination)" in said
     stages = ("prepare", "original", "search", "materialize", "evaluate")
     assert [launches.count(name) for name in stages] == [1, 1, 4, 4, 4]
     assert launches.count("train") == launches.count("report") == 0

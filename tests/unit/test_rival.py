@@ -181,8 +181,11 @@ def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_m
             HeadMask.of_choices(choices), windows, model="m", method="front", swa_ratio=0.75,
             sink_bias=bias,
         )  # fmt: skip
-        found = rivals(config, searched, tmp_path, tmp_path / f"work {bias is None}")
+        work = tmp_path / f"work {bias is None}"
+        found = rivals(config, searched, tmp_path, work)
         assert [rival.name for rival in found] == ["intr", "rand"]
+        (work / "rivals" / "rand.json").unlink()
+        assert rivals(config, searched, tmp_path, work) == found
         for one in found:
             assert one.mask is not None and one.mask.sink_bias == bias
             assert one.mask.windows == (Window(16),) and one.mask.swa_ratio == 0.75
