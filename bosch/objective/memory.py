@@ -7,7 +7,8 @@ W window.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class ActivationSizes:
     `query` and `key_value` are the widths of all heads. If a model is sharded over `shards`
     processes, each holds a share of these two and of the `blocks`. If sequences are shared by
     `sharing` processes, each holds its tokens, and the keys and values of all while a layer
-    attends. `attending` is the number of layers with attention.
+    attends. `full_layers` is the number of layers with gates; those that slide in the base model,
+    with `own_windows`, have widths of their own.
     """
 
     layers: int
@@ -45,9 +47,12 @@ class ActivationSizes:
     value_bytes: int
     shards: int
     sharing: int
-    attending: int
+    full_layers: int
     norm_follows: bool = False
     kept_scores: DecoderShape | None = None  # set if attention stores its scores
+    own_windows: tuple[int, ...] = ()
+    own_query: int = 0
+    own_key_value: int = 0
 
     @classmethod
     def of(
@@ -60,11 +65,13 @@ class ActivationSizes:
     ) -> ActivationSizes:
         """Make the sizes of a decoder with this shape."""
         keeps_scores = shape.keeps_scores("sdpa" if attention == "auto" else attention)
+        kinds = shape.kinds
         return cls(
             shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
             shape.blocks(value_bytes), value_bytes, shards, sharing,
-            shape.full_layers + len(shape.kinds.windows), shape.norm_follows,
-            shape if keeps_scores else None,
+            shape.full_layers, shape.norm_follows, shape if keeps_scores else None,
+            tuple(kinds.windows.values()), shape.own_query_size,
+            kinds.own_heads * kinds.own_head_dim,
         )  # fmt: skip
 
     def state(self, tokens: int) -> int:
@@ -106,7 +113,7 @@ class ActivationSizes:
         """
         tokens = rows * length
         attention, plain = self._attention(rows, length, windows), self.plain_pass(tokens)
-        kept = self._kept(rows, length, windows) + self._of_blocks(tokens, "norms")
+        kept = self._kept(rows, length, (None, *windows)) + self._of_blocks(tokens, "norms")
         whole = self._of_blocks(tokens, "whole")
         if self.norm_follows:
             again = self._of_blocks(tokens, "again")
@@ -117,21 +124,24 @@ class ActivationSizes:
         most = max(attention, max(plain, kept) + 2 * self.state(tokens))
         return self.layers * self.state(tokens) + math.ceil(most)
 
-    def _kept(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
-        """What autograd keeps of a layer's attention.
+    def _kept(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
+        """What autograd keeps of a layer's attention with all `choices`, None or a window.
 
         Each choice keeps its outputs and their difference from the narrowest window's.
         """
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
-        size = self.value_bytes * (2 * (1 + len(windows)) * query + 2 * key_value)
-        size += self._normed_heads()
-        return self._own(rows * length) * size + self._scores(rows, length, windows)
+        size = self.value_bytes * (2 * len(choices) * query + 2 * key_value)
+        size += self._normed_heads(query + key_value)
+        return self._own(rows * length) * size + self._scores(rows, length, choices)
 
-    def _normed_heads(self) -> int:
+    def _kept_by_own(self, rows: int, length: int) -> float:
+        """The same of all layers that slide in the base model."""
+        widths = replace(self, query=self.own_query, key_value=self.own_key_value)
+        return sum(widths._kept(rows, length, (window,)) for window in self.own_windows)
+
+    def _normed_heads(self, width: int) -> int:
         """Of a token: norms compute queries and keys in float32."""
-        if not self.blocks.norms_of_heads:
-            return 0
-        return 4 * (self._per_shard(self.query) + self._per_shard(self.key_value))
+        return 4 * width if self.blocks.norms_of_heads else 0
 
     def _attention(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
         """The attention of one layer, with what its backward pass needs.
@@ -150,14 +160,14 @@ class ActivationSizes:
         )
         size = self.value_bytes * (tokens * values + bands + self._exchanged(rows, length, windows))
         if self.value_bytes < 4:
-            size += tokens * (self.blocks.norms + self._normed_heads())
-        return size + self._scores(rows, length, windows)
+            size += tokens * (self.blocks.norms + self._normed_heads(query + key_value))
+        return size + self._scores(rows, length, (None, *windows))
 
-    def _scores(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
+    def _scores(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
         """Attention's scores of every choice, where no kernel is fused."""
         if (shape := self.kept_scores) is None:
             return 0.0
-        heads, menu = rows * self._heads(shape), (None, *map(Window, windows))
+        heads, menu = rows * self._heads(shape), [size and Window(size) for size in choices]
         kept = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
         return sum(kept) / self.sharing
 
@@ -179,10 +189,11 @@ class ActivationSizes:
         Per layer, what its backward pass needs; and what the backward pass through one attention or
         one block adds.
         """
-        tokens, kept = rows * length, self._kept(rows, length, windows)
+        tokens, kept = rows * length, self._kept(rows, length, (None, *windows))
         attention = self._attention(rows, length, windows) - kept
         added = max(attention - self._of_blocks(tokens, "norms"), self._of_blocks(tokens, "added"))
-        held = self.attending * kept + self.layers * self._of_blocks(tokens, "saved")
+        held = self.full_layers * kept + self._kept_by_own(rows, length)
+        held += self.layers * self._of_blocks(tokens, "saved")
         return 2 * self.state(tokens) + math.ceil(held + added)
 
     def _of_blocks(self, tokens: int, what: str) -> int:

@@ -778,7 +778,13 @@ def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     sizes = memory.ActivationSizes.of(shape, 4)
     scores = 12 * 2 * 8 * (32 * 32 + 32 * 24)
     fused = replace(sizes, kept_scores=None)
-    assert sizes.kept_gradient(2, 32, 8) == fused.kept_gradient(2, 32, 8) + shape.layers * scores
+    (window,) = shape.kinds.windows.values()  # of a layer with one choice, not those of a gate
+    own = shape.score_bytes(16, 32, Window(window), 4)
+    gated = shape.full_layers * scores
+    assert sizes.kept_gradient(2, 32, 8) == fused.kept_gradient(2, 32, 8) + gated + own
+    without = replace(fused, own_windows=())
+    own = 4 * 64 * (2 * fused.own_query + 2 * fused.own_key_value)
+    assert fused.kept_gradient(2, 32, 8) == without.kept_gradient(2, 32, 8) + own
     piece = 4 * 8 * 64**2
     assert sizes.gradient(2, 32, 8) == fused.gradient(2, 32, 8) + scores + piece
     assert sizes.plain_pass(64) == fused.plain_pass(64) + 20 * 8 * 64**2
