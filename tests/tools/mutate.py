@@ -199,13 +199,18 @@ def read_contexts(report: Path) -> dict[tuple[str, int], set[str]]:
     }
 
 
-def nearest_tests(file: str, most: int, ran: frozenset[str] = frozenset()) -> list[str]:
-    """The test files nearest to a module: by the number of imports between, then by their text.
+def nearest_tests(change: Change, most: int, ran: frozenset[str] = frozenset()) -> list[str]:
+    """The test files nearest to a change: by imports between, then by their text.
 
-    Those that `ran` the changed line come first.
+    Those that `ran` the changed line come first. Those that name its function come nearer.
     """
     graph = _import_graph()
-    module = _module(file)
+    module = _module(change.file)
+    functions = {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / change.file).read_bytes()))
+        if isinstance(node, ast.FunctionDef) and node.lineno <= change.line <= node.end_lineno
+    }
     importers: dict[str, set[str]] = {}
     for name, used in graph.items():
         for one in used:
@@ -223,6 +228,7 @@ def nearest_tests(file: str, most: int, ran: frozenset[str] = frozenset()) -> li
         name = _module(test)
         text = (ROOT / test).read_text(encoding="utf-8")
         named = sum(word in Path(test).stem for word in words) + 2 * (module in text)
+        named += 3 * any(re.search(rf"\b{function}\b", text) for function in functions)
         if name in distance or named or test in ran:
             ranked.append((test not in ran, distance.get(name, 9) - named, len(text), test))
     return [test for *_, test in sorted(ranked)[:most]]
@@ -268,7 +274,7 @@ class Checkout:
 
         A test that fails or takes too long without the change as well notices nothing.
         """
-        tests = nearest_tests(change.file, most, ran)
+        tests = nearest_tests(change, most, ran)
         if not tests:
             return "survived (no test imports it)"
         while True:
