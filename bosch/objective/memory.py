@@ -167,7 +167,8 @@ class ActivationSizes:
         """Attention's scores of every choice, where no kernel is fused."""
         if (shape := self.kept_scores) is None:
             return 0.0
-        heads, menu = rows * self._heads(shape), [size and Window(size) for size in choices]
+        heads = rows * self._heads(shape)
+        menu = [None if size is None else Window(size) for size in choices]
         kept = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
         return sum(kept) / self.sharing
 

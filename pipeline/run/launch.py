@@ -139,7 +139,7 @@ def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subproc
         yield child
     finally:
         if child.poll() is None:
-            child.terminate()
+            child.send_signal(signal.SIGTERM)
             try:
                 child.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
