@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -43,18 +41,6 @@ def _default_signal_handlers() -> Iterator[None]:
     _set_handlers()
     yield
     _set_handlers()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Every second worker imports the test files backwards: one alone compiles each of them."""
-    if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2:
-        root = session.config.rootpath
-        for folder in session.config.args:
-            for file in sorted((root / folder).rglob("test_*.py"), reverse=True):
-                # Collection reports what fails here.
-                with contextlib.suppress(Exception, pytest.skip.Exception):
-                    importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
