@@ -23,7 +23,7 @@ _Options = TypeVar("_Options", bound=Section)
 def add_options(parser: argparse.ArgumentParser, section: type[Section]) -> None:
     """Add an option for each field, with its description as help; a bool is a flag."""
     for name, field in section.model_fields.items():
-        text = (field.description or "").replace("%", "%%")
+        text = " ".join((field.description or "").split()).replace("%", "%%")
         if field.annotation is bool:
             parser.add_argument(_option(name), action="store_true", default=None, help=text)
             continue
