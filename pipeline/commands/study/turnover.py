@@ -69,7 +69,8 @@ def _masks(model: StudiedModel) -> Masks:
 
 def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str, Any]:
     small, large = pair
-    turnovers = list(map(turnover, masks[method][small], masks[method][large]))
+    pairs = zip(masks[method][small], masks[method][large], strict=True)
+    turnovers = [turnover(a, b) for a, b in pairs]
     most = turnovers[0].maximum  # equal for all masks on these budgets
     return {
         "method": method,
