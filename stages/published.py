@@ -65,7 +65,7 @@ class WorkSummary(Summary):
 
     @classmethod
     def finished(cls, folder: Path) -> Self | None:
-        """The record of finished work; None without one or, with a warning, if it is damaged."""
+        """The record of finished work; None if it is missing, or damaged (with a warning)."""
         if not exists(folder / cls.FILE):
             return None
         try:

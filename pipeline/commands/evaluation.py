@@ -40,7 +40,7 @@ class Evaluation:
         return self.store.root / self.runner.name / "evaluation"
 
     def available(self) -> dict[str, Path]:
-        """The hybrid and complete checkpoints, of a running training too; RunError if damaged."""
+        """The hybrid and all complete checkpoints; raises RunError if their output is damaged."""
         folders: dict[str, Path] = {}
         for node in self.runner.nodes:
             if node.key is None or node.name not in (_HYBRID_STAGE, _TRAINING_STAGE):

@@ -18,7 +18,7 @@ COMMAND = RecipeCommand("check a recipe, its model and its input files", json=Tr
 
 
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
-    """Print that the recipe is valid and what a run would download; returns 1 if it leaves gaps."""
+    """Print that the recipe is valid, and a run's downloads; returns 1 if a run omits tasks."""
     faults = [fault for stage in loaded.present for fault in call(stage.slow_checks, loaded)]
     if faults:
         raise UserError(listing(str(loaded.file), faults))

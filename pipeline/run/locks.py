@@ -157,7 +157,7 @@ def _open_locked(path: Path) -> int | None:
 
 
 def _open(path: Path, flags: int) -> int | None:
-    """The descriptor of a lock file; None without one. RunError for a folder, link or pipe."""
+    """The descriptor of a lock file, or None; raises RunError for a folder, a link or a pipe."""
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         lock = os.open(path, flags, 0o666)

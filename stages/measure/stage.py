@@ -90,7 +90,7 @@ class OverOriginal(Record):
 
 
 class Point(Record):
-    """Figures of a model at a length; `over_original`: of a hybrid where neither lacked memory."""
+    """Figures of a model at a length; `over_original` of a hybrid, if neither ran out of memory."""
 
     model: str
     length: int

@@ -174,7 +174,10 @@ Scored = Mapping[tuple[str, str, int], list[float]]
 def collect_scores(
     records: Iterable[Mapping[str, Any]], scores: Scores
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
-    """Scores of all samples by model, averaged by document, in order; of tasks with a score."""
+    """Scores of all models' samples, averaged by document, of tasks that have a score.
+
+    `records` are in the order of samples.jsonl.
+    """
     by_model: dict[str, dict[tuple[str, str, int], list[tuple[Any, float]]]] = {}
     for record in records:
         suite, task, length = place = record["suite"], record["task"], record["length"]

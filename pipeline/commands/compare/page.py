@@ -305,7 +305,7 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
-    """The mean over seeds, or a dash; it links to predictions, or each of several seeds' scores."""
+    """The mean over seeds, or a dash; each seed's score links to its predictions."""
     if not rows:
         return Cell(format_score(None), share=0.0)
     scores = [row.score for _, row in rows]

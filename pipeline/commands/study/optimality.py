@@ -26,7 +26,7 @@ Landscape = dict[HeadMask, Evaluation]
 
 
 def study(model: StudiedModel) -> StudyResult:
-    """Enumerate each ratio on calibration and held-out examples; UserError for too many masks."""
+    """Enumerate all masks of each ratio, on both sets; raises UserError for too many masks."""
     options = model.options
     layers, heads = model.shape
     for ratio in options.ratios:

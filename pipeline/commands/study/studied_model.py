@@ -264,7 +264,10 @@ class StudiedModel:
 
     @cached_property
     def held_out_set(self) -> CalibrationSet:
-        """Questions with needles of no calibration set or document; a file's last examples."""
+        """Questions whose needles are in no calibration set and no training document.
+
+        With a file of examples, its last ones.
+        """
         return self.examples("evaluation", self.recipe.seed, self.options.held_out)
 
     def search(
