@@ -210,7 +210,7 @@ def test_an_evaluation_by_two_processes_gives_the_answers_of_one(tmp_path: Path)
         samples.append([json.loads(line) for line in lines])
         assert len(lines) == 8
     assert samples[0] == samples[1]
-    for sample, two in zip(samples[0], samples[2], strict=True):
-        losses = sample.pop("loss", []), two.pop("loss", [])
-        assert sample == two
+    for first, other in zip(samples[0], samples[2], strict=True):
+        losses = first.pop("loss", []), other.pop("loss", [])
+        assert first == other
         np.testing.assert_allclose(*losses, atol=1e-6, rtol=0)

@@ -90,9 +90,9 @@ def gradient_bytes() -> int:
     alive = gc.get_objects()
     tensors = [candidate for candidate in alive if issubclass(type(candidate), torch.Tensor)]
     gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    for tensor in alive:
-        if type(tensor).__name__ == "FSDPParam" and tensor.unsharded_accumulated_grad is not None:
-            gradients.append(tensor.unsharded_accumulated_grad)
+    for part in alive:
+        if type(part).__name__ == "FSDPParam" and part.unsharded_accumulated_grad is not None:
+            gradients.append(part.unsharded_accumulated_grad)
     return _bytes(gradients)
 
 

@@ -66,12 +66,12 @@ def test_samples_need_as_much_disk_as_planned(suite: Any, tmp_path: Path) -> Non
     assert 0.6 * planned < sum(path.stat().st_size for path in files) <= planned
 
 
-def test_a_task_without_its_data_is_missing_if_a_preset_added_it(suite: Any) -> None:
+def test_an_optional_task_without_its_data_is_missing(suite: Any) -> None:
     few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
     assert {subtask.task for subtask in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
 
 
-def test_a_task_that_cannot_be_made_is_missing_on_every_rank_if_a_preset_added_it(
+def test_an_optional_task_that_cannot_be_made_is_missing_on_every_rank(
     suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Common words of 128k tokens need more words than there are."""
