@@ -280,6 +280,7 @@ def _test_row(test: AgainstHighest) -> list[str]:
 
 def task_tables(comparison: Comparison) -> Iterator[Table]:
     """A table of tasks by methods for each ratio, and for untrained and trained hybrids."""
+    originals = comparison.originals
     for ratio in comparison.ratios:
         methods = [method for method in comparison.methods if comparison.results_of(method, ratio)]
         header = ["task", "Original", *(METHODS[method].label for method in methods)]
@@ -294,8 +295,7 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
                 _, task, length = place
                 at = format_length(length) if length else ""
                 name = Cell(f"{task} at {at}" if at else task, task=task, length=at)
-                original = comparison.originals.get(place)
-                at_place = [[original] if original else []]
+                at_place = [[originals[place]] if place in originals else []]
                 for scored in by_method.values():
                     at_place.append([pair for pair in scored if pair[1].place == place])
                 rows.append([name, *(_task_cell(comparison, scores) for scores in at_place)])
