@@ -40,7 +40,10 @@ class Evaluation:
         return self.store.root / self.runner.name / "evaluation"
 
     def available(self) -> dict[str, Path]:
-        """The hybrid and all complete checkpoints; raises RunError if their output is damaged."""
+        """The hybrid and all complete checkpoints, also of a running training.
+
+        Raises RunError if their published output is damaged.
+        """
         folders: dict[str, Path] = {}
         for node in self.runner.nodes:
             if node.key is None or node.name not in (_HYBRID_STAGE, _TRAINING_STAGE):

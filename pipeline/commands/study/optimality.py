@@ -26,7 +26,10 @@ Landscape = dict[HeadMask, Evaluation]
 
 
 def study(model: StudiedModel) -> StudyResult:
-    """Enumerate all masks of each ratio, on both sets; raises UserError for too many masks."""
+    """Enumerate the masks of each ratio, on the calibration set and on held-out examples.
+
+    Raises UserError when a ratio has too many masks to enumerate.
+    """
     options = model.options
     layers, heads = model.shape
     for ratio in options.ratios:
