@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
+import itertools
 import os
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+import textwrap
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 from unicodedata import category
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 # Lengths and batches are powers of two (32k = 32,768; a 2M-token batch = 64 x 32,768), token
 # budgets are decimal (2.5B = 2,500,000,000): the paper counts both ways, and with both 2.5B tokens
@@ -160,14 +174,12 @@ Ratios = Annotated[
 class Section(BaseModel):
     """A section of a recipe: unknown keys are refused, values do not change after loading.
 
-    Types are strict: true is not a number, 1 is not a flag. The text below a field describes it in
-    the recipe's reference. `ALTERNATIVES` are groups of fields that exclude each other: at most one
-    is given, and an override of one replaces the others in the file.
+    Types are strict: true is not a number, 1 is not a flag. The text below a field describes it.
+    `ALTERNATIVES` are groups of fields that exclude each other: at most one is given, and an
+    override of one replaces the others in the file.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
     ALTERNATIVES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     @model_validator(mode="after")
@@ -177,6 +189,32 @@ class Section(BaseModel):
             if len(given) > 1:
                 raise ValueError(f"names {' and '.join(given)}, which exclude each other; keep one")
         return self
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Each field's `description=`, or the text below it in the source, in one line.
+
+        pydantic's `use_attribute_docstrings` would read the source whenever a command starts.
+        """
+        texts = {name: field.description or "" for name, field in cls.model_fields.items()}
+        for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
+            with contextlib.suppress(OSError, TypeError):  # a class without source
+                [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+                for field, below in itertools.pairwise(cast(ast.ClassDef, tree).body):
+                    match field, below:
+                        case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                            texts[name] = " ".join(text.split())
+        return {name: texts[name] for name in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, text in cls.descriptions().items():
+            properties[name] |= {"description": text} if text else {}
+        return schema
 
     def in_key(self) -> dict[str, Any]:
         """The values that the stage's results depend on, as JSON."""

@@ -152,24 +152,18 @@ def recipe_schema() -> str:
     schema = _with_bounds(recipe.model_json_schema(schema_generator=_RecipeSchema))
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     # A default that the loader fills in.
-    filled = [name for name, f in recipe.model_fields.items() if "default:" in str(f.description)]
+    filled = [name for name, text in recipe.descriptions().items() if "default:" in text]
     schema["required"] = [name for name in schema["required"] if name not in filled]
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def _with_bounds(schema: Any) -> Any:
-    """The schema with JSON's names of bounds, where pydantic leaves its own behind a parser.
-
-    Descriptions, which may be docstrings, become one line.
-    """
+    """The schema with JSON's names of bounds, where pydantic leaves its own behind a parser."""
     if isinstance(schema, list):
         return [_with_bounds(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    schema = {_BOUNDS.get(key, key): _with_bounds(value) for key, value in schema.items()}
-    if isinstance(text := schema.get("description"), str):
-        schema["description"] = " ".join(text.split())
-    return schema
+    return {_BOUNDS.get(key, key): _with_bounds(value) for key, value in schema.items()}
 
 
 def command_reference() -> str:
@@ -210,15 +204,16 @@ def _command(name: str, module: types.ModuleType) -> str:
 def _sections(model: type[Section], path: str, heading: str) -> Iterator[str]:
     """A table of the section's plain fields, then the sections inside it."""
     inner: list[tuple[str, FieldInfo, type[Section]]] = []
-    rows = []
+    rows, descriptions = [], model.descriptions()
     for name, field in model.model_fields.items():
         section, _ = nested_section(field.annotation)
         if section is not None:
             inner.append((name, field, section))
         else:
             kind = _kind(field.annotation, field.metadata)
-            about = _escape(field.description or "")
-            rows.append(f"| `{name}` | {kind} | {_default(field)} | {about} |\n")
+            about = descriptions[name]
+            default = _default(field, about)
+            rows.append(f"| `{name}` | {kind} | {default} | {_escape(about)} |\n")
     about = f"\n{model.__doc__}\n" if path and model.__doc__ else ""
     yield f"\n## {heading}\n{about}"
     if rows:
@@ -265,10 +260,10 @@ def _bounds(metadata: Sequence[Any]) -> list[str]:
     ]
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, about: str) -> str:
     if field.is_required():
         # A default that the loader fills in stands in the description.
-        return "see meaning" if "default:" in (field.description or "") else "**required**"
+        return "see meaning" if "default:" in about else "**required**"
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "none"
@@ -286,7 +281,7 @@ def _plain(value: Any) -> str:
 
 
 def _escape(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ _Options = TypeVar("_Options", bound=Section)
 
 def add_options(parser: argparse.ArgumentParser, section: type[Section]) -> None:
     """Add an option for each field, with its description as help; a bool is a flag."""
+    descriptions = section.descriptions()
     for name, field in section.model_fields.items():
-        text = " ".join((field.description or "").split()).replace("%", "%%")
+        text = descriptions[name].replace("%", "%%")
         if field.annotation is bool:
             parser.add_argument(_option(name), action="store_true", default=None, help=text)
             continue
