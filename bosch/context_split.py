@@ -59,7 +59,7 @@ class ContextSplit:
         return sum(map(len, _outside(needed, held)))
 
     def traffic(self, window: Window | None) -> int:
-        """Tokens received for a head: (n - 1) T, or if W <= C + 1, 2 (n - 1) (W - 1) and sinks."""
+        """Tokens all receive: (n - 1) T if full; if W <= C + 1, 2 (n - 1) (W - 1) and the sinks."""
         return sum(self.received(rank, window) for rank in range(self.ranks))
 
 

@@ -142,7 +142,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether it exists (not a broken link); OSError if unknown, where Python 3.14 has False."""
+    """As `Path.exists`, but OSError if the system cannot tell, where Python 3.14 says False."""
     try:
         os.stat(path)
     except OSError as error:
@@ -174,7 +174,7 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove a folder's temporary files whose process here has ended or which are old."""
+    """Remove a folder's temporary files of ended processes here, or older than `seconds`."""
     for path in list(folder.glob(f"{TEMPORARY}*")):
         match = _OF_PROCESS.match(path.name)
         is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
@@ -250,7 +250,7 @@ def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
 
 
 def check_json_text(text: bytes, limits: JsonLimits) -> None:
-    """Raise ValueError for too many or too deep values of a JSON text, without building them."""
+    """Raise ValueError for too many, or too deeply nested, values of a JSON text, unparsed."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     values, quotes, depth = 1, 0, 0
@@ -298,7 +298,8 @@ def file_digest(path: Path) -> str:
 def file_stamp(path: str | os.PathLike[str]) -> Stamp:
     """A stamp that changes with every write to a file, even one that restores its content.
 
-    It has the time of change (ctime), which cannot be set, also of a link. Raises OSError.
+    It has the time of change (ctime), which cannot be set, also that of a link, which may be
+    redirected and restored. Raises OSError.
     """
     stamp, link = os.stat(path), os.lstat(path)
     fields = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
@@ -437,7 +438,7 @@ def newest_below(folder: Path) -> float:
 
 
 def make_symlink(link: Path, target: Path) -> None:
-    """Replace a relative link to a folder in one step; raises OSError if its name is a folder."""
+    """Make or replace, in one step, a relative link to a folder; OSError if `link` is a folder."""
     with replacing(link) as temporary:
         # The link's folder may itself be a link.
         place = os.path.relpath(os.path.realpath(target), os.path.realpath(link.parent))

@@ -228,7 +228,7 @@ class HeadMaskFile:
         seed: int | None = None,
         sink_bias: Sequence[Sequence[float]] | None = None,
     ) -> HeadMaskFile:
-        """The file of `mask`; `sink_bias` [L][HQ]. ValueError for more windows than the menu."""
+        """The file of `mask`; `sink_bias` [L][HQ]: logits. ValueError if `windows` are too few."""
         mask.windows_per_layer(windows)
         return cls(  # as Python's numbers: JSON cannot hold numpy's
             model, method, float(swa_ratio), mask, window_menu(windows),

@@ -38,7 +38,7 @@ def weight_faults(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Weight files and index, each once, even if missing; UserError for a bad or foreign index."""
+    """Weight files and index, each once, even if missing; UserError for a bad or outside name."""
     index = directory / INDEX
     # If both exist, transformers reads the single file.
     single = [WEIGHTS] if (directory / WEIGHTS).is_file() or not index.is_file() else []

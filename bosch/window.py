@@ -1,7 +1,8 @@
 """The sliding window, and its form in each backend, cache and formula.
 
-A sliding head with window W lets query t see keys j with t - W < j <= t (BOSCH §2.1), and with S
-sinks the first S tokens of its document. Windows are converted only here.
+A sliding head with window W lets query t see keys j with t - W < j <= t: W keys, itself included
+(BOSCH §2.1). With S sinks it also sees the first S tokens of its document. Windows are converted
+only here.
 """
 
 from __future__ import annotations

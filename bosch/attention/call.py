@@ -37,7 +37,7 @@ class GroupCall(NamedTuple):
     slots: Tensor | None = None
 
     def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values, and slots [B or 1, S + R], outside 0 .. Tk - 1 for a sink seen twice."""
+        """All keys, values and their slots [B or 1, S + R]; one outside 0 .. Tk - 1 hides a key."""
         key, value, slots, context = self.key, self.value, self.slots, self.context
         if slots is None:
             # A cache of fixed size may return more keys than the pass has slots.

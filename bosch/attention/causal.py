@@ -18,7 +18,7 @@ from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 
-# From this many queries on rows padded on the left are computed one by one, below in one call.
+# From this many queries on, rows padded on the left go one by one; below, one mask is faster.
 MIN_PADDED = 128
 # Dense masks up to this many entries are made once per pass; larger ones block by block.
 DENSE_MASK_ENTRIES = 2**24

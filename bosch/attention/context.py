@@ -59,7 +59,7 @@ class AttentionContext:
         return (torch.arange(self.q_length, device=device) + first)[None]
 
     def on(self, device: torch.device) -> AttentionContext:
-        """This context on `device`, since layers may be on several; a copy unless it is there."""
+        """This context on `device`, since layers may be on several; elsewhere a copy."""
 
         def copy() -> AttentionContext:
             tables = {name: getattr(self, name) for name in ("valid", "document", "start")}
@@ -107,7 +107,7 @@ class AttentionContext:
         return visible
 
     def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
-        """Slots of each row's first `sinks` real tokens, Tk where there are fewer: [b, sinks]."""
+        """Slots [b, sinks] of rows' first real tokens, Tk where fewer; not with documents."""
 
         def make() -> Tensor:
             if self.valid is None:

@@ -44,7 +44,7 @@ class Communicator:
         return out
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows of all processes, in order; `sent` and `received` count those to and from each."""
+        """All processes' rows for this one, in order; `sent`, `received`: rows to and from each."""
         rows = rows.contiguous()
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows, received, sent, group=self.group)
@@ -148,7 +148,7 @@ class SplitPass:
         return self._contexts[chunk, window]
 
     def in_sequence(self, window: Window | None, seen: Tensor) -> Tensor:
-        """Scatter the last chunk's `seen` [B, HG, K + C, D] to slots [B, HG, T, D], else 0."""
+        """The last chunk's `seen` [B, HG, K + C, D] in its slots of [B, HG, T, D]; others are 0."""
         if window is None:
             return seen
         split = self.split

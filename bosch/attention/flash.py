@@ -1,7 +1,7 @@
 """Attention with the flash-attn package: one call for each group of heads.
 
 Shapes: B batch, T queries, Tk keys, HQ query heads, D head dimension. A segment is a document, or a
-row's tokens without padding, which sees itself alone; the segments are concatenated.
+row's tokens without padding; tokens see only their segment, and the segments are concatenated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _NO_WINDOW = (-1, -1)
 
 
 def flash_kernel_attention(call: AttentionCall) -> Tensor:
-    """Attention [B, T, HQ, D]; by sdpa for fixed caches, and for extra logits with dropout."""
+    """Attention [B, T, HQ, D]; by sdpa for fixed caches, and for extra logits with dropout.
+
+    Raises UserError for padding between a row's tokens.
+    """
     key = call.key
     ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
     if ring or (call.dropout and call.transform.head_logits is not None):
@@ -105,7 +108,10 @@ class Segments(NamedTuple):
 
 
 def _flash_segments(context: AttentionContext, count: int, device: torch.device) -> Segments:
-    """Segments over the last `count` key slots; a padded query is one. UserError for gaps."""
+    """Segments over the last `count` key slots; a padded query is one of its own.
+
+    Raises UserError for padding between tokens: a window counts it, which flash-attn cannot.
+    """
     marks = context.document if context.valid is None else context.valid
     assert marks is not None
     rows, first = marks.shape[0], context.kv_length - count

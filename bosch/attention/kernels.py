@@ -44,7 +44,7 @@ def fused_attention(
     """Attention [B, HQ, T, D] of `query` [B, HQ, T, D] to `key`, `value` [B, HKV, Tk, D].
 
     `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias; `is_causal` needs Tk
-    = T. RuntimeError if on a GPU no kernel of FUSED_KERNELS takes many logits.
+    = T. RuntimeError if no kernel of FUSED_KERNELS takes them on a GPU, unless logits are few.
     """
     groups, shares = query.shape[1] // key.shape[1], False
     if groups > 1:  # a branch, since the comparison is symbolic when compiled

@@ -172,7 +172,7 @@ def gather_sinks(
 ) -> Tensor:
     """States of each row's first `sinks` real tokens, [B, HG, S, D].
 
-    From `recent` (the last R slots) or, once gone, `earlier`; arbitrary for tokens not there yet.
+    From `recent` (the last R slots), or `earlier` once they left it; arbitrary for missing tokens.
     """
     first = context.end - recent.shape[2]
     slots = context.sink_slots(sinks, recent.device)

@@ -17,8 +17,8 @@ from bosch.attention.layout import HeadGroup, HeadLayout
 class LogitTransform:
     """Attention logits s = scaling * q·k, and the changes of some families before the softmax.
 
-    With `softcap` c, s becomes c * tanh(s / c) (Gemma 2). `head_logits` [HQ] are extra logits, one
-    per head in each softmax (GPT-OSS's sinks). With `sliding_only` full heads ignore them.
+    With `softcap` c, s becomes c * tanh(s / c) (Gemma 2). `head_logits` [HQ] (GPT-OSS's sinks) are
+    extra logits without a value, one per head. With `sliding_only` full heads ignore them.
     """
 
     scaling: float

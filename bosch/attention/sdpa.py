@@ -24,7 +24,7 @@ from bosch.window import Window, block_size
 class _Bands(torch.autograd.Function):
     """Overlapping views without copies; backward adds the overlapping pieces slice by slice.
 
-    Autograd's backward of an overlapping view adds single elements, at more than attention's cost.
+    Autograd's own backward adds single elements, which costs more than the attention itself.
     """
 
     @staticmethod

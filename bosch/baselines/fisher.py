@@ -17,7 +17,7 @@ from bosch.objective.calibration import CalibrationSet
 def fisher(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
-    An example's loss is its answers' mean cross-entropy; a head without influence scores 1.
+    The loss is the mean cross-entropy of an answer's tokens; a head without influence scores 1.
     """
 
     def terms(states: LayerStates) -> Iterator[Tensor]:

@@ -43,7 +43,8 @@ def _local_fractions(
 ) -> Tensor:
     """pi(t) of rows begin .. end - 1, [HQ, R] (Eq. 15 to 18).
 
-    q.mu and q.Sigma.q are mean and variance of the buffer's scores; all sums are in logarithms.
+    q.mu and q.Sigma.q are mean and variance of the buffer's scores, without a covariance matrix of
+    keys. All sums are in logarithms.
     """
     first_key = max(0, begin - window_size - buffer + 1)
     scores = block_scores(states, begin, end, first_key)

@@ -32,7 +32,7 @@ class HybridLayerCache(CacheList):  # type: ignore[misc]
         return self.caches[0].offset
 
     def is_trimmable(self) -> bool:
-        """Whether no head has a window: a full one has lost what refused drafts replaced."""
+        """Whether no head has a window: it cannot restore keys that refused drafts replaced."""
         return not any(isinstance(cache, RotatingKVCache) for cache in self.caches)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> HybridLayerCache:
@@ -106,7 +106,7 @@ class LayerPass:
         return self._masks[window]
 
     def attend(self, attention: Any, queries: Any, logits: Any, **options: Any) -> Any:
-        """mlx-lm's attention of queries, both [B, HQ, T, D]; `logits` [HQ]: the family's extra."""
+        """mlx-lm's attention of `queries`, both [B, HQ, T, D], with any extra `logits` [HQ]."""
         q_per_kv = queries.shape[1] // self._layout.num_key_value_heads
         outputs = []
         for cache, group, mask, keys, values in self._parts:

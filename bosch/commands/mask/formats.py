@@ -91,7 +91,7 @@ def write_rtp_llm(file: HeadMaskFile, path: Path, query_heads: int | None) -> No
 def read_rtp_llm(path: Path, query_heads: int, heads: int) -> tuple[HeadMask, int, int]:
     """Mask, window and sinks from a file with `headwise_config`, such as a config.json.
 
-    Raises UserError if it is unreadable, or query heads of one of the `heads` differ.
+    Raises UserError if it is unreadable, or query heads of one of the `heads` KV heads differ.
     """
     settings = _read_json(path).get("headwise_config")
     if not isinstance(settings, dict):
