@@ -1,7 +1,7 @@
 """Key/value cache whose sliding heads keep only the last W - 1 tokens and the sinks.
 
 Shapes: B batch, T tokens of a pass, HKV key/value heads, HG those of a group, R tokens held, D head
-dimension, S sinks, W window. Each group of heads has its own tensors, which frees memory.
+dimension, S sinks, W window. Each group has its own tensors: memory behind a window is freed.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _cache_layer(
 
 
 class SplitCache(Cache):
-    """Cache of layouts (None: no attention); `states`: number of fixed states by layer."""
+    """Cache with a layer per layout (None: no attention); `states`: number of fixed-size ones."""
 
     def __init__(
         self,
@@ -413,7 +413,7 @@ def keeps_every_token(cache: Cache) -> bool:
 def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
     """A cache with `cache`'s one sequence in rows of `padding` [B] slots, all ending at `length`.
 
-    As of left-padded prompts with one beginning; needs all its tokens (`keeps_every_token`).
+    Row i has the first `length - padding[i]` tokens. `cache` has all (`keeps_every_token`).
     """
     rows: list[Any] = []
     layers: Iterable[Any] = cache.layers

@@ -49,7 +49,7 @@ class CacheSize:
         itemsize: int,
         state_bytes: int,
     ) -> CacheSize:
-        """Of rows of heads by window and bytes of a number; `state_bytes` 0 leaves states out."""
+        """The size for layers' heads by window and bytes of a number; `state_bytes` 0: KV only."""
         heads: Counter[Window | None] = Counter()
         for row in rows:
             heads.update(row)

@@ -1,4 +1,7 @@
-"""Users of a hybrid's layout, which keep it from changing: caches, and managers of batches."""
+"""Users of a hybrid's layout, which must not change: caches, managers of continuous batching.
+
+They are weak references, so a cache that is no longer used does not count.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The code file in a hybrid's directory, with which transformers loads it without bosch.
 
-It joins bosch's modules without their imports, so no two may define one top-level name.
+It joins bosch's modules, so that there is one implementation, without the imports between them. No
+two may define the same top-level name.
 """
 
 from __future__ import annotations

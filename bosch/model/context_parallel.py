@@ -70,7 +70,10 @@ class ContextParallel:
     def begin(
         self, rows: int, length: int, positions: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Begin a pass over [B, T], one document each or by `positions`; own positions [B, 2C]."""
+        """Begin a pass over `rows` sequences of `length` tokens; returns own positions [B, 2C].
+
+        `positions` [B, T] restart with each document; None means one document per sequence.
+        """
         document = None
         if positions is None:
             positions = torch.arange(length, device=device)[None]
@@ -163,7 +166,10 @@ class ContextParallel:
         return (chunk == first) | (chunk == second), columns % size + size * (chunk == second)
 
     def at(self, local: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Values [N, C] at `rows`, `columns` [N] of own [B, 2C, C], for all, without gradients."""
+        """Values [N, C] of the tokens at `rows`, `columns` [N], of each process's own [B, 2C, C].
+
+        All processes get all of them, without gradients.
+        """
         mine, places = self.own_columns(columns)
         values = local.new_zeros(len(columns), local.shape[2])
         values[mine] = local[rows[mine], places[mine]].detach()

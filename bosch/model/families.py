@@ -296,7 +296,7 @@ def decoder_layers(config: Any) -> DecoderLayers:
 
 
 def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:
-    """Why transformers' pages do not support a model with these windows in all; None if they do."""
+    """What continuous batching lacks for a model that has these windows in all; None if nothing."""
     sizes = sorted({window.size for window in windows})
     if kinds.states:
         return "layers with states of a fixed size, for which transformers has no pages"
@@ -312,7 +312,10 @@ def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | No
 
 
 def _layer_types(text: Any) -> list[str]:
-    """transformers' name of each layer's kind, whose windows count as here; full without one."""
+    """transformers' name of each layer's kind; sliding layers without a window count as full.
+
+    Its windows count the query's own position, as here.
+    """
     types: list[str] | None = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     if not getattr(text, "use_sliding_window", True):

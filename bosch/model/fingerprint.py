@@ -14,7 +14,7 @@ _NO_OUTPUT = {"_name_or_path", "architectures", "dtype", "transformers_version",
 
 
 def model_fingerprint(model: Any) -> str:
-    """SHA-256 of a loaded model's configuration (RoPE, caps) and a sample of every weight."""
+    """SHA-256 of a loaded model: configuration (RoPE, caps), every weight's name and a sample."""
     digest = hashlib.sha256()
     content = _of_output(model.config.to_dict())
     digest.update(json.dumps(content, sort_keys=True, default=str).encode())

@@ -60,7 +60,7 @@ def budget_table(
 
 
 def heads_by_window(config: Any) -> Rows:
-    """Rows as in `head_table`, with several budgets of `kv_budget`; UserError if damaged."""
+    """Rows as in `head_table`, of `kv_budget` if there are several; UserError if damaged."""
     slots = chosen_budget(config)
     return _rows(config, _table(config)) if slots is None else kv_budgets(config)[slots]
 

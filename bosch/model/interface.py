@@ -1,4 +1,7 @@
-"""Attention and mask function for transformers, both of which must be registered as "bosch"."""
+"""Attention and mask function for transformers, registered under one name, "bosch".
+
+Without a mask function of its name an attention function gets no mask.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +252,8 @@ def masks_for_generate(
 ) -> Any:
     """The mask `generate` passes with a static cache: the 2-D padding mask.
 
-    In place of a 4-D one, up to the cache's length. Until 5.24 `cache` is `past_key_values`.
+    It is padded to the cache's length; transformers' own function would build a 4-D mask. Before
+    5.24 `cache` is `past_key_values`.
     """
     cache = past_key_values if cache is None else cache
     if attention_mask is None or not isinstance(cache.get_seq_length(), Tensor):

@@ -26,7 +26,10 @@ HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in 
 
 
 def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2)."""
+    """Names and weights of `model`, one by one, each layer's KV heads in `order` (BOSCH B.2).
+
+    Weights without heads are the model's own tensors.
+    """
     family = known_family(model.config)
     names = {id(module): name for name, module in model.named_modules()}
     text = text_config(model.config)

@@ -104,7 +104,7 @@ class PagedView:
         """A pass over the tokens of all requests; a mask of each type is [1, 1, T, Tk].
 
         A mask is 0 for visible keys and very negative elsewhere; if all slices have one type there
-        is a single mask. A row of padding sees no key, so it is made to see all, against NaN.
+        is a single mask. A row of padding sees no key, so it is made to see all: NaN otherwise.
         """
         if isinstance(attention_mask, Tensor):
             attention_mask = {self.config.layer_types[0]: attention_mask}

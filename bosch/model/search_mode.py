@@ -131,7 +131,8 @@ def _check_not_hybrid(model: Any) -> None:
 def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
     """Apply `mask` to a model until another is applied (BOSCH B.2); weights do not change.
 
-    Cheap to call again. Raises UserError when mask or windows do not fit the model.
+    Calls `prepare_for_search` first if needed; cheap to call again. Raises UserError when mask or
+    windows do not fit the model.
     """
     _check_not_hybrid(model)
     modules = interface.attention_modules(model)

@@ -195,7 +195,10 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
 
 
 class StaticHybridCache(SplitCache):
-    """Cache for `max_cache_len` tokens, at most W + S of sliding heads; decoding compiles once."""
+    """Cache for `max_cache_len` tokens, allocated once; sliding heads have at most W + S entries.
+
+    Decoding token by token compiles once, without a graph break.
+    """
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
 
 
 def divides_heads(config: Any, shards: int) -> bool:
-    """Whether `shards` compute own heads by the family's plan; UserError if they cannot."""
+    """Whether each shard computes its own heads; UserError for no plan or indivisible KV heads."""
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UserError(

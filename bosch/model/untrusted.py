@@ -154,7 +154,7 @@ def _quantiser(quantisation: Any) -> Any:
 
 
 def lasting_quantiser(config: Mapping[str, Any]) -> str | None:
-    """The quantiser of weights that stay quantised when loaded; None for plain or other ones."""
+    """The quantiser of weights that stay quantised when loaded; None if `load_model` undoes it."""
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
     named = [_quantiser(part.get(name)) for part in parts for name in _QUANTISATION]
     return next((name for name in named if name not in (None, *DEQUANTISED)), None)

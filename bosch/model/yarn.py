@@ -67,7 +67,7 @@ def yarn(
 ) -> Iterator[None]:
     """Stretch the model's RoPE by `factor` inside the block; None does nothing.
 
-    `original` is the stretched length, else config.json's or the card's. UserError if impossible.
+    `original`: the length to stretch, else config.json's or the card's. UserError if impossible.
     """
     if factor is None:
         yield
