@@ -53,7 +53,8 @@ def equal_but_rounding(
 ) -> bool:
     """Whether two results of the same shape differ only by rounding in `dtype`.
 
-    By norms, with a tolerance for `operations` in a row; infinite numbers are in equal places.
+    By norms, with a tolerance that grows with the `operations` in a row; numbers that are not
+    finite must be in the same places.
     """
     finite = expected.isfinite()
     if not torch.equal(finite, actual.isfinite()):

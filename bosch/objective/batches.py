@@ -54,7 +54,7 @@ class Batch:
 def batches_by_round(
     calibration: CalibrationSet, batch_size: int, vocabulary: int
 ) -> list[list[Batch]]:
-    """Batches of each round, sorted by length; UserError for a token outside `vocabulary`."""
+    """Batches of each round, by length for little padding; UserError for an unknown token."""
     examples = calibration.examples
     highest = max(max(example.input_ids) for example in examples)
     if highest >= vocabulary:

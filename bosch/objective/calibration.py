@@ -75,7 +75,7 @@ class CalibrationSet:
         """Split into the search's examples and a held-out set, one of every `every` examples.
 
         Tasks alternate in the set, and also in the held-out part: the offset within `every`
-        advances where it would always hit the same tasks. Fewer than `every` leave none.
+        advances where it would always hit the same tasks. With fewer than `every` it is empty.
         """
         tasks = len({example.task for example in self.examples})
         shared = math.gcd(every, tasks)

@@ -147,7 +147,7 @@ class EvaluationLog:
         return None
 
     def history(self, mask: HeadMask, phase: str) -> Sequence[Record]:
-        """All evaluations of `mask`, also the pool's if none is complete; alike on all ranks."""
+        """All evaluations of `mask`, and the pool's if none is complete; all ranks call it."""
         if self._has_pool and self.get(mask) is None:
             self._read_pool()
             pooled = self._ranks.from_first(self._pooled.get(mask.key))

@@ -128,7 +128,7 @@ class Flops:
         With `recompute` the backward pass recomputes every layer that it reaches (without its last
         map, if that is in no block), and twice a feed-forward block whose output it needs. Backward
         through a linear map costs as much as forward, through attention 2.5 times as much. It ends
-        at the attention outputs of the lowest full layer, short of parallel blocks.
+        at the attention outputs of the lowest full layer, without blocks parallel to them.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         lowest = above[0]

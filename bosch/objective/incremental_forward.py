@@ -333,7 +333,7 @@ def answer_attention(
 
 
 def _at_columns(kwargs: dict[str, Any], length: int, columns: Tensor) -> dict[str, Any]:
-    """A layer's [E or 1, T, ...], [E or 1, 1, T, X] or tuples of them, at `columns` [E, M]."""
+    """Arguments [E or 1, T, ...], [E or 1, 1, T, X] or tuples of them, at `columns` [E, M]."""
 
     def narrowed(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -186,7 +186,7 @@ class Objective:
         )
 
     def observe(self, evaluation: Evaluation) -> None:
-        """Order later rounds by an evaluation of the log, in means that count the latest half."""
+        """Order later passes' rounds by a logged evaluation; the latest counts half in a mean."""
         if len(evaluation.round_likelihoods) != self.rounds:
             return
         for number, mean in enumerate(evaluation.round_likelihoods):
@@ -374,7 +374,10 @@ class Objective:
 
     @torch.inference_mode()
     def check_output_head(self, mask: HeadMask) -> None:
-        """Once: UserError if unsplit states or logits under `mask` are not the model's own."""
+        """Raise UserError if states or logits differ from the model's own; runs once.
+
+        The model must have `mask` applied and unsplit sequences.
+        """
         if self._checked:
             return
         self._checked = True

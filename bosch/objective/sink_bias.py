@@ -113,7 +113,10 @@ def _attend(
 def _log_sums(
     query: Tensor, key: Tensor, places: Tensor, window: Window, transform: LogitTransform
 ) -> Tensor:
-    """Log-sums [2, HQ, N] of sinks and window; query [HQ, T, D] at `places` [N]; key [HKV, T, D]"""
+    """Log-sum-exp of the scores of the sinks and of the window, [2, HQ, N].
+
+    query [HQ, T, D], key [HKV, T, D]; `places` [N] are the sampled queries.
+    """
     slots = torch.arange(key.shape[1], device=key.device)
     outputs = []
     for first_query in range(0, len(places), _QUERIES_AT_ONCE):

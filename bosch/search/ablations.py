@@ -21,7 +21,8 @@ def b_single(evaluator: Evaluator, settings: SearchSettings) -> algorithms.Searc
 def b_multi(evaluator: Evaluator, settings: SearchSettings) -> algorithms.SearchResult:
     """B-multi: the mask of Algorithm 1 over groups of neighbouring layers.
 
-    They fit `max_group_variables` and get kappa evaluations a layer; a surplus as in B-single.
+    Groups fit `max_group_variables`, as in Algorithm 3, with kappa evaluations a layer. A surplus
+    becomes full as in B-single.
     """
     per_group = max_layers_per_group(evaluator.shape[1], settings.max_group_variables)
     return _algorithm_one(evaluator, settings, per_group)

@@ -156,7 +156,7 @@ def layer_rows(
 class LayerImportance:
     """Score and log-likelihood after localising each layer, by layer index, and the last mask.
 
-    Layers above were localised before, those of a group in `groups` together.
+    Layers above were localised before; those of a group in `groups` together, with equal entries.
     """
 
     best_scores: list[float]
@@ -288,7 +288,7 @@ def ratio_groups(
     """Layers of equal quota, most sliding first, as (layers, units of one layer).
 
     Too many variables are split evenly into subgroups of neighbours in depth, the deepest first, so
-    that layers below do not change while one is searched. None for layers without sliding units.
+    that layers below do not change while one is searched. Those without sliding units are left out.
     """
     limit = max_layers_per_group(num_heads, max_variables)
     groups = []

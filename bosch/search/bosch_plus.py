@@ -105,7 +105,7 @@ class _Track:
     def __init__(self, start: Bits, best: Evaluation, moves: list[Move]) -> None:
         self.bits, self.best, self.moves = start, best, moves
         self.failed_swaps = np.zeros(len(start))
-        # Failed swaps since a success, masks since any success, proposals in a row without a mask.
+        # Failed swaps since a success, masks since any success, fruitless proposals in a row.
         self.failures = self.without_win = self.fruitless = 0
 
 

@@ -144,7 +144,10 @@ class Evaluator:
         shared_layers: int = 0,
         can_win: CanWin | None = None,
     ) -> Evaluation:
-        """S(z) of a mask of units, or a bound, by log or model; RunError for one not finite."""
+        """S(z) of a mask of units, from the log or the model; RunError if it is not finite.
+
+        With `can_win` it may end early with bounds.
+        """
         mask = self.units.head_mask(mask)
         repeated = mask.key in self._latest and not self._latest[mask.key].is_bound
         evaluation = self._known(mask, phase, can_win)

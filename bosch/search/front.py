@@ -132,7 +132,11 @@ class FrontSearch(Moves):
         return self.points[number].evaluation.score < self.full.score - 1e-9
 
     def _best_kind(self, number: int, values: Values, order: Choices) -> int:
-        """The sliding units' window that wins, by promised gain, or `_MIXED` for a mixture."""
+        """The window of sliding units that wins at a budget, or `_MIXED` for a mixture.
+
+        Kinds are measured in order of their gain by a gradient at the best layout so far; at one
+        that answers nothing, by `values`.
+        """
         self.kinds_tried = True
         best = self.kinds - 1
         layouts = {
@@ -218,7 +222,7 @@ class FrontSearch(Moves):
     def _learned(self, gradients: int) -> Values | None:
         """Values of choices, learned at layouts drawn from them as in `bosch.search.gates`.
 
-        Numbers of full units and windows alternate, so that all budgets have one order of units.
+        Numbers of full units and windows alternate, so that all budgets share one order of units.
         """
         if not gradients:
             return None

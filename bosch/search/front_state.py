@@ -189,7 +189,7 @@ class State:
             evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
             self.left -= evaluation.whole_pass_equivalents
             self.evaluations += 1
-            # A loser is not stored: by the log it may be a bound or complete.
+            # A loser is not stored: depending on the log, it may be a bound or complete.
             if can_win is not None and not can_win(*evaluation.rank):
                 return None
             self._measured[key] = evaluation

@@ -17,7 +17,7 @@ Layout = npt.NDArray[Any]
 
 @dataclass
 class Move:
-    """A rule that proposes layouts, its wins and passes; `last`: once others no longer win."""
+    """A rule that proposes layouts, its wins and passes; `last`: tried if no other wins."""
 
     name: str
     propose: Callable[[Any], Layout | None]

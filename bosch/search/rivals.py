@@ -113,7 +113,8 @@ def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult
 def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """Gates learned by gradient at an exact ratio, the largest of which stay full.
 
-    By `bosch.search.gates`, in kappa L / 10 evaluations; UserError if too few for one gradient.
+    See `bosch.search.gates`. Spends kappa L / 10 evaluations, each gradient at its cost. UserError
+    if these do not suffice for a gradient and a mask.
     """
     anchors, _ = measure_anchors(evaluator, settings)
     shape = evaluator.shape

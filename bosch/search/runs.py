@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 class MethodRun:
     """Result, trace, costs and notes of one run of a method.
 
-    `costs`: `Evaluator.costs`, seconds outside the model, `model_seconds` of earlier attempts.
+    `costs`: those of `Evaluator.costs`, `solver_seconds` (time outside the model) and
+    `earlier_seconds` (the part of `model_seconds` that earlier attempts spent).
     """
 
     result: SearchResult
@@ -126,8 +127,8 @@ def static_mask(
 ) -> Ranked:
     """Rank the heads by a static ranking: the ceil(rho N) most local KV groups become sliding.
 
-    `model` has full attention and does not change. UserError for its family, RunError for numbers
-    not finite, ValueError for a granularity that does not divide a layer's KV heads.
+    `model` has full attention and does not change. UserError for an unsupported family, RunError
+    for numbers not finite, ValueError for a granularity that does not divide a layer's KV heads.
     """
     method = METHODS[name]
     scores = method.load()(model, calibration, window_size, **_read_settings(method, settings))

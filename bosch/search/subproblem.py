@@ -90,7 +90,7 @@ def restore_units(
     layers: Sequence[int],
     surplus: int,
 ) -> HeadMask:
-    """Make `surplus` sliding units full, one per layer of `layers` in turn, each the best."""
+    """Make `surplus` sliding units full, one per layer of `layers` in turn: the best by score."""
 
     def rank(mask: HeadMask) -> tuple[float, float]:
         result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)

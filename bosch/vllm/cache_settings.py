@@ -1,6 +1,7 @@
 """Defaults of the engine settings on which a hybrid's cache depends, and a log line about them.
 
-A sliding head's cache holds its window and all concurrent steps' tokens, by default many.
+A sliding head's cache holds its window and, in whole blocks, the tokens of all concurrent steps,
+which with vLLM's defaults can be many times the window.
 """
 
 from __future__ import annotations

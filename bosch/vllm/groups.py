@@ -16,7 +16,7 @@ def module_name(attention: str, index: int) -> str:
 
 
 def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
-    """`packed_groups` of modules as vLLM's; vLLM's own with a draft model or all tokens held."""
+    """`packed_groups` as vLLM's; vLLM's own for a draft model or sliding heads with all tokens."""
     from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 

@@ -55,7 +55,7 @@ class SplitAttention(nn.Module):
 
 
 class WiderCachedAttention(Attention):  # type: ignore[misc]
-    """Attention in a window whose cache is as wide (None: full) as another rank needs for it."""
+    """Attention in a window with another rank's wider cache (None: full): vLLM wants equal ones."""
 
     sliding_window: int | None
     cache_window: int | None = None
@@ -252,7 +252,7 @@ def _check_windows(
 
 
 def _with_base_config(vllm_config: Any) -> Any:
-    """`vllm_config` with the family's configuration; the layout stays, to tell compiled graphs."""
+    """`vllm_config` of the family; the layout stays in it, the key of vLLM's compiled graphs."""
     model = copy.copy(vllm_config.model_config)
     base = full_attention_config(model.hf_config)
     base.hybrid_attention = model.hf_config.hybrid_attention

@@ -57,7 +57,8 @@ class Engine:
         return self.concurrent_steps * batch_tokens(windows, most)
 
 
-# vLLM has 128 tokens a block on a CPU, its kernels multiples of 32; a window ends in a block.
+# vLLM's blocks have 128 tokens on a CPU. Its kernels support multiples of 32, and a window ends
+# within a block, so the plugin sets 32.
 CPU = Engine("CPU", 32, 1, 2048, per_rank=True)
 SMALL_GPU = Engine("GPU", 16, 2, 2048)
 LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192)
@@ -211,7 +212,7 @@ class ModulePlan:
         return {window for window in self._modules if window is not None}
 
     def groups(self, request: Request) -> dict[int | None, int]:
-        """Module groups, each with a block table that may have unused room, by window or None."""
+        """Number of module groups (each with one block table) by window (None: full)."""
         return self._packing(request)[1]
 
     def blocks_per_request(self, request: Request) -> int:
@@ -219,7 +220,7 @@ class ModulePlan:
         return sum(count * request.blocks(kind) for kind, count in self.groups(request).items())
 
     def block_bytes(self, request: Request, bytes_per_head: int) -> int:
-        """Bytes of a rank's cache block for such requests; `bytes_per_head` hold a head's token."""
+        """Bytes of a rank's block for such requests; `bytes_per_head`: a token's in a head."""
         return self._packing(request)[0] * request.block_size * bytes_per_head
 
     def request_bytes(self, request: Request, bytes_per_head: int) -> int:
@@ -314,7 +315,7 @@ class ServedCache:
     """Bytes that vLLM holds on each of `ranks` ranks for a request of `tokens`.
 
     `padded` is the part of `hybrid` that sliding heads hold because the ranks cannot divide the
-    full heads equally. `refusal`: why vLLM cannot serve it on these ranks; all bytes are 0.
+    full heads equally. `refusal`: why vLLM cannot serve it so; then all bytes are 0.
     """
 
     engine: Engine
@@ -401,7 +402,8 @@ def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) ->
 def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
     """Numbers of full heads by layer, for a mask with `full_kv_heads`: whole layers and the rest.
 
-    All masks of a budget that ranks can share equally take the same bytes in vLLM.
+    Masks of a budget that ranks can share equally take the same bytes in vLLM: the ratio of full to
+    sliding modules is equal.
     """
     whole, rest = divmod(full_kv_heads, num_key_value_heads)
     return ([num_key_value_heads] * whole + [rest] + [0] * num_layers)[:num_layers]

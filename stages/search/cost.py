@@ -133,7 +133,7 @@ def _searched(recipe: Recipe, method: str) -> int:
 
 
 def _evaluation_flops(recipe: Recipe, shape: DecoderShape, method: str) -> float:
-    """Operations of a whole evaluation, nothing reused; answers' logits are too few to matter."""
+    """Operations of an all-full evaluation, nothing reused; its logits are too few to matter."""
     length = recipe[PrepareConfig].calibration.length
     return shape.forward_flops(_searched(recipe, method) * length, length, logits=0)
 

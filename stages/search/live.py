@@ -46,7 +46,7 @@ def mask_file(
 class LiveView:
     """Writes scalars and the best mask after each evaluation, on the first rank.
 
-    A resumed search starts the scalars over. RunError if the work directory is not writable.
+    A resumed search replays its log, so the scalars start over. RunError if they are not written.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Method:
     changes its mask. `bound(settings, L, units per layer)` computes `most_evaluations`.
     `most_local` is the end of a ranking's scores that becomes sliding. `seeds`: default number of
     seeds in a comparison. `gradients`: it uses gradients of gates. `several_windows`: it can choose
-    among several windows. `finds_front`: it finds masks for several budgets, one is chosen later.
+    among several windows. `finds_front`: it finds masks of several budgets, to choose from.
     """
 
     label: str

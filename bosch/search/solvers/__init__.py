@@ -16,7 +16,10 @@ __all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plu
 
 
 def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
-    """Best on budget, by enumeration if affordable; (1+1) for NOMAD's too many variables (B.2)."""
+    """Best candidate on budget, by enumeration if the evaluations suffice, else by `solver`.
+
+    With too many variables for NOMAD's quadratic models, by the (1+1) search (BOSCH B.2).
+    """
     if math.comb(problem.size, problem.quota) <= problem.budget:
         brute_force(problem)
     elif solver == "annealing":

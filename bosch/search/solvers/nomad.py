@@ -41,7 +41,7 @@ _PARAMETERS = [
 
 
 def nomad(problem: Problem, seed: int, *, stay_on_budget: bool = True) -> None:
-    """Spend the budget with NOMAD, by a seed; ends when several runs in a row find nothing new."""
+    """Spend the budget with NOMAD; `seed` determines all. Ends when several runs find nothing."""
     rng = np.random.default_rng(seed)
     start = random_bits(problem.size, problem.quota, rng)
     fruitless = 0
