@@ -1,6 +1,7 @@
-"""Users of a hybrid's layout, which must not change: caches, managers of continuous batching.
+"""Users of a hybrid's layout: caches, and managers of continuous batching.
 
-They are weak references, so a cache that is no longer used does not count.
+The layout must not change while there are any. They are weak references, so that a cache which is
+no longer used does not count.
 """
 
 from __future__ import annotations
