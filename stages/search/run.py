@@ -105,8 +105,8 @@ def run(
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
             _write_results(work_dir, config, summary, result, price, sink_bias)
-    told = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
-    return {name: summary[name] for name in told}
+    names = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
+    return {name: summary[name] for name in names}
 
 
 def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
@@ -235,8 +235,8 @@ def _log_bytes(price: Price, file: HeadMaskFile) -> None:
 
 def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
     """Log the score and the file of a stopped search's best mask."""
-    kept = evaluator.costs()["evaluations"]
-    advice = f"{kept:.0f} evaluations are kept, the same command resumes"
+    evaluations = evaluator.costs()["evaluations"]
+    advice = f"{evaluations:.0f} evaluations are kept, the same command resumes"
     best = evaluator.best_on_budget
     if best is None:
         logger.warning("search stopped before its first mask on budget; %s", advice)
