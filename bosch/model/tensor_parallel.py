@@ -27,7 +27,7 @@ _OPTION = "runtime.search_parallel: tensor"
 
 
 def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
-    """Load a model sharded over `ranks`, on all of them; raises as the two checks below do."""
+    """Load a model sharded over `ranks`, on all; raises as `divides_heads`, `check_shards` do."""
     revision, trust = options.get("revision"), options.get("trust_remote_code", False)
     config = load_config(str(path), revision=revision, trust_remote_code=trust)
     divided = divides_heads(config, ranks.shards)

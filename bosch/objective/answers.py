@@ -66,7 +66,7 @@ def equal_but_rounding(
 
 @torch.inference_mode()
 def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
-    """Results [S, 2] of each example by any causal model; UserError for an unknown token."""
+    """Results [S, 2] of `answer_results`, for any causal model; UserError for unknown tokens."""
     results = torch.zeros(len(examples), 2, dtype=torch.float64)
     vocabulary = text_config(model.config).vocab_size
     for batches in batches_by_round(examples, batch_size, vocabulary):

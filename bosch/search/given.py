@@ -12,7 +12,10 @@ from bosch.window import window_menu, windows_text
 
 
 def given_mask(scorer: Any, settings: SearchSettings) -> HeadMask:
-    """The mask of `settings.mask`; UserError unless it fits model, ratio, windows and units."""
+    """The mask of `settings.mask`; UserError unless it fits model, ratio, windows and units.
+
+    `scorer` has `num_layers`, `num_key_value_heads` and, where the windows are known, `windows`.
+    """
     path = settings.mask
     if not path:
         raise UserError("search.mask: method given reads the head mask from a file; name one")
