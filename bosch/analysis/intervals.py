@@ -147,8 +147,7 @@ def compare(
     The interval of the difference combines those of the gains and of the losses; that of the ratio
     contains every r for which first - r second may be 0 (Fieller 1954). The p-value comes from
     flipping the signs of the samples' differences; if it is not significant, the intervals contain
-    equality (0 or 1). A document of several samples (`Documents`) counts once, weighted by its
-    samples.
+    equality (0 or 1). A document (`Documents`) counts once, weighted by its samples.
     Raises ValueError if the numbers of samples differ or are 0, or a score is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
@@ -187,8 +186,7 @@ def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
 
     exact = optimize.brentq(unseen, 0.0, 1.0)
     spread, power = -special.ndtri(_TAIL), special.ndtri(_POWER)
-    # Those of one task with equal uncertainty.
-    samples = len(counts) ** 2 / sum(1 / count for count in counts)
+    samples = len(counts) ** 2 / sum(1 / count for count in counts)  # of one task as uncertain
 
     def missing(loss: float) -> float:
         discordant = min(1.0, 2 * gains + loss)
@@ -208,9 +206,9 @@ def student(values: npt.ArrayLike) -> Estimate:
     """
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())
-    half = None
-    if len(array) > _TOO_FEW:
-        half = _skewed_t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    if len(array) <= _TOO_FEW:
+        return Estimate(mean, None, None)
+    half = _skewed_t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
     return Estimate.around(mean, half)
 
 
@@ -413,8 +411,7 @@ def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Inte
         end = difference.high if side > 0 else difference.low
         far = baseline.high if side * factor > 0 else baseline.low
         half_width, other = abs(end - difference.mean), abs(factor) * abs(far - baseline.mean)
-        # For factor > 0 the correlation of difference and baseline would narrow the sum, which is
-        # left out.
+        # Where factor > 0 the correlation of the two would narrow the sum; it is left out.
         joint = -correlation if factor < 0 else 0.0
         reach = math.sqrt(max(0.0, half_width**2 + other**2 + 2 * joint * half_width * other))
         return difference.mean + factor * baseline.mean + side * reach
