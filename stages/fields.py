@@ -196,15 +196,16 @@ class Section(BaseModel):
 
         pydantic's `use_attribute_docstrings` would read the source whenever a command starts.
         """
-        texts = {name: field.description or "" for name, field in cls.model_fields.items()}
+        texts: dict[str, str] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
-            with contextlib.suppress(OSError, TypeError):  # a class without source
+            with contextlib.suppress(OSError, TypeError, SyntaxError):  # no source of its own
                 [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
                 for field, below in itertools.pairwise(cast(ast.ClassDef, tree).body):
                     match field, below:
                         case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                             texts[name] = " ".join(text.split())
-        return {name: texts[name] for name in cls.model_fields}
+        fields = cls.model_fields.items()
+        return {name: field.description or texts.get(name, "") for name, field in fields}
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -115,11 +115,19 @@ class DescribedFurther(Described):
     """Below a field that replaces another."""
 
 
+class DescribedAnew(Described):
+    given: int = 1
+    """Below."""
+    below: int = pydantic.Field(1, description="By an argument, too.")
+
+
 def test_a_field_is_described_by_an_argument_or_the_text_below_it() -> None:
     expected = {"given": "By an argument.", "below": "Below the field.", "none": ""}
     assert Described.descriptions() == expected
     expected["none"] = "Below a field that replaces another."
     assert DescribedFurther.descriptions() == expected
+    anew = {"given": "Below.", "below": "By an argument, too.", "none": ""}
+    assert DescribedAnew.descriptions() == anew
     properties = DescribedFurther.model_json_schema()["properties"]
     assert {name: field["description"] for name, field in properties.items()} == expected
     made = pydantic.create_model("Made", __base__=Described, more=(int, 0))
