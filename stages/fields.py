@@ -214,7 +214,8 @@ class Section(BaseModel):
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema)["properties"]
         for name, text in cls.descriptions().items():
-            properties[name] |= {"description": text} if text else {}
+            if text and not cls.model_fields[name].description:  # pydantic adds the others
+                properties[name]["description"] = text
         return schema
 
     def in_key(self) -> dict[str, Any]:
