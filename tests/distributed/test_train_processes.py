@@ -130,7 +130,7 @@ def checked_checkpoints(*_: str) -> None:
     """Train, and save each checkpoint's weights a second time in another way.
 
     `expected-<tokens>` is gathered whole by torch or DeepSpeed and written by transformers;
-    `files-<tokens>.<rank>` is the number of files that the rank wrote.
+    `files-<tokens>.<rank>`, beside the work directory, is the number of files that the rank wrote.
     """
     written: list[Any] = []
     write, group = Loop.write_checkpoint, CheckpointWriter.write_group
@@ -147,7 +147,9 @@ def checked_checkpoints(*_: str) -> None:
             self.unwrapped.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
         written.clear()
         write(self, tokens, averaged)
-        (work_dir / f"files-{tokens}.{dist.get_rank()}").write_text(str(len(written)))
+        # Not in the work directory, which the other rank may be hashing.
+        counted = work_dir.with_name(f"{work_dir.name}.files-{tokens}.{dist.get_rank()}")
+        counted.write_text(str(len(written)))
 
     def counted_group(self: CheckpointWriter, *args: Any) -> None:
         written.append(args)
@@ -199,7 +201,8 @@ def test_two_processes_train_like_one_and_resume(
         index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
         files = sorted(set(index["weight_map"].values()))
         assert files == [f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
-        counts = [int((tmp_path / f"files-{tokens}.{rank}").read_text()) for rank in (0, 1)]
+        counted = (tmp_path.with_name(f"{tmp_path.name}.files-{tokens}.{r}") for r in (0, 1))
+        counts = [int(path.read_text()) for path in counted]
         assert counts == [2, 1]
         ours = {}
         for file in files:
