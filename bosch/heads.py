@@ -315,9 +315,9 @@ def _file_of(content: object) -> HeadMaskFile:
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object with a head mask")
     if "swa_kv_heads" not in content:
-        found = "a front of masks" if "points" in content else "no head mask"
+        what = "a front of masks" if "points" in content else "no head mask"
         raise ValueError(
-            f"holds {found}; expected a file with swa_kv_heads, such as a run's "
+            f"holds {what}; expected a file with swa_kv_heads, such as a run's "
             "materialize/model/head_mask.json"
         )
     number = content.get("format")

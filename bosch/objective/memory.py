@@ -113,15 +113,15 @@ class ActivationSizes:
         """
         tokens = rows * length
         attention, plain = self._attention(rows, length, windows), self.plain_pass(tokens)
-        kept = self._kept(rows, length, (None, *windows)) + self._of_blocks(tokens, "norms")
+        stored = self._kept(rows, length, (None, *windows)) + self._of_blocks(tokens, "norms")
         whole = self._of_blocks(tokens, "whole")
         if self.norm_follows:
             again = self._of_blocks(tokens, "again")
             attention, whole = attention + again, whole + again * bool(whole)
         attention += 4 * self._piece(tokens)  # their gradients
         slices = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
-        kept += max(self._of_blocks(slices, "sliced"), whole) + 6 * self.state(tokens)
-        most = max(attention, max(plain, kept) + 2 * self.state(tokens))
+        stored += max(self._of_blocks(slices, "sliced"), whole) + 6 * self.state(tokens)
+        most = max(attention, max(plain, stored) + 2 * self.state(tokens))
         return self.layers * self.state(tokens) + math.ceil(most)
 
     def _kept(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
@@ -190,10 +190,10 @@ class ActivationSizes:
         Per layer, what its backward pass needs; and what the backward pass through one attention or
         one block adds.
         """
-        tokens, kept = rows * length, self._kept(rows, length, (None, *windows))
-        attention = self._attention(rows, length, windows) - kept
+        tokens, of_layer = rows * length, self._kept(rows, length, (None, *windows))
+        attention = self._attention(rows, length, windows) - of_layer
         added = max(attention - self._of_blocks(tokens, "norms"), self._of_blocks(tokens, "added"))
-        held = self.full_layers * kept + self._kept_by_own(rows, length)
+        held = self.full_layers * of_layer + self._kept_by_own(rows, length)
         held += self.layers * self._of_blocks(tokens, "saved")
         return 2 * self.state(tokens) + math.ceil(held + added)
 

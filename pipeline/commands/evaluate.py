@@ -122,9 +122,9 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, 
         except ValueError as error:
             faults.append(f"--model {path}: {error}")
             continue
-        own_faults = _directory_faults(loaded, folder)
-        faults += [f"--model {folder}: {one.removeprefix('model.path: ')}" for one in own_faults]
-        if not own_faults and folder not in folders:
+        reasons = [f.removeprefix("model.path: ") for f in _directory_faults(loaded, folder)]
+        faults += [f"--model {folder}: {reason}" for reason in reasons]
+        if not reasons and folder not in folders:
             folders.append(folder)
     names = [folder.name for folder in folders]
     unique = {name for name in names if names.count(name) == 1 and name != ORIGINAL}
@@ -249,7 +249,10 @@ def score_tables(scores: SelectedScores) -> list[Table]:
 def _loss_table(positions: Mapping[str, PositionLoss]) -> Table:
     first, *_ = positions.values()  # equal for all models
     rows = [
-        [f"tokens {start:,} to {end - 1:,}", *(_loss(one.loss[at]) for one in positions.values())]
+        [
+            f"tokens {start:,} to {end - 1:,}",
+            *(_loss(model.loss[at]) for model in positions.values()),
+        ]
         for at, (start, end) in enumerate(itertools.pairwise(first.edges))
     ]
     title = f"loss by position, nats per token, 95 % intervals; {first.documents:,} documents"

@@ -165,11 +165,13 @@ def plan_lines(
     hours = sum(cost.hours(name, count) for cost in every)
     total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"
-    for other in ("a800", "h100", "h200", "cpu"):  # as many of them
-        of_stages = (
-            f"{s} {format_hours(c.hours(other, count))}" for s, c in costs.items() if c.flops
+    for device in ("a800", "h100", "h200", "cpu"):
+        hours_of_stages = (
+            f"{stage} {format_hours(cost.hours(device, count))}"
+            for stage, cost in costs.items()
+            if cost.flops
         )
-        yield f"  {f'{other} x {count}':<12} {', '.join(of_stages)}"
+        yield f"  {f'{device} x {count}':<12} {', '.join(hours_of_stages)}"
     assert loaded.info is not None
     yield from _served(loaded, loaded.info, name)
     if weights > devices.memory:
@@ -228,17 +230,15 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     def caches_of(
         layers: Sequence[Mapping[Window | None, int]], ranks: Sequence[int] = vllm.SERVED_RANKS
     ) -> list[vllm.ServedCache]:
-        own, tokens = list(info.kinds.windows.values()), vllm.served_tokens(info.max_positions)
-        return list(
-            vllm.served_caches(
-                vllm.engine_heads(layers),
-                2 * info.kinds.head_dim * number,
-                own,
-                engine=engine,
-                lengths=tokens,
-                numbers_of_ranks=ranks,
-            )
+        served = vllm.served_caches(
+            vllm.engine_heads(layers),
+            2 * info.kinds.head_dim * number,
+            list(info.kinds.windows.values()),
+            engine=engine,
+            lengths=vllm.served_tokens(info.max_positions),
+            numbers_of_ranks=ranks,
         )
+        return list(served)
 
     def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
         return [{None: full, search.menu[-1]: heads - full} for full in counts]

@@ -48,7 +48,8 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     choice = RunOptions(options.until, options.start, force, options.wait, options.dry_run)
     runner = Runner(loaded, choice)
     if options.dry_run:
-        print_states(loaded, [one for one in runner.states() if one.node.name in runner.chosen])
+        states = [state for state in runner.states() if state.node.name in runner.chosen]
+        print_states(loaded, states)
         if runner.store.root.exists():
             runner.hasher.save()
         return 0

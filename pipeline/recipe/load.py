@@ -99,10 +99,10 @@ def _drop_replaced(
         for depth, name in enumerate(place):
             if owner is None or not isinstance(here, dict) or here.get(name) is None:
                 break
-            given = {p[depth] for p in places if p[:depth] == place[:depth] and p[depth:]}
+            overridden = {p[depth] for p in places if p[:depth] == place[:depth] and p[depth:]}
             for others in (names for names in owner.ALTERNATIVES if name in names):
-                for other in set(others) - given:
-                    here.pop(other, None)
+                for replaced in set(others) - overridden:
+                    here.pop(replaced, None)
             field, here = owner.model_fields.get(name), here[name]
             owner = nested_section(field.annotation)[0] if field is not None else None
 

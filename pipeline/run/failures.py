@@ -53,8 +53,8 @@ def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, 
 
     Kinds: user, damaged, disk, run, unexpected, and lost if another process ended or hangs.
     """
-    own = {UserError: "user", DamagedWorkError: "damaged", LostRankError: "lost"}
-    for error_type, kind in own.items():
+    kinds = {UserError: "user", DamagedWorkError: "damaged", LostRankError: "lost"}
+    for error_type, kind in kinds.items():
         if isinstance(error, error_type):
             return {"kind": kind, "message": str(error)}
     if (message := no_space(error, work_dir)) is not None:

@@ -172,21 +172,21 @@ def failure_of(
     control: Path, status: int, order: Mapping[str, Any], world: World, memory_ran_out: bool
 ) -> UserError | RunError:
     """Why a stage failed: a rank's own message, or else the meaning of its exit status."""
-    said_by = map(read_json, sorted(control.glob("failure.*.json"))[::-1])
-    said = {one["kind"]: str(one["message"]) for one in said_by if isinstance(one, dict)}
+    failed = map(read_json, sorted(control.glob("failure.*.json"))[::-1])
+    messages = {rank["kind"]: str(rank["message"]) for rank in failed if isinstance(rank, dict)}
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()
     for kind, error in _KINDS.items():
         # Libraries raise their own errors when a partner was killed.
-        if kind in said and not (signalled and kind == "unexpected"):
-            return error(f"{name}: {said[kind].removeprefix(f'{name}: ')}")
+        if kind in messages and not (signalled and kind == "unexpected"):
+            return error(f"{name}: {messages[kind].removeprefix(f'{name}: ')}")
     if status == failures.DISK_FULL_STATUS or almost_full(work_dir):
         return DiskFullError(f"{name}: {failures.disk_full_message(work_dir)}")
     # The status may be that of a frozen process that torchrun has killed.
     for kind in ("frozen", *(["lost"] if status == failures.LOST_RANK_STATUS else [])):
-        if kind in said:
-            return LostRankError(f"{name}: {said[kind]}; {_RESUMES}")
+        if kind in messages:
+            return LostRankError(f"{name}: {messages[kind]}; {_RESUMES}")
     ended = read_json(control / failures.ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0
     who = f"process {rank}" if isinstance(ended, dict) else "its launcher"

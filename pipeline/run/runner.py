@@ -339,7 +339,9 @@ class Runner:
             "model": _typed(model),
             "seed": recipe.seed,
             "runtime": _typed(recipe.runtime),
-            "upstream": {one.stage.key: _typed(one.section) for one in map(self._node, upstream)},
+            "upstream": {
+                need.stage.key: _typed(need.section) for need in map(self._node, upstream)
+            },
             "inputs": {
                 name: str(self.store.published(name, str(self._node(name).key)))
                 for name in node.needs

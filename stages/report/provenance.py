@@ -83,7 +83,7 @@ def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[s
     rows.append(("Parameters", f"{results.served.parameters:,}"))
     corpus = flatten(results.scores.corpus) if results.scores.corpus is not None else ()
     rows += [(f"Text of the evaluation, {name}", value) for name, value in corpus]
-    rows += [(f"Stage {name}", _origin_of(found)) for name, found in results.manifests.items()]
+    rows += [(f"Stage {name}", _origin_of(each)) for name, each in results.manifests.items()]
     rows += [(f"Stage {name}", "not part of this recipe") for name in results.absent]
     return rows
 

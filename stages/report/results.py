@@ -225,7 +225,7 @@ class Results:
 
     def budget_models(self, model: str) -> dict[int, str]:
         """Names in scores.json of a model at its budgets, by their KV slots."""
-        names = {one.kv_slots: budget_name(model, one.share) for one in self.served.budgets}
+        names = {b.kv_slots: budget_name(model, b.share) for b in self.served.budgets}
         if self.served.kv_budget in names:
             names[self.served.kv_budget] = model
         return names
@@ -323,11 +323,11 @@ def served_bytes(
     if file.sinks:
         return "not served, because vLLM has no sinks of a sliding head."
     heads = file.num_key_value_heads
-    other = any(
+    has_other_layers = any(
         window.bytes_per_head != cache.bytes_per_head or window.heads % heads
         for window in cache.own_windows
     )
-    if cache.state_bytes or other:
+    if cache.state_bytes or has_other_layers:
         return "not served by the plugin, because of layers of other kinds."
     return list(
         served_caches(
@@ -355,11 +355,11 @@ def _needle_scores(
     Rivals are in ascending order of their score, with trained rivals last.
     """
     known = scores.checkpoints.items()
-    every = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
-    rivals = [one for one in every if one.name in METHODS or named_rival(one.name)]
-    windows = [one for one in every if named_window(one.name)]
+    models = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
+    rivals = [model for model in models if model.name in METHODS or named_rival(model.name)]
+    windows = [model for model in models if named_window(model.name)]
     others = rivals + windows
-    checkpoints = [one for one in every if one not in others and not named_budget(one.name)]
-    checkpoints.sort(key=lambda one: one.tokens or 0)  # the original is first in scores.json
-    rivals.sort(key=lambda one: (named_rival(one.name) is not None, one.average))
+    checkpoints = [m for m in models if m not in others and not named_budget(m.name)]
+    checkpoints.sort(key=lambda model: model.tokens or 0)  # the original is first in scores.json
+    rivals.sort(key=lambda model: (named_rival(model.name) is not None, model.average))
     return checkpoints, rivals, windows

@@ -47,7 +47,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
             "hybrid": hybrid.average if hybrid else None,
             "rivals": {rival.name: rival.average for rival in results.rivals},
             **(
-                {"windows": {one.name: one.average for one in results.windows}}
+                {"windows": {window.name: window.average for window in results.windows}}
                 if results.windows
                 else {}
             ),

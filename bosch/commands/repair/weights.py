@@ -77,29 +77,12 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 rows = _rows(config, name, weight)
                 if not rows:
                     continue
-                if _is_quantised(weight):
-                    raise UserError(
-                        f"{model_dir}: {name} is quantised; repair the model before it is quantised"
-                    )
                 if name not in places:
                     raise UserError(f"--from: {source} has no weight {name}, which {model_dir} has")
                 with safe_open(places[name], framework="pt") as opened:
                     older = opened.get_tensor(name)
-                if _is_quantised(older):
-                    raise UserError(
-                        f"--from: {name} of {source} is quantised; name the checkpoint before it "
-                        "was quantised"
-                    )
-                if older.shape != weight.shape:
-                    raise UserError(f"--from: {name} of {source} has another shape")
-                # Matrices only: a bias may be zero, or small enough to change direction in
-                # training. NaN is not alike.
-                left, right = (side.float().flatten() for side in (older, weight))
-                if weight.ndim > 1 and not cosine_similarity(left, right, dim=0) >= _ALIKE:
-                    raise UserError(
-                        f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; "
-                        "name the checkpoint that was"
-                    )
+                if fault := _fault(name, weight, older, model_dir, source):
+                    raise UserError(fault)
                 mean = share * older[:rows].float() + (1 - share) * weight[:rows].float()
                 weight[:rows] = older[:rows] if share == 1 else mean
                 if not weight[:rows].isfinite().all():
@@ -116,6 +99,27 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         if not count:
             raise UserError(f"{model_dir}: has no query and key weights of their own to restore")
     return count
+
+
+def _fault(name: str, weight: Tensor, older: Tensor, model_dir: Path, source: Path) -> str:
+    """Why a weight of `model_dir` cannot be mixed with `source`'s older one; else empty."""
+    if _is_quantised(weight):
+        return f"{model_dir}: {name} is quantised; repair the model before it is quantised"
+    if _is_quantised(older):
+        return (
+            f"--from: {name} of {source} is quantised; name the checkpoint before it was quantised"
+        )
+    if older.shape != weight.shape:
+        return f"--from: {name} of {source} has another shape"
+    # Matrices only: a bias may be zero, or small enough to change direction in training. NaN is not
+    # alike.
+    left, right = (side.float().flatten() for side in (older, weight))
+    if weight.ndim > 1 and not cosine_similarity(left, right, dim=0) >= _ALIKE:
+        return (
+            f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; name the "
+            "checkpoint that was"
+        )
+    return ""
 
 
 def _rows(config: Any, name: str, weight: Tensor) -> int:

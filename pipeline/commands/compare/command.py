@@ -116,7 +116,7 @@ def run_comparison(
     for number, combination in enumerate(combinations, start=1):
         runner = runner_of(combination)
         if pending[combination]:
-            rest = sum(bool(pending[other]) for other in combinations[number - 1 :])
+            rest = sum(bool(pending[each]) for each in combinations[number - 1 :])
             left = f"{len(combinations)}{_left(time.monotonic() - started, done, rest)}"
             print(f"compare: {combination} (combination {number} of {left})", flush=True)
         try:

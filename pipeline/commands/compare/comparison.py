@@ -185,16 +185,16 @@ class Comparison:
     ) -> list[tuple[Combination, ScoreRow]]:
         """Scores of all seeds, of one method or ratio if it is given."""
         return [
-            (one, row)
-            for one, result in self.results.items()
-            if method in (None, one.method) and ratio in (None, one.ratio)
+            (combination, row)
+            for combination, result in self.results.items()
+            if method in (None, combination.method) and ratio in (None, combination.ratio)
             for row in result.rows if row.models == models
         ]  # fmt: skip
 
     def results_of(self, method: str, ratio: float) -> list[Result]:
         """Results of all seeds of one method at one ratio."""
-        results = self.results.items()
-        return [result for one, result in results if (one.method, one.ratio) == (method, ratio)]
+        wanted, results = (method, ratio), self.results.items()
+        return [result for run, result in results if (run.method, run.ratio) == wanted]
 
     def averages(self, models: Models, method: str, ratio: float, suite: str) -> list[ScoreRow]:
         return [row for _, row in self.rows(models, method, ratio) if row.place == (suite, "", 0)]
@@ -203,11 +203,11 @@ class Comparison:
         """Scores by sample of all seeds; empty if a suite's average is not a mean over subtasks."""
         samples = []
         for result in self.results_of(method, ratio):
-            own, place = result.samples.get((models, suite)), (models, suite, "")
+            scores, place = result.samples.get((models, suite)), (models, suite, "")
             averages = [r.score for r in result.rows if (r.models, r.suite, r.task) == place]
-            if own is None or not averages or abs(own.average - averages[0]) > 0.01:
+            if scores is None or not averages or abs(scores.average - averages[0]) > 0.01:
                 return []
-            samples.append(own)
+            samples.append(scores)
         return samples
 
     def tests(self, models: Models, suite: str) -> list[AgainstHighest]:
@@ -308,7 +308,7 @@ def read_result(runner: Runner) -> Result:
     score, log_likelihood = search.score_and_log_likelihood
     scores = Scores.read(folders["evaluate"])
     answers = (record for record in read_samples(folders["evaluate"]) if "score" in record)
-    records = [{name: one[name] for name in _SCORED if name in one} for one in answers]
+    records = [{name: answer[name] for name in _SCORED if name in answer} for answer in answers]
     trained = scores.last_trained
     names: dict[Models, str] = {"original": ORIGINAL, "untrained": HYBRID, "trained": str(trained)}
     rows, samples = list[ScoreRow](), dict[tuple[Models, str], SampleScores]()
@@ -316,12 +316,16 @@ def read_result(runner: Runner) -> Result:
         for suite, table in scores.checkpoints.get(name, {}).items():
             rows.append(ScoreRow(models, suite, "", 0, *interval_of(table)))
             for task, by_length in table.tasks.items():
-                for at, one in by_length.items():
-                    rows.append(ScoreRow(models, suite, task, at, one.score, one.low, one.high))
-            own = SuiteAnswers.of(records, name, suite).scores
-            kept = {at: values for at, values in own.items() if at[1] in table.tasks.get(at[0], {})}
-            if kept and models != "original":
-                samples[models, suite] = SampleScores.of(kept)
+                for length, mean in by_length.items():
+                    score_and_ends = mean.score, mean.low, mean.high
+                    rows.append(ScoreRow(models, suite, task, length, *score_and_ends))
+            by_subtask = {
+                (task, length): values
+                for (task, length), values in SuiteAnswers.of(records, name, suite).scores.items()
+                if length in table.tasks.get(task, {})
+            }
+            if by_subtask and models != "original":
+                samples[models, suite] = SampleScores.of(by_subtask)
     longest = max((row.length for row in rows), default=0)
     costs = ("evaluations", "full_forward_equivalents", "model_seconds", "solver_seconds")
     return Result(

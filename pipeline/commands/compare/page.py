@@ -60,7 +60,7 @@ def write_comparison(comparison: Comparison) -> None:
     write_text(comparison.folder / "compare.html", page(comparison))
     write_text(comparison.folder / "compare.csv", csv_table(comparison).csv())
     if comparison.is_complete:
-        pictures = [one for suite in comparison.suites for one in _pictures(comparison, suite)]
+        pictures = [chart for suite in comparison.suites for chart in _pictures(comparison, suite)]
         save_panels(pictures, comparison.folder / "compare.png")
     content = {
         "format": 1,
@@ -70,7 +70,7 @@ def write_comparison(comparison: Comparison) -> None:
         "ratios": comparison.ratios,
         "with_training": comparison.with_training,
         "complete": comparison.is_complete,
-        "combinations": [_record(comparison, one) for one in comparison.combinations],
+        "combinations": [_record(comparison, each) for each in comparison.combinations],
         "tests": [
             asdict(test)
             for suite, models in product(comparison.suites, _KINDS)
@@ -337,11 +337,11 @@ def csv_table(comparison: Comparison) -> Table:
     scored: list[tuple[tuple[object, ...], ScoreRow, Mapping[str, float]]] = [
         ((ORIGINAL, 0.0, ""), row, whole) for _, row in comparison.originals.values()
     ]
-    for one, row in (pair for models in _KINDS for pair in comparison.rows(models)):
-        scored.append(((one.method, one.ratio, one.seed), row, comparison.results[one].cache))
+    for run, row in (pair for models in _KINDS for pair in comparison.rows(models)):
+        scored.append(((run.method, run.ratio, run.seed), row, comparison.results[run].cache))
     lines = [
-        [str(cell) for cell in (*run, *astuple(row), *(cache.get(n, "") for n in _ENGINES))]
-        for run, row, cache in scored
+        [str(cell) for cell in (*setting, *astuple(row), *(cache.get(n, "") for n in _ENGINES))]
+        for setting, row, cache in scored
         if row.task
     ]
     return Table.of_rows("", header, lines)

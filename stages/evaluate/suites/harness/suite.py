@@ -267,8 +267,8 @@ class HarnessSuite(Suite):
                 for request in requests[index]
             ]
             # lm-eval's property reads all documents to find these, once for each filter.
-            asked = [documents[index] for index in chunk]
-            task.doc_iterator = lambda asked=asked, **_: enumerate(asked)
+            chosen = [documents[index] for index in chunk]
+            task.doc_iterator = lambda chosen=chosen, **_: enumerate(chosen)
             result = evaluate(
                 lm,
                 {"tasks": {subtask.task: task}},
