@@ -6,9 +6,9 @@ Lines of the product are drawn at random, each gets one plausible wrong change i
 checkout, and the tests nearest to its module run. Prints a row a change and the share that was
 killed; --list prints the changes alone. A change that no test noticed needs a test, or its line
 deleted.
-With --log a run that was stopped, or reached --hours, resumes where it stopped. With --ran tests
-that run the changed line come first: FILE is `coverage json --show-contexts` of a run whose
-contexts are tests.
+With --log a run that was stopped, or reached --hours, resumes where it stopped. With --ran only
+the tests that run the changed line are tried, if there are any: FILE is `coverage json
+--show-contexts` of a run whose contexts are tests.
 """
 
 from __future__ import annotations
@@ -186,25 +186,26 @@ def draw(seed: int, count: int, packages: tuple[str, ...] = PRODUCT) -> list[Cha
 
 
 def read_contexts(report: Path) -> dict[tuple[str, int], set[str]]:
-    """The test files that ran each line, by coverage's JSON report with contexts."""
+    """The tests that ran each line, as file::function, by coverage's JSON report with contexts."""
     files = json.loads(report.read_text(encoding="utf-8"))["files"]
     modules = {_module(test): test for test in _test_files()}
-    return {
-        (Path(file).as_posix(), int(line)): {
-            test
-            for module, test in modules.items()
-            for context in contexts
-            if test in context or f"{module}." in context
-        }
-        for file, content in files.items()
-        for line, contexts in content["contexts"].items()
-    }
+    tests: dict[tuple[str, int], set[str]] = {}
+    for file, content in files.items():
+        for line, contexts in content["contexts"].items():
+            parts = [context.rpartition(".") for context in contexts]
+            tests[Path(file).as_posix(), int(line)] = {
+                f"{modules[module]}::{function}"
+                for module, _, function in parts
+                if module in modules
+            }
+    return tests
 
 
 def nearest_tests(change: Change, most: int, ran: frozenset[str] = frozenset()) -> list[str]:
     """The test files nearest to a change: by imports between, then by their text.
 
-    Those that `ran` the changed line come first. Those that name its function come nearer.
+    Those that name its function come nearer. If tests `ran` the changed line, only these are
+    returned, those of the nearest files.
     """
     graph = _import_graph()
     module = _module(change.file)
@@ -231,9 +232,10 @@ def nearest_tests(change: Change, most: int, ran: frozenset[str] = frozenset()) 
         text = (ROOT / test).read_text(encoding="utf-8")
         named = sum(word in Path(test).stem for word in words) + 2 * (module in text)
         named += 3 * any(re.search(rf"\b{function}\b", text) for function in functions)
-        if name in distance or named or test in ran:
-            ranked.append((test not in ran, distance.get(name, 9) - named, len(text), test))
-    return [test for *_, test in sorted(ranked)[:most]]
+        by_file = sorted(test_id for test_id in ran if test_id.startswith(f"{test}::"))
+        if by_file or (not ran and (name in distance or named)):
+            ranked.append((distance.get(name, 9) - named, len(text), by_file or [test]))
+    return [test for *_, tests in sorted(ranked)[:most] for test in tests]
 
 
 def _module(file: str) -> str:
@@ -373,8 +375,8 @@ def main() -> int:
             if str(change) not in verdicts:
                 if time.monotonic() > end:
                     continue
-                own = frozenset(ran.get((change.file, change.line), ()))
-                verdicts[str(change)] = checkout.outcome(change, options.files, own)
+                runners = frozenset(ran.get((change.file, change.line), ()))
+                verdicts[str(change)] = checkout.outcome(change, options.files, runners)
                 if options.log:
                     with options.log.open("a", encoding="utf-8") as log:
                         log.write(f"{verdicts[str(change)]}\t{change}\n")
