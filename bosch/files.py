@@ -46,9 +46,9 @@ class JsonLimits:
     Values (keys, lists and objects too) bound the memory: each takes up to 100 bytes in Python.
     """
 
-    most_bytes: int
-    most_values: int
-    most_depth: int = 100
+    max_bytes: int
+    max_values: int
+    max_depth: int = 100
 
 
 # The largest tokenizer.json (Gemma 3) has 33 MB and 2.1 million values; the index of a model with
@@ -204,7 +204,7 @@ def read_record(path: Path) -> Any:
 
 def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for any fault in the content."""
-    return parse_json(read_within(path, limits.most_bytes), limits)
+    return parse_json(read_within(path, limits.max_bytes), limits)
 
 
 def load_user_json(
@@ -240,12 +240,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
-    """A file's bytes. Raises OSError, or ValueError if it is longer than `most_bytes`."""
+def read_within(path: Path, max_bytes: int = JSON_LIMITS.max_bytes) -> bytes:
+    """A file's bytes. Raises OSError, or ValueError if it is longer than `max_bytes`."""
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"longer than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"longer than {max_bytes:,} bytes")
     return content
 
 
@@ -259,11 +259,11 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
         outside = b"".join(parts[quotes % 2 :: 2])
         quotes += len(parts) - 1
         values += sum(map(outside.count, _SEPARATORS))
-        if max(values, quotes // 2) > limits.most_values:
-            raise ValueError(f"more than {limits.most_values:,} values")
+        if max(values, quotes // 2) > limits.max_values:
+            raise ValueError(f"more than {limits.max_values:,} values")
         steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
-        if max(itertools.accumulate(steps, initial=depth)) > limits.most_depth:
-            raise ValueError(f"more than {limits.most_depth} values inside each other")
+        if max(itertools.accumulate(steps, initial=depth)) > limits.max_depth:
+            raise ValueError(f"more than {limits.max_depth} values inside each other")
         depth += sum(steps)
 
 

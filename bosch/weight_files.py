@@ -72,7 +72,7 @@ def _check_safetensors(path: Path) -> None:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise ValueError("its header is cut short")
-            if length > JSON_LIMITS.most_bytes:
+            if length > JSON_LIMITS.max_bytes:
                 raise ValueError(f"its header has {length:,} bytes")
             header = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]

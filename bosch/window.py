@@ -68,7 +68,7 @@ class Window:
         return tokens if tokens <= self.past else self.past + self.sinks
 
     @property
-    def most_keys(self) -> int:
+    def max_keys(self) -> int:
         """Most keys that a query sees; in longer texts a sliding head differs from a full one."""
         return self.size + self.sinks
 

@@ -58,7 +58,7 @@ class Estimate(NamedTuple):
         return cls(mean, None, None) if half is None else cls(mean, mean - half, mean + half)
 
     @property
-    def drawn(self) -> Interval:
+    def for_charts(self) -> Interval:
         """For charts: the mean in place of missing ends."""
         mean, low, high = self
         return Interval(mean, mean if low is None else low, mean if high is None else high)

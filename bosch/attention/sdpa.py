@@ -136,7 +136,7 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
     query, key, value, sinks = call.query, call.key, call.value, window.sinks
     options, context = (call.transform, call.dropout), call.context
     batch, heads, length, dim = query.shape
-    first = min(window.most_keys, length)
+    first = min(window.max_keys, length)
     beginning = query[:, :, :first], key[:, :, :first], value[:, :, :first]
     head = masked_attention(*beginning, *options, is_causal=True)
     outputs = [head]

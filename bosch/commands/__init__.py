@@ -117,7 +117,7 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def text_aside(aside: bool) -> Iterator[None]:
+def text_to_stderr(aside: bool) -> Iterator[None]:
     """Redirect printed text to the error stream, so that the output is only JSON."""
     with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
         yield

@@ -59,7 +59,7 @@ for _class in (HybridLayerCache, SinkLayerCache):
 def _empty(window: Window | None) -> Any:
     if window is None:
         return KVCache()
-    return RotatingKVCache(window.most_keys, keep=window.sinks)
+    return RotatingKVCache(window.max_keys, keep=window.sinks)
 
 
 class LayerPass:

@@ -434,7 +434,7 @@ def held_bytes(cache: Cache) -> int:
     return _storage_bytes(tensor for layer in cache.layers for tensor in _tensors(layer))
 
 
-def shown_bytes(cache: Cache) -> int:
+def used_bytes(cache: Cache) -> int:
     """Bytes of the keys, values and other states that later passes read.
 
     transformers' sliding layers hold slices of a prompt, and free the rest with the next token.

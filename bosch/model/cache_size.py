@@ -92,7 +92,7 @@ class CacheSize:
 
     def static(self, room: int) -> int:
         """Bytes of a StaticHybridCache with room for `room` tokens of one sequence."""
-        slots = sum(count * min(window.most_keys, room) for window, count in self.sliding.items())
+        slots = sum(count * min(window.max_keys, room) for window, count in self.sliding.items())
         own_bytes = sum(
             own.bytes_per_head * own.heads * min(own.window, room) for own in self.own_windows
         )
@@ -118,7 +118,7 @@ class CacheSize:
         return sum(window.bytes(tokens) for window in self.own_windows) + self.state_bytes
 
 
-def beside_states(layers: int) -> str:
+def states_text(layers: int) -> str:
     """Text after the KV cache's bytes if `layers` layers have states of fixed size."""
     if not layers:
         return ""

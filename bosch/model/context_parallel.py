@@ -82,7 +82,7 @@ class ContextParallel:
             document = nn.functional.pad(apart.long(), (1, 0)).cumsum(-1)
         split = ContextSplit(length, self.ranks)
         self._current = SplitPass(split, rows, document, self.communicator, device)
-        return self.own(positions)
+        return self.local(positions)
 
     def inputs(self, input_ids: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
         """Begin a pass over sequences [B, T]; returns the decoder's arguments, own tokens [B, 2C].
@@ -95,7 +95,7 @@ class ContextParallel:
             positions = torch.cat([positions, positions[:, -1:] + more], dim=1)
         rows, whole = input_ids.shape
         own_positions = self.begin(rows, whole, positions, input_ids.device)
-        return {"input_ids": self.own(input_ids), "position_ids": own_positions}
+        return {"input_ids": self.local(input_ids), "position_ids": own_positions}
 
     def whole_chunks(self, values: Tensor) -> Tensor:
         """Values [B, T] padded with zeros at the end to whole chunks."""
@@ -145,7 +145,7 @@ class ContextParallel:
         self._fill = None
         return cache if self.communicator.rank == 0 else None
 
-    def own(self, values: Tensor) -> Tensor:
+    def local(self, values: Tensor) -> Tensor:
         """This process's tokens of values [B, T]: [B, 2C]."""
         assert self._current is not None
         chunks = torch.split(values, self._current.split.chunk, dim=1)
@@ -157,7 +157,7 @@ class ContextParallel:
         first, second = self.communicator.all_gather(local.detach()).chunk(2, dim=2)
         return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
 
-    def own_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def local_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the tokens at `columns` [N] are this process's, and where: bool [N], [N]."""
         assert self._current is not None
         size = self._current.split.chunk
@@ -170,7 +170,7 @@ class ContextParallel:
 
         All processes get all of them, without gradients.
         """
-        mine, places = self.own_columns(columns)
+        mine, places = self.local_columns(columns)
         values = local.new_zeros(len(columns), local.shape[2])
         values[mine] = local[rows[mine], places[mine]].detach()
         return self.communicator.all_gather(values).sum(0)  # 0 in all processes but one

@@ -259,7 +259,7 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def most_positions(config: Any) -> int | None:
+def max_positions(config: Any) -> int | None:
     """Most positions of the text decoder; None if the configuration states no limit."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
@@ -268,7 +268,7 @@ def drop_idle_window(config: Any) -> None:
     """Set a window beyond all positions, as in Phi-3.5 and Phi-4-mini, to None."""
     if str(config.model_type).removeprefix(HYBRID_PREFIX) not in FAMILIES:
         return
-    text, most = text_config(config), most_positions(config)
+    text, most = text_config(config), max_positions(config)
     window: int | None = getattr(text, "sliding_window", None)
     if getattr(text, "layer_types", None) is None and window and most and window >= most:
         text.sliding_window = None

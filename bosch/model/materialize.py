@@ -19,7 +19,7 @@ from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
-from bosch.model.search_mode import check_fit, was_given_sink_bias
+from bosch.model.search_mode import check_fit, sink_bias_is_set
 from bosch.window import Windows
 
 HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in their new order
@@ -60,7 +60,7 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
     family_of(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)
     rows = mask.heads_per_layer(windows)
-    table = head_table(rows, sink_bias=was_given_sink_bias(model))
+    table = head_table(rows, sink_bias=sink_bias_is_set(model))
     return _hybrid(model, table, mask.head_order(), take_weights)
 
 
@@ -71,7 +71,7 @@ def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -
     `from_pretrained(…, kv_budget=…)` select another. Otherwise as `materialize`. Also raises
     UserError if the model has a sink bias.
     """
-    if was_given_sink_bias(model):
+    if sink_bias_is_set(model):
         raise UserError(
             "a head that slides in one budget and is full in another has no sink bias of its own; "
             "materialise one mask, or search without sink: bias"

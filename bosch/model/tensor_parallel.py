@@ -18,7 +18,7 @@ from bosch.errors import RunError, UserError
 from bosch.model.families import decoder_layers, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_config, load_model
-from bosch.model.search_mode import own_kv_heads, set_own_kv_heads
+from bosch.model.search_mode import local_kv_heads, set_local_kv_heads
 from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
     model = load_model(path, distributed_config=sharding, **options)
     if divided:
         count = decoder_layers(config).heads // ranks.shards
-        set_own_kv_heads(model, slice(ranks.shard * count, (ranks.shard + 1) * count))
+        set_local_kv_heads(model, slice(ranks.shard * count, (ranks.shard + 1) * count))
     share = check_shards(model, ranks.shards)
     logger.info(
         "the model is sharded over %d processes: this one holds %.0f %% of its weights",
@@ -75,14 +75,14 @@ def check_shards(model: Any, shards: int) -> float:
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
         for weight in projections:
-            here = own_shard(weight).numel()
+            here = local_shard(weight).numel()
             if here * shards != weight.numel():
                 raise RunError(
                     f"{_OPTION}: a process holds {here:,} of the {weight.numel():,} values of an "
                     f"attention projection instead of 1 in {shards}; use data"
                 )
     total: int = sum(parameter.numel() for parameter in model.parameters())
-    held: int = sum(own_shard(parameter).numel() for parameter in model.parameters())
+    held: int = sum(local_shard(parameter).numel() for parameter in model.parameters())
     # A plan may replicate embeddings and norms.
     if held > 0.5 * (1 + 1 / shards) * total:
         raise RunError(
@@ -91,7 +91,7 @@ def check_shards(model: Any, shards: int) -> float:
     return held / total
 
 
-def own_shard(weight: Any) -> Tensor:
+def local_shard(weight: Any) -> Tensor:
     """This process's part of a weight: the local shard of a DTensor."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
@@ -103,7 +103,7 @@ def whole_weight(weight: Any) -> Tensor:
 
 def gather_heads(model: Any, states: Tensor) -> Tensor:
     """All heads [B, H, T, D], gathered from the processes that computed them."""
-    if own_kv_heads(model) is None:
+    if local_kv_heads(model) is None:
         return states
     mine = states.contiguous()
     shards_in_order = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -113,6 +113,6 @@ def gather_heads(model: Any, states: Tensor) -> Tensor:
 
 def sum_over_shards(model: Any, values: Tensor) -> Tensor:
     """Sum over processes of values that are 0 for heads of other processes."""
-    if own_kv_heads(model) is not None:
+    if local_kv_heads(model) is not None:
         dist.all_reduce(values)
     return values

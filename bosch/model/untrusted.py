@@ -73,8 +73,8 @@ def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> It
             yield from model_file_fault(directory / name)
     for pattern in TOKENIZER_TEXTS:
         for path in sorted(directory.glob(pattern)):
-            if path.is_file() and path.stat().st_size > files.JSON_LIMITS.most_bytes:
-                yield f"{path} is longer than {files.JSON_LIMITS.most_bytes:,} bytes"
+            if path.is_file() and path.stat().st_size > files.JSON_LIMITS.max_bytes:
+                yield f"{path} is longer than {files.JSON_LIMITS.max_bytes:,} bytes"
 
 
 def model_file_fault(path: Path) -> Iterator[str]:

@@ -58,7 +58,7 @@ class CalibrationSet:
         if path.is_dir():
             path = path / "calibration.jsonl"
         try:
-            lines = read_within(path, _LIMITS.most_bytes).splitlines()
+            lines = read_within(path, _LIMITS.max_bytes).splitlines()
             return cls.from_records(map(_record, filter(bytes.strip, lines)))
         except OSError as error:
             raise UserError(

@@ -128,7 +128,7 @@ class DecoderShape:
             every = heads * length**2
             kept = min(every, (every + DENSE_MASK_ENTRIES) / 2)
         else:
-            kept = heads * length * min(length, window.most_keys + block_size(window.size))
+            kept = heads * length * min(length, window.max_keys + block_size(window.size))
         return kept * (8 + self.softcap * value_bytes)
 
     def blocks(self, value_bytes: int) -> BlockBytes:
@@ -170,7 +170,7 @@ class DecoderShape:
         """
         full = keys = (length + 1) / 2
         for window, share in (shares or {}).items():
-            keys += share * (_visible_keys(window.most_keys, length) - full)
+            keys += share * (_visible_keys(window.max_keys, length) - full)
         attention = self.full_layers * self.query_size * keys
         for own_window in self.kinds.windows.values():
             attention += self.own_query_size * _visible_keys(own_window, length)

@@ -153,7 +153,7 @@ class Flops:
 
 def sliding_pairs(length: int, window: Window) -> int:
     """Pairs of query and key of a sliding head, in bands of `block_size` queries."""
-    causal, block = window.most_keys, block_size(window.size)
+    causal, block = window.max_keys, block_size(window.size)
     if length <= causal or length < block:
         return length * length
     count, rest = divmod(length - causal, block)

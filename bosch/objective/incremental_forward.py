@@ -31,7 +31,7 @@ from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
 from bosch.model.interface import Attend, attention_modules
-from bosch.model.search_mode import own_row
+from bosch.model.search_mode import local_row
 from bosch.objective import patching
 from bosch.objective.activation_cache import ActivationCache, LayerActivations
 from bosch.objective.batches import Batch, final_states
@@ -77,7 +77,7 @@ class IncrementalForward:
         self.answers_only = answers_only and split is None and only_full
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
         # Under tensor parallelism a process has only some of the heads.
-        self.own_heads = partial(own_row, model)
+        self.own_heads = partial(local_row, model)
         num_own_heads = len(self.own_heads([True] * heads))
         # All heads under each choice: full, then each window.
         self.layouts = [HeadLayout.search([w] * num_own_heads) for w in (None, *self.flops.windows)]

@@ -49,7 +49,7 @@ class ActivationSizes:
     sharing: int
     full_layers: int
     norm_follows: bool = False
-    kept_scores: DecoderShape | None = None  # set if attention stores its scores
+    score_shape: DecoderShape | None = None  # set if attention stores its scores
     own_windows: tuple[int, ...] = ()
     own_query: int = 0
     own_key_value: int = 0
@@ -98,7 +98,7 @@ class ActivationSizes:
             attention = own * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
             attention += 2 * 2 * self.key_value * tokens
             work = max(work, attention * self.value_bytes)
-        softcap = self.kept_scores is not None and self.kept_scores.softcap
+        softcap = self.score_shape is not None and self.score_shape.softcap
         return work + self._piece(tokens) * (8 * (1 + softcap) + self.value_bytes)
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
@@ -165,7 +165,7 @@ class ActivationSizes:
 
     def _scores(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
         """Attention's scores of every choice, where no kernel is fused."""
-        if (shape := self.kept_scores) is None:
+        if (shape := self.score_shape) is None:
             return 0.0
         heads = rows * self._heads(shape)
         menu = [None if size is None else Window(size) for size in choices]
@@ -184,7 +184,7 @@ class ActivationSizes:
         near = sum(min(length, self._own(length) + 2 * window) for window in windows)
         return 2 * self.key_value * rows * (6 * length + 4 * near)
 
-    def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
+    def gradient_without_recompute(self, rows: int, length: int, *windows: int) -> int:
         """Bytes of a gate gradient that stores the activations of every layer.
 
         Per layer, what its backward pass needs; and what the backward pass through one attention or
@@ -202,9 +202,9 @@ class ActivationSizes:
 
     def _piece(self, tokens: int) -> int:
         """Number of scores that are computed together without a fused kernel."""
-        if self.kept_scores is None:
+        if self.score_shape is None:
             return 0
-        return min(self._heads(self.kept_scores) * tokens**2, DENSE_MASK_ENTRIES)
+        return min(self._heads(self.score_shape) * tokens**2, DENSE_MASK_ENTRIES)
 
     def _heads(self, shape: DecoderShape) -> int:
         return self._per_shard(shape.query_size // shape.kinds.head_dim)

@@ -25,7 +25,7 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import family_of
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.model.tensor_parallel import own_shard
+from bosch.model.tensor_parallel import local_shard
 from bosch.objective import answers
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
@@ -72,7 +72,7 @@ class Objective:
     ) -> None:
         self.windows = window_menu(windows)
         self.window = self.windows[0]  # the widest
-        if self.window.most_keys >= calibration.max_length:
+        if self.window.max_keys >= calibration.max_length:
             sinks = f" with {self.window.sinks} sinks" if self.window.sinks else ""
             raise UserError(
                 f"search.window_size is {self.window.size}{sinks}, no shorter than the longest "
@@ -91,7 +91,7 @@ class Objective:
         self.batches = len(self._batches)  # also the largest useful number of ranks
         self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
         sizes = [[batch.positions for batch in batches] for batches in rounds]
-        self._own_batches = set(batches_of_rank(sizes, self.ranks))
+        self._local_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
         self._answers_only = answers_only
         self._split = split
@@ -107,9 +107,9 @@ class Objective:
                 answers_only=answers_only, ranks=ranks, split=split,
             )  # fmt: skip
 
-    def own_batches(self) -> list[Batch]:
+    def local_batches(self) -> list[Batch]:
         """The batches that this rank measures."""
-        return [self._batches[index] for index in sorted(self._own_batches)]
+        return [self._batches[index] for index in sorted(self._local_batches)]
 
     @property
     def held_out_examples(self) -> int:
@@ -231,7 +231,7 @@ class Objective:
         shape = len(self._batches), *mask.is_full.shape, len(self.windows)
         gradients = torch.zeros(shape, dtype=torch.float64)
         operations = torch.zeros(len(self._batches), dtype=torch.float64)
-        for index in sorted(self._own_batches.intersection(indices)):
+        for index in sorted(self._local_batches.intersection(indices)):
             batch, recompute = self._batches[index], not self._keeps_activations(index)
             gradients[index] = gate_gradients(
                 self.model, batch, mask, self._forward.layouts,
@@ -250,7 +250,9 @@ class Objective:
     def _keeps_activations(self, index: int) -> bool:
         """Whether the activations of this batch's backward pass fit beside what reuse caches."""
         windows = [window.size for window in self.windows]
-        needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, *windows)
+        needed = self._sizes.gradient_without_recompute(
+            *self._batches[index].input_ids.shape, *windows
+        )
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
 
     def example_results(self, mask: HeadMask) -> Tensor:
@@ -323,7 +325,7 @@ class Objective:
         self, mask: HeadMask, indices: Sequence[int], results: Tensor, operations: Tensor
     ) -> None:
         """Fill in results and operations of this rank's batches among `indices`."""
-        for index in sorted(self._own_batches.intersection(indices)):
+        for index in sorted(self._local_batches.intersection(indices)):
             batch = self._batches[index]
             states, layer_operations = self._forward.answer_states(index, batch, mask)
             logits = answers.answer_logits(self.model, states)
@@ -399,7 +401,7 @@ class Objective:
 def remedy(model: Any) -> str:
     """Advice for an error message: replace a damaged weight, or else use a wider dtype."""
     for name, weight in model.state_dict().items():
-        if not bool(own_shard(weight).isfinite().all()):  # local check, without other processes
+        if not bool(local_shard(weight).isfinite().all()):  # local check, without other processes
             return f"{name} of the model holds such numbers; make or fetch the model again"
     if model.dtype == torch.float32:
         return "they overflow even in float32"

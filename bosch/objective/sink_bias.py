@@ -29,7 +29,7 @@ _QUERIES_AT_ONCE = 16
 _HALVINGS = 60
 
 
-def give_sink_bias(objective: Objective) -> list[list[float]]:
+def fit_sink_bias(objective: Objective) -> list[list[float]]:
     """Estimate the sink bias of every query head, and set it on the objective's model: [L][HQ].
 
     One pass over the calibration set with every head full gives w_t and s_t for sampled queries t,
@@ -46,10 +46,10 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
     set_sink_bias(model, None)
     window = Window(objective.window.size, SINK_TOKENS)
     lengths = [len(example.input_ids) for example in objective.calibration.examples]
-    if max(lengths) <= window.most_keys:
+    if max(lengths) <= window.max_keys:
         raise UserError(
             f"search.sink: no calibration example is longer than the window and {SINK_TOKENS} "
-            f"tokens ({window.most_keys}): lower search.window_size or raise "
+            f"tokens ({window.max_keys}): lower search.window_size or raise "
             "prepare.calibration.length"
         )
     apply_head_mask(model, HeadMask.all_full(*objective.shape), objective.windows)
@@ -61,16 +61,16 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
         for number, module in enumerate(modules):
             show = partial(_attend, columns, examples, window, sums[:, number])
             stack.enter_context(replace_attention(module, partial(show, model)))
-        for batch in objective.own_batches():
+        for batch in objective.local_batches():
             examples[:] = batch.examples.tolist()
             # Evenly spaced among the queries that see more than window and sinks.
             columns[:] = [
-                torch.linspace(window.most_keys, lengths[example] - 1, _QUERIES).long()
+                torch.linspace(window.max_keys, lengths[example] - 1, _QUERIES).long()
                 for example in examples
             ]
             final_states(model.get_decoder(), batch, model.device)
     (sums,) = ranks.merge(sums)
-    long = torch.tensor([length > window.most_keys for length in lengths])
+    long = torch.tensor([length > window.max_keys for length in lengths])
     sink_log_mass, window_log_mass = sums[:, :, :, long].flatten(3)  # [L, HQ, N]
     estimate = log_mass_bias(sink_log_mass, window_log_mass).to(model.dtype)
     values: list[list[float]] = ranks.from_first(estimate.tolist())
@@ -80,7 +80,7 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
 
 
 def log_mass_bias(sink_log_mass: Tensor, window_log_mass: Tensor) -> Tensor:
-    """The bias b [...] of `give_sink_bias`, from s_t and w_t [..., N]."""
+    """The bias b [...] of `fit_sink_bias`, from s_t and w_t [..., N]."""
     target = nn.functional.logsigmoid(sink_log_mass - window_log_mass).mean(-1)
     low, high = sink_log_mass.amin(-1), sink_log_mass.amax(-1)
     for _ in range(_HALVINGS):
@@ -103,7 +103,7 @@ def _attend(
     query, key = call.query, call.key
     assert isinstance(key, Tensor)
     for row, (example, places) in enumerate(zip(examples, columns, strict=True)):
-        if places[-1] < window.most_keys:  # the example has no such query
+        if places[-1] < window.max_keys:  # the example has no such query
             continue
         both = _log_sums(query[row], key[row], places.to(query.device), window, call.transform)
         sums[:, :, example] = gather_heads(model, both).double().cpu()

@@ -174,7 +174,7 @@ class _Search:
 
         def learn(gradients: int) -> Bits:
             for _ in range(gradients):
-                gates.learn(self.gradients.add(gates.drawn()))
+                gates.learn(self.gradients.add(gates.draw()))
             return gates.mask()
 
         def learn_more(track: _Track) -> Bits | None:

@@ -92,7 +92,7 @@ class TracePoint:
     is_bound: bool
 
 
-def search_of(phase: str, subproblem: str) -> tuple[str, str]:
+def subproblem_key(phase: str, subproblem: str) -> tuple[str, str]:
     """Phase and sub-problem within which masks compete; those of `bosch_plus` are one."""
     return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
 
@@ -315,7 +315,7 @@ class Evaluator:
     def _record(
         self, mask: HeadMask, evaluation: Evaluation, phase: str, subproblem: str, free: bool
     ) -> None:
-        search = search_of(phase, subproblem)
+        search = subproblem_key(phase, subproblem)
         best = self._best_in_subproblem.get(search)
         if not evaluation.is_bound and (best is None or evaluation.score > best):
             best = self._best_in_subproblem[search] = evaluation.score

@@ -127,7 +127,7 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     check_passes(1 + evaluator.cost_of_gradient(0, SHARES), budget, "one gradient and one mask")
     left, step = budget - 1.0, 0  # the final mask is evaluated, too
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):
-        mask = HeadMask(gates.drawn().reshape(shape))
+        mask = HeadMask(gates.draw().reshape(shape))
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
         gates.learn(np.array(gradient.values).reshape(-1))
         left -= evaluator.cost_of_gradient(step % SHARES, SHARES)

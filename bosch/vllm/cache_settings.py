@@ -88,7 +88,7 @@ def wrap_engine() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
-    wrap(EngineArgs, "create_engine_config", noting_options)
+    wrap(EngineArgs, "create_engine_config", recording_options)
     # If the engine's core is loaded, it has its own reference to the function.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
         if module is not None:
@@ -108,7 +108,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def noting_options(create_engine_config: Any) -> Any:
+def recording_options(create_engine_config: Any) -> Any:
     """`EngineArgs.create_engine_config` that sets `_said` from its arguments meanwhile."""
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -295,8 +295,8 @@ def module_plan(
     # The largest modules that fill the blocks of a long request almost as well as single heads.
     plans = [plan_of_modules(most) for most in range(heads, 0, -1)]
     sizes = [plan.request_bytes(_LONG_REQUEST, 1) for plan in plans]
-    most_bytes = _FEWER_GROUPS * min(sizes)
-    return next(plan for plan, size in zip(plans, sizes, strict=True) if size <= most_bytes)
+    max_bytes = _FEWER_GROUPS * min(sizes)
+    return next(plan for plan, size in zip(plans, sizes, strict=True) if size <= max_bytes)
 
 
 def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
@@ -399,7 +399,7 @@ def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) ->
     )
 
 
-def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
+def example_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
     """Numbers of full heads by layer, for a mask with `full_kv_heads`: whole layers and the rest.
 
     Masks of a budget that ranks can share equally take the same bytes in vLLM: the ratio of full to

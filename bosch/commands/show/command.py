@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable
 
 from bosch.commands import Command, print_json
-from bosch.model.cache_size import beside_states
+from bosch.model.cache_size import states_text
 
 COMMAND = Command("say which heads of a hybrid model slide and what its KV cache holds", json=True)
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if sliding:
         counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
         print(f"KV heads with {_either(sizes)} tokens by layer:", ", ".join(counts))
-    beside = beside_states(record["layers_with_states"])
+    beside = states_text(record["layers_with_states"])
     for entry in record["cache_bytes"]:
         hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
         print(
