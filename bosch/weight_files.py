@@ -12,7 +12,7 @@ from bosch.files import JSON_LIMITS, load_user_json, open_regular, parse_json
 _MAX_FILES = 10_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Other weights that transformers would read, covered by no key: adapters and shards.
+# Other weights that transformers would read, and that no stage's key covers: adapters and shards.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors")
 
 
