@@ -78,11 +78,11 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     name = resolve_backend(backend)
     interface.register_attention()
     model.get_decoder().set_attn_implementation(interface.NAME)  # without a model's image encoder
-    setattr(_generating(model), _MASK_METHOD, interface.masks_for_generate)
+    setattr(_generation_model(model), _MASK_METHOD, interface.masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
 
 
-def _generating(model: Any) -> Any:
+def _generation_model(model: Any) -> Any:
     """The model whose `generate` runs; PEFT's wrapper uses that of the wrapped model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -101,8 +101,8 @@ def head_mask(
     _check_not_hybrid(model)
     modules = interface.attention_modules(model)
     states = [interface.head_state(module) for module in modules]
-    generating = _generating(model)
-    own_method = vars(generating).get(_MASK_METHOD)
+    generating = _generation_model(model)
+    earlier_method = vars(generating).get(_MASK_METHOD)
     config = model.config
     parts = {**{name: getattr(config, name) for name in config.sub_configs}, "": config}
     implementations = {
@@ -115,8 +115,8 @@ def head_mask(
         yield model
     finally:
         model.set_attn_implementation(implementations)
-        if own_method is not None:
-            setattr(generating, _MASK_METHOD, own_method)
+        if earlier_method is not None:
+            setattr(generating, _MASK_METHOD, earlier_method)
         elif _MASK_METHOD in vars(generating):
             delattr(generating, _MASK_METHOD)
         for module, state in zip(modules, states, strict=True):

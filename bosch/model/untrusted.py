@@ -107,8 +107,8 @@ def _count_faults(content: Any) -> Iterator[str]:
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
-            most = _MAX_LABELS if name == "num_labels" else files.MAX_LAYERS
-            if is_count and not value <= most:
+            limit = _MAX_LABELS if name == "num_labels" else files.MAX_LAYERS
+            if is_count and not value <= limit:
                 yield f"{name} = {value!r:.60}; that is no model"
             yield from _count_faults(value)
 
