@@ -61,8 +61,8 @@ def gate_gradients(
             places.to(device) for places in (batch.rows, batch.columns, batch.answers)
         )
         if split is not None:
-            mine, columns = split.local_columns(columns)
-            rows, columns, answers = rows[mine], columns[mine], answers[mine]
+            is_local, columns = split.local_columns(columns)
+            rows, columns, answers = rows[is_local], columns[is_local], answers[is_local]
         logits = answer_logits(model, hidden[rows, columns])
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
         # Every process runs it, even without an answer, since layers exchange keys and values.

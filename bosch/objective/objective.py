@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -93,11 +93,14 @@ class Objective:
         sizes = [[batch.positions for batch in batches] for batches in rounds]
         self._local_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
-        self._answers_only = answers_only
         self._split = split
         sharing = {"shards": self.ranks.shards} if split is None else {"sharing": split.ranks}
         self._sizes = activation_sizes(model, **sharing)
-        self._forward = self._incremental_forward(self.cache, split)
+        agree = self.ranks.agree
+        self._new_forward = partial(
+            IncrementalForward, model, self.windows, answers_only=answers_only, agree=agree
+        )
+        self._forward = self._new_forward(self.cache, split=split)
         self._likelihood_of_round = [0.0] * self.rounds
         self._checked = False
         self._held_out = None
@@ -248,7 +251,7 @@ class Objective:
         return values, seconds, float(operations.sum()) / self.full_pass_operations
 
     def _keeps_activations(self, index: int) -> bool:
-        """Whether the activations of this batch's backward pass fit beside what reuse caches."""
+        """Whether a batch's activations for the backward pass fit beside the cached ones."""
         windows = [window.size for window in self.windows]
         needed = self._sizes.gradient_without_recompute(
             *self._batches[index].input_ids.shape, *windows
@@ -283,18 +286,6 @@ class Objective:
     def savings(self) -> dict[str, bool]:
         """Which savings are on; all are exact."""
         return self._forward.savings
-
-    def _incremental_forward(
-        self, cache: ActivationCache, split: ContextParallel | None = None
-    ) -> IncrementalForward:
-        return IncrementalForward(
-            self.model,
-            self.windows,
-            cache,
-            answers_only=self._answers_only,
-            agree=self.ranks.agree,
-            split=split,
-        )
 
     def _begin(self, mask: HeadMask, shared_layers: int) -> None:
         self._apply(mask)
@@ -387,10 +378,10 @@ class Objective:
         states, is_head_known = answers.states_and_check(self.model, ids)
         answer = len(ids) - 1
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
-        forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
-        ours = forward.answer_states(0, batch, mask)[0]
+        forward = self._new_forward(ActivationCache(self.num_layers, max_bytes=0), split=None)
+        incremental = forward.answer_states(0, batch, mask)[0]
         if not is_head_known or not answers.equal_but_rounding(
-            states[:-1], ours, self.model.dtype, _ALL_LAYERS
+            states[:-1], incremental, self.model.dtype, _ALL_LAYERS
         ):
             raise UserError(
                 f"model.path: {type(self.model).__name__} changes its states before the output "

@@ -283,7 +283,7 @@ def test_cached_bytes_of_a_layer_are_those_that_plan_states(menu):
 def blocks_of(value_bytes):
     """An MLP of 16 numbers, and two norms of 8 that keep float32 of half precision."""
     block = [16 * number * value_bytes for number in (4, 3, 4, 7)]
-    return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, again=block[0])
+    return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, plain_feed_forward=block[0])
 
 
 def searchable_with(family, reuse_bytes=0, **changes):
@@ -766,10 +766,10 @@ def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():
 
 def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     """32 tokens x 2; of 8 query heads of 2 numbers 1,024 scores a row, a window's 24 a token."""
-    blocks = replace(blocks_of(4), sliced=0)  # so that attention needs the most memory
+    blocks = replace(blocks_of(4), both_feed_forward=0)  # so that attention needs the most memory
     plain = memory.ActivationSizes(2, 8, 8, 4, blocks, 4, 1, 1, 2)
     follows = replace(plain, norm_follows=True)
-    assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.again
+    assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.plain_feed_forward
     assert follows.gradient_without_recompute(2, 32, 8) == plain.gradient_without_recompute(
         2, 32, 8
     )
