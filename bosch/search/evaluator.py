@@ -333,15 +333,8 @@ class Evaluator:
             self.progress.update(1, self._status(subproblem, best), free=free)
         if self.watch is not None:
             self.watch(self)
-        logger.debug(
-            "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %s",
-            phase,
-            subproblem,
-            point.step,
-            point.score,
-            point.log_likelihood,
-            best,
-        )
+        message = "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %s"
+        logger.debug(message, phase, subproblem, point.step, *evaluation.rank, best)
 
     def _has_ratio(self, mask: HeadMask) -> bool:
         return mask.num_sliding == self.budget * int(self.units.heads.shape[2])
