@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from bosch.errors import UserError
 from bosch.window import Window
 
-KEEP_TAIL = 0.05  # error rate of the one-sided limits on held-out scores, which `keep` compares
+KEEP_TAIL = 0.05  # error rate of the one-sided limits on held-out scores that `keep` compares
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 

@@ -48,18 +48,18 @@ class ContextSplit:
     def received(self, rank: int, window: Window | None) -> int:
         """Tokens whose keys and values a process receives for a head, with one document.
 
-        `window` None is full. Several documents, each with sinks, add up to S tokens, not counted.
+        `window` is None for a full head. The sinks of further documents, up to S, are not counted.
         """
         held = [range(c * self.chunk, (c + 1) * self.chunk) for c in self.chunks_of(rank)]
         needed = [range(self.length)]
         if window is not None:
             starts = [self.halo_start(c, window) for c in self.chunks_of(rank)]
-            needed = [range(s, o.stop) for s, o in zip(starts, held, strict=True)]
-            needed += [range(min(s, window.sinks)) for s in starts]
+            needed = [range(start, c.stop) for start, c in zip(starts, held, strict=True)]
+            needed += [range(min(start, window.sinks)) for start in starts]
         return sum(map(len, _outside(needed, held)))
 
     def traffic(self, window: Window | None) -> int:
-        """Tokens all receive: (n - 1) T if full; if W <= C + 1, 2 (n - 1) (W - 1) and the sinks."""
+        """Tokens all receive: (n - 1) T if full, 2 (n - 1) (W - 1) and the sinks if W <= C + 1."""
         return sum(self.received(rank, window) for rank in range(self.ranks))
 
 

@@ -22,12 +22,12 @@ from bosch.this_process import is_alive, process_place
 
 TEMPORARY = ".tmp-"
 # Host (or PID namespace) and PID of the process that writes a temporary file.
-_OF_PROCESS = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
+_TEMPORARY_NAME = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
 # Size, times and inode of a file, and time and inode of the link that leads to it.
 Stamp = list[int]
 _ALMOST_FULL_BYTES = 1024**2
-# A file server that is away, another user's file, a process at its limits: it may be intact.
-_NOT_OF_THE_FILE = frozenset(
+# A file server is away, the file is another user's, the process is at its limits.
+_FILE_MAY_BE_INTACT = frozenset(
     {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EACCES, errno.EPERM, errno.EMFILE,
      errno.ENFILE, errno.ENOMEM}
 )  # fmt: skip
@@ -46,9 +46,9 @@ class JsonLimits:
     Values (keys, lists and objects too) bound the memory: each takes up to 100 bytes in Python.
     """
 
-    most_bytes: int
-    most_values: int
-    most_depth: int = 100
+    max_bytes: int
+    max_values: int
+    max_depth: int = 100
 
 
 # The largest tokenizer.json (Gemma 3) has 33 MB and 2.1 million values; the index of a model with
@@ -69,7 +69,7 @@ def almost_full(folder: Path) -> bool:
 
 
 def check_hub_cache(error: BaseException) -> None:
-    """Raise OSError that names the hub's cache, as libraries do not, for a full disk's error."""
+    """For a full disk's error, raise one that names the hub's cache, as libraries do not."""
     if is_disk_full(error):
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -120,7 +120,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replace(source: Path, target: Path) -> None:
     """Sync a file or folder and rename it; replaces an older target.
 
-    Raises OSError, the target unchanged, if it fails or a folder's target is a link of a user.
+    Raises OSError if that fails; the target is then unchanged.
     """
     old = target.with_name(f"{TEMPORARY}old-{target.name}")
     is_link = source.is_symlink()
@@ -142,7 +142,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """As `Path.exists`, but OSError if the system cannot tell, where Python 3.14 says False."""
+    """As `Path.exists`, but raises OSError if the system cannot tell; Python 3.14 returns False."""
     try:
         os.stat(path)
     except OSError as error:
@@ -174,9 +174,9 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove a folder's temporary files of ended processes here, or older than `seconds`."""
+    """Remove temporary files whose process, in this place, has ended, or older than `seconds`."""
     for path in list(folder.glob(f"{TEMPORARY}*")):
-        match = _OF_PROCESS.match(path.name)
+        match = _TEMPORARY_NAME.match(path.name)
         is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):
             if is_dead or time.time() - max(path.lstat().st_mtime, newest_below(path)) > seconds:
@@ -192,7 +192,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path) -> Any:
-    """As `read_json` for a file that nobody replaces; raises OSError if it may be intact."""
+    """As `read_json`, for a file that nobody replaces; OSError if unreadable but perhaps intact."""
     try:
         return load_json(path)
     except OSError as error:
@@ -204,7 +204,7 @@ def read_record(path: Path) -> Any:
 
 def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for any fault in the content."""
-    return parse_json(read_within(path, limits.most_bytes), limits)
+    return parse_json(read_within(path, limits.max_bytes), limits)
 
 
 def load_user_json(
@@ -240,12 +240,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def read_within(path: Path, most_bytes: int = JSON_LIMITS.most_bytes) -> bytes:
-    """A file's bytes. Raises OSError, or ValueError if it is longer than `most_bytes`."""
+def read_within(path: Path, max_bytes: int = JSON_LIMITS.max_bytes) -> bytes:
+    """A file's bytes. Raises OSError, or ValueError if it is longer than `max_bytes`."""
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"longer than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"longer than {max_bytes:,} bytes")
     return content
 
 
@@ -259,11 +259,11 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
         outside = b"".join(parts[quotes % 2 :: 2])
         quotes += len(parts) - 1
         values += sum(map(outside.count, _SEPARATORS))
-        if max(values, quotes // 2) > limits.most_values:
-            raise ValueError(f"more than {limits.most_values:,} values")
+        if max(values, quotes // 2) > limits.max_values:  # each string has two quotes
+            raise ValueError(f"more than {limits.max_values:,} values")
         steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
-        if max(itertools.accumulate(steps, initial=depth)) > limits.most_depth:
-            raise ValueError(f"more than {limits.most_depth} values inside each other")
+        if max(itertools.accumulate(steps, initial=depth)) > limits.max_depth:
+            raise ValueError(f"more than {limits.max_depth} values inside each other")
         depth += sum(steps)
 
 
@@ -339,19 +339,20 @@ def hash_fault(folder: Path, hashes: Mapping[str, str]) -> str | None:
     """The first difference from `file_hashes`, files added to these folders included, or None."""
     named = {name.partition("/")[0] for name in hashes}
     beside = set(os.listdir(folder)) - named if folder.is_dir() else set()
-    fault = listing_fault(folder, hashes, beside)
-    for name, digest in hashes.items() if fault is None else ():
+    if fault := listing_fault(folder, hashes, beside):
+        return fault
+    for name, digest in hashes.items():
         try:
             if file_digest(folder / name) != digest:
                 return f"{name} has other content"
         except OSError as error:
             return read_fault(name, error)
-    return fault
+    return None
 
 
 def read_fault(name: str, error: OSError) -> str:
     """Message for a file that cannot be read. Raises the error if the file may be intact."""
-    if error.errno in _NOT_OF_THE_FILE:
+    if error.errno in _FILE_MAY_BE_INTACT:
         raise error
     return f"{name} cannot be read ({error.strerror})"
 
@@ -421,13 +422,13 @@ def sync_tree(folder: Path) -> None:
 def files_below(folder: Path) -> Iterator[str]:
     """Sorted relative names of all files below a folder; none for a file. Raises OSError."""
     files = []
-    for directory, _, names in os.walk(folder, onerror=_raise_if_there):
+    for directory, _, names in os.walk(folder, onerror=_raise_unless_missing):
         base = os.path.relpath(directory, folder)
         files += [os.path.normpath(os.path.join(base, name)) for name in names]
     yield from sorted(files)
 
 
-def _raise_if_there(error: OSError) -> None:
+def _raise_unless_missing(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 

@@ -199,22 +199,22 @@ class Front:
         Two points disagree if they order two heads of a layer in opposite ways; points that agree
         in pairs have a common order. From each point a group is built by adding the others, in
         order, if they agree with all points in the group. The result is the largest group or, with
-        `chosen`, the group of that point.
+        `chosen`, that of the chosen point.
         """
         count = len(self.points)
         agree = np.ones((count, count), dtype=np.bool_)
         for first, other in combinations(range(count), 2):
-            both = list(self._choices[[first, other]].astype(np.int64))
-            agree[first, other] = agree[other, first] = share_order(both)
-        chains = []
+            pair = list(self._choices[[first, other]].astype(np.int64))
+            agree[first, other] = agree[other, first] = share_order(pair)
+        groups = []
         for start in range(count) if self.chosen is None else [self.chosen]:
-            chain = [start]
+            group = [start]
             for other in range(count):
-                if other != start and agree[other, chain].all():
-                    chain.append(other)
-            chains.append(chain)
-        longest = max(chains, key=len)
-        return tuple(index in longest for index in range(count))
+                if other != start and agree[other, group].all():
+                    group.append(other)
+            groups.append(group)
+        largest = max(groups, key=len)
+        return tuple(index in largest for index in range(count))
 
     def head_order(self) -> list[list[int]]:
         """KV heads by layer, the widest window first in every nested point, else in base order."""
@@ -299,15 +299,12 @@ def _from_content(content: object) -> Front:
     if number != FORMAT or type(number) is not int:
         raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
     values = typed_fields(content, _FRONT_TYPES)
-    layers, heads, sizes = (
-        values["num_layers"],
-        values["num_key_value_heads"],
-        values["window_sizes"],
-    )
+    layers, heads = values["num_layers"], values["num_key_value_heads"]
     if not 1 <= heads <= MAX_HEADS or not 1 <= layers <= MAX_LAYERS:
         raise ValueError(f"{layers:,} layers of {heads:,} KV heads; that is no model")
     if len(values["points"]) > MAX_POINTS:
         raise ValueError(f"{len(values['points']):,} points, a front has at most {MAX_POINTS:,}")
+    sizes = values["window_sizes"]
     rising_menu(sizes, values["sinks"])
     points = []
     for index, entry in enumerate(values.pop("points")):

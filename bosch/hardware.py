@@ -125,8 +125,10 @@ def _control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path
         if controllers and controller not in controllers.split(","):
             continue
         names = [name for name in path.split("/") if name not in ("", "..")]
-        roots = [cgroups / controllers] if controllers else [cgroups, cgroups / "unified"]
-        for root in dict.fromkeys([*roots, cgroups / controller] if controllers else roots):
+        roots = [cgroups, cgroups / "unified"]
+        if controllers:
+            roots = [cgroups / controllers, cgroups / controller]
+        for root in dict.fromkeys(roots):
             for depth in range(len(names), -1, -1):
                 yield root.joinpath(*names[:depth])
 

@@ -315,9 +315,9 @@ def _file_of(content: object) -> HeadMaskFile:
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object with a head mask")
     if "swa_kv_heads" not in content:
-        what = "a front of masks" if "points" in content else "no head mask"
+        content_kind = "a front of masks" if "points" in content else "no head mask"
         raise ValueError(
-            f"holds {what}; expected a file with swa_kv_heads, such as a run's "
+            f"holds {content_kind}; expected a file with swa_kv_heads, such as a run's "
             "materialize/model/head_mask.json"
         )
     number = content.get("format")
@@ -337,36 +337,14 @@ def _file_of(content: object) -> HeadMaskFile:
         raise ValueError(f"swa_ratio is {ratio}, expected a share from 0 to 1")
     if not 1 <= heads <= MAX_HEADS:
         raise ValueError(f"num_key_value_heads is {heads}; that is no model")
-    rows = values["swa_kv_heads"]
-    if len(rows) > MAX_LAYERS:
-        raise ValueError(f"swa_kv_heads has {len(rows):,} layers; that is no model")
-    per_layer = "one list of head indices per layer"
-    if not several:
-        rows, sizes = [[row] for row in rows], [values["window_size"]]
-    else:
-        sizes = values["window_sizes"]
-        if len(sizes) > MAX_WINDOWS:
-            raise ValueError(
-                f"window_sizes has {len(sizes):,} windows, a mask has at most {MAX_WINDOWS}"
-            )
-        per_layer = f"for each layer a list of head indices for each of {len(sizes)} windows"
-    if not all(
-        isinstance(row, list)
-        and len(row) == len(sizes)
-        and all(isinstance(part, list) and all(type(h) is int for h in part) for part in row)
-        for row in rows
-    ):
-        raise ValueError(f"swa_kv_heads must hold {per_layer}")
-    if len(rows) != values["num_layers"]:
-        raise ValueError(
-            f"swa_kv_heads has {len(rows)} layers, num_layers says {values['num_layers']}"
-        )
+    rows = _heads_by_window(values)
+    sizes = values["window_sizes"] if several else [values["window_size"]]
     menu = rising_menu(sizes, values["sinks"])
     sliding = HeadMask.from_swa_kv_heads([chain(*row) for row in rows], heads)
     choices = (~sliding.is_full).astype(np.uint8)
     for layer, row in enumerate(rows):
-        for choice, part in zip(range(len(menu), 0, -1), row, strict=True):
-            choices[layer, part] = choice
+        for choice, window_heads in zip(range(len(menu), 0, -1), row, strict=True):
+            choices[layer, window_heads] = choice
     return HeadMaskFile(
         values["model"],
         values["method"],
@@ -377,6 +355,32 @@ def _file_of(content: object) -> HeadMaskFile:
         values["seed"],
         None if number < 3 else _checked_bias(values, menu[0].sinks),
     )
+
+
+def _heads_by_window(values: Mapping[str, Any]) -> list[list[list[int]]]:
+    """`swa_kv_heads` as KV heads by layer and window; raises ValueError where it is malformed."""
+    rows: list[Any] = values["swa_kv_heads"]
+    if len(rows) > MAX_LAYERS:
+        raise ValueError(f"swa_kv_heads has {len(rows):,} layers; that is no model")
+    if "window_sizes" in values:
+        windows = len(values["window_sizes"])
+        expected = f"for each layer a list of head indices for each of {windows} windows"
+        if windows > MAX_WINDOWS:
+            raise ValueError(
+                f"window_sizes has {windows:,} windows, a mask has at most {MAX_WINDOWS}"
+            )
+    else:
+        windows, expected = 1, "one list of head indices per layer"
+        rows = [[row] for row in rows]
+    for row in rows:
+        lists = row if isinstance(row, list) and len(row) == windows else [None]
+        if not all(isinstance(heads, list) and {*map(type, heads)} <= {int} for heads in lists):
+            raise ValueError(f"swa_kv_heads must hold {expected}")
+    if len(rows) != values["num_layers"]:
+        raise ValueError(
+            f"swa_kv_heads has {len(rows)} layers, num_layers says {values['num_layers']}"
+        )
+    return rows
 
 
 def _checked_bias(content: Mapping[str, Any], sinks: int) -> tuple[tuple[float, ...], ...]:

@@ -51,7 +51,7 @@ class Ranks:
         return self.size == self.shards == 1
 
     def merge(self, *tensors: Tensor) -> list[Tensor]:
-        """Merge float64 CPU tensors, each entry set by one rank, exactly; raises LostRankError."""
+        """Exact sums of float64 CPU tensors, each entry set by one rank; raises LostRankError."""
         if self.is_alone:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)
@@ -106,8 +106,8 @@ def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
 def partners_alive(*, every: bool = False) -> Iterator[None]:
     """Raise LostRankError if a connection to another rank breaks inside the block.
 
-    It names the processes and nodes that do not answer. Other errors pass through; `every` takes
-    each RuntimeError for a broken connection, as gloo's and nccl's are.
+    It names the processes and nodes that do not answer. Other errors pass through; with `every`,
+    which suits blocks that only communicate, each RuntimeError counts as a broken connection.
     """
     try:
         yield

@@ -30,7 +30,7 @@ class Units:
 
     @classmethod
     def by_value(cls, values: Values, granularity: int) -> Units:
-        """Units of heads of similar `values` [L, H], rising: few become full to fill a unit."""
+        """Units of heads of similar `values` [L, H], rising: few are full only to fill a unit."""
         order = np.argsort(values, axis=1, kind="stable")
         return cls(order.reshape(len(order), -1, granularity))
 

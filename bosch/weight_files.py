@@ -12,7 +12,7 @@ from bosch.files import JSON_LIMITS, load_user_json, open_regular, parse_json
 _MAX_FILES = 10_000
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Other weights that transformers would read, covered by no key: adapters and shards.
+# Other weights that transformers would read, and that no stage's key covers: adapters and shards.
 _OTHER_WEIGHTS = ("adapter_config.json", "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors")
 
 
@@ -72,7 +72,7 @@ def _check_safetensors(path: Path) -> None:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
                 raise ValueError("its header is cut short")
-            if length > JSON_LIMITS.most_bytes:
+            if length > JSON_LIMITS.max_bytes:
                 raise ValueError(f"its header has {length:,} bytes")
             header = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]

@@ -61,14 +61,14 @@ class Window:
         return self.size - 1
 
     def held(self, tokens: int) -> int:
-        """Tokens in a cache of a head after `tokens` tokens: the last W - 1, and the sinks.
+        """Tokens that a sliding head caches after `tokens` tokens: the last W - 1, and the sinks.
 
-        All tokens up to W - 1, then also the sinks, even while they are among those.
+        Up to W - 1 tokens there are no copies of the sinks; beyond, they are stored apart.
         """
         return tokens if tokens <= self.past else self.past + self.sinks
 
     @property
-    def most_keys(self) -> int:
+    def max_keys(self) -> int:
         """Most keys that a query sees; in longer texts a sliding head differs from a full one."""
         return self.size + self.sinks
 
@@ -107,7 +107,7 @@ def kv_slots(rows: Iterable[Mapping[Window | None, int]], tokens: int) -> int:
 
 
 def named_share(least: int, original: int) -> str:
-    """A share, rounded up, that allows at least `least` bytes or slots."""
+    """The share `least / original` as text, rounded up so that it allows `least`."""
     return f"{math.ceil(least / original * 1e6) / 1e6:g}"
 
 

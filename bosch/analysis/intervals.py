@@ -22,10 +22,10 @@ Values = npt.NDArray[np.float64]
 _TAIL = 0.025
 LEVEL = 2 * _TAIL
 _POWER = 0.8
-# Losses of documents: this many or fewer have no interval, since they often contain only one of two
-# kinds of documents. Below each count Student's interval has this smaller tail, since with skewed
-# values the usual one covers less.
+# So few losses have no interval, since they often are of only one of two kinds of documents.
 _TOO_FEW = 4
+# (count, tail): with fewer losses Student's interval has this tail; with skewed values the usual
+# one covers less.
 _SKEWED = ((30, 0.0025), (60, 0.005), (200, 0.01))
 # With fewer seeds or examples than this, 98 % intervals are used, for the same reason.
 _FEW = 10
@@ -58,8 +58,8 @@ class Estimate(NamedTuple):
         return cls(mean, None, None) if half is None else cls(mean, mean - half, mean + half)
 
     @property
-    def drawn(self) -> Interval:
-        """For charts: the mean in place of missing ends."""
+    def for_charts(self) -> Interval:
+        """The interval with the mean in place of missing ends."""
         mean, low, high = self
         return Interval(mean, mean if low is None else low, mean if high is None else high)
 
@@ -181,20 +181,22 @@ def visible_loss(counts: Sequence[float], gains: float = 0.0) -> float | None:
     if sum(counts) < fewest:
         return None
 
-    def unseen(loss: float) -> float:
+    def missing_power(loss: float) -> float:
         return float(_POWER - special.bdtrc(fewest - 1, int(sum(counts)), loss))
 
-    exact = optimize.brentq(unseen, 0.0, 1.0)
+    exact = optimize.brentq(missing_power, 0.0, 1.0)
     spread, power = -special.ndtri(_TAIL), special.ndtri(_POWER)
-    samples = len(counts) ** 2 / sum(1 / count for count in counts)  # of one task as uncertain
+    # Size of one task whose mean has the same variance.
+    samples = len(counts) ** 2 / sum(1 / count for count in counts)
 
-    def missing(loss: float) -> float:
+    def missing_loss(loss: float) -> float:
         discordant = min(1.0, 2 * gains + loss)
         needed = spread * math.sqrt(discordant) + power * math.sqrt(discordant - loss**2)
         return float(needed / math.sqrt(samples) - loss)
 
-    normal = optimize.brentq(missing, 0.0, 1.0) if gains > 0 and missing(1.0) < 0 else 0.0
-    return float(max(exact, normal))
+    if gains > 0 and missing_loss(1.0) < 0:
+        return float(max(exact, optimize.brentq(missing_loss, 0.0, 1.0)))
+    return float(exact)
 
 
 def student(values: npt.ArrayLike) -> Estimate:
@@ -228,10 +230,10 @@ def crossed_mean(
     of consecutive subtasks with equal weights; `weights` are the examples' weights within their
     subtask, with a mean of 1. Raises ValueError if there are no results or one is not finite.
     """
-    values = _weighed(_matrix(results), counts, weights)
+    values = _weighted(_matrix(results), counts, weights)
     mean = float(values.mean())
     by_seed, by_example = _axis_variances(values)
-    half = _half_width([by_seed, by_example if is_score else _of_losses(by_example)])
+    half = _half_width([by_seed, by_example if is_score else _widened_for_losses(by_example)])
     if half is None or not is_score:
         return Estimate.around(mean, half)
     count = _samples(values, counts, weights)
@@ -258,7 +260,7 @@ def crossed_difference(
     mean, (by_example, *by_seed) = _paired_parts(a, b)
     if has_paired_seeds:
         by_seed = _axis_variances(a - b)[:1]
-    half = _half_width([by_example if is_score else _of_losses(by_example), *by_seed])
+    half = _half_width([by_example if is_score else _widened_for_losses(by_example), *by_seed])
     if half is None or not is_score:
         return Estimate.around(mean, half)
     return Estimate.around(mean, max(half, share(0.0, a.shape[1]).high)).within(-1.0, 1.0)
@@ -288,7 +290,7 @@ def crossed_test(
     ValueError when the examples differ in number.
     """
     a, b = _matrix(first), _matrix(second)
-    mean, parts = _paired_parts(_weighed(a, counts, weights), _weighed(b, counts, weights))
+    mean, parts = _paired_parts(_weighted(a, counts, weights), _weighted(b, counts, weights))
     samples = _samples(a, counts, weights)
 
     def half(tail: float) -> float:
@@ -317,10 +319,10 @@ def holm(p_values: Sequence[float], among: int | None = None) -> list[float]:
     Holm (1979): the k-th smallest of n is multiplied by n - k + 1, and made at least as large as
     the one before. `among` is n if these hypotheses were selected from more by their results.
     """
-    corrected, least, number = [0.0] * len(p_values), 0.0, among or len(p_values)
-    for place, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        least = max(least, min(1.0, (number - place) * p_values[index]))
-        corrected[index] = least
+    n, previous, corrected = among or len(p_values), 0.0, [0.0] * len(p_values)
+    for smaller, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        previous = max(previous, min(1.0, (n - smaller) * p_values[index]))
+        corrected[index] = previous
     return corrected
 
 
@@ -332,7 +334,7 @@ def _weights(values: Values, counts: Sequence[int] | None, weights: Values | flo
     return np.repeat([sum(counts) / (len(counts) * count) for count in counts], counts) * each
 
 
-def _weighed(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
+def _weighted(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
     """Values [S, E] with the mean of the subtasks' means, and deviations scaled by their weights.
 
     So weights alone add no variance: a model that is always right has none.
@@ -405,21 +407,22 @@ def _ratio(difference: Interval, baseline: Interval, correlation: float) -> Inte
         return None
     ratio = (baseline.mean + difference.mean) / baseline.mean
 
-    def excess(at: float, side: int) -> float:
-        """Limit of first - `at` x second on one side: 0 at the end of the ratio's interval."""
-        factor = 1 - at
-        end = difference.high if side > 0 else difference.low
-        far = baseline.high if side * factor > 0 else baseline.low
-        half_width, other = abs(end - difference.mean), abs(factor) * abs(far - baseline.mean)
+    def limit(r: float, side: int) -> float:
+        """Limit of first - r x second on one side: 0 at the end of the ratio's interval."""
+        factor = 1 - r
+        difference_end = difference.high if side > 0 else difference.low
+        baseline_end = baseline.high if side * factor > 0 else baseline.low
+        a = abs(difference_end - difference.mean)
+        b = abs(factor) * abs(baseline_end - baseline.mean)
         # Where factor > 0 the correlation of the two would narrow the sum; it is left out.
         joint = -correlation if factor < 0 else 0.0
-        reach = math.sqrt(max(0.0, half_width**2 + other**2 + 2 * joint * half_width * other))
-        return difference.mean + factor * baseline.mean + side * reach
+        half_width = math.sqrt(max(0.0, a**2 + b**2 + 2 * joint * a * b))
+        return difference.mean + factor * baseline.mean + side * half_width
 
-    if excess(_HIGHEST_RATIO, 1) > 0:
+    if limit(_HIGHEST_RATIO, 1) > 0:
         return None
-    low = 0.0 if excess(0.0, -1) <= 0 else _root(lambda at: excess(at, -1), 0.0, ratio)
-    return Interval(ratio, low, _root(lambda at: excess(at, 1), ratio, _HIGHEST_RATIO))
+    low = 0.0 if limit(0.0, -1) <= 0 else _root(lambda r: limit(r, -1), 0.0, ratio)
+    return Interval(ratio, low, _root(lambda r: limit(r, 1), ratio, _HIGHEST_RATIO))
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
@@ -483,7 +486,7 @@ def _half_width(parts: Sequence[tuple[float, int]], tail: float = _TAIL) -> floa
     return math.sqrt(sum(known)) if known else None
 
 
-def _of_losses(part: tuple[float, int]) -> tuple[float, int]:
+def _widened_for_losses(part: tuple[float, int]) -> tuple[float, int]:
     """Variance and degrees of freedom that make `_half_width` use the t of skewed values."""
     variance, freedom = part
     return (variance * (_skewed_t(freedom) / _t(freedom)) ** 2, freedom) if freedom else part

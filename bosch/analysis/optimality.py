@@ -19,7 +19,7 @@ from bosch.objective.evaluation_log import Evaluation
 
 @dataclass(frozen=True)
 class Standing:
-    """A mask's place among all on its budget; rank 1 is the best, and equal values share a rank.
+    """A mask among all masks of its budget; rank 1 is the best, and equal values share a rank.
 
     `score_gap` and `log_likelihood_gap` are how far it is below the best mask by each measure.
     `best_by_score` counts the masks that share the highest score.

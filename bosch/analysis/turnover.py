@@ -92,8 +92,8 @@ def mean_distances(groups: Mapping[str, Sequence[HeadMask]]) -> npt.NDArray[np.f
     for i, rows in enumerate(lists):
         for j in range(i, len(lists)):
             pairs = itertools.combinations(rows, 2) if i == j else itertools.product(rows, lists[j])
-            apart = [jaccard_distance(a, b) for a, b in pairs]
-            distances[i, j] = distances[j, i] = float(np.mean(apart)) if apart else 0.0
+            values = [jaccard_distance(a, b) for a, b in pairs]
+            distances[i, j] = distances[j, i] = float(np.mean(values)) if values else 0.0
     return distances
 
 

@@ -141,9 +141,9 @@ def compute_attention(call: AttentionCall) -> Tensor:
     check_sinks(call.backend, call.layout.sinks)
     if needs := _needs(call):
         check_backend(call.backend, needs)
-    # A cache holds other tokens for each head; sdpa replaces a backend that cannot read it.
-    stands_in = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
-    return _function("sdpa" if stands_in else call.backend)(call)
+    # A cache holds different tokens for each head; sdpa replaces a backend that cannot read it.
+    cannot_read = isinstance(key, CachedStates) and "cache" in BACKENDS[call.backend].lacks
+    return _function("sdpa" if cannot_read else call.backend)(call)
 
 
 def _needs(call: AttentionCall) -> dict[str, str]:

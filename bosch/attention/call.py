@@ -1,6 +1,7 @@
 """One call of attention: of a layer, and of one group of its heads.
 
-Shapes: B batch, T queries, Tk keys, HQ query heads, HKV KV heads, HG of a group, D head size.
+Shapes: B batch, T queries, Tk keys, HQ query heads, HKV KV heads, HG KV heads of a group, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class GroupCall(NamedTuple):
     slots: Tensor | None = None
 
     def with_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys, values and their slots [B or 1, S + R]; one outside 0 .. Tk - 1 hides a key."""
+        """Keys, values and slots [B or 1, S + R]; a slot outside 0 .. Tk - 1 hides its key."""
         key, value, slots, context = self.key, self.value, self.slots, self.context
         if slots is None:
             # A cache of fixed size may return more keys than the pass has slots.
@@ -59,7 +60,7 @@ class GroupCall(NamedTuple):
 class AttentionCall(NamedTuple):
     """Attention of a layer, by one of `BACKENDS`.
 
-    query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or what a HybridCache returned.
+    query [B, HQ, T, D]; key, value [B, HKV, Tk, D], or the states that a HybridCache returned.
     """
 
     query: Tensor
@@ -72,9 +73,9 @@ class AttentionCall(NamedTuple):
     dropout: float = 0.0
 
     def autocast(self) -> AttentionCall:
-        """The call in autocast's dtype, if it is on: norms leave queries and keys in float32.
+        """The call in autocast's dtype, if autocast is on; norms leave queries and keys in float32.
 
-        torch's attention would convert the bands instead, which overlap.
+        torch's attention would convert the overlapping bands instead.
         """
         device = self.query.device.type
         if not torch.is_autocast_enabled(device):
@@ -99,11 +100,8 @@ class AttentionCall(NamedTuple):
                 sinks = None, None, None
             heads = layout.heads_of(self.query, group, q_per_kv)
             transform = self.transform.of(layout, group, q_per_kv)
-            outputs.append(
-                attend(
-                    GroupCall(
-                        heads, *states, group.window, self.context, transform, self.dropout, *sinks
-                    )
-                )
+            group_call = GroupCall(
+                heads, *states, group.window, self.context, transform, self.dropout, *sinks
             )
+            outputs.append(attend(group_call))
         return layout.merge(outputs, q_per_kv)

@@ -81,7 +81,8 @@ def _unfused(
     outputs = []
     for start in range(0, length, step):
         stop = min(start + step, length)
-        visible, end = None if mask is None else mask[..., start:stop, :], key.shape[2]
+        end = key.shape[2]
+        visible = None if mask is None else mask[..., start:stop, :]
         if is_causal:
             end = stop
             slots = torch.arange(stop, device=query.device)
@@ -105,10 +106,10 @@ def causal_attention(call: GroupCall) -> Tensor:
             return out
     if not fixed and not torch.compiler.is_compiling():
         if context.document is not None and context.valid is None:
-            return _rows_apart(call, context.document_lengths())
+            return _attend_parts(call, context.document_lengths())
         padding = context.left_padding() if context.q_length >= MIN_PADDED else None
         if padding is not None:
-            return _rows_apart(call, [[slots, context.kv_length - slots] for slots in padding])
+            return _attend_parts(call, [[slots, context.kv_length - slots] for slots in padding])
     queries = context.query_slots(query.device)
     keys = torch.arange(length, device=query.device)[None]
     rows = 1 if context.is_plain else query.shape[0]
@@ -126,7 +127,7 @@ def causal_attention(call: GroupCall) -> Tensor:
     return torch.cat(outputs, dim=2)
 
 
-def _rows_apart(call: GroupCall, parts: list[list[int]]) -> Tensor:
+def _attend_parts(call: GroupCall, parts: list[list[int]]) -> Tensor:
     """Causal attention within each part of a row, [B, HQ, T, D], and none between parts.
 
     `parts`: tokens of each row's documents, or of its padding and the rest; they need no mask.
@@ -171,7 +172,7 @@ def attention_after_past(
 
 
 def _past_and_chunk(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention to the past (all) and the chunk (causal), weighted by the softmaxes' log-sums."""
+    """Attention to the past (all) and the chunk (causal), combined by their log-sum-exps."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     past = key.shape[2] - query.shape[2]
     before, log_before = kernel(query, key[:, :, :past], value[:, :, :past], scale=scaling)

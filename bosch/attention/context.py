@@ -59,7 +59,7 @@ class AttentionContext:
         return (torch.arange(self.q_length, device=device) + first)[None]
 
     def on(self, device: torch.device) -> AttentionContext:
-        """This context on `device`, since layers may be on several; elsewhere a copy."""
+        """This context on `device`, a copy if it is on another; layers may be on several."""
 
         def copy() -> AttentionContext:
             tables = {name: getattr(self, name) for name in ("valid", "document", "start")}
@@ -107,7 +107,7 @@ class AttentionContext:
         return visible
 
     def sink_slots(self, sinks: int, device: torch.device) -> Tensor:
-        """Slots [b, sinks] of rows' first real tokens, Tk where fewer; not with documents."""
+        """Slots [b, sinks] of each row's first real tokens, Tk if missing; not for documents."""
 
         def make() -> Tensor:
             if self.valid is None:

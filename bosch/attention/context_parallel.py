@@ -5,7 +5,8 @@ full heads it gathers all keys and values; for the heads of each window it recei
 before its chunks that the window reaches (the halo), and the sinks. Gradients go the same way back.
 
 Shapes: B rows, n processes, C tokens of a chunk, T = 2nC of a sequence, HQ query heads, HKV
-key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV of a key and its value.
+key/value heads, HG of a group, K keys before a chunk, D head dimension, DKV that of a key and its
+value together.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class SplitPass:
         return self._contexts[chunk, window]
 
     def in_sequence(self, window: Window | None, seen: Tensor) -> Tensor:
-        """The last chunk's `seen` [B, HG, K + C, D] in its slots of [B, HG, T, D]; others are 0."""
+        """The last chunk's `seen` states [B, HG, K + C, D] by slot, [B, HG, T, D]; others are 0."""
         if window is None:
             return seen
         split = self.split
@@ -212,7 +213,7 @@ class SplitPass:
 
 
 def split_attention(
-    call: AttentionCall, current: SplitPass, last_seen: list[tuple[Tensor, ...]] | None = None
+    call: AttentionCall, split_pass: SplitPass, last_seen: list[tuple[Tensor, ...]] | None = None
 ) -> Tensor:
     """`hybrid_attention` of the two chunks that this process holds: [B, 2C, HQ, D].
 
@@ -224,20 +225,20 @@ def split_attention(
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
     q_per_kv = query.shape[1] // layout.num_key_value_heads
     sizes = [key.shape[-1], value.shape[-1]]
-    chunks = current.split.chunks_of(current.communicator.rank)
+    chunks = split_pass.split.chunks_of(split_pass.communicator.rank)
     outputs = []
     for group in layout.groups:
         window, group_layout = group.window, _layout_of(group)
         heads = layout.heads_of(query, group, q_per_kv)
         states = torch.cat([layout.heads_of(x, group) for x in (key, value)], dim=-1)
-        keys = _near_keys(states, window, current) if window else _all_keys(states, current)
+        keys = _near_keys(states, window, split_pass) if window else _all_keys(states, split_pass)
         transform = call.transform.of(layout, group, q_per_kv)
         if last_seen is not None:
             last_seen.append(torch.split(keys[1], sizes, dim=-1))
         parts = []
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):
             keys_seen, values_seen = torch.split(seen, sizes, dim=-1)
-            context = current.context(chunk, window)
+            context = split_pass.context(chunk, window)
             part = AttentionCall(
                 queries, keys_seen, values_seen, group_layout, context, transform, call.backend
             )
@@ -252,21 +253,21 @@ def _layout_of(group: HeadGroup) -> HeadLayout:
     return HeadLayout.deploy({group.window: len(group.heads)})
 
 
-def _all_keys(states: Tensor, current: SplitPass) -> list[Tensor]:
+def _all_keys(states: Tensor, split_pass: SplitPass) -> list[Tensor]:
     """Keys and values up to the end of each chunk, [B, HG, Tk, DKV], from those of this process."""
-    size = current.split.chunk
-    gathered: Tensor = _Gathered.apply(states, current.communicator)  # type: ignore[no-untyped-call]
+    size = split_pass.split.chunk
+    gathered: Tensor = _Gathered.apply(states, split_pass.communicator)  # type: ignore[no-untyped-call]
     first, second = torch.split(gathered, size, dim=3)
     whole = torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=2)
-    chunks = current.split.chunks_of(current.communicator.rank)
+    chunks = split_pass.split.chunks_of(split_pass.communicator.rank)
     return [whole[:, :, : (chunk + 1) * size] for chunk in chunks]
 
 
-def _near_keys(states: Tensor, window: Window, current: SplitPass) -> list[Tensor]:
+def _near_keys(states: Tensor, window: Window, split_pass: SplitPass) -> list[Tensor]:
     """Keys and values of sinks, halo and chunk itself, for each chunk: [B, HG, K + C, DKV]."""
-    halo = current.halo(window)
+    halo = split_pass.halo(window)
     local = states.transpose(1, 2).flatten(0, 1)  # [B * 2C, HG, DKV]
-    exchange = halo.sent_counts, halo.received_counts, current.communicator
+    exchange = halo.sent_counts, halo.received_counts, split_pass.communicator
     sent = local.index_select(0, halo.sent)
     received: Tensor = _Exchanged.apply(sent, *exchange)  # type: ignore[no-untyped-call]
     rows = torch.cat([local, received])

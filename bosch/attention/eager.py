@@ -24,7 +24,7 @@ def eager_attention(call: AttentionCall) -> Tensor:
 
 
 def eager_weights(call: AttentionCall) -> Tensor:
-    """Weights [B, HQ, T, Tk] before dropout; 0 for slots that a head does not see, held or not."""
+    """Weights [B, HQ, T, Tk] before dropout; 0 for unseen slots, whether cached or not."""
     length = call.context.kv_length
 
     def weights(group: GroupCall) -> Tensor:

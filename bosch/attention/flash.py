@@ -28,14 +28,14 @@ def flash_kernel_attention(call: AttentionCall) -> Tensor:
     Raises UserError for padding between a row's tokens.
     """
     key = call.key
-    ring = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
-    if ring or (call.dropout and call.transform.head_logits is not None):
+    is_fixed = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
+    if is_fixed or (call.dropout and call.transform.head_logits is not None):
         return sdpa_attention(call)
     return call.by_group(_flash)
 
 
 def _flash(group: GroupCall) -> Tensor:
-    """Causal attention to the last keys given, [B, HQ, T, D]; flash-attn aligns them likewise."""
+    """Causal attention, [B, HQ, T, D]; flash-attn too aligns the last query with the last key."""
     options: dict[str, Any] = {
         "dropout_p": group.dropout, "softmax_scale": group.transform.scaling, "causal": True,
         "window_size": _NO_WINDOW if group.window is None else group.window.flash,
@@ -108,9 +108,9 @@ class Segments(NamedTuple):
 
 
 def _flash_segments(context: AttentionContext, count: int, device: torch.device) -> Segments:
-    """Segments over the last `count` key slots; a padded query is one of its own.
+    """Segments over the last `count` key slots; a padded query is its own segment.
 
-    Raises UserError for padding between tokens: a window counts it, which flash-attn cannot.
+    Raises UserError for padding between tokens, which a window counts and flash-attn would not.
     """
     marks = context.document if context.valid is None else context.valid
     assert marks is not None

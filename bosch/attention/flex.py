@@ -80,14 +80,14 @@ def flex_block_mask(
     windows = (group.window for group in layout.groups)
     sizes = [context.kv_length if window is None else window.size for window in windows]
     reaches = torch.tensor(sizes, device=device)
-    some, whole = _blocks_seen(layout, reaches, context, device)
-    some, whole = (x.index_select(1, groups) for x in (some & ~whole, whole))
-    lengths = context.q_length, context.kv_length
+    seen, whole = (
+        x.index_select(1, groups) for x in _blocks_seen(layout, reaches, context, device)
+    )
     return torch_flex.BlockMask.from_kv_blocks(
-        *_listed(some),
+        *_listed(seen & ~whole),
         *_listed(whole),
         BLOCK_SIZE=FLEX_BLOCK,
-        seq_lengths=lengths,
+        seq_lengths=(context.q_length, context.kv_length),
         mask_mod=_rule(layout, context, reaches[groups], device),
     )
 
@@ -101,28 +101,29 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _blocks_seen(
     layout: HeadLayout, reaches: Tensor, context: AttentionContext, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Blocks seen in part, and whole, [B or 1, groups, nq, nk], with `reaches` [groups] of keys."""
+    """Blocks with a visible key, and blocks of visible keys only: [B or 1, groups, nq, nk].
+
+    `reaches` [groups] is the number of last keys that each group sees.
+    """
     size, reach = FLEX_BLOCK, reaches[:, None, None]
     count_q, count_k = -(-context.q_length // size), -(-context.kv_length // size)
     first_q = (context.q_offset + size * torch.arange(count_q, device=device))[:, None]
     first_k = (size * torch.arange(count_k, device=device))[None]
     last_q = (first_q + size - 1).clamp(max=context.kv_length - 1)
     last_k = first_k + size - 1
-    some = (first_k <= last_q) & (first_q - last_k < reach)
-    whole = (last_k <= first_q) & (last_q - first_k < reach)
-    whole = whole[None] & context.is_plain
-    some = some[None]
+    seen = ((first_k <= last_q) & (first_q - last_k < reach))[None]
+    whole = ((last_k <= first_q) & (last_q - first_k < reach))[None] & context.is_plain
     if layout.sinks:
         slots = _sinks_seen(layout.sinks, context, first_q[:, 0], device)
         rows = slots.shape[0]
         marked = torch.zeros(rows, count_q, count_k, dtype=torch.bool, device=device)
         index = (slots.clamp(max=context.kv_length - 1) // size).expand(rows, count_q, -1)
         marked.scatter_(2, index, True)
-        some = some.expand(rows, -1, -1, -1).clone()
+        seen = seen.expand(rows, -1, -1, -1).clone()
         slides = torch.tensor([group.window is not None for group in layout.groups], device=device)
-        some |= marked[:, None] & slides[:, None, None]
+        seen |= marked[:, None] & slides[:, None, None]
         whole = whole.expand(rows, -1, -1, -1)
-    return some, whole
+    return seen, whole
 
 
 def _sinks_seen(
@@ -145,13 +146,13 @@ def _rule(
     document = None if context.is_plain else context.document
     valid = None if context.is_plain else context.valid
     rank = context.rank(device) if sinks else None
-    many = rank is not None and rank.shape[0] > 1
+    has_rows = rank is not None and rank.shape[0] > 1
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + offset - key
         near = distance < reach[head]
         if rank is not None:
-            near = near | (rank[row if many else row * 0, key] < sinks)
+            near = near | (rank[row if has_rows else row * 0, key] < sinks)
         visible = (distance >= 0) & near
         if document is not None:
             visible = visible & (document[row, query + offset] == document[row, key])

@@ -62,10 +62,10 @@ class _WithLogits(torch.autograd.Function):
         state_grads = kernel.backward(gradient, query, key, value, out, total)
         logit_grads = None
         if ctx.needs_input_grad[4]:
-            lost = torch.exp(logits.to(total.dtype)[:, None] - total)
+            shares = torch.exp(logits.to(total.dtype)[:, None] - total)
             products = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1)
             if not kernel.heads_first:
                 products = products.transpose(-1, -2)
-            logit_grads = -(lost * products).sum(-1)
+            logit_grads = -(shares * products).sum(-1)
             logit_grads = logit_grads.reshape(-1, len(logits)).sum(0).to(logits.dtype)
         return None, *state_grads, logit_grads

@@ -46,15 +46,15 @@ def fused_attention(
     `mask` broadcasts to [B, HQ, T, Tk], or is one of torch.nn.attention.bias; `is_causal` needs Tk
     = T. RuntimeError if no kernel of FUSED_KERNELS takes them on a GPU, unless logits are few.
     """
-    groups, shares = query.shape[1] // key.shape[1], False
-    if groups > 1:  # a branch, since the comparison is symbolic when compiled
-        shares = not is_gpu(query) or _flash_takes(query, key, value, mask)
-        if not shares:
-            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    q_per_kv, is_grouped = query.shape[1] // key.shape[1], False
+    if q_per_kv > 1:  # a branch, since the comparison is symbolic when compiled
+        is_grouped = not is_gpu(query) or _flash_takes(query, key, value, mask)
+        if not is_grouped:
+            key, value = (states.repeat_interleave(q_per_kv, dim=1) for states in (key, value))
     with _allowed_kernels(query, key):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal,
-            scale=scale, enable_gqa=shares,
+            scale=scale, enable_gqa=is_grouped,
         )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class HeadLayout:
     sinks: int = field(init=False)
     has_full: bool = field(init=False)
     is_contiguous: bool = field(init=False)
-    _places: tuple[int, ...] = field(init=False)  # by their first head
+    _places: tuple[int, ...] = field(init=False)  # group numbers in order of their first heads
     _indices: dict[tuple[Window | str | None, int, torch.device], Tensor] = field(
         default_factory=dict, compare=False
     )

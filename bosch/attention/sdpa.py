@@ -63,9 +63,9 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     """Attention of all groups of heads: [B, T, HQ, D]."""
     key, value, length = call.key, call.value, call.context.kv_length
     # No query is W or more slots after a key, so all groups of heads see the same keys.
-    alike = all(length <= window.size for window in call.layout.windows)
-    alike = alike and not call.transform.sliding_only
-    if alike and isinstance(key, Tensor) and isinstance(value, Tensor):
+    fits = all(length <= window.size for window in call.layout.windows)
+    same_result = fits and not call.transform.sliding_only
+    if same_result and isinstance(key, Tensor) and isinstance(value, Tensor):
         options = call.context, call.transform, call.dropout
         out = causal_attention(GroupCall(call.query, key, value, None, *options))
         return out.transpose(1, 2).contiguous()
@@ -136,20 +136,20 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
     query, key, value, sinks = call.query, call.key, call.value, window.sinks
     options, context = (call.transform, call.dropout), call.context
     batch, heads, length, dim = query.shape
-    first = min(window.most_keys, length)
+    first = min(window.max_keys, length)
     beginning = query[:, :, :first], key[:, :, :first], value[:, :, :first]
     head = masked_attention(*beginning, *options, is_causal=True)
     outputs = [head]
     count = (length - first) // block
     middle = first + count * block
     # A band begins with the W slots before its first query.
-    start, shown = first - window.size, (key[:, :, :sinks], value[:, :, :sinks])
+    start, sink_states = first - window.size, (key[:, :, :sinks], value[:, :, :sinks])
     if count:
         out = _attend_bands(
             _blocks(query[:, :, first:middle].flatten(0, 1), count, block),
             bands(key[:, :, start:middle].flatten(0, 1), block, window.size),
             bands(value[:, :, start:middle].flatten(0, 1), block, window.size),
-            tuple(x.flatten(0, 1)[None].expand(count, -1, -1, -1) for x in shown),
+            tuple(x.flatten(0, 1)[None].expand(count, -1, -1, -1) for x in sink_states),
             _band_mask(context, block, window, query.device)[None],
             *options,
         )  # [n, B * HQ, C, D]
@@ -160,8 +160,8 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
         mask = _band_mask(context, rest, window, query.device)
         last_key, last_value = key[:, :, start:], value[:, :, start:]
         if sinks:
-            last_key = torch.cat([shown[0], last_key], dim=2)
-            last_value = torch.cat([shown[1], last_value], dim=2)
+            last_key = torch.cat([sink_states[0], last_key], dim=2)
+            last_value = torch.cat([sink_states[1], last_value], dim=2)
         tail = query[:, :, middle:], last_key, last_value
         outputs.append(masked_attention(*tail, *options, mask))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
@@ -222,8 +222,8 @@ def _band_mask(
 
 def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor:
     """One row of the batch with padding, documents, sinks or a past: [1, HQ_group, T, D]."""
-    pick, context = slice(row, row + 1), call.context
-    query, key, value = (x[pick] for x in (call.query, call.key, call.value))
+    only, context = slice(row, row + 1), call.context
+    query, key, value = (x[only] for x in (call.query, call.key, call.value))
     size, sinks, length = window.size, window.sinks, query.shape[2]
     count = -(-length // block)
     first = context.kv_length - key.shape[2]
@@ -233,24 +233,25 @@ def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor
     query_blocks = _blocks(F.pad(query[0], (0, 0, 0, right)), count, block)
     keys, values = (bands(F.pad(x[0], (0, 0, left, right)), block, size) for x in (key, value))
 
-    shared = 0 if context.valid is None and context.document is None else row
-    name = ("band", window, block, first, shared)
-    mask, sink_slots = context.memo(name, lambda: _row_mask(call, window, row, block))
+    # Without padding and documents all rows share the mask of row 0.
+    mask_row = 0 if context.valid is None and context.document is None else row
+    memo_key = ("band", window, block, first, mask_row)
+    mask, sink_slots = context.memo(memo_key, lambda: _row_mask(call, window, row, block))
     if sink_slots is None:
-        shown = keys[:, :, :0], values[:, :, :0]
+        sink_states = keys[:, :, :0], values[:, :, :0]
     elif call.sink_key is not None and call.sink_value is not None:
         # A cache stores sinks apart; some may be new in this pass.
-        narrow = context.row(row)
-        extra_key = gather_sinks(key, call.sink_key[pick], narrow, sinks)
-        extra_value = gather_sinks(value, call.sink_value[pick], narrow, sinks)
-        shown = extra_key.expand(count, -1, -1, -1), extra_value.expand(count, -1, -1, -1)
+        row_context = context.row(row)
+        sink_key = gather_sinks(key, call.sink_key[only], row_context, sinks)
+        sink_value = gather_sinks(value, call.sink_value[only], row_context, sinks)
+        sink_states = sink_key.expand(count, -1, -1, -1), sink_value.expand(count, -1, -1, -1)
     else:
         # All keys are present: each block takes the sinks of the document in which its band begins.
         index = sink_slots.clamp(0, key.shape[2] - 1).reshape(-1)
-        gathered = (x[0].index_select(1, index) for x in (key, value))
-        extra_key, extra_value = (_blocks(x, count, sinks) for x in gathered)
-        shown = extra_key, extra_value
-    out = _attend_bands(query_blocks, keys, values, shown, mask, call.transform, call.dropout)
+        sink_key, sink_value = (x[0].index_select(1, index) for x in (key, value))
+        sink_states = _blocks(sink_key, count, sinks), _blocks(sink_value, count, sinks)
+    states = query_blocks, keys, values, sink_states
+    out = _attend_bands(*states, mask, call.transform, call.dropout)
     return out.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
@@ -281,5 +282,4 @@ def _row_mask(
             sink_slots = slots[min(row, slots.shape[0] - 1)].expand(count, -1)
         before = (sink_slots < starts - size) | (sink_slots < first)
         keys = torch.cat([torch.where(before, sink_slots, -1), keys], dim=1)
-    narrow = context.row(row)
-    return narrow.visible(queries[None], keys[None], window)[0], sink_slots
+    return context.row(row).visible(queries[None], keys[None], window)[0], sink_slots

@@ -46,8 +46,8 @@ def _varlen(group: GroupCall) -> Tensor:
         )
     else:
         arguments = *bounds, window == _CAUSAL
-        own_kernel = _varlen_kernel(arguments, transform.scaling, list(window), grouped)
-        out = with_head_logits(own_kernel, q, k, v, transform.head_logits)
+        lse_kernel = _varlen_kernel(arguments, transform.scaling, list(window), grouped)
+        out = with_head_logits(lse_kernel, q, k, v, transform.head_logits)
     rows, heads, length, dim = query.shape
     return out.view(rows, length, heads, dim).transpose(1, 2)
 
@@ -77,7 +77,7 @@ def _varlen_kernel(
 
 
 def _borders(context: AttentionContext, query: Tensor) -> tuple[Tensor, int]:
-    """Bounds of the sequences, int32 [sequences + 1]; tokens of the longest."""
+    """Bounds of the sequences, int32 [sequences + 1], and the length of the longest."""
     if context.document is None:
         lengths = [context.q_length] * query.shape[0]
     else:

@@ -6,5 +6,7 @@ from bosch.backends import BackendEntry, register
 
 register(
     "eager",
-    BackendEntry("bosch.attention.eager:eager_attention", "softmax", 0, lacks=("saved_outputs",)),
+    BackendEntry(
+        "bosch.attention.eager:eager_attention", "softmax", rank=0, lacks=("saved_outputs",)
+    ),
 )

@@ -11,10 +11,10 @@ register(
     BackendEntry(
         "bosch.attention.flash:flash_kernel_attention",
         "flash_attn",
-        10,
-        ("flash_attention_2",),
-        lambda: has_gpu() and importlib.util.find_spec("flash_attn") is not None,
-        "a GPU and the flash-attn package",
-        ("sinks", "float32", "softcap", "wide_heads", "cpu"),
+        rank=10,
+        aliases=("flash_attention_2",),
+        usable=lambda: has_gpu() and importlib.util.find_spec("flash_attn") is not None,
+        needs="a GPU and the flash-attn package",
+        lacks=("sinks", "float32", "softcap", "wide_heads", "cpu"),
     ),
 )

@@ -1,4 +1,4 @@
-"""torch's FlexAttention: one compiled kernel for both kinds of heads."""
+"""torch's FlexAttention: one compiled kernel for full and sliding heads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ register(
     BackendEntry(
         "bosch.attention.flex:flex_kernel_attention",
         "flex_attention",
-        12,
-        ("flex_attention",),
-        has_gpu,
-        "a GPU",
+        rank=12,
+        aliases=("flex_attention",),
+        usable=has_gpu,
+        needs="a GPU",
         # torch's blocks for heads of 512 dimensions take 263,168 bytes of shared memory; an H100
         # has 232,448 (https://github.com/NVIDIA-NeMo/Automodel/pull/3064).
-        ("dropout", "softcap", "wide_heads", "cache", "saved_outputs", "cpu"),
+        lacks=("dropout", "softcap", "wide_heads", "cache", "saved_outputs", "cpu"),
     ),
 )

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from bosch.backends import BackendEntry, register
 
-register("sdpa", BackendEntry("bosch.attention.sdpa:sdpa_attention", "_scaled_dot_product_", 1))
+register(
+    "sdpa", BackendEntry("bosch.attention.sdpa:sdpa_attention", "_scaled_dot_product_", rank=1)
+)

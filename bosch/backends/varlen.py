@@ -24,10 +24,9 @@ register(
     BackendEntry(
         "bosch.attention.varlen:varlen_attention",
         "varlen_attn",
-        11,
-        (),
-        _has_varlen,
-        "a GPU and a torch with windows in torch.nn.attention.varlen",
-        ("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
+        rank=11,
+        usable=_has_varlen,
+        needs="a GPU and a torch with windows in torch.nn.attention.varlen",
+        lacks=("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
     ),
 )

@@ -78,7 +78,7 @@ def local_and_total(weights: Tensor, begin: int, end: int, window_size: int) -> 
 
 
 def hidden_sums(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
-    """Sums [HKV, 1 + windows], float64, of weights [HKV, R, end] that full (0) and windows hide."""
+    """Sums [HKV, 1 + windows], float64, of weights [HKV, R, end] hidden by full, and by windows."""
     lag = lags(begin, end, 0, weights.device)
     keys = torch.arange(end, device=weights.device)
     sums = [torch.zeros(len(weights), dtype=torch.float64, device=weights.device)]

@@ -1,6 +1,7 @@
 """Layer rules: whole layers keep full attention, chosen by their place (BOSCH §3.4).
 
-N - ceil(rho N) units stay full: whole layers in the rule's order, then first KV heads of the next.
+N - ceil(rho N) KV heads stay full: all heads of the first layers in the rule's order, and the first
+heads of the next layer.
 """
 
 from __future__ import annotations

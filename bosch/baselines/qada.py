@@ -51,10 +51,11 @@ def _local_fractions(
     distance = lags(begin, end, first_key, scores.device)
     outside = distance >= window_size
     log_local = scores.masked_fill(outside, float("-inf")).logsumexp(dim=-1)  # Eq. 15 and 16
-    edge = outside & (distance < window_size + buffer)
-    count = edge.sum(dim=-1).clamp(min=1)
-    mean = scores.masked_fill(~edge, 0).sum(dim=-1) / count
-    spread = (scores - mean[..., None]).masked_fill(~edge, 0).square().sum(dim=-1) / count
-    far = (torch.arange(begin, end, device=scores.device) - window_size + 1).clamp(min=0)
-    log_global = far.log() + mean + spread / 2  # Eq. 17; -inf where no key is outside
+    in_buffer = outside & (distance < window_size + buffer)
+    count = in_buffer.sum(dim=-1).clamp(min=1)
+    mean = scores.masked_fill(~in_buffer, 0).sum(dim=-1) / count
+    deviations = (scores - mean[..., None]).masked_fill(~in_buffer, 0)
+    variance = deviations.square().sum(dim=-1) / count
+    keys = (torch.arange(begin, end, device=scores.device) - window_size + 1).clamp(min=0)
+    log_global = keys.log() + mean + variance / 2  # Eq. 17; -inf where no key is outside
     return torch.sigmoid(log_local - log_global)  # Eq. 18

@@ -20,7 +20,7 @@ Scores: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranked:
-    """A mask on budget; `tied`: units that score as the last that slides, 0 if all of them do."""
+    """A mask on budget; `tied` counts the equal units on both sides of the budget, 0 if none."""
 
     mask: HeadMask
     tied: int
@@ -33,7 +33,7 @@ def rank_units(
     most_local: Literal["largest", "smallest"],
     head_granularity: int = 1,
 ) -> Ranked:
-    """The ceil(rho N) most local of N units of KV heads slide; among equal units, the first.
+    """The mask in which the ceil(rho N) most local of N units slide; among equal ones, the first.
 
     The score of a KV head is the mean of `scores` [L, HQ] over its query heads; `most_local` says
     whether large or small scores mean local. With `head_granularity` g, units of g KV heads of

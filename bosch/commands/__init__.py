@@ -1,4 +1,4 @@
-"""The commands of `bosch`: every module here and in `pipeline/commands`, without a list.
+"""The commands of `bosch`: every module here and in `pipeline/commands` that has a `COMMAND`.
 
 Such a module, or the module `command` of a package, has `COMMAND = Command("what it does", …)`,
 `run` and, if it has options, `add_options(parser)`.
@@ -58,7 +58,7 @@ def find_command(name: str, packages: Sequence[ModuleType]) -> ModuleType | None
 
 def command_help(packages: Sequence[ModuleType]) -> dict[str, str]:
     """Descriptions of all commands by name, read from the source, since importing takes seconds."""
-    about = {}
+    descriptions = {}
     for package in packages:
         for module in pkgutil.iter_modules(package.__path__):
             file = Path(package.__path__[0], module.name, "command.py")
@@ -66,8 +66,8 @@ def command_help(packages: Sequence[ModuleType]) -> dict[str, str]:
                 file = file.parent.with_suffix(".py")
             source = file.read_text(encoding="utf-8") if file.is_file() else ""
             if match := _COMMAND.search(source):
-                about[module.name] = str(ast.literal_eval(match[1]))
-    return dict(sorted(about.items()))
+                descriptions[module.name] = str(ast.literal_eval(match[1]))
+    return dict(sorted(descriptions.items()))
 
 
 def all_commands(packages: Sequence[ModuleType]) -> Iterator[tuple[str, ModuleType]]:
@@ -99,15 +99,15 @@ def typed_path_fault(error: OSError, arguments: Sequence[str]) -> str | None:
     refused = {Path(os.fsdecode(name)) for name in names if isinstance(name, str | bytes | Path)}
     if error.errno in (errno.ENAMETOOLONG, errno.EACCES):  # also if a folder above it was refused
         refused |= {parent for path in refused for parent in path.parents if parent.name}
-    places = []
+    matches = []  # (how many folders above the argument's path, argument)
     for argument in arguments:
         option, _, value = argument.partition("=")
         path = Path(value if option.startswith("--") and value else argument)
-        above = [parent for parent in path.parents if parent.name]
-        places += [(n, argument) for n, place in enumerate((path, *above)) if place in refused]
-    if not places:
+        paths = [path, *(parent for parent in path.parents if parent.name)]
+        matches += [(n, argument) for n, place in enumerate(paths) if place in refused]
+    if not matches:
         return None
-    _, nearest = min(places, key=lambda found: found[0])
+    _, nearest = min(matches, key=lambda match: match[0])
     return f"{nearest}: {error.strerror}; name another file or folder"
 
 
@@ -117,12 +117,12 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def text_aside(aside: bool) -> Iterator[None]:
+def text_to_stderr(redirect: bool) -> Iterator[None]:
     """Redirect printed text to the error stream, so that the output is only JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if redirect else contextlib.nullcontext():
         yield
 
 
 def listing(packages: Sequence[ModuleType]) -> str:
     """A line for each command."""
-    return "\n".join(f"{name:<12}{about}" for name, about in command_help(packages).items())
+    return "\n".join(f"{name:<12}{text}" for name, text in command_help(packages).items())

@@ -30,8 +30,8 @@ def main() -> int:
     except ValueError as fault:
         if "HybridLayerCache" not in str(fault) and "SinkLayerCache" not in str(fault):
             raise
-        said = _NO_BATCHES if "batching" in str(fault) else _NO_DRAFTS
-        print(f"error: {said}", file=sys.stderr)
+        message = _NO_BATCHES if "batching" in str(fault) else _NO_DRAFTS
+        print(f"error: {message}", file=sys.stderr)
         return 2
     return 0
 

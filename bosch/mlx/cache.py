@@ -1,6 +1,7 @@
 """Caches of a hybrid layer in mlx-lm: an mlx-lm cache for each group of heads.
 
-Shapes: B batch, T tokens, Tk keys, HQ query heads, HKV KV heads, HG of a group, D head size.
+Shapes: B batch, T tokens, Tk keys, HQ query heads, HKV KV heads, HG KV heads of a group, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ for _class in (HybridLayerCache, SinkLayerCache):
 def _empty(window: Window | None) -> Any:
     if window is None:
         return KVCache()
-    return RotatingKVCache(window.most_keys, keep=window.sinks)
+    return RotatingKVCache(window.max_keys, keep=window.sinks)
 
 
 class LayerPass:
@@ -145,21 +146,20 @@ def grouped_attention(attention: Any) -> Any:
 
 def check_caches(caches: Sequence[Any], layouts: Sequence[HeadLayout | None]) -> None:
     """Raise UserError for caches that were made for another model."""
-    fits = len(caches) == len(layouts) and all(
-        layout is None
-        or (
-            isinstance(cache, CacheList)
-            and [_window(part) for part in cache.caches]
-            == [group.window for group in layout.groups]
-        )
-        for cache, layout in zip(caches, layouts, strict=True)
-    )
-    if not fits:
+    if len(caches) != len(layouts) or not all(map(_fits, caches, layouts)):
         raise UserError(
             "mlx-lm gave this hybrid model caches of another one; make them with its make_cache()"
         )
 
 
+def _fits(cache: Any, layout: HeadLayout | None) -> bool:
+    """Whether a layer's cache has a part for each group of the layout, with the same window."""
+    if layout is None:
+        return True
+    windows = [group.window for group in layout.groups]
+    return isinstance(cache, CacheList) and [_window(part) for part in cache.caches] == windows
+
+
 def _window(cache: Any) -> Window | None:
-    most, sinks = getattr(cache, "max_size", None), getattr(cache, "keep", 0)
-    return None if most is None else Window(most - sinks, sinks)
+    size, sinks = getattr(cache, "max_size", None), getattr(cache, "keep", 0)
+    return None if size is None else Window(size - sinks, sinks)

@@ -130,7 +130,7 @@ def _args_of(base: Any) -> Any:
                     "mlx-lm: its caches know no sink bias; run this model with transformers or vLLM"
                 )
             base = full_attention_config(config)
-            for setting in _read_otherwise(base):
+            for setting in _unsupported_settings(base):
                 raise UserError(
                     f"mlx-lm: {setting}, which it does not read as transformers does; run this "
                     "model with transformers or vLLM"
@@ -145,7 +145,7 @@ def _args_of(base: Any) -> Any:
     return HybridArgs
 
 
-def _read_otherwise(base: Any) -> Iterator[str]:
+def _unsupported_settings(base: Any) -> Iterator[str]:
     """Settings of the configuration with which mlx-lm would compute other logits."""
     rotation = getattr(base, "rope_parameters", None) or {}
     kind = rotation.get("rope_type", "default")

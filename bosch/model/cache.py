@@ -36,7 +36,7 @@ CACHE_NAME: str = ALL_CACHE_NAMES[0]
 
 @dataclass
 class GroupCache:
-    """A group's keys and values [B, HG, R, D]; sinks [B, HG, S, D], None while among those."""
+    """Keys and values [B, HG, R, D] of a group; sinks [B, HG, S, D], None while in `keys`."""
 
     group: HeadGroup
     keys: Tensor
@@ -219,7 +219,7 @@ class HybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
                 )
 
     def padded_rows(self, padding: Tensor, length: int) -> HybridCacheLayer:
-        """This sequence, with all its tokens, as rows after `padding` [B] slots, up to `length`."""
+        """This whole sequence in rows of `length` slots, which begin with `padding` [B] slots."""
         rows = HybridCacheLayer(self.layout)
         rows.dtype, rows.device, rows.is_initialized = self.dtype, self.device, True
         rows.length = length
@@ -250,7 +250,7 @@ def check_removed(tokens_to_remove: int) -> None:
 
 
 def _padded_rows(states: Tensor, padding: Tensor, length: int) -> Tensor:
-    """[B, H, length, D] of states [1, H, T, D]: row i begins `padding[i]` slots late."""
+    """States [1, H, T, D] as rows [B, H, length, D]; row i begins with `padding[i]` slots."""
     slots = torch.arange(length, device=states.device) - padding[:, None]  # [B, length]
     return states[0][:, slots.clamp_min(0)].transpose(0, 1).contiguous()
 
@@ -277,20 +277,20 @@ def _with_states(kind: type[SplitCacheLayer]) -> Any:
         owner: Any = kind if args else LinearAttentionLayer
         owner.lazy_initialization(self, *args, **kwargs)
 
-    def of_both(name: str) -> Callable[..., None]:
+    def call_both(name: str) -> Callable[..., None]:
         def call(self: Any, *args: Any) -> None:
             for owner in (LinearAttentionLayer, kind):
                 getattr(owner, name)(self, *args)
 
         return call
 
-    both = ("reset", "reorder_cache", "crop", "offload", "prefetch", "activate_past_recording")
+    names = ("reset", "reorder_cache", "crop", "offload", "prefetch", "activate_past_recording")
     body = {
         "__init__": __init__,
         "lazy_initialization": lazy_initialization,
         "get_max_length": kind.get_max_length,
         "is_compileable": kind.is_compileable,
-        **{name: of_both(name) for name in both if hasattr(kind, name)},
+        **{name: call_both(name) for name in names if hasattr(kind, name)},
     }
     return type(f"{kind.__name__}WithStates", (LinearAttentionLayer, kind), body)
 
@@ -307,7 +307,7 @@ def _cache_layer(
 
 
 class SplitCache(Cache):
-    """Cache with a layer per layout (None: no attention); `states`: number of fixed-size ones."""
+    """Cache of a model; `layouts` has None without attention, `states` counts those by layer."""
 
     def __init__(
         self,
@@ -363,8 +363,8 @@ class SplitCache(Cache):
             if isinstance(layer, SplitCacheLayer):
                 layer.change(change)
             for name in ("conv_states", "recurrent_states"):
-                held = getattr(layer, name, {})
-                held |= {n: change(states) for n, states in held.items() if states is not None}
+                by_number = getattr(layer, name, {})
+                by_number |= {n: change(x) for n, x in by_number.items() if x is not None}
 
 
 class HybridCache(SplitCache):
@@ -411,7 +411,7 @@ def keeps_every_token(cache: Cache) -> bool:
 
 
 def padded_rows(cache: Cache, padding: Tensor, length: int) -> Cache:
-    """A cache with `cache`'s one sequence in rows of `padding` [B] slots, all ending at `length`.
+    """A cache of rows with `padding` [B] slots before the one sequence of `cache`.
 
     Row i has the first `length - padding[i]` tokens. `cache` has all (`keeps_every_token`).
     """
@@ -434,7 +434,7 @@ def held_bytes(cache: Cache) -> int:
     return _storage_bytes(tensor for layer in cache.layers for tensor in _tensors(layer))
 
 
-def shown_bytes(cache: Cache) -> int:
+def used_bytes(cache: Cache) -> int:
     """Bytes of the keys, values and other states that later passes read.
 
     transformers' sliding layers hold slices of a prompt, and free the rest with the next token.

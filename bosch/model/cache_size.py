@@ -1,4 +1,4 @@
-"""Bytes of a KV cache by formula, equal to what the caches hold. Needs no torch."""
+"""Bytes of a KV cache, computed by formula; the caches hold as many. Needs no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CacheSize:
         itemsize: int,
         state_bytes: int,
     ) -> CacheSize:
-        """The size for layers' heads by window and bytes of a number; `state_bytes` 0: KV only."""
+        """The size for each layer's heads by window (`rows`); with `state_bytes` 0 of KV only."""
         heads: Counter[Window | None] = Counter()
         for row in rows:
             heads.update(row)
@@ -92,10 +92,8 @@ class CacheSize:
 
     def static(self, room: int) -> int:
         """Bytes of a StaticHybridCache with room for `room` tokens of one sequence."""
-        slots = sum(count * min(window.most_keys, room) for window, count in self.sliding.items())
-        own_bytes = sum(
-            own.bytes_per_head * own.heads * min(own.window, room) for own in self.own_windows
-        )
+        slots = sum(count * min(window.max_keys, room) for window, count in self.sliding.items())
+        own_bytes = sum(w.bytes_per_head * w.heads * min(w.window, room) for w in self.own_windows)
         return self.per_token * room + self.bytes_per_head * slots + own_bytes + self.state_bytes
 
     def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
@@ -104,13 +102,11 @@ class CacheSize:
         Sliding heads have a ring of W tokens, all have whole pages (see `families.pages_refusal`).
         """
 
-        def pages(most: int) -> int:
-            return -(-min(tokens, most) // page_size) * page_size
+        def pages(limit: int) -> int:
+            return -(-min(tokens, limit) // page_size) * page_size
 
         slots = sum(count * pages(window.size) for window, count in self.sliding.items())
-        own_bytes = sum(
-            own.bytes_per_head * own.heads * pages(own.window) for own in self.own_windows
-        )
+        own_bytes = sum(w.bytes_per_head * w.heads * pages(w.window) for w in self.own_windows)
         return self.per_token * pages(tokens) + self.bytes_per_head * slots + own_bytes
 
     def _others(self, tokens: int) -> int:
@@ -118,7 +114,7 @@ class CacheSize:
         return sum(window.bytes(tokens) for window in self.own_windows) + self.state_bytes
 
 
-def beside_states(layers: int) -> str:
+def states_text(layers: int) -> str:
     """Text after the KV cache's bytes if `layers` layers have states of fixed size."""
     if not layers:
         return ""

@@ -56,7 +56,7 @@ def note_user(decoder: Any, user: Any) -> None:
 
 
 def check_cached_layout(decoder: Any, cache: Any) -> None:
-    """Register a cache; an empty one adopts the layout, UserError for states of another."""
+    """Register a cache; an empty one gets the layout. UserError for states of another layout."""
     users = _users_of(decoder)
     if cache in users:
         return

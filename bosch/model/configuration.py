@@ -148,7 +148,7 @@ def _refusing(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part_class(base: Any) -> Any:
-    """Config class of a hybrid's text decoder; by its name transformers finds the model class."""
+    """Config class of a hybrid's text decoder; its name leads transformers to the model class."""
     name = base.__name__
     if name not in globals():
         body = {"__module__": __name__, "__doc__": base.__doc__}

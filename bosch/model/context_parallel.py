@@ -47,13 +47,13 @@ class ContextParallel:
         fault = split_fault(model.config)
         if fault is not None:
             raise UserError(f"runtime.context_parallel: the model cannot be split: {fault}; set 1")
-        for module in _attending(model):
+        for module in _attention_modules(model):
             set_head_state(module, replace(required_state(module), attend=self._attend))
 
     @contextmanager
     def installed(self, model: Any) -> Iterator[None]:
         """`install` on a model within a `with` block."""
-        states = [(module, head_state(module)) for module in _attending(model)]
+        states = [(module, head_state(module)) for module in _attention_modules(model)]
         self.install(model)
         try:
             yield
@@ -63,14 +63,14 @@ class ContextParallel:
 
     def check(self, model: Any) -> None:
         """Raise RunError if a layer of `model` would compute attention only within a chunk."""
-        states = [head_state(module) for module in _attending(model)]
+        states = [head_state(module) for module in _attention_modules(model)]
         if not all(state is not None and state.attend == self._attend for state in states):
             raise RunError("runtime.context_parallel: a layer of the model does not take part")
 
     def begin(
         self, rows: int, length: int, positions: Tensor | None, device: torch.device
     ) -> Tensor:
-        """Begin a pass over `rows` sequences of `length` tokens; returns own positions [B, 2C].
+        """Begin a pass over `rows` sequences of `length` tokens; returns local positions [B, 2C].
 
         `positions` [B, T] restart with each document; None means one document per sequence.
         """
@@ -78,24 +78,24 @@ class ContextParallel:
         if positions is None:
             positions = torch.arange(length, device=device)[None]
         else:
-            apart = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
-            document = nn.functional.pad(apart.long(), (1, 0)).cumsum(-1)
+            restarts = (positions[:, 1:] != positions[:, :-1] + 1).cpu()
+            document = nn.functional.pad(restarts.long(), (1, 0)).cumsum(-1)
         split = ContextSplit(length, self.ranks)
         self._current = SplitPass(split, rows, document, self.communicator, device)
-        return self.own(positions)
+        return self.local(positions)
 
     def inputs(self, input_ids: Tensor, positions: Tensor | None = None) -> dict[str, Tensor]:
-        """Begin a pass over sequences [B, T]; returns the decoder's arguments, own tokens [B, 2C].
+        """Begin a pass over sequences [B, T]; returns the decoder's arguments, for local tokens.
 
         `positions` as in `begin`. Padding at the end is hidden from all tokens before it.
         """
         input_ids = self.whole_chunks(input_ids)
         if positions is not None:
-            more = torch.arange(1, input_ids.shape[1] - positions.shape[1] + 1).to(positions)
-            positions = torch.cat([positions, positions[:, -1:] + more], dim=1)
+            steps = torch.arange(1, input_ids.shape[1] - positions.shape[1] + 1).to(positions)
+            positions = torch.cat([positions, positions[:, -1:] + steps], dim=1)
         rows, whole = input_ids.shape
-        own_positions = self.begin(rows, whole, positions, input_ids.device)
-        return {"input_ids": self.own(input_ids), "position_ids": own_positions}
+        local_positions = self.begin(rows, whole, positions, input_ids.device)
+        return {"input_ids": self.local(input_ids), "position_ids": local_positions}
 
     def whole_chunks(self, values: Tensor) -> Tensor:
         """Values [B, T] padded with zeros at the end to whole chunks."""
@@ -119,11 +119,11 @@ class ContextParallel:
             input_ids, mask = (nn.functional.pad(x, (before, 0)) for x in (input_ids, mask))
         padding = input_ids.shape[1] - mask.sum(1, keepdim=True)
         positions = None
-        if bool(padding.any()):  # the padding is a document of its own
+        if bool(padding.any()):  # the padding becomes a separate document
             slots = torch.arange(input_ids.shape[1], device=mask.device).expand_as(mask)
             positions = slots.where(slots < padding, slots - padding)
         cache = HybridCache.of(model)
-        layers = dict(zip(_attending(model), cache.hybrid_layers, strict=True))
+        layers = dict(zip(_attention_modules(model), cache.hybrid_layers, strict=True))
         context = AttentionContext(length, valid=None if bool(valid.all()) else valid.bool())
 
         def fill(module: nn.Module, last_seen: _LastSeen) -> None:
@@ -145,7 +145,7 @@ class ContextParallel:
         self._fill = None
         return cache if self.communicator.rank == 0 else None
 
-    def own(self, values: Tensor) -> Tensor:
+    def local(self, values: Tensor) -> Tensor:
         """This process's tokens of values [B, T]: [B, 2C]."""
         assert self._current is not None
         chunks = torch.split(values, self._current.split.chunk, dim=1)
@@ -153,12 +153,12 @@ class ContextParallel:
         return torch.cat([chunks[chunk] for chunk in chunk_numbers], dim=1)
 
     def whole(self, local: Tensor) -> Tensor:
-        """Values of all tokens, [B, T], from each process's own [B, 2C]; without gradients."""
+        """Values of all tokens, [B, T], from each process's local [B, 2C]; without gradients."""
         first, second = self.communicator.all_gather(local.detach()).chunk(2, dim=2)
         return torch.cat([*first.unbind(), *second.flip(0).unbind()], dim=1)
 
-    def own_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the tokens at `columns` [N] are this process's, and where: bool [N], [N]."""
+    def local_columns(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the tokens at `columns` [N] are local, bool [N], and their local columns [N]."""
         assert self._current is not None
         size = self._current.split.chunk
         first, second = self._current.split.chunks_of(self.communicator.rank)
@@ -166,17 +166,17 @@ class ContextParallel:
         return (chunk == first) | (chunk == second), columns % size + size * (chunk == second)
 
     def at(self, local: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Values [N, C] of the tokens at `rows`, `columns` [N], of each process's own [B, 2C, C].
+        """Values [N, C] of the tokens at `rows`, `columns` [N], from each process's [B, 2C, C].
 
         All processes get all of them, without gradients.
         """
-        mine, places = self.own_columns(columns)
+        is_local, places = self.local_columns(columns)
         values = local.new_zeros(len(columns), local.shape[2])
-        values[mine] = local[rows[mine], places[mine]].detach()
+        values[is_local] = local[rows[is_local], places[is_local]].detach()
         return self.communicator.all_gather(values).sum(0)  # 0 in all processes but one
 
     def attention(self, call: AttentionCall, last_seen: _LastSeen | None = None) -> Tensor:
-        """As `compute_attention` for own tokens of whole sequences; the context is ignored."""
+        """As `compute_attention` for local tokens of whole sequences; the context is ignored."""
         assert self._current is not None
         return split_attention(call, self._current, last_seen)
 
@@ -189,6 +189,6 @@ class ContextParallel:
         return output
 
 
-def _attending(model: Any) -> list[nn.Module]:
+def _attention_modules(model: Any) -> list[nn.Module]:
     layouts = layouts_of(model)
     return [attention_module(model, n) for n, layout in enumerate(layouts) if layout is not None]

@@ -98,7 +98,7 @@ def _check_base_types(config: Any, where: str) -> None:
 
 
 class HybridModelMixin:
-    """What a hybrid model adds to its family: layouts, backend and cache."""
+    """Adds layouts, a backend and a cache to the model class of a family."""
 
     _family: Family
 
@@ -139,7 +139,7 @@ class HybridModelMixin:
 
     @classmethod
     def prepare_distribute_model(cls, distributed_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to split heads or layers: a layout has all heads of one, a cache all layers."""
+        """Refuse to split heads or layers: layouts have all heads of a layer, caches all layers."""
         if isinstance(distributed_config, dict):
             distributed_config = DistributedConfig.from_dict(distributed_config)
         if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
@@ -153,7 +153,7 @@ class HybridModelMixin:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: else transformers skips modules without parameters, whose buffers no file has."""
+        """False, or transformers skips modules without parameters, whose buffers no file has."""
         return False
 
     def _install(self, layouts: list[HeadLayout | None]) -> None:
@@ -221,10 +221,10 @@ class HybridModelMixin:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        cache_of_user = model_kwargs.get(CACHE_NAME)
-        if cache_of_user is not None or generation_config.use_cache is False:
-            if cache_of_user is not None:
-                adopt_cache(self, cache_of_user)
+        user_cache = model_kwargs.get(CACHE_NAME)
+        if user_cache is not None or generation_config.use_cache is False:
+            if user_cache is not None:
+                adopt_cache(self, user_cache)
             parent: Any = super()
             parent._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -247,7 +247,7 @@ class HybridModelMixin:
     def _static_cache(
         self, generation_config: Any, batch_size: int, max_cache_length: int
     ) -> StaticHybridCache:
-        """As large as the largest so far, as in transformers, to avoid recompilation."""
+        """A static cache as large as the largest so far, as in transformers: no recompilation."""
         configured = getattr(generation_config, "max_cache_len", None) or 0
         self._static_length = max(max_cache_length, configured, getattr(self, "_static_length", 0))
         cache = self.new_static_cache(self._static_length)
@@ -256,13 +256,12 @@ class HybridModelMixin:
             # Chunks of a prompt are compiled, too, and compiled code must not allocate the cache.
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             kinds = decoder_layers(self.config)  # type: ignore[attr-defined]
-            has_own_window = [layer in kinds.windows for layer in range(kinds.count)]
+            sliding, full = (kinds.own_heads, kinds.own_head_dim), (kinds.heads, kinds.head_dim)
+            sizes = [sliding if n in kinds.windows else full for n in range(kinds.count)]
             cache.early_initialization(
                 batch_size=batch_size * copies,
-                num_heads=[kinds.own_heads if slides else kinds.heads for slides in has_own_window],
-                head_dim=[
-                    kinds.own_head_dim if slides else kinds.head_dim for slides in has_own_window
-                ],
+                num_heads=[heads for heads, _ in sizes],
+                head_dim=[dim for _, dim in sizes],
                 dtype=self.dtype,  # type: ignore[attr-defined]
                 device=self.device,  # type: ignore[attr-defined]
             )
@@ -339,10 +338,8 @@ def adopt_cache(model: Any, cache: Any) -> None:
         if any(getattr(layer, "record_past", False) for layer in layers):
             new.activate_past_recording()
     elif not started and isinstance(cache, StaticCache):
-        loses_sinks = cache.offloading and any(
-            layout.sinks for layout in layouts_of(model) if layout
-        )
-        if not loses_sinks:
+        has_sinks = any(layout.sinks for layout in layouts_of(model) if layout)
+        if not (cache.offloading and has_sinks):
             new = StaticHybridCache.of(model, cache_room(cache))
     if new is None:
         logger.warning_once(
@@ -397,8 +394,8 @@ def _prepare_pass(
     cached = past is not None or bool(use_cache)
     may_mix = cached or not family.separates_documents
     # Reading positions breaks a compiled graph, so do it there only if the cache depends on them.
-    looks = may_mix and (undecided or not torch.compiler.is_compiling())
-    if positions is not None and looks and _restarts(positions):
+    reads_positions = may_mix and (undecided or not torch.compiler.is_compiling())
+    if positions is not None and reads_positions and _restarts(positions):
         if not family.separates_documents:
             raise ValueError(
                 "models of this type do not keep packed documents apart, and position_ids start "
@@ -430,8 +427,9 @@ def _parameters(decoder_class: Any) -> tuple[str, ...]:
 @functools.cache
 def hybrid_model_class(family: Family) -> Any:
     """Causal language model class of a family's hybrid models."""
-    more = family.takes_more_than_text
-    models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if more else MODEL_FOR_CAUSAL_LM_MAPPING
+    models = MODEL_FOR_CAUSAL_LM_MAPPING
+    if family.takes_more_than_text:
+        models = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     created = _hybrid_class(family, models, family.model_class)
     _name_in_transformers(family.model_class, created)
     return created

@@ -259,18 +259,20 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def most_positions(config: Any) -> int | None:
-    """Most positions of the text decoder; None if the configuration states no limit."""
+def max_positions(config: Any) -> int | None:
+    """Maximum position of the text decoder; None if the configuration states no limit."""
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def drop_idle_window(config: Any) -> None:
-    """Set a window beyond all positions, as in Phi-3.5 and Phi-4-mini, to None."""
+    """Set a window as long as all positions, as in Phi-3.5 and Phi-4-mini, to None."""
     if str(config.model_type).removeprefix(HYBRID_PREFIX) not in FAMILIES:
         return
-    text, most = text_config(config), most_positions(config)
+    text, positions = text_config(config), max_positions(config)
     window: int | None = getattr(text, "sliding_window", None)
-    if getattr(text, "layer_types", None) is None and window and most and window >= most:
+    if getattr(text, "layer_types", None) is not None:
+        return
+    if window and positions and window >= positions:
         text.sliding_window = None
 
 
@@ -296,7 +298,7 @@ def decoder_layers(config: Any) -> DecoderLayers:
 
 
 def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:
-    """What continuous batching lacks for a model that has these windows in all; None if nothing."""
+    """A trait that continuous batching does not support, of a model with these windows, or None."""
     sizes = sorted({window.size for window in windows})
     if kinds.states:
         return "layers with states of a fixed size, for which transformers has no pages"

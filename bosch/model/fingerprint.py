@@ -10,13 +10,13 @@ from bosch.model.tensor_parallel import whole_weight
 
 _SAMPLED_VALUES = 4096
 # Fields about the origin and name of a model, on which outputs do not depend.
-_NO_OUTPUT = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+_IGNORED = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 
 
 def model_fingerprint(model: Any) -> str:
     """SHA-256 of a loaded model: configuration (RoPE, caps), every weight's name and a sample."""
     digest = hashlib.sha256()
-    content = _of_output(model.config.to_dict())
+    content = _relevant(model.config.to_dict())
     digest.update(json.dumps(content, sort_keys=True, default=str).encode())
     for name, weight in model.state_dict().items():
         flat = whole_weight(weight.detach()).reshape(-1)
@@ -26,8 +26,8 @@ def model_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _of_output(content: Any) -> Any:
+def _relevant(content: Any) -> Any:
     """The fields of a configuration, nested ones included, on which outputs depend."""
     if not isinstance(content, dict):
         return content
-    return {name: _of_output(value) for name, value in content.items() if name not in _NO_OUTPUT}
+    return {name: _relevant(value) for name, value in content.items() if name not in _IGNORED}

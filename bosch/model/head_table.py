@@ -48,15 +48,11 @@ def budget_table(
     by_slots = {kv_slots(rows, context): head_table(rows) for rows in budgets}
     assert chosen in by_slots
     counts = {"full_kv_heads_per_layer", "swa_kv_heads_per_layer"}
-    return {
-        **{name: value for name, value in by_slots[chosen].items() if name not in counts},
-        "context": context,
-        "chosen": chosen,
-        "budgets": [
-            {"kv_slots": slots, **{n: v for n, v in by_slots[slots].items() if n in counts}}
-            for slots in sorted(by_slots)
-        ],
-    }
+    menu = {name: value for name, value in by_slots[chosen].items() if name not in counts}
+    entries = []
+    for slots, table in sorted(by_slots.items()):
+        entries.append({"kv_slots": slots, **{n: v for n, v in table.items() if n in counts}})
+    return {**menu, "context": context, "chosen": chosen, "budgets": entries}
 
 
 def heads_by_window(config: Any) -> Rows:
@@ -92,8 +88,8 @@ def budget_slots(config: Any, budget: int | float | None) -> int | None:
     original = original_slots(config)
     fitting: list[int] = []
     if type(budget) in (int, float) and 0 < budget <= 1:
-        most = budget * original * (1 + 1e-12)  # tolerates a share that was rounded down
-        fitting = [slots for slots in budgets if slots <= most]
+        limit = budget * original * (1 + 1e-12)  # tolerates a share that was rounded down
+        fitting = [slots for slots in budgets if slots <= limit]
     if not fitting:
         names = ", ".join(f"{slots} ({named_share(slots, original)})" for slots in budgets)
         raise UserError(
@@ -147,8 +143,8 @@ def _table(config: Any) -> dict[str, Any]:
     """The table; only its keys are checked."""
     table = getattr(config, "hybrid_attention", None)
     several = isinstance(table, dict) and "window_sizes" in table
-    more = _NESTED if isinstance(table, dict) and "budgets" in table else _COUNTS[several]
-    expected = _MENU[several] | more
+    nested = isinstance(table, dict) and "budgets" in table
+    expected = _MENU[several] | (_NESTED if nested else _COUNTS[several])
     if not isinstance(table, dict) or not expected <= set(table):
         raise UserError(
             f"{_where(config)}: hybrid_attention must hold {', '.join(sorted(expected))}, found "
@@ -207,6 +203,6 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
     ]
 
 
-def _are_counts(value: Any, most: int) -> bool:
-    """Whether `value` is a list of integers from 0 to `most`."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= most for n in value)
+def _are_counts(value: Any, limit: int) -> bool:
+    """Whether `value` is a list of integers from 0 to `limit`."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= limit for n in value)

@@ -1,6 +1,6 @@
 """Attention and mask function for transformers, registered under one name, "bosch".
 
-Without a mask function of its name an attention function gets no mask.
+transformers passes no mask to an attention function that has no mask function of the same name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ALWAYS_RETURN_WEIGHTS = (
 
 @dataclass(frozen=True)
 class HeadState:
-    """A module's layout and backend; `attend` computes [B, T, HQ, D] instead, without dropout."""
+    """A module's layout and backend; `attend`, if set, computes [B, T, HQ, D], without dropout."""
 
     layout: HeadLayout
     backend: str
@@ -230,9 +230,9 @@ def context_of_pass(
     if packable and not allow_is_causal_skip and mask_function is not None:
         rows = torch.arange(batch_size, device=device)[:, None]
         slots = torch.arange(1, q_length, device=device)[None]
-        apart = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
-        apart = apart.expand(batch_size, -1)
-        document = torch.cat([torch.zeros_like(apart[:, :1]), apart], dim=1).long().cumsum(-1)
+        begins = ~mask_function(rows, torch.zeros_like(rows), slots, slots - 1)
+        begins = begins.expand(batch_size, -1)
+        document = nn.functional.pad(begins.long(), (1, 0)).cumsum(-1)
     return AttentionContext(q_length, offset, valid, document, right_padded, covered=covered)
 
 

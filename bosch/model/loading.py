@@ -92,32 +92,19 @@ def load_model(
     name = str(path)
     if config is None:
         config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    if kv_budget is not None and not is_hybrid(config):
-        raise UserError(f"{name}: kv_budget is {kv_budget!r}, and the model is no hybrid")
     if kv_budget is not None:
-        config = copy.copy(config)  # the caller may reuse its own
+        if not is_hybrid(config):
+            raise UserError(f"{name}: kv_budget is {kv_budget!r}, and the model is no hybrid")
+        config = copy.copy(config)  # the caller's is not changed
         config.kv_budget = kv_budget
-    # Ignore config.json's attention, which transformers might download from the hub as a kernel.
-    options: dict[str, Any] = {"attn_implementation": None}
-    for part in (config, config.get_text_config(decoder=True)):
-        # transformers would take the kernels for these quantised weights from the hub.
-        quantisation = getattr(part, "quantization_config", None)
-        if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
-            part.quantization_config = {**quantisation, "dequantize": True}
+    _avoid_hub_kernels(config)
+    options: dict[str, Any] = {"attn_implementation": _attention(config, backend)}
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
-    if is_hybrid(config):
-        register_model(config.model_type.removeprefix(HYBRID_PREFIX))
-        deploy_layouts(config)
-        options["attn_implementation"] = resolve_backend(backend)
-    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    options["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    options["trust_remote_code"] = trust_remote_code
     if not weights:
-        make: Any = auto_class(config).from_config
-        with parameters_on_meta():
-            empty = make(config, dtype=torch_dtype, trust_remote_code=trust_remote_code, **options)
-        for tensor in kept_in_float32(empty).values():
-            tensor.data = tensor.data.float()
-        return empty.eval()
+        return _empty_model(config, options)
     if os.path.isdir(name):
         check_faults(weight_faults(Path(name)))
     on_gpu = device is not None and torch.device(device).type == "cuda"
@@ -126,8 +113,7 @@ def load_model(
         options["device_map"] = {"": device}
     try:
         loaded: Any = auto_class(config).from_pretrained(
-            name, config=config, dtype=torch_dtype, revision=revision,
-            trust_remote_code=trust_remote_code, output_loading_info=True,
+            name, config=config, revision=revision, output_loading_info=True,
             ignore_mismatched_sizes=True, use_safetensors=True, **options,
         )  # fmt: skip
     except UserError:
@@ -142,20 +128,48 @@ def load_model(
     if device is not None:
         model.to(device)
     if distributed_config is None:
-        _own_memory(model)
+        _copy_cpu_weights(model)
     return model.eval()
 
 
+def _empty_model(config: Any, options: dict[str, Any]) -> Any:
+    """The model with parameters on the meta device, in the dtypes in which they are loaded."""
+    with parameters_on_meta():
+        model: Any = auto_class(config).from_config(config, **options)
+    for tensor in kept_in_float32(model).values():
+        tensor.data = tensor.data.float()
+    return model.eval()
+
+
+def _avoid_hub_kernels(config: Any) -> None:
+    """Dequantise weights whose kernels transformers would take from the hub."""
+    for part in (config, config.get_text_config(decoder=True)):
+        quantisation = getattr(part, "quantization_config", None)
+        if isinstance(quantisation, dict) and quantisation.get("quant_method") in DEQUANTISED:
+            part.quantization_config = {**quantisation, "dequantize": True}
+
+
+def _attention(config: Any, backend: str) -> str | None:
+    """The implementation to load with; raises UserError for a hybrid's damaged layout."""
+    if not is_hybrid(config):
+        # Not that of config.json, which transformers might download from the hub as a kernel.
+        return None
+    register_model(config.model_type.removeprefix(HYBRID_PREFIX))
+    deploy_layouts(config)
+    return resolve_backend(backend)
+
+
 def kept_in_float32(model: Any) -> dict[str, Tensor]:
-    """What transformers always loads in float32, by name, like biases that choose experts."""
-    kept = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
-    state = model.state_dict(keep_vars=True)
+    """Tensors that transformers always loads in float32, by name, like biases choosing experts."""
+    patterns = [part.replace("*", ".*") for part in model._keep_in_fp32_modules_strict or ()]
     return {
-        name: value for name, value in state.items() if any(re.search(part, name) for part in kept)
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if any(re.search(pattern, name) for pattern in patterns)
     }
 
 
-def _own_memory(model: Any) -> None:
+def _copy_cpu_weights(model: Any) -> None:
     """Copy CPU weights, since a change of the file they map would change or crash the process."""
     for value in (*model.parameters(), *model.buffers()):
         if value.device.type == "cpu":
@@ -164,7 +178,7 @@ def _own_memory(model: Any) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Models built inside have meta parameters, but real buffers, not all of which a file holds."""
+    """Models built inside have meta parameters, but real buffers, some of which no file holds."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -180,7 +194,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def full_attention_config(config: Any) -> Any:
-    """Configuration of a hybrid's weights with full heads; untrained, it is the original model."""
+    """Configuration for a hybrid's weights with full heads; untrained, it is the original model."""
     model_type = config.model_type.removeprefix(HYBRID_PREFIX)
     return AutoConfig.for_model(model_type, **base_content(config))
 

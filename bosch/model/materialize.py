@@ -19,7 +19,7 @@ from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
-from bosch.model.search_mode import check_fit, was_given_sink_bias
+from bosch.model.search_mode import check_fit, sink_bias_is_set
 from bosch.window import Windows
 
 HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in their new order
@@ -43,8 +43,8 @@ def permute_heads(model: Any, order: HeadOrder) -> Iterator[tuple[str, Tensor]]:
         if prefix is None:
             yield name, weights.pop(name)
             continue
-        own_name = name.removeprefix(prefix)
-        yield name, reorder_weight(family, own_name, weights.pop(name), orders[prefix], q_per_kv)
+        weight_name = name.removeprefix(prefix)
+        yield name, reorder_weight(family, weight_name, weights.pop(name), orders[prefix], q_per_kv)
 
 
 def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: bool = False) -> Any:
@@ -60,7 +60,7 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
     family_of(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)
     rows = mask.heads_per_layer(windows)
-    table = head_table(rows, sink_bias=was_given_sink_bias(model))
+    table = head_table(rows, sink_bias=sink_bias_is_set(model))
     return _hybrid(model, table, mask.head_order(), take_weights)
 
 
@@ -71,12 +71,12 @@ def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -
     `from_pretrained(…, kv_budget=…)` select another. Otherwise as `materialize`. Also raises
     UserError if the model has a sink bias.
     """
-    if was_given_sink_bias(model):
+    if sink_bias_is_set(model):
         raise UserError(
             "a head that slides in one budget and is full in another has no sink bias of its own; "
             "materialise one mask, or search without sink: bias"
         )
-    nested = [index for index, shares in enumerate(front.nested) if shares]
+    nested = [index for index, is_nested in enumerate(front.nested) if is_nested]
     chosen = nested[-1] if front.chosen is None else front.chosen
     mask = front.mask(chosen)
     check_fit(model.config, mask, front.windows)
@@ -108,7 +108,7 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
             _replace(model, name, weight.to("meta"))
     hybrid.tie_weights()
     hybrid.to(device)
-    # Also the mark with which transformers saves generation settings that it finds odd.
+    # Includes the flag with which transformers saves generation settings that it finds odd.
     hybrid.generation_config = deepcopy(model.generation_config)
     return hybrid.eval()
 
@@ -135,10 +135,10 @@ def _check_plain_weights(model: Any, hybrid: Any) -> None:
 
 def _replace(model: nn.Module, name: str, weight: Tensor) -> None:
     """Replace a parameter or buffer by a tensor."""
-    owner, _, own_name = name.rpartition(".")
+    owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
-    parameter = module._parameters.get(own_name)
+    parameter = module._parameters.get(attribute)
     if parameter is None:
-        module._buffers[own_name] = weight
+        module._buffers[attribute] = weight
     else:
-        module._parameters[own_name] = nn.Parameter(weight, parameter.requires_grad)
+        module._parameters[attribute] = nn.Parameter(weight, parameter.requires_grad)

@@ -4,7 +4,7 @@ transformers keeps the pages of a type of layer in one pool, with one number of 
 window. A hybrid layer has heads of both types, so transformers gets a model of *slices*: g KV heads
 of one layer and one type, where g divides all such numbers. A slice is a layer in the pools, so a
 sliding head holds a ring of W tokens and a full head all tokens. Shapes: T tokens of all requests
-in a step, Tk keys, HQ query heads, HKV KV heads, D head size.
+in a step, Tk keys, HQ query heads, HKV KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class PagedView:
             seen = mask == 0
             visible[name] = seen | ~seen.any(dim=-1, keepdim=True)
         # A 4-D mask is passed on unchanged; attention selects that of each type.
-        any_mask = next(iter(attention_mask.values()))
+        first_mask = next(iter(attention_mask.values()))
         # Not named `cache`, in which an attention module would store all its heads as one slice.
         pages = kwargs.pop("cache")
-        return self._model(attention_mask=any_mask, visible=visible, pages=pages, **kwargs)
+        return self._model(attention_mask=first_mask, visible=visible, pages=pages, **kwargs)
 
 
 def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str, Any]) -> Tensor:
-    """Attention [1, T, HQ, D] over all requests' pages, of the step's own query, key and value."""
+    """Attention [1, T, HQ, D] of a step's query, key and value over the pages of all requests."""
     query, key, value, layout = call.query, call.key, call.value, call.layout
     assert isinstance(key, Tensor) and isinstance(value, Tensor)
     cache = options["pages"]
@@ -140,11 +140,11 @@ def paged_attention(module: nn.Module, call: AttentionCall, options: Mapping[str
         keys, values = (torch.cat(parts, dim=1) for parts in zip(*states, strict=True))
         queries = layout.heads_of(query, group, q_per_kv)
         visible = options["visible"][_type_of(group)]
-        own_transform = call.transform.of(layout, group, q_per_kv)
-        if call.backend == "eager" or not own_transform.is_plain:
-            outputs.append(dense_attention(queries, keys, values, visible, own_transform))
+        transform = call.transform.of(layout, group, q_per_kv)
+        if call.backend == "eager" or not transform.is_plain:
+            outputs.append(dense_attention(queries, keys, values, visible, transform))
         else:
             outputs.append(
-                fused_attention(queries, keys, values, scale=own_transform.scaling, mask=visible)
+                fused_attention(queries, keys, values, scale=transform.scaling, mask=visible)
             )
     return layout.merge(outputs, q_per_kv)

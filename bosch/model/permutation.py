@@ -30,10 +30,10 @@ def reorder_weight(
         projections = torch.split(weight, [q_per_kv * key, key, key])
         return torch.cat([x.index_select(0, _entries(order, len(x), x)) for x in projections])
     per_head = (*family.per_head, SINK_BIAS)
-    norm = module in ("q_norm", "k_norm") and family.norms_over_heads
-    if module in ("q_proj", "k_proj", "v_proj") or norm or module in per_head:
+    is_norm = module in ("q_norm", "k_norm") and family.norms_over_heads
+    if module in ("q_proj", "k_proj", "v_proj") or is_norm or module in per_head:
         # Norms are [heads * D], or [heads, D] in some families.
-        flat = weight.flatten() if norm else weight
+        flat = weight.flatten() if is_norm else weight
         return flat.index_select(0, _entries(order, len(flat), weight)).view_as(weight)
     return weight
 

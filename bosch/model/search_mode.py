@@ -16,7 +16,7 @@ from bosch.heads import HeadMask
 from bosch.model import families, interface
 from bosch.window import Window, Windows, window_menu, windows_text
 
-_OWN_HEADS = "bosch_own_kv_heads"
+_LOCAL_HEADS = "bosch_local_kv_heads"
 _MASK_METHOD = "create_masks_for_generate"
 
 
@@ -36,19 +36,19 @@ def check_mask(config: Any, mask: HeadMask) -> None:
         )
 
 
-def set_own_kv_heads(model: Any, heads: slice) -> None:
+def set_local_kv_heads(model: Any, heads: slice) -> None:
     """Set which KV heads of each layer of a sharded model this process computes."""
-    setattr(model, _OWN_HEADS, heads)
+    setattr(model, _LOCAL_HEADS, heads)
 
 
-def own_kv_heads(model: Any) -> slice | None:
+def local_kv_heads(model: Any) -> slice | None:
     """The KV heads of each layer that this process computes; None for all."""
-    return getattr(model, _OWN_HEADS, None)
+    return getattr(model, _LOCAL_HEADS, None)
 
 
-def own_row(model: Any, row: Any) -> Any:
+def local_row(model: Any, row: Any) -> Any:
     """The entries of a mask's row [HKV] that this process computes."""
-    heads = own_kv_heads(model)
+    heads = local_kv_heads(model)
     return row if heads is None else row[heads]
 
 
@@ -56,8 +56,8 @@ def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
     """Raise UserError unless mask and windows fit the model."""
     check_mask(config, mask)
     window = window_menu(windows)[0]
-    longest = families.most_positions(config)
-    if longest is not None and window.most_keys >= longest:
+    longest = families.max_positions(config)
+    if longest is not None and window.max_keys >= longest:
         raise UserError(
             f"window_size is {window}, and the model takes no more than {longest} tokens, so that "
             "no head would ever slide: choose a smaller window_size"
@@ -78,11 +78,11 @@ def prepare_for_search(model: Any, backend: str = "auto") -> None:
     name = resolve_backend(backend)
     interface.register_attention()
     model.get_decoder().set_attn_implementation(interface.NAME)  # without a model's image encoder
-    setattr(_generating(model), _MASK_METHOD, interface.masks_for_generate)
+    setattr(_generation_model(model), _MASK_METHOD, interface.masks_for_generate)
     _set_layouts(model, HeadMask.all_full(*mask_shape(model.config)), Window(1), name)
 
 
-def _generating(model: Any) -> Any:
+def _generation_model(model: Any) -> Any:
     """The model whose `generate` runs; PEFT's wrapper uses that of the wrapped model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -101,8 +101,8 @@ def head_mask(
     _check_not_hybrid(model)
     modules = interface.attention_modules(model)
     states = [interface.head_state(module) for module in modules]
-    generating = _generating(model)
-    own_method = vars(generating).get(_MASK_METHOD)
+    generating = _generation_model(model)
+    earlier_method = vars(generating).get(_MASK_METHOD)
     config = model.config
     parts = {**{name: getattr(config, name) for name in config.sub_configs}, "": config}
     implementations = {
@@ -115,8 +115,8 @@ def head_mask(
         yield model
     finally:
         model.set_attn_implementation(implementations)
-        if own_method is not None:
-            setattr(generating, _MASK_METHOD, own_method)
+        if earlier_method is not None:
+            setattr(generating, _MASK_METHOD, earlier_method)
         elif _MASK_METHOD in vars(generating):
             delattr(generating, _MASK_METHOD)
         for module, state in zip(modules, states, strict=True):
@@ -163,12 +163,14 @@ def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
             f"the sink bias is of shape {list(table.shape)}, expected finite numbers for "
             f"{len(modules)} layers of {heads} query heads"
         )
-    rows = own_row(model, table.view(len(modules), mask_shape(model.config)[1], -1).transpose(0, 1))
+    rows = local_row(
+        model, table.view(len(modules), mask_shape(model.config)[1], -1).transpose(0, 1)
+    )
     for number, module in enumerate(modules):
         module.register_buffer(families.SINK_BIAS, rows[:, number].flatten().clone())
 
 
-def was_given_sink_bias(model: Any) -> bool:
+def sink_bias_is_set(model: Any) -> bool:
     """Whether `set_sink_bias` has set one."""
     return families.SINK_BIAS in interface.attention_modules(model)[0]._buffers
 
@@ -187,9 +189,9 @@ def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> 
     kinds = families.decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
-        layouts[layer] = _layout(tuple(own_row(model, row)))
+        layouts[layer] = _layout(tuple(local_row(model, row)))
     for layer, size in kinds.windows.items():
-        layouts[layer] = _layout(tuple(own_row(model, [Window(size)] * kinds.own_heads)))
+        layouts[layer] = _layout(tuple(local_row(model, [Window(size)] * kinds.own_heads)))
     interface.set_layouts(model, layouts, backend)
 
 

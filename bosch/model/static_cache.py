@@ -91,19 +91,19 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
             add = functools.partial(self._add_on_device, start, steps)
         else:
             add = functools.partial(self._add_in_order, int(self.length))
-        news, states_of_pass = [], []
+        sinks_and_new, returned = [], []
         for name, states in (("keys", key_states), ("values", value_states)):
             groups = []
             for cached in self.groups:
                 new = self.layout.heads_of(states, cached.group)
                 groups.append(add(cached, getattr(cached, name), new))
                 if cached.sinks:
-                    news.append((getattr(cached, name)[:, :, : cached.sinks], new))
-            states_of_pass.append(CachedStates(groups))
+                    sinks_and_new.append((getattr(cached, name)[:, :, : cached.sinks], new))
+            returned.append(CachedStates(groups))
         self.length.add_(count)
-        if news:
-            states_of_pass[0].done = functools.partial(self._keep_sinks, news)
-        return states_of_pass[0], states_of_pass[1]
+        if sinks_and_new:
+            returned[0].done = functools.partial(self._keep_sinks, sinks_and_new)
+        return returned[0], returned[1]
 
     def _add_on_device(
         self, start: Tensor, steps: Tensor, cached: StaticGroupCache, past: Tensor, new: Tensor
@@ -148,9 +148,11 @@ class StaticHybridCacheLayer(SplitCacheLayer):  # type: ignore[no-untyped-call]
         past.index_copy_(2, places, new[:, :, first - end :])
         return CachedGroup(recent, sinks)
 
-    def _keep_sinks(self, news: Sequence[tuple[Tensor, Tensor]], context: AttentionContext) -> None:
+    def _keep_sinks(
+        self, sinks_and_new: Sequence[tuple[Tensor, Tensor]], context: AttentionContext
+    ) -> None:
         """Store the sinks among the pass's tokens, which `context` locates after padding."""
-        for sinks, new in news:
+        for sinks, new in sinks_and_new:
             count = sinks.shape[2]
             if context.start is None and context.valid is None and context.q_offset >= count:
                 continue

@@ -71,11 +71,11 @@ class StoredConfig:
         heads = self.attention_heads
         self.number("head_dim", self.hidden_size // heads)
         self.number("vocab_size", 1)
-        shared = self.number("num_key_value_heads", heads)
-        if heads % shared:
+        kv_heads = self.number("num_key_value_heads", heads)
+        if heads % kv_heads:
             raise UserError(
                 f"model.path: config.json has {heads} attention heads, "
-                f"no multiple of its {shared} KV heads"
+                f"no multiple of its {kv_heads} KV heads"
             )
 
     @cached_property
@@ -96,10 +96,10 @@ class StoredConfig:
 
         content = {**self.content, "model_type": self._model_type}
         if content.pop("hybrid_attention", None) is not None:
-            content = _of_base(content)
+            content = _base_content(content)
         try:
             config = CONFIG_MAPPING[self._model_type].from_dict(
-                json.loads(json.dumps(content), object_hook=_without_floats_by_name)
+                json.loads(json.dumps(content), object_hook=_decoded_float)
             )
         except Exception as error:  # each configuration class raises its own errors
             reason = " ".join(str(error).split())
@@ -150,20 +150,17 @@ class StoredConfig:
         return families.attention_needs(self.loaded) if known else {}
 
 
-def _of_base(content: dict[str, Any]) -> dict[str, Any]:
+def _base_content(content: dict[str, Any]) -> dict[str, Any]:
     """A hybrid's config.json with the base model's prefixed values (of its text part) restored."""
     if isinstance(text := content.get("text_config"), dict):
-        return {**content, "text_config": _of_base(text)}
-    stored = {k: v for k, v in content.items() if not k.startswith(families.BASE_PREFIX)}
-    return stored | {
-        k.removeprefix(families.BASE_PREFIX): v
-        for k, v in content.items()
-        if k.startswith(families.BASE_PREFIX)
-    }
+        return {**content, "text_config": _base_content(text)}
+    prefix = families.BASE_PREFIX
+    restored = {k.removeprefix(prefix): v for k, v in content.items() if k.startswith(prefix)}
+    return {k: v for k, v in content.items() if not k.startswith(prefix)} | restored
 
 
-def _without_floats_by_name(value: dict[str, Any]) -> Any:
-    """A value in which {"__float__": "Infinity"}, transformers' form of floats, is a number."""
+def _decoded_float(value: dict[str, Any]) -> Any:
+    """The number for {"__float__": "Infinity"}, transformers' form of floats; else `value`."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 

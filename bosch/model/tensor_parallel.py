@@ -1,7 +1,7 @@
 """A model sharded over several processes with transformers' tensor parallelism.
 
 A process holds a slice of every large weight. If the family's plan splits the attention heads, each
-process computes its own heads; else queries, keys and values are gathered, and each computes all.
+process computes its heads; otherwise queries, keys and values are gathered, and each computes all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bosch.errors import RunError, UserError
 from bosch.model.families import decoder_layers, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_config, load_model
-from bosch.model.search_mode import own_kv_heads, set_own_kv_heads
+from bosch.model.search_mode import local_kv_heads, set_local_kv_heads
 from bosch.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _OPTION = "runtime.search_parallel: tensor"
 
 
 def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
-    """Load a model sharded over `ranks`, on all; raises as `divides_heads`, `check_shards` do."""
+    """Load a model sharded over `ranks`, on all; raises as `divides_heads` and `check_shards`."""
     revision, trust = options.get("revision"), options.get("trust_remote_code", False)
     config = load_config(str(path), revision=revision, trust_remote_code=trust)
     divided = divides_heads(config, ranks.shards)
@@ -37,7 +37,7 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
     model = load_model(path, distributed_config=sharding, **options)
     if divided:
         count = decoder_layers(config).heads // ranks.shards
-        set_own_kv_heads(model, slice(ranks.shard * count, (ranks.shard + 1) * count))
+        set_local_kv_heads(model, slice(ranks.shard * count, (ranks.shard + 1) * count))
     share = check_shards(model, ranks.shards)
     logger.info(
         "the model is sharded over %d processes: this one holds %.0f %% of its weights",
@@ -47,7 +47,7 @@ def load_sharded(path: str | Path, ranks: Ranks, **options: Any) -> Any:
 
 
 def divides_heads(config: Any, shards: int) -> bool:
-    """Whether each shard computes its own heads; UserError for no plan or indivisible KV heads."""
+    """Whether each shard computes some heads; UserError for no plan or indivisible KV heads."""
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise UserError(
@@ -75,14 +75,14 @@ def check_shards(model: Any, shards: int) -> float:
     for module in attention_modules(model):
         projections = [p for name, p in module.named_parameters() if name.endswith("proj.weight")]
         for weight in projections:
-            here = own_shard(weight).numel()
-            if here * shards != weight.numel():
+            count = local_shard(weight).numel()
+            if count * shards != weight.numel():
                 raise RunError(
-                    f"{_OPTION}: a process holds {here:,} of the {weight.numel():,} values of an "
+                    f"{_OPTION}: a process holds {count:,} of the {weight.numel():,} values of an "
                     f"attention projection instead of 1 in {shards}; use data"
                 )
     total: int = sum(parameter.numel() for parameter in model.parameters())
-    held: int = sum(own_shard(parameter).numel() for parameter in model.parameters())
+    held: int = sum(local_shard(parameter).numel() for parameter in model.parameters())
     # A plan may replicate embeddings and norms.
     if held > 0.5 * (1 + 1 / shards) * total:
         raise RunError(
@@ -91,7 +91,7 @@ def check_shards(model: Any, shards: int) -> float:
     return held / total
 
 
-def own_shard(weight: Any) -> Tensor:
+def local_shard(weight: Any) -> Tensor:
     """This process's part of a weight: the local shard of a DTensor."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
@@ -103,16 +103,16 @@ def whole_weight(weight: Any) -> Tensor:
 
 def gather_heads(model: Any, states: Tensor) -> Tensor:
     """All heads [B, H, T, D], gathered from the processes that computed them."""
-    if own_kv_heads(model) is None:
+    if local_kv_heads(model) is None:
         return states
-    mine = states.contiguous()
-    shards_in_order = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(shards_in_order, mine)
-    return torch.cat(shards_in_order, dim=1)
+    local = states.contiguous()
+    shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, local)
+    return torch.cat(shards, dim=1)
 
 
 def sum_over_shards(model: Any, values: Tensor) -> Tensor:
     """Sum over processes of values that are 0 for heads of other processes."""
-    if own_kv_heads(model) is not None:
+    if local_kv_heads(model) is not None:
         dist.all_reduce(values)
     return values

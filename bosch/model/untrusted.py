@@ -73,8 +73,8 @@ def model_file_faults(directory: Path, read_already: Collection[str] = ()) -> It
             yield from model_file_fault(directory / name)
     for pattern in TOKENIZER_TEXTS:
         for path in sorted(directory.glob(pattern)):
-            if path.is_file() and path.stat().st_size > files.JSON_LIMITS.most_bytes:
-                yield f"{path} is longer than {files.JSON_LIMITS.most_bytes:,} bytes"
+            if path.is_file() and path.stat().st_size > files.JSON_LIMITS.max_bytes:
+                yield f"{path} is longer than {files.JSON_LIMITS.max_bytes:,} bytes"
 
 
 def model_file_fault(path: Path) -> Iterator[str]:
@@ -107,8 +107,8 @@ def _count_faults(content: Any) -> Iterator[str]:
     if isinstance(content, Mapping):
         for name, value in content.items():
             is_count = name.endswith(_COUNTS) and isinstance(value, int | float)
-            most = _MAX_LABELS if name == "num_labels" else files.MAX_LAYERS
-            if is_count and not value <= most:
+            limit = _MAX_LABELS if name == "num_labels" else files.MAX_LAYERS
+            if is_count and not value <= limit:
                 yield f"{name} = {value!r:.60}; that is no model"
             yield from _count_faults(value)
 

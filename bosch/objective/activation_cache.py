@@ -129,17 +129,17 @@ class ActivationCache:
         that need more than the memory would evict each entry just before it is needed again.
         """
         victims: list[Key] = []
-        left, pinned = self.bytes + size - self.max_bytes, key[:2] == self._pinned
+        excess, pinned = self.bytes + size - self.max_bytes, key[:2] == self._pinned
         for victim, entry in self.entries.items():
-            if left <= 0:
+            if excess <= 0:
                 break
             if victim == key or victim[:2] == self._pinned:
                 continue
             if not pinned and entry.last_used >= self._pass - 1:
                 return None
             victims.append(victim)
-            left -= entry.nbytes
-        return victims if left <= 0 else None
+            excess -= entry.nbytes
+        return victims if excess <= 0 else None
 
 
 def _rows(mask: HeadMask, layers: int) -> bytes:

@@ -1,6 +1,7 @@
 """The calibration set as batches of padded rows, equal for any number of ranks.
 
-E examples, T tokens of the longest, A answer tokens of all, M at most of one, C hidden size.
+E examples, T tokens of the longest, A answer tokens of all, M most answer tokens of an example, C
+hidden size.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Batch:
     @cached_property
     def answer_columns(self) -> Tensor:
         """`columns` by example and `answer_indices`, [E, M]; short rows repeat their first."""
-        most = int(self.answer_indices.max()) + 1
+        longest = int(self.answer_indices.max()) + 1
         first = self.columns[self.answer_indices == 0]
-        columns = first[:, None].repeat(1, most)
+        columns = first[:, None].repeat(1, longest)
         columns[self.rows, self.answer_indices] = self.columns
         return columns
 
@@ -92,7 +93,7 @@ def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batc
 def final_states(
     decoder: Any, batch: Batch, device: torch.device, split: ContextParallel | None = None
 ) -> Tensor:
-    """A decoder's last hidden states [E, T, C] of a batch; with `split`, of own tokens alone."""
+    """A decoder's last hidden states [E, T, C] of a batch; with `split`, of local tokens only."""
     input_ids = batch.input_ids.to(device)
     inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
     output = decoder(**inputs, use_cache=False)

@@ -1,4 +1,4 @@
-"""Memory of a decoder's blocks beside attention, measured on tensors that take none."""
+"""Memory of a decoder's blocks beside attention, measured on meta tensors, which take none."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _TOKENS = 256
 class PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations allocate inside the context, until they are freed.
 
-    `peak` is the most bytes that were alive at once, `largest` the biggest single one. What lay in
-    memory before is not part of it, nor what a kernel allocates and frees by itself. Works on meta
-    tensors, which have sizes and no memory.
+    `peak` is the most bytes that were alive at once, `largest` the biggest single storage. Storages
+    that existed before are not counted, nor those that a kernel allocates and frees itself. Works
+    on meta tensors, which have sizes and no memory.
     """
 
     def __init__(self) -> None:
@@ -64,28 +64,29 @@ def _storages(values: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of a token in a layer's blocks beside its attention; means over layers are `saved`.
+    """Bytes of a token in a layer's blocks beside its attention, with frozen weights.
 
-    `plain` is the most of a pass without gradients. With frozen weights autograd keeps `saved`, its
-    backward pass adds at most `added`; both together take at most `sliced` in a feed-forward block,
-    which a gradient recomputes some tokens at a time, and `whole` in another one, like a
-    recurrence. `norms` and `others` are the parts of `saved` that norms and the latter blocks keep,
-    `again` is the part of `plain` that is a feed-forward block's.
+    `plain` is the largest peak of a block in a pass without gradients, `plain_feed_forward` that of
+    feed-forward blocks. `saved` is what autograd saves, a mean over layers; `norms` and `others`
+    are its parts in norms and in blocks that are not feed-forward, like recurrences. `added` is the
+    most that a block's backward pass adds. `both_feed_forward` and `both_other` are the largest
+    peaks of both passes, of a feed-forward block, which a gradient recomputes some tokens at a
+    time, and of another one.
     """
 
     plain: float
     saved: float
     added: float
-    sliced: float
-    whole: float = 0.0
+    both_feed_forward: float
+    both_other: float = 0.0
     norms: float = 0.0
     others: float = 0.0
-    again: float = 0.0
-    norms_of_heads: bool = True  # queries and keys have norms of their own
+    plain_feed_forward: float = 0.0
+    has_head_norms: bool = True  # of queries and keys
 
 
 class _Block(NamedTuple):
-    """Bytes of a token: the most of a pass, what autograd keeps, the most of both passes."""
+    """Bytes of a token: peak of a forward pass, saved by autograd, peak of both passes."""
 
     plain: float
     saved: float
@@ -102,54 +103,57 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
     attending, attention = {*kinds.full, *kinds.windows}, known_family(model.config).attention
     measured: dict[Any, _Block] = {}
     layers, norms = model.get_decoder().layers, 0.0
-    sliced, others = list[_Block](), list[_Block]()
+    feed_forward, others = list[_Block](), list[_Block]()
     for number, layer in enumerate(layers):
         for name, child in _blocks_of(layer):
-            maps = sum(linear_flops(module, text) for module in child.modules()) // 2
+            parameters = sum(linear_flops(module, text) for module in child.modules()) // 2
             is_norm = "Norm" in type(child).__name__
-            if (number in attending and name == attention) or not (maps or is_norm):
+            is_attention = number in attending and name == attention
+            if is_attention or not (parameters or is_norm):
                 continue
             shapes = type(child), tuple(weight.shape for weight in child.parameters())
             if shapes not in measured:
-                measured[shapes] = _measured(child, text.hidden_size, maps, value_bytes)
+                measured[shapes] = _measured(child, text.hidden_size, parameters, value_bytes)
             block = measured[shapes]
-            if is_norm:  # its input at least, which is what layers pass on
+            if is_norm:  # at least its input, the layer's hidden states
                 norms += max(block.saved, text.hidden_size * value_bytes)
+            elif name in FEED_FORWARD:
+                feed_forward.append(block)
             else:
-                (sliced if name in FEED_FORWARD else others).append(block)
-    every = [*sliced, *others]
-    first = getattr(layers[kinds.full[0]], attention)
+                others.append(block)
+    blocks = [*feed_forward, *others]
+    attention_module = getattr(layers[kinds.full[0]], attention)
     return BlockBytes(
-        plain=max(block.plain for block in every),
-        saved=(norms + sum(block.saved for block in every)) / len(layers),
-        added=max(block.both - block.saved for block in every),
-        sliced=max((block.both for block in sliced), default=0.0),
-        whole=max((block.both for block in others), default=0.0),
+        plain=max(block.plain for block in blocks),
+        saved=(norms + sum(block.saved for block in blocks)) / len(layers),
+        added=max(block.both - block.saved for block in blocks),
+        both_feed_forward=max((block.both for block in feed_forward), default=0.0),
+        both_other=max((block.both for block in others), default=0.0),
         norms=norms / len(layers),
         others=sum(block.saved for block in others) / len(layers),
-        again=max((block.plain for block in sliced), default=0.0),
-        norms_of_heads=any("Norm" in type(module).__name__ for module in first.modules()),
+        plain_feed_forward=max((block.plain for block in feed_forward), default=0.0),
+        has_head_norms=any("Norm" in type(m).__name__ for m in attention_module.modules()),
     )
 
 
 def _blocks_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of a layer by name; two maps that stand in no block, and what is between, as one."""
+    """Modules of a layer by name; OPT's fc1 and fc2, which are in no block, as one module."""
     children = dict(layer.named_children())
     if "fc1" in children:
         yield "fc", nn.Sequential(*map(children.pop, ("fc1", "activation_fn", "fc2")))
     yield from children.items()
 
 
-def _measured(block: nn.Module, hidden: int, maps: int, value_bytes: int) -> _Block:
+def _measured(block: nn.Module, hidden: int, parameters: int, value_bytes: int) -> _Block:
     """A block's bytes.
 
     Grouped experts have a meta kernel only for bf16. If a block cannot be run on hidden states
-    alone, its bytes are estimated from the parameters of its `maps`, as those of a feed-forward
-    block with as many, and a warning says so.
+    alone, its bytes are estimated as those of a feed-forward block with as many `parameters` in
+    linear maps, and a warning says so.
     """
-    own_dtype = torch.float32 if value_bytes == 4 else torch.bfloat16
+    value_dtype = torch.float32 if value_bytes == 4 else torch.bfloat16
     inputs = block.in_features if isinstance(block, nn.Linear) else hidden
-    for dtype in dict.fromkeys((own_dtype, torch.bfloat16)):
+    for dtype in dict.fromkeys((value_dtype, torch.bfloat16)):
         try:
             sizes = _run(copy.deepcopy(block).to(dtype), inputs, dtype)
         except Exception as error:  # of any module of transformers' and any kernel
@@ -157,13 +161,13 @@ def _measured(block: nn.Module, hidden: int, maps: int, value_bytes: int) -> _Bl
             continue
         return _Block(*(size * value_bytes / dtype.itemsize for size in sizes))
     _warn_of_estimate(type(block).__name__, fault)
-    width = maps / (3 * hidden) * value_bytes
+    width = parameters / (3 * hidden) * value_bytes
     return _Block(4 * width, 3 * width, 7 * width)
 
 
 @functools.cache
 def _warn_of_estimate(block: str, fault: str) -> None:
-    """Once a process: every length and batch of a plan asks for the same model."""
+    """Warn once per process: a plan measures the same model for every length and batch."""
     logger.warning("the memory of %s is estimated, it cannot be measured (%s)", block, fault)
 
 
@@ -173,10 +177,10 @@ def _run(block: nn.Module, width: int, dtype: torch.dtype) -> _Block:
         block(states)
     block.requires_grad_(False)
     states.requires_grad_()
-    with torch.enable_grad(), PeakMemory() as both:
+    with torch.enable_grad(), PeakMemory() as memory:
         out = block(states)
         first = out[0] if isinstance(out, tuple) else out
         del out
-        saved = both.now - first.nbytes
+        saved = memory.now - first.nbytes
         torch.autograd.grad(first.sum(), states)
-    return _Block(plain.peak / _TOKENS, saved / _TOKENS, both.peak / _TOKENS)
+    return _Block(plain.peak / _TOKENS, saved / _TOKENS, memory.peak / _TOKENS)

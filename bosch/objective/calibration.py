@@ -58,7 +58,7 @@ class CalibrationSet:
         if path.is_dir():
             path = path / "calibration.jsonl"
         try:
-            lines = read_within(path, _LIMITS.most_bytes).splitlines()
+            lines = read_within(path, _LIMITS.max_bytes).splitlines()
             return cls.from_records(map(_record, filter(bytes.strip, lines)))
         except OSError as error:
             raise UserError(
@@ -78,9 +78,10 @@ class CalibrationSet:
         advances where it would always hit the same tasks. With fewer than `every` it is empty.
         """
         tasks = len({example.task for example in self.examples})
-        shared = math.gcd(every, tasks)
-        moved = (block // (tasks // shared) % shared for block in range(len(self) // every))
-        held_out = {every * (block + 1) - 1 - back for block, back in enumerate(moved)}
+        divisor = math.gcd(every, tasks)
+        blocks = range(len(self) // every)
+        offsets = (block // (tasks // divisor) % divisor for block in blocks)
+        held_out = {every * (n + 1) - 1 - offset for n, offset in zip(blocks, offsets, strict=True)}
         if not held_out:
             return self, None
         used = (example for index, example in enumerate(self.examples) if index not in held_out)

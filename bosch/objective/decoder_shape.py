@@ -105,7 +105,7 @@ class DecoderShape:
                 sum("Norm" in type(module).__name__ for module in layer.children())
                 for layer in decoder.layers
             ),
-            norm_follows=any(layer.third > 0 for layer in flops.layers),
+            norm_follows=any(layer.recompute_extra > 0 for layer in flops.layers),
             softcap="softcap" in needs,
             head_logits="head_logits" in needs,
             capped=families.logit_scale(model.config).cap is not None,
@@ -125,11 +125,11 @@ class DecoderShape:
         heads are computed in pieces of `DENSE_MASK_ENTRIES` with the keys before their end.
         """
         if window is None:
-            every = heads * length**2
-            kept = min(every, (every + DENSE_MASK_ENTRIES) / 2)
+            square = heads * length**2
+            stored = min(square, (square + DENSE_MASK_ENTRIES) / 2)
         else:
-            kept = heads * length * min(length, window.most_keys + block_size(window.size))
-        return kept * (8 + self.softcap * value_bytes)
+            stored = heads * length * min(length, window.max_keys + block_size(window.size))
+        return stored * (8 + self.softcap * value_bytes)
 
     def blocks(self, value_bytes: int) -> BlockBytes:
         """Memory of the blocks beside attention, with values of 2 or 4 bytes."""
@@ -170,13 +170,13 @@ class DecoderShape:
         """
         full = keys = (length + 1) / 2
         for window, share in (shares or {}).items():
-            keys += share * (_visible_keys(window.most_keys, length) - full)
+            keys += share * (_visible_keys(window.max_keys, length) - full)
         attention = self.full_layers * self.query_size * keys
         for own_window in self.kinds.windows.values():
             attention += self.own_query_size * _visible_keys(own_window, length)
         without_logits = 0.0 if logits is None else tokens - logits
-        every = tokens * (2 * self.active_parameters + 4 * attention)
-        return every - 2 * self.table * without_logits
+        operations = tokens * (2 * self.active_parameters + 4 * attention)
+        return operations - 2 * self.table * without_logits
 
     def training_flops(
         self, tokens: float, length: int, shares: Mapping[Window, float] | None = None
@@ -210,7 +210,7 @@ def _empty_model(config: Any) -> Any:
 def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
     """Intermediate width that a token passes through, summed over its experts."""
     text, name = families.text_config(model.config), families.known_family(model.config).attention
-    most = 0
+    widest = 0
     for number in full:
         layer = model.get_decoder().layers[number]
         inside = {id(module) for module in getattr(layer, name).modules()}
@@ -220,8 +220,8 @@ def _active_width(model: Any, full: Iterable[int], experts: int) -> int:
             for weight in layer.parameters()
             if experts and weight.shape == (experts, text.hidden_size)
         )
-        most = max(most, (flops // 2 - routers) // (3 * text.hidden_size))
-    return most
+        widest = max(widest, (flops // 2 - routers) // (3 * text.hidden_size))
+    return widest
 
 
 def _sides(modules: Iterable[nn.Module]) -> int:
@@ -237,7 +237,7 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _visible_keys(most: int, length: int) -> float:
-    """Mean number of keys of a query that sees at most `most`."""
-    visible_keys = min(most, length)
-    return visible_keys * (2 * length - visible_keys + 1) / (2 * length)
+def _visible_keys(limit: int, length: int) -> float:
+    """Mean number of keys of a query that sees at most `limit`."""
+    keys = min(limit, length)
+    return keys * (2 * length - keys + 1) / (2 * length)

@@ -193,23 +193,23 @@ class EvaluationLog:
     def _read_journal(self) -> None:
         if self._journal is None:
             return
-        whole: list[dict[str, Any]] = []
+        intact: list[dict[str, Any]] = []
 
-        def take(entry: dict[str, Any]) -> bool:
-            is_own = self._take(entry)
-            whole.append(entry)
-            return is_own
+        def load(entry: dict[str, Any]) -> bool:
+            has_context = self._load(entry)
+            intact.append(entry)
+            return has_context
 
-        foreign = self._journal.read_new(take).count(False)
+        foreign = self._journal.read_new(load).count(False)
         if self._journal.damaged:  # the file is published, so remove damaged lines
-            self._journal.replace(whole)
+            self._journal.replace(intact)
         if foreign:
             logger.warning(
                 "%s: %d evaluations are of another model, calibration set or window: not used",
                 self.path, foreign,
             )  # fmt: skip
 
-    def _take(self, entry: dict[str, Any]) -> bool:
+    def _load(self, entry: dict[str, Any]) -> bool:
         """Load an entry of the journal; False if it has another context."""
         context = _from_fields(EvaluationContext, entry)
         if context != self.context:

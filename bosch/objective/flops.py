@@ -23,8 +23,8 @@ from bosch.window import Window, Windows, block_size, window_menu
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 # Families' names of a norm after the feed-forward block, before the residual sum.
 _NORMS_AFTER = ("post_feedforward", "post_ffn", "post_mlp", "post_norm2")
-# Families whose attention and feed-forward block read one input; in some by configuration.
-_SIDE_BY_SIDE = ("cohere", "cohere2", "cohere2_moe", "phi")
+# Families with parallel attention and feed-forward blocks; in some others it is configured.
+_PARALLEL_BLOCKS = ("cohere", "cohere2", "cohere2_moe", "phi")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class LayerFlops:
     output: int
     feed_forward: int
     gate: int = 0  # part of `query` that is computed again when attention is reused
-    # Blocks whose output a gradient's recomputation needs; less a last map outside of blocks.
-    third: int = 0
+    # Recomputed twice in a gradient: blocks whose output is needed; less a last map that is in no
+    # block, which is not recomputed.
+    recompute_extra: int = 0
 
     @property
     def linear(self) -> int:
@@ -61,7 +62,9 @@ class Flops:
         self.layers = [
             _attention_layer(layer, text, family)
             if number in kinds.full or number in kinds.windows
-            else LayerFlops(0, 0, 0, _all_linear(layer, text), third=_third(layer, text))
+            else LayerFlops(
+                0, 0, 0, _all_linear(layer, text), recompute_extra=_recompute_extra(layer, text)
+            )
             for number, layer in enumerate(layers)
         ]
         # Maps of the decoder outside its layers, like Gemma 4's per-layer embeddings.
@@ -71,8 +74,8 @@ class Flops:
             if isinstance(module, nn.Linear) and not name.startswith("layers.")
         )
         self.full_layers = [self.layers[number] for number in kinds.full]
-        self._side_by_side: bool = getattr(
-            text, "use_parallel_residual", family.model_type in _SIDE_BY_SIDE
+        self._is_parallel: bool = getattr(
+            text, "use_parallel_residual", family.model_type in _PARALLEL_BLOCKS
         )
         heads = text.num_attention_heads
         self.q_per_kv: int = heads // kinds.heads
@@ -132,7 +135,7 @@ class Flops:
         """
         first, above = self._first_full, self.layers[self._first_full :]
         lowest = above[0]
-        beside = lowest.feed_forward if self._side_by_side else 0
+        parallel = lowest.feed_forward if self._is_parallel else 0
         linear = self.all_linear * batch.positions
         attention = self.every_choice(self.pairs(*batch.input_ids.shape))
         own_attention = {layer: self._own_attention(layer, batch) for layer in self.own_windows}
@@ -140,20 +143,20 @@ class Flops:
         reached = sum(layer.linear for layer in above) * batch.positions
         own_reached = sum(cost for layer, cost in own_attention.items() if layer > first)
         forward = linear + count * attention + sum(own_attention.values())
-        backward = reached - (lowest.query + lowest.key_value + beside) * batch.positions
+        backward = reached - (lowest.query + lowest.key_value + parallel) * batch.positions
         backward += ((count - 1) * attention + own_reached) * 5 // 2
-        again = 0
+        recomputed = 0
         if recompute:
-            third = sum(layer.third for layer in above)
+            extra = sum(layer.recompute_extra for layer in above)
             # Then nothing after the lowest attention needs its projected output.
-            third -= beside + lowest.output if self._side_by_side else 0
-            again = reached + third * batch.positions + count * attention + own_reached
-        return forward + again + backward + 2 * self.output_head * len(batch.answers)
+            extra -= parallel + lowest.output if self._is_parallel else 0
+            recomputed = reached + extra * batch.positions + count * attention + own_reached
+        return forward + recomputed + backward + 2 * self.output_head * len(batch.answers)
 
 
 def sliding_pairs(length: int, window: Window) -> int:
     """Pairs of query and key of a sliding head, in bands of `block_size` queries."""
-    causal, block = window.most_keys, block_size(window.size)
+    causal, block = window.max_keys, block_size(window.size)
     if length <= causal or length < block:
         return length * length
     count, rest = divmod(length - causal, block)
@@ -172,17 +175,16 @@ def _attention_layer(layer: nn.Module, text: Any, family: families.Family) -> La
         key_value = linear_flops(attention.k_proj, text) + values
     query = linear - key_value - output  # with the projection of a gate
     feed_forward = _all_linear(layer, text) - linear
-    return LayerFlops(
-        query, key_value, output, feed_forward, query if family.gated else 0, _third(layer, text)
-    )
+    gate, extra = query if family.gated else 0, _recompute_extra(layer, text)
+    return LayerFlops(query, key_value, output, feed_forward, gate, extra)
 
 
-def _third(layer: nn.Module, text: Any) -> int:
+def _recompute_extra(layer: nn.Module, text: Any) -> int:
     # Recomputation ends before the last block, unless a norm needs that block's output.
     blocks = [getattr(layer, name, None) for name in FEED_FORWARD]
     costs = [_all_linear(block, text) for block in blocks if block is not None]
     if not costs:
-        # Of OPT's norms before and after the blocks the latter take the last map's output.
+        # OPT may have norms after the blocks; they need the last map's output.
         maps = [linear_flops(module, text) for module in layer.modules()]
         return -[cost for cost in maps if cost][-1] * getattr(layer, "do_layer_norm_before", True)
     norm_follows = any(

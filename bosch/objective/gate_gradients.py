@@ -20,7 +20,7 @@ from bosch.attention import AttentionCall, HeadLayout, compute_attention
 from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.interface import Attend, attention_modules
-from bosch.model.search_mode import own_row
+from bosch.model.search_mode import local_row
 from bosch.model.tensor_parallel import sum_over_shards
 from bosch.objective.answers import answer_logits
 from bosch.objective.batches import Batch, final_states
@@ -51,7 +51,7 @@ def gate_gradients(
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
-            blend = blended_attention(own_row(model, gate), layouts, attention)
+            blend = blended_attention(local_row(model, gate), layouts, attention)
             stack.enter_context(replace_attention(module, blend))
         if recompute:
             stack.enter_context(recompute_layers(model))
@@ -61,8 +61,8 @@ def gate_gradients(
             places.to(device) for places in (batch.rows, batch.columns, batch.answers)
         )
         if split is not None:
-            mine, columns = split.own_columns(columns)
-            rows, columns, answers = rows[mine], columns[mine], answers[mine]
+            is_local, columns = split.local_columns(columns)
+            rows, columns, answers = rows[is_local], columns[is_local], answers[is_local]
         logits = answer_logits(model, hidden[rows, columns])
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
         # Every process runs it, even without an answer, since layers exchange keys and values.

@@ -31,7 +31,7 @@ from bosch.heads import HeadMask
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
 from bosch.model.interface import Attend, attention_modules
-from bosch.model.search_mode import own_row
+from bosch.model.search_mode import local_row
 from bosch.objective import patching
 from bosch.objective.activation_cache import ActivationCache, LayerActivations
 from bosch.objective.batches import Batch, final_states
@@ -77,12 +77,12 @@ class IncrementalForward:
         self.answers_only = answers_only and split is None and only_full
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
         # Under tensor parallelism a process has only some of the heads.
-        self.own_heads = partial(own_row, model)
-        num_own_heads = len(self.own_heads([True] * heads))
+        self.local_heads = partial(local_row, model)
+        count = len(self.local_heads([True] * heads))
         # All heads under each choice: full, then each window.
-        self.layouts = [HeadLayout.search([w] * num_own_heads) for w in (None, *self.flops.windows)]
+        self.layouts = [HeadLayout.search([w] * count) for w in (None, *self.flops.windows)]
         # Width of the outputs of this process's heads.
-        width = num_own_heads * self.q_per_kv * kinds.head_dim
+        width = count * self.q_per_kv * kinds.head_dim
         self.bytes_per_position: int = len(self.layouts) * width * model.dtype.itemsize
         # CPU threads divide a batched product by its heads, so last bits may depend on other heads.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
@@ -156,8 +156,8 @@ class BatchPass:
             states = final_states(
                 self.owner.decoder, self.batch, self.owner.device, self.owner.split
             )
-        batch, narrow = self.batch, self.owner.answers_only
-        columns = batch.answer_indices if narrow else batch.columns
+        batch = self.batch
+        columns = batch.answer_indices if self.owner.answers_only else batch.columns
         rows, columns = batch.rows.to(states.device), columns.to(states.device)
         if self.owner.split is not None:
             return self.owner.split.at(states, rows, columns)
@@ -214,8 +214,8 @@ class BatchPass:
     def _every_choice_pays(self, number: int, cached: LayerActivations | None) -> bool:
         """Whether to compute and cache this layer's attention under every choice.
 
-        It pays if later passes start here with another row, as at row 0, if the search has
-        announced it (`is_pinned`), or at the second start; and if the cache has room.
+        It pays if later passes start here with another row and the cache has room. That is assumed
+        at row 0, at the second start, and if the search has announced it (`is_pinned`).
         """
         if not self.reuse or number != self.start or not self.owner.can_mix:
             return False
@@ -248,7 +248,7 @@ class BatchPass:
         """Outputs [..., HQ, D] with each head's choice in `row` [HKV]."""
         *others, last = np.unique(row).tolist()
         mixture: Tensor = outputs[last]
-        choices = torch.tensor(self.owner.own_heads(row), device=mixture.device)
+        choices = torch.tensor(self.owner.local_heads(row), device=mixture.device)
         choices = choices.repeat_interleave(self.owner.q_per_kv)[:, None]
         for choice in others:
             mixture = torch.where(choices == choice, outputs[choice], mixture)

@@ -1,7 +1,7 @@
 """Memory of the activations of a batch, and the memory left for reuse.
 
-`tests/benchmarks/test_gradient_memory.py` compares it with allocated bytes. T tokens of an example,
-W window.
+`tests/benchmarks/test_gradient_memory.py` compares it with allocated bytes. Small factors count
+tensors that exist at the same time. T tokens of an example, W window.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ActivationSizes:
     `query` and `key_value` are the widths of all heads. If a model is sharded over `shards`
     processes, each holds a share of these two and of the `blocks`. If sequences are shared by
     `sharing` processes, each holds its tokens, and the keys and values of all while a layer
-    attends. `full_layers` is the number of layers with gates; those that slide in the base model,
-    with `own_windows`, have widths of their own.
+    attends. `full_layers` is the number of layers with gates; `own_windows`, `own_query` and
+    `own_key_value` are those of the layers that slide in the base model.
     """
 
     layers: int
@@ -49,7 +49,7 @@ class ActivationSizes:
     sharing: int
     full_layers: int
     norm_follows: bool = False
-    kept_scores: DecoderShape | None = None  # set if attention stores its scores
+    score_shape: DecoderShape | None = None  # set if attention stores its scores
     own_windows: tuple[int, ...] = ()
     own_query: int = 0
     own_key_value: int = 0
@@ -67,16 +67,25 @@ class ActivationSizes:
         keeps_scores = shape.keeps_scores("sdpa" if attention == "auto" else attention)
         kinds = shape.kinds
         return cls(
-            shape.layers, shape.hidden, shape.query_size, shape.key_value_size,
-            shape.blocks(value_bytes), value_bytes, shards, sharing,
-            shape.full_layers, shape.norm_follows, shape if keeps_scores else None,
-            tuple(kinds.windows.values()), shape.own_query_size,
-            kinds.own_heads * kinds.own_head_dim,
-        )  # fmt: skip
+            layers=shape.layers,
+            hidden=shape.hidden,
+            query=shape.query_size,
+            key_value=shape.key_value_size,
+            blocks=shape.blocks(value_bytes),
+            value_bytes=value_bytes,
+            shards=shards,
+            sharing=sharing,
+            full_layers=shape.full_layers,
+            norm_follows=shape.norm_follows,
+            score_shape=shape if keeps_scores else None,
+            own_windows=tuple(kinds.windows.values()),
+            own_query=shape.own_query_size,
+            own_key_value=kinds.own_heads * kinds.own_head_dim,
+        )
 
     def state(self, tokens: int) -> int:
         """Bytes of this process's part of the hidden states of `tokens`."""
-        return self._own(tokens) * self.hidden * self.value_bytes
+        return self._local(tokens) * self.hidden * self.value_bytes
 
     def layer_entry(self, tokens: int, windows: int) -> int:
         """Bytes that reuse stores for a layer: its input and its attention for every choice.
@@ -84,7 +93,7 @@ class ActivationSizes:
         `windows` is the number of windows.
         """
         outputs = (1 + windows) * self._per_shard(self.query)
-        return self._own(tokens) * (self.hidden + outputs) * self.value_bytes
+        return self._local(tokens) * (self.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, tokens: int) -> int:
         """Peak bytes of activations in a pass without gradients: those of one feed-forward block.
@@ -92,14 +101,14 @@ class ActivationSizes:
         Scores without a fused kernel are computed in pieces. If sequences are shared, the peak may
         be an attention with only full heads: all keys and values as received, and in order.
         """
-        own = self._own(tokens)
-        work = own * 5 * self.hidden * self.value_bytes + self._of_blocks(tokens, "plain")
+        local = self._local(tokens)
+        peak = local * 5 * self.hidden * self.value_bytes + self._block_bytes(tokens, "plain")
         if self.sharing > 1:
-            attention = own * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
+            attention = local * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
             attention += 2 * 2 * self.key_value * tokens
-            work = max(work, attention * self.value_bytes)
-        softcap = self.kept_scores is not None and self.kept_scores.softcap
-        return work + self._piece(tokens) * (8 * (1 + softcap) + self.value_bytes)
+            peak = max(peak, attention * self.value_bytes)
+        softcap = self.score_shape is not None and self.score_shape.softcap
+        return peak + self._piece(tokens) * (8 * (1 + softcap) + self.value_bytes)
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
         """Peak bytes of a gate gradient over `rows` examples of `length` tokens.
@@ -113,35 +122,37 @@ class ActivationSizes:
         """
         tokens = rows * length
         attention, plain = self._attention(rows, length, windows), self.plain_pass(tokens)
-        stored = self._kept(rows, length, (None, *windows)) + self._of_blocks(tokens, "norms")
-        whole = self._of_blocks(tokens, "whole")
+        saved = self._saved(rows, length, (None, *windows)) + self._block_bytes(tokens, "norms")
+        other_block = self._block_bytes(tokens, "both_other")
         if self.norm_follows:
-            again = self._of_blocks(tokens, "again")
-            attention, whole = attention + again, whole + again * bool(whole)
-        attention += 4 * self._piece(tokens)  # their gradients
-        slices = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
-        stored += max(self._of_blocks(slices, "sliced"), whole) + 6 * self.state(tokens)
-        most = max(attention, max(plain, stored) + 2 * self.state(tokens))
-        return self.layers * self.state(tokens) + math.ceil(most)
+            feed_forward = self._block_bytes(tokens, "plain_feed_forward")
+            attention += feed_forward
+            other_block += feed_forward * bool(other_block)
+        attention += 4 * self._piece(tokens)  # gradients of the scores
+        piece = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
+        saved += max(self._block_bytes(piece, "both_feed_forward"), other_block)
+        saved += 6 * self.state(tokens)
+        peak = max(attention, max(plain, saved) + 2 * self.state(tokens))
+        return self.layers * self.state(tokens) + math.ceil(peak)
 
-    def _kept(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
-        """What autograd keeps of a layer's attention with all `choices`, None or a window.
+    def _saved(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
+        """Bytes that autograd saves of a layer's attention with all `choices`, None or a window.
 
-        Each choice keeps its outputs and their difference from the narrowest window's.
+        For each choice, its outputs and their difference from the narrowest window's.
         """
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
         size = self.value_bytes * (2 * len(choices) * query + 2 * key_value)
         size += self._normed_heads(query + key_value)
-        return self._own(rows * length) * size + self._scores(rows, length, choices)
+        return self._local(rows * length) * size + self._scores(rows, length, choices)
 
-    def _kept_by_own(self, rows: int, length: int) -> float:
-        """The same of all layers that slide in the base model."""
+    def _saved_by_own_windows(self, rows: int, length: int) -> float:
+        """The same for all layers that slide in the base model."""
         widths = replace(self, query=self.own_query, key_value=self.own_key_value)
-        return sum(widths._kept(rows, length, (window,)) for window in self.own_windows)
+        return sum(widths._saved(rows, length, (window,)) for window in self.own_windows)
 
     def _normed_heads(self, width: int) -> int:
-        """Of a token: norms compute queries and keys in float32."""
-        return 4 * width if self.blocks.norms_of_heads else 0
+        """Bytes of a token's queries and keys, which their norms compute in float32."""
+        return 4 * width if self.blocks.has_head_norms else 0
 
     def _attention(self, rows: int, length: int, windows: tuple[int, ...]) -> float:
         """The attention of one layer, with what its backward pass needs.
@@ -149,7 +160,7 @@ class ActivationSizes:
         Bands of sliding heads overlap, so their gradients are W / block + 1 times as large as keys
         and values.
         """
-        tokens = self._own(rows * length)
+        tokens = self._local(rows * length)
         query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
         values = 6 * self.hidden + 6 * (1 + len(windows)) * query + 4 * key_value
         # A chunk of a shared sequence has the bands of its window before it.
@@ -165,12 +176,12 @@ class ActivationSizes:
 
     def _scores(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
         """Attention's scores of every choice, where no kernel is fused."""
-        if (shape := self.kept_scores) is None:
+        if (shape := self.score_shape) is None:
             return 0.0
         heads = rows * self._heads(shape)
         menu = [None if size is None else Window(size) for size in choices]
-        kept = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
-        return sum(kept) / self.sharing
+        sizes = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
+        return sum(sizes) / self.sharing
 
     def _exchanged(self, rows: int, length: int, windows: tuple[int, ...]) -> int:
         """Values of received keys and values in a gradient of one layer's attention.
@@ -181,35 +192,37 @@ class ActivationSizes:
         """
         if self.sharing == 1:
             return 0
-        near = sum(min(length, self._own(length) + 2 * window) for window in windows)
+        near = sum(min(length, self._local(length) + 2 * window) for window in windows)
         return 2 * self.key_value * rows * (6 * length + 4 * near)
 
-    def kept_gradient(self, rows: int, length: int, *windows: int) -> int:
+    def gradient_without_recompute(self, rows: int, length: int, *windows: int) -> int:
         """Bytes of a gate gradient that stores the activations of every layer.
 
         Per layer, what its backward pass needs; and what the backward pass through one attention or
         one block adds.
         """
-        tokens, of_layer = rows * length, self._kept(rows, length, (None, *windows))
-        attention = self._attention(rows, length, windows) - of_layer
-        added = max(attention - self._of_blocks(tokens, "norms"), self._of_blocks(tokens, "added"))
-        held = self.full_layers * of_layer + self._kept_by_own(rows, length)
-        held += self.layers * self._of_blocks(tokens, "saved")
-        return 2 * self.state(tokens) + math.ceil(held + added)
+        tokens, layer = rows * length, self._saved(rows, length, (None, *windows))
+        attention = self._attention(rows, length, windows) - layer
+        attention -= self._block_bytes(tokens, "norms")
+        added = max(attention, self._block_bytes(tokens, "added"))
+        saved = self.full_layers * layer + self._saved_by_own_windows(rows, length)
+        saved += self.layers * self._block_bytes(tokens, "saved")
+        return 2 * self.state(tokens) + math.ceil(saved + added)
 
-    def _of_blocks(self, tokens: int, what: str) -> int:
-        return math.ceil(self._own(tokens) * getattr(self.blocks, what) / self.shards)
+    def _block_bytes(self, tokens: int, name: str) -> int:
+        """This process's bytes for `tokens` of a field of `blocks`."""
+        return math.ceil(self._local(tokens) * getattr(self.blocks, name) / self.shards)
 
     def _piece(self, tokens: int) -> int:
         """Number of scores that are computed together without a fused kernel."""
-        if self.kept_scores is None:
+        if self.score_shape is None:
             return 0
-        return min(self._heads(self.kept_scores) * tokens**2, DENSE_MASK_ENTRIES)
+        return min(self._heads(self.score_shape) * tokens**2, DENSE_MASK_ENTRIES)
 
     def _heads(self, shape: DecoderShape) -> int:
         return self._per_shard(shape.query_size // shape.kinds.head_dim)
 
-    def _own(self, tokens: int) -> int:
+    def _local(self, tokens: int) -> int:
         return -(-tokens // self.sharing)
 
     def _per_shard(self, width: int) -> int:

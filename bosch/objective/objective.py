@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import family_of
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.model.tensor_parallel import own_shard
+from bosch.model.tensor_parallel import local_shard
 from bosch.objective import answers
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
@@ -72,7 +72,7 @@ class Objective:
     ) -> None:
         self.windows = window_menu(windows)
         self.window = self.windows[0]  # the widest
-        if self.window.most_keys >= calibration.max_length:
+        if self.window.max_keys >= calibration.max_length:
             sinks = f" with {self.window.sinks} sinks" if self.window.sinks else ""
             raise UserError(
                 f"search.window_size is {self.window.size}{sinks}, no shorter than the longest "
@@ -91,13 +91,16 @@ class Objective:
         self.batches = len(self._batches)  # also the largest useful number of ranks
         self._round_of = [number for number, batches in enumerate(rounds) for _ in batches]
         sizes = [[batch.positions for batch in batches] for batches in rounds]
-        self._own_batches = set(batches_of_rank(sizes, self.ranks))
+        self._local_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
-        self._answers_only = answers_only
         self._split = split
         sharing = {"shards": self.ranks.shards} if split is None else {"sharing": split.ranks}
         self._sizes = activation_sizes(model, **sharing)
-        self._forward = self._incremental_forward(self.cache, split)
+        agree = self.ranks.agree
+        self._new_forward = partial(
+            IncrementalForward, model, self.windows, answers_only=answers_only, agree=agree
+        )
+        self._forward = self._new_forward(self.cache, split=split)
         self._likelihood_of_round = [0.0] * self.rounds
         self._checked = False
         self._held_out = None
@@ -107,9 +110,9 @@ class Objective:
                 answers_only=answers_only, ranks=ranks, split=split,
             )  # fmt: skip
 
-    def own_batches(self) -> list[Batch]:
+    def local_batches(self) -> list[Batch]:
         """The batches that this rank measures."""
-        return [self._batches[index] for index in sorted(self._own_batches)]
+        return [self._batches[index] for index in sorted(self._local_batches)]
 
     @property
     def held_out_examples(self) -> int:
@@ -231,7 +234,7 @@ class Objective:
         shape = len(self._batches), *mask.is_full.shape, len(self.windows)
         gradients = torch.zeros(shape, dtype=torch.float64)
         operations = torch.zeros(len(self._batches), dtype=torch.float64)
-        for index in sorted(self._own_batches.intersection(indices)):
+        for index in sorted(self._local_batches.intersection(indices)):
             batch, recompute = self._batches[index], not self._keeps_activations(index)
             gradients[index] = gate_gradients(
                 self.model, batch, mask, self._forward.layouts,
@@ -248,9 +251,11 @@ class Objective:
         return values, seconds, float(operations.sum()) / self.full_pass_operations
 
     def _keeps_activations(self, index: int) -> bool:
-        """Whether the activations of this batch's backward pass fit beside what reuse caches."""
+        """Whether a batch's activations for the backward pass fit beside the cached ones."""
         windows = [window.size for window in self.windows]
-        needed = self._sizes.kept_gradient(*self._batches[index].input_ids.shape, *windows)
+        needed = self._sizes.gradient_without_recompute(
+            *self._batches[index].input_ids.shape, *windows
+        )
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
 
     def example_results(self, mask: HeadMask) -> Tensor:
@@ -282,18 +287,6 @@ class Objective:
         """Which savings are on; all are exact."""
         return self._forward.savings
 
-    def _incremental_forward(
-        self, cache: ActivationCache, split: ContextParallel | None = None
-    ) -> IncrementalForward:
-        return IncrementalForward(
-            self.model,
-            self.windows,
-            cache,
-            answers_only=self._answers_only,
-            agree=self.ranks.agree,
-            split=split,
-        )
-
     def _begin(self, mask: HeadMask, shared_layers: int) -> None:
         self._apply(mask)
         self.cache.begin(mask, shared_layers)
@@ -323,7 +316,7 @@ class Objective:
         self, mask: HeadMask, indices: Sequence[int], results: Tensor, operations: Tensor
     ) -> None:
         """Fill in results and operations of this rank's batches among `indices`."""
-        for index in sorted(self._own_batches.intersection(indices)):
+        for index in sorted(self._local_batches.intersection(indices)):
             batch = self._batches[index]
             states, layer_operations = self._forward.answer_states(index, batch, mask)
             logits = answers.answer_logits(self.model, states)
@@ -385,10 +378,10 @@ class Objective:
         states, is_head_known = answers.states_and_check(self.model, ids)
         answer = len(ids) - 1
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
-        forward = self._incremental_forward(ActivationCache(self.num_layers, max_bytes=0))
-        ours = forward.answer_states(0, batch, mask)[0]
+        forward = self._new_forward(ActivationCache(self.num_layers, max_bytes=0), split=None)
+        incremental = forward.answer_states(0, batch, mask)[0]
         if not is_head_known or not answers.equal_but_rounding(
-            states[:-1], ours, self.model.dtype, _ALL_LAYERS
+            states[:-1], incremental, self.model.dtype, _ALL_LAYERS
         ):
             raise UserError(
                 f"model.path: {type(self.model).__name__} changes its states before the output "
@@ -399,7 +392,7 @@ class Objective:
 def remedy(model: Any) -> str:
     """Advice for an error message: replace a damaged weight, or else use a wider dtype."""
     for name, weight in model.state_dict().items():
-        if not bool(own_shard(weight).isfinite().all()):  # local check, without other processes
+        if not bool(local_shard(weight).isfinite().all()):  # local check, without other processes
             return f"{name} of the model holds such numbers; make or fetch the model again"
     if model.dtype == torch.float32:
         return "they overflow even in float32"

@@ -33,7 +33,7 @@ def replace_layers(layers: list[nn.Module], family: Family, step: Step) -> Itera
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
             layer_forward: Any = layer.forward
-            states = _states_alone(layer_forward) if family.layers_return_weights else layer_forward
+            states = _first_output(layer_forward) if family.layers_return_weights else layer_forward
             names = tuple(inspect.signature(layer_forward).parameters)[1:]
 
             def forward(
@@ -52,24 +52,21 @@ def replace_layers(layers: list[nn.Module], family: Family, step: Step) -> Itera
         yield
 
 
-def _states_alone(forward: Callable[..., Any]) -> Callable[..., Tensor]:
-    def states(*args: Any, **kwargs: Any) -> Tensor:
-        return forward(*args, **kwargs)[0]
-
-    return states
+def _first_output(forward: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: forward(*args, **kwargs)[0]
 
 
 @contextlib.contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Temporarily replace a module's forward; restores one that was set on the instance."""
-    before = module.__dict__.get("forward")
+    previous = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
         yield
     finally:
         del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
+        if previous is not None:
+            module.__dict__["forward"] = previous
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ _QUERIES_AT_ONCE = 16
 _HALVINGS = 60
 
 
-def give_sink_bias(objective: Objective) -> list[list[float]]:
-    """Estimate the sink bias of every query head, and set it on the objective's model: [L][HQ].
+def fit_sink_bias(objective: Objective) -> list[list[float]]:
+    """Estimate the sink bias [L][HQ] of every query head and set it on the objective's model.
 
     One pass over the calibration set with every head full gives w_t and s_t for sampled queries t,
     at least W + S tokens into their example: the log-sum-exp of the scores of the widest window and
@@ -46,10 +46,10 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
     set_sink_bias(model, None)
     window = Window(objective.window.size, SINK_TOKENS)
     lengths = [len(example.input_ids) for example in objective.calibration.examples]
-    if max(lengths) <= window.most_keys:
+    if max(lengths) <= window.max_keys:
         raise UserError(
             f"search.sink: no calibration example is longer than the window and {SINK_TOKENS} "
-            f"tokens ({window.most_keys}): lower search.window_size or raise "
+            f"tokens ({window.max_keys}): lower search.window_size or raise "
             "prepare.calibration.length"
         )
     apply_head_mask(model, HeadMask.all_full(*objective.shape), objective.windows)
@@ -61,16 +61,16 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
         for number, module in enumerate(modules):
             show = partial(_attend, columns, examples, window, sums[:, number])
             stack.enter_context(replace_attention(module, partial(show, model)))
-        for batch in objective.own_batches():
+        for batch in objective.local_batches():
             examples[:] = batch.examples.tolist()
             # Evenly spaced among the queries that see more than window and sinks.
             columns[:] = [
-                torch.linspace(window.most_keys, lengths[example] - 1, _QUERIES).long()
+                torch.linspace(window.max_keys, lengths[example] - 1, _QUERIES).long()
                 for example in examples
             ]
             final_states(model.get_decoder(), batch, model.device)
     (sums,) = ranks.merge(sums)
-    long = torch.tensor([length > window.most_keys for length in lengths])
+    long = torch.tensor([length > window.max_keys for length in lengths])
     sink_log_mass, window_log_mass = sums[:, :, :, long].flatten(3)  # [L, HQ, N]
     estimate = log_mass_bias(sink_log_mass, window_log_mass).to(model.dtype)
     values: list[list[float]] = ranks.from_first(estimate.tolist())
@@ -80,7 +80,7 @@ def give_sink_bias(objective: Objective) -> list[list[float]]:
 
 
 def log_mass_bias(sink_log_mass: Tensor, window_log_mass: Tensor) -> Tensor:
-    """The bias b [...] of `give_sink_bias`, from s_t and w_t [..., N]."""
+    """The bias b [...] of `fit_sink_bias`, from s_t and w_t [..., N]."""
     target = nn.functional.logsigmoid(sink_log_mass - window_log_mass).mean(-1)
     low, high = sink_log_mass.amin(-1), sink_log_mass.amax(-1)
     for _ in range(_HALVINGS):
@@ -102,32 +102,33 @@ def _attend(
     """Full attention that stores log-sums of sinks and window in `sums` [2, HQ, examples, N]."""
     query, key = call.query, call.key
     assert isinstance(key, Tensor)
-    for row, (example, places) in enumerate(zip(examples, columns, strict=True)):
-        if places[-1] < window.most_keys:  # the example has no such query
+    for row, (example, positions) in enumerate(zip(examples, columns, strict=True)):
+        if positions[-1] < window.max_keys:  # the example has no such query
             continue
-        both = _log_sums(query[row], key[row], places.to(query.device), window, call.transform)
-        sums[:, :, example] = gather_heads(model, both).double().cpu()
+        positions = positions.to(query.device)
+        log_sums = _log_sums(query[row], key[row], positions, window, call.transform)
+        sums[:, :, example] = gather_heads(model, log_sums).double().cpu()
     return compute_attention(call)
 
 
 def _log_sums(
-    query: Tensor, key: Tensor, places: Tensor, window: Window, transform: LogitTransform
+    query: Tensor, key: Tensor, positions: Tensor, window: Window, transform: LogitTransform
 ) -> Tensor:
     """Log-sum-exp of the scores of the sinks and of the window, [2, HQ, N].
 
-    query [HQ, T, D], key [HKV, T, D]; `places` [N] are the sampled queries.
+    query [HQ, T, D], key [HKV, T, D]; `positions` [N] are those of the sampled queries.
     """
     slots = torch.arange(key.shape[1], device=key.device)
     outputs = []
-    for first_query in range(0, len(places), _QUERIES_AT_ONCE):
-        chunk = places[first_query : first_query + _QUERIES_AT_ONCE]
+    for start in range(0, len(positions), _QUERIES_AT_ONCE):
+        chunk = positions[start : start + _QUERIES_AT_ONCE]
         queries = query[:, chunk].view(len(key), -1, len(chunk), query.shape[2])  # [HKV, G, n, D]
         scores = (queries @ key[:, None].mT).float().flatten(0, 1) * transform.scaling
         if transform.softcap is not None:
             scores = transform.softcap * torch.tanh(scores / transform.softcap)
-        behind = chunk[:, None] - slots
-        near = (behind >= 0) & (behind < window.size)
-        first = (slots < window.sinks).expand_as(near)
-        seen = (scores.masked_fill(~keys, float("-inf")).logsumexp(-1) for keys in (first, near))
-        outputs.append(torch.stack(list(seen)))
+        distance = chunk[:, None] - slots
+        in_window = (distance >= 0) & (distance < window.size)
+        is_sink = (slots < window.sinks).expand_as(in_window)
+        masked = [scores.masked_fill(~keys, float("-inf")) for keys in (is_sink, in_window)]
+        outputs.append(torch.stack(masked).logsumexp(-1))
     return torch.cat(outputs, dim=2)

@@ -7,7 +7,7 @@ from bosch.search import bosch as algorithms
 from bosch.search.evaluator import Evaluator
 from bosch.search.groups import max_layers_per_group
 from bosch.search.settings import SearchSettings
-from bosch.search.subproblem import optimise_layers, restore_units
+from bosch.search.subproblem import SubProblem, optimise_layers, restore_units
 
 
 def b_single(evaluator: Evaluator, settings: SearchSettings) -> algorithms.SearchResult:
@@ -36,20 +36,19 @@ def b_layer(evaluator: Evaluator, settings: SearchSettings) -> algorithms.Search
     anchors, loss = algorithms.measure_anchors(evaluator, settings)
     layers, units = evaluator.shape
     quota = -(-evaluator.budget // units)
-    everything = list(range(layers))
-    solution = optimise_layers(
-        evaluator, settings, loss, HeadMask.all_full(layers, units), everything, quota,
-        "layer_importance", algorithms.group_name(everything), whole_layers=True,
-    )  # fmt: skip
+    all_layers = list(range(layers))
+    full, name = HeadMask.all_full(layers, units), algorithms.group_name(all_layers)
+    subproblem = SubProblem(full, all_layers, quota, "layer_importance", name, whole_layers=True)
+    solution = optimise_layers(evaluator, settings, loss, subproblem)
     mask, surplus = solution.mask, quota * units - evaluator.budget
     if solution.plateau:
-        how = "by log-likelihood alone" if settings.break_ties else "arbitrarily"
+        criterion = "by log-likelihood alone" if settings.break_ties else "arbitrarily"
         evaluator.note(
             f"every choice of {quota} layers {solution.plateau}: "
-            f"the sliding layers were chosen {how}"
+            f"the sliding layers were chosen {criterion}"
         )
     if surplus > 0:
-        layer = _layer_worth_most(evaluator, settings, mask)
+        layer = _best_layer_to_restore(evaluator, settings, mask)
         evaluator.note(
             f"whole layers would localise {surplus} units too many: turned back in layer {layer}"
         )
@@ -74,7 +73,7 @@ def _algorithm_one(
     return algorithms.final_result(evaluator, settings, mask, anchors, rows)
 
 
-def _layer_worth_most(evaluator: Evaluator, settings: SearchSettings, mask: HeadMask) -> int:
+def _best_layer_to_restore(evaluator: Evaluator, settings: SearchSettings, mask: HeadMask) -> int:
     """The sliding layer that gives the best score when it becomes full again."""
 
     def rank(layer: int) -> tuple[float, float]:

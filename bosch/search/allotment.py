@@ -21,9 +21,9 @@ def slots_of(choices: Choices, costs: Values) -> float:
     return float(costs[choices].sum())
 
 
-def spaced_slots(least: float, unit: float, most: float) -> list[int]:
-    """Eight KV slots of a front, in even ratios, above `least` and a full `unit`, below `most`."""
-    spaced = np.geomspace(max(least, unit), most, _POINTS + 2)[1:-1]
+def spaced_slots(lowest: float, unit: float, highest: float) -> list[int]:
+    """Eight budgets in even ratios, above `lowest` and a full `unit`, and below `highest`."""
+    spaced = np.geomspace(max(lowest, unit), highest, _POINTS + 2)[1:-1]
     return [round(slots) for slots in spaced]
 
 
@@ -44,36 +44,36 @@ def allotted(
     `widest` bound the choices. The layout of the narrowest choices must be within the budget, and
     bounds must not contradict the order.
     """
-    layers, units, kinds = values.shape
+    layers, units, count = values.shape
     if order is None:
         order = np.tile(np.arange(units), (layers, 1))
         solve = _free
     else:
         solve = _in_order
-    choice = np.arange(kinds)
+    choice = np.arange(count)
     low = np.zeros((layers, units), dtype=np.int64) if widest is None else widest
-    high = np.full((layers, units), kinds - 1) if narrowest is None else narrowest
-    possible = (choice >= low[..., None]) & (choice <= high[..., None])
-    inside = np.where(possible, values, -np.inf)
-    inside = np.take_along_axis(inside, order[..., None], axis=1)
+    high = np.full((layers, units), count - 1) if narrowest is None else narrowest
+    is_allowed = (choice >= low[..., None]) & (choice <= high[..., None])
+    bounded = np.where(is_allowed, values, -np.inf)
+    bounded = np.take_along_axis(bounded, order[..., None], axis=1)
 
-    def at(price: float) -> Choices:
-        return solve(inside - price * costs)
+    def layout_at(price: float) -> Choices:
+        return solve(bounded - price * costs)
 
     scale = 1.0 + float(np.abs(values).max()) / float(np.abs(np.diff(costs)).min())
-    dear, cheap = scale * units * layers, -scale * units * layers
-    best = at(dear)
+    high_price, low_price = scale * units * layers, -scale * units * layers
+    best = layout_at(high_price)
     assert slots_of(best, costs) <= budget + 1e-6, "the narrowest choices are beyond the budget"
-    if slots_of(at(cheap), costs) <= budget:
-        best, dear = at(cheap), cheap
+    if slots_of(layout_at(low_price), costs) <= budget:
+        best, high_price = layout_at(low_price), low_price
     for _ in range(_HALVINGS):
-        price = (dear + cheap) / 2
-        layout = at(price)
+        price = (high_price + low_price) / 2
+        layout = layout_at(price)
         if slots_of(layout, costs) <= budget:
-            best, dear = layout, price
+            best, high_price = layout, price
         else:
-            cheap = price
-    best = _filled(best, inside, costs, budget, is_ordered=solve is _in_order)
+            low_price = price
+    best = _filled(best, bounded, costs, budget, is_ordered=solve is _in_order)
     result = np.empty_like(best)
     np.put_along_axis(result, order, best, axis=1)
     return result
@@ -81,20 +81,20 @@ def allotted(
 
 def _free(profits: Values) -> Choices:
     """Each unit's choice with the largest profit; among equal ones the narrowest."""
-    kinds = profits.shape[2]
-    return kinds - 1 - profits[..., ::-1].argmax(axis=2)
+    count = profits.shape[2]
+    return count - 1 - profits[..., ::-1].argmax(axis=2)
 
 
 def _in_order(profits: Values) -> Choices:
     """As `_free`, but no unit gets a wider choice than the one before it."""
-    layers, units, kinds = profits.shape
+    layers, units, count = profits.shape
     best, origins = profits[:, 0], []
     rows = np.arange(layers)
     for unit in range(1, units):
         # Best profit, and its choice, over all choices at least this wide of the unit before.
         reached = np.maximum.accumulate(best, axis=1)
         is_new = np.concatenate([np.full((layers, 1), True), best[:, 1:] >= reached[:, :-1]], 1)
-        origins.append(np.maximum.accumulate(np.where(is_new, np.arange(kinds), 0), axis=1))
+        origins.append(np.maximum.accumulate(np.where(is_new, np.arange(count), 0), axis=1))
         best = reached + profits[:, unit]
     choices = np.empty((layers, units), dtype=np.int64)
     choices[:, -1] = _free(best[:, None])[:, 0]
@@ -107,25 +107,26 @@ def _filled(
     choices: Choices, values: Values, costs: Values, budget: float, is_ordered: bool
 ) -> Choices:
     """Widen single units while slots are left, first by the greatest value per slot."""
-    choices, kinds = choices.copy(), np.arange(values.shape[2])
+    choices, every_choice = choices.copy(), np.arange(values.shape[2])
     current = np.take_along_axis(values, choices[..., None], axis=2)
     left = budget - slots_of(choices, costs)
     while True:
         steps = costs - costs[choices][..., None]  # [L, U, C]
-        allowed = (kinds < choices[..., None]) & (steps <= left + 1e-6) & np.isfinite(values)
+        is_wider = every_choice < choices[..., None]
+        allowed = is_wider & (steps <= left + 1e-6) & np.isfinite(values)
         if is_ordered:
-            allowed[:, 1:] &= kinds >= choices[:, :-1, None]
+            allowed[:, 1:] &= every_choice >= choices[:, :-1, None]
         if not allowed.any():
             return choices
         with np.errstate(invalid="ignore"):
             gains = np.where(allowed, (values - current) / np.maximum(steps, 1e-9), -np.inf)
-        layer, unit, kind = np.unravel_index(int(gains.argmax()), gains.shape)
-        left -= float(steps[layer, unit, kind])
-        choices[layer, unit] = kind
-        current[layer, unit] = values[layer, unit, kind]
+        layer, unit, choice = np.unravel_index(int(gains.argmax()), gains.shape)
+        left -= float(steps[layer, unit, choice])
+        choices[layer, unit] = choice
+        current[layer, unit] = values[layer, unit, choice]
 
 
 def order_of(layouts: list[Choices], values: Values) -> Order:
     """Common order of each layer's units in `layouts`; ties by the value of being full."""
-    given = np.sum(layouts, axis=0) if layouts else np.zeros(values.shape[:2])
-    return np.lexsort((-values[..., 0] + values[..., -1], given), axis=1)
+    total = np.sum(layouts, axis=0) if layouts else np.zeros(values.shape[:2])
+    return np.lexsort((-values[..., 0] + values[..., -1], total), axis=1)

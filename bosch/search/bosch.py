@@ -23,7 +23,7 @@ from bosch.search.evaluator import Evaluator
 from bosch.search.groups import layer_groups, max_layers_per_group, split_evenly
 from bosch.search.loss import Anchors, Loss
 from bosch.search.settings import SearchSettings
-from bosch.search.subproblem import optimise_layers
+from bosch.search.subproblem import SubProblem, optimise_layers
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ def final_result(
     assert best is not None
     if best[1].rank > evaluation.rank:
         evaluator.note(
-            f"the last phase's mask scores {_worth(evaluation)}, the best mask on budget that was "
-            f"measured {_worth(best[1])}: "
+            f"the last phase's mask scores {_scores(evaluation)}, the best mask on budget that was "
+            f"measured {_scores(best[1])}: "
             + ("search.strict returns the former" if settings.strict else "the latter is returned")
         )
         result = result if settings.strict else best
     return SearchResult(*result, anchors, evaluation, layers or [])
 
 
-def _worth(evaluation: Evaluation) -> str:
+def _scores(evaluation: Evaluation) -> str:
     return f"{evaluation.score:.4f} (log-likelihood {evaluation.log_likelihood:.4f})"
 
 
@@ -121,14 +121,14 @@ def _note_ties(
     if tied == 0:
         return
     name = "layers" if len(groups) == len(drops) else "groups of layers"
-    who = f"all {name}" if len(values) == 1 else f"{tied} of {len(groups)} {name}"
+    layers = f"all {name}" if len(values) == 1 else f"{tied} of {len(groups)} {name}"
     if not break_ties:
-        how = "their ranking is arbitrary"
+        effect = "their ranking is arbitrary"
     elif len(values) == 1:
-        how = "every layer gets the same ratio"
+        effect = "every layer gets the same ratio"
     else:
-        how = "their log-likelihoods rank them"
-    evaluator.note(f"Algorithm 1 measured the same drop of the score for {who}: {how}")
+        effect = "their log-likelihoods rank them"
+    evaluator.note(f"Algorithm 1 measured the same drop of the score for {layers}: {effect}")
 
 
 def layer_rows(
@@ -185,9 +185,8 @@ def layer_importance(
     groups = layer_groups(num_layers, layers_per_group)
     for group in reversed(groups):  # line 4
         quota = swa_budget(len(group) * units, settings.swa_ratio)
-        solution = optimise_layers(
-            evaluator, settings, loss, mask, group, quota, "layer_importance", group_name(group)
-        )  # lines 5 to 7
+        subproblem = SubProblem(mask, group, quota, "layer_importance", group_name(group))
+        solution = optimise_layers(evaluator, settings, loss, subproblem)  # lines 5 to 7
         mask = solution.mask
         for layer in group:
             scores[layer] = solution.evaluation.score  # line 8
@@ -253,13 +252,13 @@ def assign_ratios(
         for j, group in enumerate(split_evenly(hardest_first, len(buckets))):  # line 12
             for layer in group:
                 rank[layer] = j  # line 13
-        quotas = _stepped(rank, units, hardest_first, budget)
+        quotas = _step_to_target(rank, units, hardest_first, budget)
     # Single units: the easiest layers get the rest, or the hardest give up a surplus.
-    quotas = _stepped(quotas, range(num_heads + 1), hardest_first, budget)
+    quotas = _step_to_target(quotas, range(num_heads + 1), hardest_first, budget)
     return LayerRatios(drops.tolist(), weights.tolist(), quotas, hardest_first)
 
 
-def _stepped(
+def _step_to_target(
     ranks: list[int], units: Sequence[int], hardest_first: list[int], target: int
 ) -> list[int]:
     """Move layers between neighbouring sizes while a step fits the gap (lines 17 to 33)."""
@@ -314,10 +313,9 @@ def head_selection(
             for layer in layers:
                 mask = mask.with_layer(layer, np.zeros(units, dtype=np.bool_))
             continue
-        solution = optimise_layers(
-            evaluator, settings, loss, mask, layers, quota * len(layers),
-            "head_selection", f"group {number}",
-        )  # lines 8 to 10  # fmt: skip
+        total = quota * len(layers)
+        subproblem = SubProblem(mask, layers, total, "head_selection", f"group {number}")
+        solution = optimise_layers(evaluator, settings, loss, subproblem)  # lines 8 to 10
         mask = solution.mask
         if solution.plateau:
             arbitrary = "the choice of its heads is arbitrary"

@@ -59,7 +59,7 @@ _GATES_SHARE = 0.55
 # With a large budget: fewest and most of these gradients, and their share of the passes left by the
 # other start, its exchanges and three masks; at most one for every four units.
 _MIN_GATES, _MAX_GATES = 6, 64
-_GATES_OF_SPARE = 0.7
+_GATES_SPARE_SHARE = 0.7
 # Gradients of one move that trains the gates further.
 _MORE_GATES = 8
 # Fewest full units with which gates are learned: masks of fewer rarely show pairs of them.
@@ -134,21 +134,21 @@ class _Search:
             "bosch_plus: %d of %d units stay full, %.0f passes to spend",
             self.full_units, self.num_units, self.left,
         )  # fmt: skip
-        everything = np.ones(self.num_units, dtype=np.bool_)
-        at_full = self.gradients.add(everything)
+        all_full = np.ones(self.num_units, dtype=np.bool_)
+        at_full = self.gradients.add(all_full)
         self._start_gates()
         # A share of the budget; with a small budget all except the first exchanges and one mask.
         rest = self.left - 1 - (_FIRST_EXCHANGES - 1) * self.gradients.cost
         passes = max(_ELIMINATION_SHARE * self.left, min(rest, _STEPS * self.gradients.cost))
-        bits = self._eliminated(everything, passes)
+        bits = self._eliminate(all_full, passes)
         if self.left < 1 + (_FIRST_EXCHANGES + 1) * self.gradients.cost:
-            bits = self._exchanged(bits, max(1, self.full_units // 4))
+            bits = self._exchange(bits, max(1, self.full_units // 4))
         track = self._track(bits, "gradients", self._moves())
         if track is None:
             return
         if len(self.tracks) == 1:
             if self.left >= 1 + self.gradients.cost:
-                at_sliding = self.gradients.add(~everything)
+                at_sliding = self.gradients.add(~all_full)
                 self._measure(track, self._largest(scaled(at_full) + scaled(at_sliding)), "start")
             return
         layer_values = np.repeat(at_full.reshape(self.shape).sum(axis=1), self.shape[1])
@@ -174,7 +174,7 @@ class _Search:
 
         def learn(gradients: int) -> Bits:
             for _ in range(gradients):
-                gates.learn(self.gradients.add(gates.drawn()))
+                gates.learn(self.gradients.add(gates.draw()))
             return gates.mask()
 
         def learn_more(track: _Track) -> Bits | None:
@@ -191,8 +191,8 @@ class _Search:
         if self.left < 2 * (1 + _STEPS * cost):
             return _GATES if _GATES_SHARE * self.left >= 1 + _GATES * cost else 0
         spare = self.left - 3 - (_STEPS + _EXCHANGES) * cost
-        most = min(_MAX_GATES, max(_MIN_GATES, self.num_units // 4))
-        count = int(min(most, _GATES_OF_SPARE * spare / cost)) if cost > 0 else most
+        limit = min(_MAX_GATES, max(_MIN_GATES, self.num_units // 4))
+        count = int(min(limit, _GATES_SPARE_SHARE * spare / cost)) if cost > 0 else limit
         return count if count >= _MIN_GATES else 0
 
     def _track(self, bits: Bits, name: str, moves: list[Move]) -> _Track | None:
@@ -203,14 +203,14 @@ class _Search:
         self.left -= 1
         track = _Track(bits, self.evaluator.evaluate(self._mask(bits), "start", name), moves)
         self.tracks.append(track)
-        self._tell(name, track)
+        self._log_best(name, track)
         return track
 
     def improve(self) -> None:
         """Exchanges in each track, then moves until the budget or the proposals are exhausted."""
         for track in sorted(self.tracks, key=lambda t: t.best.rank, reverse=True):
             if self.left > 1 + 2 * self.gradients.cost:
-                bits = self._exchanged(track.bits, max(1, self.full_units // 4))
+                bits = self._exchange(track.bits, max(1, self.full_units // 4))
                 self._measure(track, bits, "swaps")
 
         def turn(track: _Track) -> tuple[int, float, float]:
@@ -281,10 +281,10 @@ class _Search:
         if won:
             track.bits, track.best = bits, evaluation
             track.failed_swaps[:] = 0
-            self._tell(subproblem, track)
+            self._log_best(subproblem, track)
         return won
 
-    def _tell(self, name: str, track: _Track) -> None:
+    def _log_best(self, name: str, track: _Track) -> None:
         if self.best is track:
             logger.info(
                 "bosch_plus: %s: best mask so far, score %.4f, log-likelihood %.4f, "
@@ -292,7 +292,7 @@ class _Search:
                 name, *track.best.rank, max(0.0, self.left),
             )  # fmt: skip
 
-    def _eliminated(self, bits: Bits, passes: float) -> Bits:
+    def _eliminate(self, bits: Bits, passes: float) -> Bits:
         """Slide the units of least value down to the budget, with new gradients before each step.
 
         Steps keep equal shares of full units; if `passes` allow, gradients over parts are averaged.
@@ -315,25 +315,25 @@ class _Search:
             bits[order[: len(full) - rest]] = False
         return bits
 
-    def _exchanged(self, bits: Bits, most: int) -> Bits:
-        """Exchange up to `most` pairs, then half as many, while gradients predict a gain."""
-        while most >= 1 and self.left >= 1 + self.gradients.cost:
+    def _exchange(self, bits: Bits, pairs: int) -> Bits:
+        """Exchange up to `pairs` pairs, then half as many, while gradients predict a gain."""
+        while pairs >= 1 and self.left >= 1 + self.gradients.cost:
             values = self.gradients.at(bits)
             # Sliding units by falling value, and full units by rising value.
             gains, losses = np.flatnonzero(~bits), np.flatnonzero(bits)
             gains = gains[np.argsort(-values[gains], kind="stable")]
             losses = losses[np.lexsort((self._rng.permutation(len(losses)), values[losses]))]
             # Substitutes for each other all predict the same gain, so take only some.
-            pool = gains[: 2 * most]
+            pool = gains[: 2 * pairs]
             pool = pool[values[pool] > (values[losses[0]] if len(losses) else 0.0)]
-            chosen = np.sort(self._rng.permutation(len(pool))[:most])
+            chosen = np.sort(self._rng.permutation(len(pool))[:pairs])
             gains, losses = pool[chosen], losses[: len(chosen)]
             gains = gains[: len(losses)]
             better = values[gains] > values[losses]
             if not better.any():
                 break
-            bits = _exchange(bits, losses[better], gains[better])
-            most //= 2
+            bits = _exchanged(bits, losses[better], gains[better])
+            pairs //= 2
         return bits
 
     def _swap(self, track: _Track) -> Bits | None:
@@ -350,7 +350,7 @@ class _Search:
         for index in order:
             gain, loss = divmod(int(index), len(losses))
             pair = losses[loss : loss + 1], gains[gain : gain + 1]
-            child = _exchange(bits, *pair)
+            child = _exchanged(bits, *pair)
             if child.tobytes() not in self._tried:
                 track.failed_swaps[pair[0]] += 1
                 track.failed_swaps[pair[1]] += 1
@@ -360,11 +360,11 @@ class _Search:
     def _kick(self, track: _Track) -> Bits | None:
         """Random exchanges of some units, then exchanges by gradients."""
         bits = track.bits
-        most = min(self.full_units, self.num_units - self.full_units)
-        if most < 2:
+        pairs = min(self.full_units, self.num_units - self.full_units)
+        if pairs < 2:
             return None
-        count = 1 + int(self._rng.integers(1, max(2, most // 8)))
-        return self._exchanged(swap(bits, count, self._rng), max(1, count))
+        count = 1 + int(self._rng.integers(1, max(2, pairs // 8)))
+        return self._exchange(swap(bits, count, self._rng), max(1, count))
 
     def _regrowth(self, track: _Track) -> Bits | None:
         """Random sliding units made full beyond the budget, then elimination."""
@@ -374,10 +374,10 @@ class _Search:
         count = math.ceil(len(sliding) * self._rng.choice([0.125, 0.25, 0.5]))
         bits = track.bits.copy()
         bits[self._rng.choice(sliding, count, replace=False)] = True
-        return self._eliminated(bits, min(4 * self.gradients.cost, self.left - 1))
+        return self._eliminate(bits, min(4 * self.gradients.cost, self.left - 1))
 
 
-def _exchange(bits: Bits, losses: Units, gains: Units) -> Bits:
+def _exchanged(bits: Bits, losses: Units, gains: Units) -> Bits:
     changed = bits.copy()
     changed[losses] = False
     changed[gains] = True

@@ -92,7 +92,7 @@ class TracePoint:
     is_bound: bool
 
 
-def search_of(phase: str, subproblem: str) -> tuple[str, str]:
+def subproblem_key(phase: str, subproblem: str) -> tuple[str, str]:
     """Phase and sub-problem within which masks compete; those of `bosch_plus` are one."""
     return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
 
@@ -315,7 +315,7 @@ class Evaluator:
     def _record(
         self, mask: HeadMask, evaluation: Evaluation, phase: str, subproblem: str, free: bool
     ) -> None:
-        search = search_of(phase, subproblem)
+        search = subproblem_key(phase, subproblem)
         best = self._best_in_subproblem.get(search)
         if not evaluation.is_bound and (best is None or evaluation.score > best):
             best = self._best_in_subproblem[search] = evaluation.score
@@ -333,15 +333,8 @@ class Evaluator:
             self.progress.update(1, self._status(subproblem, best), free=free)
         if self.watch is not None:
             self.watch(self)
-        logger.debug(
-            "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %s",
-            phase,
-            subproblem,
-            point.step,
-            point.score,
-            point.log_likelihood,
-            best,
-        )
+        message = "%s, %s, evaluation %d: score %.4f, log-likelihood %.4f, best %s"
+        logger.debug(message, phase, subproblem, point.step, *evaluation.rank, best)
 
     def _has_ratio(self, mask: HeadMask) -> bool:
         return mask.num_sliding == self.budget * int(self.units.heads.shape[2])

@@ -89,15 +89,15 @@ class FrontSearch(Moves):
         if not self.budgets:
             return
         check_passes(self.gradients.cost, self.free, "one gradient")
-        each = max(self.gradients.cost, 1e-9)
-        gradients = int(_START_SHARE * self.free / each)
+        cost = max(self.gradients.cost, 1e-9)
+        gradients = int(_START_SHARE * self.free / cost)
         for_gates = self.gates_to_learn(gradients)
         if for_gates:
-            gradients = min(gradients - for_gates, int(_DESCENT_SHARE * self.free / each))
+            gradients = min(gradients - for_gates, int(_DESCENT_SHARE * self.free / cost))
         values, chain = self._descent(gradients)
         orders = [order_of([layout], value) for layout, value in zip(chain, values, strict=True)]
-        gates = self._learned(for_gates)
-        first, narrowest = len(self.budgets) // 2, self.kinds - 1
+        gates = self._learn(for_gates)
+        first, narrowest = len(self.budgets) // 2, self.num_choices - 1
         self.unmeasured.discard(first)
         self._add(first, chain[first], "elimination")
         if gates is not None:
@@ -116,8 +116,7 @@ class FrontSearch(Moves):
                 if local is None:
                     choices = self._layout(kind, values[number], number, orders[number])
                 else:
-                    both = scaled(local) + scaled(values[number])
-                    choices = self._wider(number, both)
+                    choices = self._wider(number, scaled(local) + scaled(values[number]))
                 self._add(number, choices if self._affordable(choices) else chain[number], "start")
             if self._is_short(number) and not self.kinds_tried:
                 kind = self._best_kind(number, values[number], orders[number])
@@ -138,19 +137,19 @@ class FrontSearch(Moves):
         that answers nothing, by `values`.
         """
         self.kinds_tried = True
-        best = self.kinds - 1
-        layouts = {
-            kind: self._layout(kind, values, number, order) for kind in range(_MIXED, best)
-        } if best > 1 else {}  # fmt: skip
+        best = self.num_choices - 1
+        # With one window there is nothing to mix.
+        kinds = range(_MIXED, best) if best > 1 else ()
+        layouts = {kind: self._layout(kind, values, number, order) for kind in kinds}
         while layouts and self._is_short(number):
             point = self.points[number]
             if not self._pays(point.choices):
                 break
-            is_blind = point.evaluation.score <= self._end(self.nothing).score
+            is_blind = point.evaluation.score <= self._anchor(self.narrowest).score
             local = values if is_blind else self.gradients.at(point.choices)
-            promised = {kind: _sum_of(local, choices) for kind, choices in layouts.items()}
-            kind = max(promised, key=lambda name: promised[name])
-            if promised[kind] <= _sum_of(local, point.choices):
+            totals = {kind: _total(local, choices) for kind, choices in layouts.items()}
+            kind = max(totals, key=lambda name: totals[name])
+            if totals[kind] <= _total(local, point.choices):
                 break
             if self._wins(number, layouts.pop(kind), f"window {kind}" if kind else "mixed"):
                 best = kind
@@ -163,34 +162,34 @@ class FrontSearch(Moves):
         budget = self.budgets[number]
         if kind == _MIXED:
             return allotted(values, self.costs, budget, order=order)
-        return self._of_window(kind, values, budget, order)
+        return self._one_window_layout(kind, values, budget, order)
 
     def _descent(self, affordable: int) -> tuple[list[Values], list[Choices]]:
         """Values of choices for each budget, and nested layouts with the narrowest window."""
         affordable = max(1, affordable)
         count = min(_LEVELS, max(len(self.budgets), affordable))
         lowest = self.budgets[0]
-        spaced = np.geomspace(self.most, max(self.least, lowest), count + 1)[1:]
+        spaced = np.geomspace(self.max_slots, max(self.min_slots, lowest), count + 1)[1:]
         levels = sorted({*self.budgets, *(int(s) for s in spaced if s > lowest)}, reverse=True)
         shares = max(1, min(SHARES, affordable // max(1, len(levels))))
-        every = max(1, math.ceil(len(levels) / affordable))
-        choices, chain = self.everything, [self.everything]
+        interval = max(1, math.ceil(len(levels) / affordable))
+        choices, chain = self.all_full, [self.all_full]
         starts: list[tuple[Values, Choices]] = []
-        running = RunningMean(choices.size * self.kinds)
-        values: Values = np.zeros((*self.shape, self.kinds))
+        running = RunningMean(choices.size * self.num_choices)
+        values: Values = np.zeros((*self.shape, self.num_choices))
         for number, level in enumerate(levels):
-            if number % every == 0:
+            if number % interval == 0:
                 fresh = self.gradients.at(choices, shares)
                 values = running.add(fresh.reshape(-1)).reshape(fresh.shape)
             order = order_of(chain, values)
-            choices = self._of_window(self.kinds - 1, values, level, order, choices)
+            choices = self._one_window_layout(self.num_choices - 1, values, level, order, choices)
             chain.append(choices)
             if level in self.budgets:
                 starts.append((values.copy(), choices))
         starts.reverse()
         return [values for values, _ in starts], [layout for _, layout in starts]
 
-    def _of_window(
+    def _one_window_layout(
         self,
         kind: int,
         values: Values,
@@ -207,30 +206,30 @@ class FrontSearch(Moves):
         return kinds[allotted(values, costs, budget, order=order, widest=bound)]
 
     @property
-    def _drawn(self) -> list[int]:
+    def _full_counts(self) -> list[int]:
         """Numbers of full units of the layouts at which gates are learned."""
-        each = self.costs[0] - self.costs[-1]
-        counts = [int((budget - self.least) / each) for budget in self.budgets]
+        cost = self.costs[0] - self.costs[-1]
+        counts = [int((budget - self.min_slots) / cost) for budget in self.budgets]
         return [count for count in counts if count >= _MIN_FULL][:_GATE_BUDGETS]
 
     def gates_to_learn(self, gradients: int) -> int:
         """Number of the `gradients` for gates; 0 if there are too few for two starts."""
-        most = min(_MAX_GATES, max(_MIN_GATES, self.everything.size // 4))
-        count = min(most, round(_GATES_SHARE * gradients))
-        return count if self._drawn and count >= _MIN_GATES else 0
+        limit = min(_MAX_GATES, max(_MIN_GATES, self.all_full.size // 4))
+        count = min(limit, round(_GATES_SHARE * gradients))
+        return count if self._full_counts and count >= _MIN_GATES else 0
 
-    def _learned(self, gradients: int) -> Values | None:
+    def _learn(self, gradients: int) -> Values | None:
         """Values of choices, learned at layouts drawn from them as in `bosch.search.gates`.
 
         Numbers of full units and windows alternate, so that all budgets share one order of units.
         """
         if not gradients:
             return None
-        gates: Values = np.zeros((*self.shape, self.kinds))
-        counts = self._drawn
+        gates: Values = np.zeros((*self.shape, self.num_choices))
+        counts = self._full_counts
         for step in range(gradients):
             turn, number = divmod(step, len(counts))
-            kind = self.kinds - 1 - turn % (self.kinds - 1)
+            kind = self.num_choices - 1 - turn % (self.num_choices - 1)
             advantage = gates[..., 0] - gates[..., kind] + NOISE * self._rng.gumbel(size=self.shape)
             choices = np.where(largest(advantage.reshape(-1), counts[number]), 0, kind)
             gates = gates + STEP * scaled(self.gradients.add(choices.reshape(self.shape)))
@@ -281,7 +280,7 @@ class FrontSearch(Moves):
         best = max(known, key=lambda pair: pair[0], default=None)
         if best is None or best[0] < point.evaluation.rank:
             values = self.gradients.known(point.choices)
-            is_chosen = np.arange(self.kinds) == point.choices[..., None]
+            is_chosen = np.arange(self.num_choices) == point.choices[..., None]
             values = np.zeros(is_chosen.shape) if values is None else values
             values = values + is_chosen * (float(np.abs(values).mean()) or 1.0)
             order = order_of(chain, values)
@@ -294,10 +293,8 @@ class FrontSearch(Moves):
 
     def result(self, anchors: Anchors) -> SearchResult:
         """The front, and the mask and evaluation of its chosen point."""
-        ends = [
-            Point(slots, choices, self._end(choices), 0.0, np.zeros(0))
-            for slots, choices in ((self.least, self.nothing), (self.most, self.everything))
-        ]
+        layouts = (self.min_slots, self.narrowest), (self.max_slots, self.all_full)
+        ends = [Point(n, layout, self._anchor(layout), 0.0, np.zeros(0)) for n, layout in layouts]
         points, best = [], -1.0
         for point in [ends[0], *(self.points[number] for number in sorted(self.points))]:
             if point.evaluation.score >= best or point.budget == self.exact:
@@ -338,6 +335,6 @@ class FrontSearch(Moves):
         )
 
 
-def _sum_of(values: Values, choices: Choices) -> float:
+def _total(values: Values, choices: Choices) -> float:
     """The first-order value of a layout."""
     return float(np.take_along_axis(values, choices[..., None], axis=2).sum())

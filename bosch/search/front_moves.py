@@ -27,7 +27,7 @@ class Moves(State):
 
     def improve(self) -> None:
         """Moves for one budget after another until the passes or the proposals are exhausted."""
-        self.for_nesting = _NESTING_SHARE * self.all_passes
+        self.nesting_passes = _NESTING_SHARE * self.all_passes
         grown = Move("grown", lambda number: self._grown(number) if number else None)
         moves = [
             Move("exchange", self._exchange_move),
@@ -41,9 +41,9 @@ class Moves(State):
         while self.points and self.free >= 1 and fruitless < _FRUITLESS * len(self.points):
             number = min(self.points, key=self._turn)
             move = max(moves, key=lambda m: m.promise)
-            worse = self._no_better_than_smaller()
-            if worse is not None:
-                number, move = worse, grown
+            stuck = self._stuck_budget()
+            if stuck is not None:
+                number, move = stuck, grown
             point = self.points[number]
             if move.name == "kick" and point.failures < 2:
                 move = moves[0]
@@ -58,7 +58,7 @@ class Moves(State):
             point.failures = 0 if won else point.failures + 1
             move.wins += won
             move.passes += max(before - self.left, 1.0)
-        self.for_nesting = 0.0
+        self.nesting_passes = 0.0
 
     def _turn(self, number: int) -> tuple[int, float, float]:
         """Sort key: budgets that still improve first, by the next larger budget's advantage."""
@@ -70,8 +70,8 @@ class Moves(State):
             point.evaluation.log_likelihood - above.log_likelihood,
         )
 
-    def _no_better_than_smaller(self) -> int | None:
-        """A budget that scores no better than the next smaller one, once per layout of that."""
+    def _stuck_budget(self) -> int | None:
+        """A budget that scores no better than the next smaller one, once per layout of that one."""
         for number in range(1, len(self.points)):
             below, point = self.points[number - 1], self.points[number]
             key = number, below.choices.tobytes()
@@ -82,47 +82,47 @@ class Moves(State):
 
     def _exchange_move(self, number: int) -> Choices | None:
         point = self.points[number]
-        most = max(1, int((point.budget - self.least) / self.costs[0]) // 4)
-        return self._exchanged(point.choices, point.budget, max(1, most >> point.failures // 2))
+        pairs = max(1, int((point.budget - self.min_slots) / self.costs[0]) // 4)
+        return self._exchange(point.choices, point.budget, max(1, pairs >> point.failures // 2))
 
-    def _exchanged(self, choices: Choices, budget: int, most: int) -> Choices:
-        """Change up to 2 x `most` units by gradients, then half as many, and so on."""
-        while most >= 1 and self._pays(choices):
-            changed = self._stepped(choices, self.gradients.at(choices), budget, 2 * most)
+    def _exchange(self, choices: Choices, budget: int, pairs: int) -> Choices:
+        """Change up to 2 x `pairs` units by gradients, then half as many, and so on."""
+        while pairs >= 1 and self._pays(choices):
+            changed = self._change_units(choices, self.gradients.at(choices), budget, 2 * pairs)
             if (changed == choices).all():
                 break
             choices = changed
-            most //= 2
+            pairs //= 2
         return choices
 
-    def _stepped(self, choices: Choices, values: Values, budget: int, most: int) -> Choices:
-        """The best layout of a budget by `values` in which about `most` units change.
+    def _change_units(self, choices: Choices, values: Values, budget: int, limit: int) -> Choices:
+        """The best layout of a budget by `values` in which about `limit` units change.
 
         Each unit's current choice gets a bonus, which limits the changes. Substitutes for each
         other predict the same gain, so half of the units that could get a wider window keep theirs.
         """
         is_kept = (choices > 0) & (self._rng.random(self.shape) < 0.5)
         widest = np.where(is_kept, choices, 0)
-        is_current = np.arange(self.kinds) == choices[..., None]
+        is_current = np.arange(self.num_choices) == choices[..., None]
 
         def with_bonus(bonus: float) -> Choices:
             return allotted(values + bonus * is_current, self.costs, budget, widest=widest)
 
         low, high = 0.0, 2.0 * float(np.abs(values).max())
         best = with_bonus(low)
-        if (best != choices).sum() <= most:
+        if (best != choices).sum() <= limit:
             return best
         for _ in range(10):
             middle = (low + high) / 2
             changed = with_bonus(middle)
             count = int((changed != choices).sum())
-            if 0 < count <= most:
+            if 0 < count <= limit:
                 best, high = changed, middle
             elif count == 0:
                 high = middle
             else:
                 low = middle
-        if (best != choices).sum() <= most:
+        if (best != choices).sum() <= limit:
             return best
         return with_bonus(high)
 
@@ -136,28 +136,30 @@ class Moves(State):
         steps = (self.costs - self.costs[choices][..., None]).reshape(-1)
         room = point.budget - slots_of(choices, self.costs)
         wider, narrower = (
-            np.array(sorted(np.flatnonzero(which), key=lambda i: -gains[i])[:_STEPS], dtype=int)
-            for which in (steps > 0, steps < 0)
+            np.array(sorted(np.flatnonzero(mask), key=lambda i: -gains[i])[:_STEPS], dtype=int)
+            for mask in (steps > 0, steps < 0)
         )
         if not len(wider):
             return None
-        # The last row of `narrower` means no second unit.
-        both = gains[wider][:, None] + np.append(gains[narrower], 0.0)
+        # The last column means no second unit.
+        pair_gains = gains[wider][:, None] + np.append(gains[narrower], 0.0)
         slots = steps[wider][:, None] + np.append(steps[narrower], 0.0)
-        units = np.append(narrower // self.kinds, -1)
-        both[(slots > room) | ((wider // self.kinds)[:, None] == units)] = -np.inf
-        for index in np.argsort(-both, axis=None, kind="stable"):
-            first, second = divmod(int(index), both.shape[1])
-            if both[first, second] == -np.inf:
+        same_unit = (wider // self.num_choices)[:, None] == np.append(
+            narrower // self.num_choices, -1
+        )
+        pair_gains[(slots > room) | same_unit] = -np.inf
+        for index in np.argsort(-pair_gains, axis=None, kind="stable"):
+            first, second = divmod(int(index), pair_gains.shape[1])
+            if pair_gains[first, second] == -np.inf:
                 return None
             changed = choices.copy().reshape(-1)
             entries = [wider[first], *narrower[second : second + 1]]
             for entry in entries:
-                changed[entry // self.kinds] = entry % self.kinds
+                changed[entry // self.num_choices] = entry % self.num_choices
             changed = changed.reshape(self.shape)
             if (number, changed.tobytes()) not in self._tried:
                 for entry in entries:
-                    point.failed.reshape(-1)[entry // self.kinds] += 1
+                    point.failed.reshape(-1)[entry // self.num_choices] += 1
                 return changed
         return None
 
@@ -165,15 +167,15 @@ class Moves(State):
         """Random exchanges of some choices, then exchanges by gradients."""
         point = self.points[number]
         flat = point.choices.reshape(-1).copy()
-        wide = np.flatnonzero(flat < self.kinds - 1)
-        narrow = np.flatnonzero(flat == self.kinds - 1)
-        most = min(len(wide), len(narrow))
-        if most == 0:
+        wide = np.flatnonzero(flat < self.num_choices - 1)
+        narrow = np.flatnonzero(flat == self.num_choices - 1)
+        pairs = min(len(wide), len(narrow))
+        if pairs == 0:
             return None
-        count = 1 + int(self._rng.integers(0, max(1, most // 4)))
+        count = 1 + int(self._rng.integers(0, max(1, pairs // 4)))
         first, other = (self._rng.choice(part, count, replace=False) for part in (wide, narrow))
         flat[first], flat[other] = flat[other], flat[first]
-        return self._exchanged(flat.reshape(self.shape), point.budget, max(1, count // 2))
+        return self._exchange(flat.reshape(self.shape), point.budget, max(1, count // 2))
 
     def _grown(self, number: int) -> Choices:
         """The next smaller budget's layout, widened by its gradients and nested with it."""

@@ -49,16 +49,15 @@ class State:
             )
         group = evaluator.units.heads.shape[2]
         self.costs: Values = group * np.array([self.context, *held], dtype=np.float64)
-        self.kinds = len(self.costs)
-        self.everything: Choices = np.zeros(self.shape, dtype=np.int64)
-        self.nothing = np.full(self.shape, self.kinds - 1)
-        self.least, self.most = (
-            int(slots_of(choices, self.costs)) for choices in (self.nothing, self.everything)
-        )
+        self.num_choices = len(self.costs)
+        self.all_full: Choices = np.zeros(self.shape, dtype=np.int64)
+        self.narrowest = np.full(self.shape, self.num_choices - 1)
+        self.min_slots = int(slots_of(self.narrowest, self.costs))
+        self.max_slots = int(slots_of(self.all_full, self.costs))
         self.left = self.all_passes = float(front_budget(settings, self.shape[0]))
         self.gradients = GradientMeans(evaluator, self._gradient)
         self.held_out_cost = evaluator.held_out_passes
-        self.for_nesting = 0.0
+        self.nesting_passes = 0.0  # reserved for nested masks
         self.evaluations = 0
         self.points: dict[int, Point] = {}
         self.kinds_tried = False
@@ -69,70 +68,72 @@ class State:
         self._cost_of: dict[bytes, float] = {}
         self._regrown: set[tuple[int, bytes]] = set()
         self._set_budgets(budgets)
-        self.full = self._end(self.everything)
+        self.full = self._anchor(self.all_full)
 
     def _set_budgets(self, budgets: SlotBudgets) -> None:
         """The budgets of the points, and the one that is chosen."""
         full = self.shape[0] * self.shape[1] - self.evaluator.budget
         chosen = budgets.chosen
         if chosen is None:
-            chosen = self.least + round(full * (self.costs[0] - self.costs[-1]))
+            chosen = self.min_slots + round(full * (self.costs[0] - self.costs[-1]))
         for slots in (*budgets.slots, chosen):
-            if slots < self.least:
+            if slots < self.min_slots:
                 raise UserError(
                     f"search.budget: {slots:,} KV slots at {self.context:,} tokens are too few, "
-                    f"every head with the smallest window needs {self.least:,}"
+                    f"every head with the smallest window needs {self.min_slots:,}"
                 )
-        self.chosen = min(chosen, self.most)
+        self.chosen = min(chosen, self.max_slots)
         # A ratio is met exactly, as in other methods, even if a mask with fewer slots is better.
         self.exact = self.chosen if budgets.chosen is None else None
         stated = [int(slots) for slots in budgets.slots]
-        slots = stated or spaced_slots(self.least, self.costs[0], self.most)
-        step = self.costs[-2] - self.costs[-1]
-        inside = [budget for budget in slots if self.least + step <= budget < self.most]
-        if self.least + step <= self.chosen < self.most and self.chosen not in inside:
-            if inside and not stated:
-                inside.remove(min(inside, key=lambda budget: abs(math.log(budget / self.chosen))))
-            inside.append(self.chosen)
-        inside = sorted({*inside})
-        costs = [self._cost_of_first(budget) for budget in inside]
-        rest = self.left - self._for_ends - 2 * self.gradients.cost
-        affordable = max(1, int(rest / max([1e-9, *costs])))
-        if sum(costs) > rest and len(inside) > affordable:
-            self.evaluator.note(
-                f"search.budget_per_layer: {self.all_passes:g} passes pay for {affordable} of "
-                f"{len(inside)} points of the front"
-            )
-            chosen_points = {self.chosen} & {*inside}
-            others = [budget for budget in inside if budget not in chosen_points]
-            count = affordable - len(chosen_points)
-            chosen_points |= {
-                others[i] for i in np.linspace(0, len(others) - 1, count).round().astype(int)
-            }
-            inside = sorted(chosen_points)
-        self.budgets = inside
-        self.unmeasured = {*range(len(inside))}
+        slots = stated or spaced_slots(self.min_slots, self.costs[0], self.max_slots)
+        # Without the ends of the front, which are measured as anchors.
+        lowest = self.min_slots + self.costs[-2] - self.costs[-1]
+        inner = [budget for budget in slots if lowest <= budget < self.max_slots]
+        if lowest <= self.chosen < self.max_slots and self.chosen not in inner:
+            if inner and not stated:
+                inner.remove(min(inner, key=lambda budget: abs(math.log(budget / self.chosen))))
+            inner.append(self.chosen)
+        self.budgets = self._affordable_budgets(sorted({*inner}))
+        self.unmeasured = {*range(len(self.budgets))}
         self.evaluator.on_budget = self._is_chosen
         logger.info(
             "front: budgets of %s KV slots at %d tokens, %.0f passes to spend",
-            ", ".join(f"{budget:,}" for budget in inside), self.context, self.left,
+            ", ".join(f"{budget:,}" for budget in self.budgets), self.context, self.left,
         )  # fmt: skip
 
+    def _affordable_budgets(self, budgets: list[int]) -> list[int]:
+        """The budgets for which the passes suffice: the chosen one and others, evenly spread."""
+        costs = [self._cost_of_first(budget) for budget in budgets]
+        rest = self.left - self._ends_cost - 2 * self.gradients.cost
+        affordable = max(1, int(rest / max([1e-9, *costs])))
+        if sum(costs) <= rest or len(budgets) <= affordable:
+            return budgets
+        self.evaluator.note(
+            f"search.budget_per_layer: {self.all_passes:g} passes pay for {affordable} of "
+            f"{len(budgets)} points of the front"
+        )
+        selected = {self.chosen} & {*budgets}
+        others = [budget for budget in budgets if budget not in selected]
+        spread = np.linspace(0, len(others) - 1, affordable - len(selected)).round().astype(int)
+        return sorted(selected | {others[index] for index in spread})
+
     def _is_chosen(self, mask: HeadMask) -> bool:
-        """Whether a mask of heads is one for the chosen budget, by its slots the nearest below."""
+        """Whether a mask of heads meets the chosen budget and exceeds the next smaller one."""
         slots = mask.kv_slots(self.menu, self.context)
-        below = max((budget for budget in self.budgets if budget < self.chosen), default=self.least)
+        smaller = [budget for budget in self.budgets if budget < self.chosen]
+        below = max(smaller, default=self.min_slots)
         return slots == self.chosen or below < slots <= self.chosen
 
     @property
-    def _for_ends(self) -> float:
+    def _ends_cost(self) -> float:
         """Passes for the held-out examples of both ends."""
-        return self.held_out_cost * sum(map(self._cost, (self.nothing, self.everything)))
+        return self.held_out_cost * (self._cost(self.narrowest) + self._cost(self.all_full))
 
     def _cost_of_first(self, budget: int) -> float:
         """Passes for a budget's layout with the narrowest window, held-out examples included."""
-        full = int((budget - self.least) / (self.costs[0] - self.costs[-1]))
-        choices = self.nothing.copy()
+        full = int((budget - self.min_slots) / (self.costs[0] - self.costs[-1]))
+        choices = self.narrowest.copy()
         choices.reshape(-1)[:full] = 0
         return (1 + self.held_out_cost) * self._cost(choices)
 
@@ -145,8 +146,8 @@ class State:
 
     @property
     def free(self) -> float:
-        """Passes not reserved for what must be measured; there are no more masks than passes."""
-        reserved = self._for_ends + self.for_nesting
+        """Passes that are not reserved, but no more than masks may still be measured."""
+        reserved = self._ends_cost + self.nesting_passes
         reserved += sum(self._cost_of_first(self.budgets[number]) for number in self.unmeasured)
         reserved += self.held_out_cost * sum(
             self._cost(point.choices) for point in self.points.values()
@@ -158,7 +159,7 @@ class State:
         """Whether the passes suffice for a layout and, if it wins, its held-out examples."""
         return self.free >= max(1.0, (1 + self.held_out_cost) * self._cost(choices))
 
-    def _end(self, choices: Choices) -> Evaluation:
+    def _anchor(self, choices: Choices) -> Evaluation:
         """The evaluation of an anchor, in which all units have the same choice."""
         mask = self.evaluator.units.head_mask(HeadMask.of_choices(choices))
         evaluation = self.evaluator.log.get(mask)
@@ -204,17 +205,15 @@ class State:
         self._tried.add(key)
         slots = slots_of(choices, self.costs)
 
-        def improved(score: float, log_likelihood: float) -> list[Point]:
-            return [
-                other
-                for other in self.points.values()
-                if slots <= other.budget
-                and (
-                    other.evaluation.beaten_by(score, log_likelihood)
-                    if other is point
-                    else score > other.evaluation.score and other.budget != self.exact
-                )
-            ]
+        def improves(other: Point, score: float, log_likelihood: float) -> bool:
+            if slots > other.budget:
+                return False
+            if other is point:
+                return other.evaluation.beaten_by(score, log_likelihood)
+            return score > other.evaluation.score and other.budget != self.exact
+
+        def improved(*rank: float) -> list[Point]:
+            return [other for other in self.points.values() if improves(other, *rank)]
 
         evaluation = self._evaluate(choices, phase, name, lambda *rank: bool(improved(*rank)))
         if evaluation is None:

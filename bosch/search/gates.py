@@ -27,7 +27,7 @@ class Gates:
         self._logits = np.zeros(units)
         self._full_units, self._rng = full_units, rng
 
-    def drawn(self) -> Bits:
+    def draw(self) -> Bits:
         """A mask on budget, drawn from the logits."""
         noise = self._rng.gumbel(size=len(self._logits))
         return largest(self._logits + NOISE * noise, self._full_units)

@@ -31,12 +31,12 @@ class Move:
         return (self.wins + 1.0) / (self.passes + 2.0)
 
 
-def check_passes(needed: float, left: float, what: str) -> None:
-    """Raise UserError if a search needs more passes than it has `left`."""
+def check_passes(needed: float, left: float, purpose: str) -> None:
+    """Raise UserError if a search needs more passes for its `purpose` than it has `left`."""
     if left < needed:
         raise UserError(
-            f"search.budget_per_layer: {what} costs {needed:.1f} passes over the calibration set, "
-            f"and {max(0.0, left):.1f} are left: raise it, or take more examples"
+            f"search.budget_per_layer: {purpose} costs {needed:.1f} passes over the calibration "
+            f"set, and {max(0.0, left):.1f} are left: raise it, or take more examples"
         )
 
 

@@ -15,7 +15,7 @@ from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Gates
 from bosch.search.gradient_search import check_passes
 from bosch.search.settings import SearchSettings, SolverName, plus_budget
-from bosch.search.subproblem import optimise_layers
+from bosch.search.subproblem import SubProblem, optimise_layers
 
 
 def one_plus_one(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -31,10 +31,9 @@ def annealing(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
 def _whole_mask(evaluator: Evaluator, settings: SearchSettings, solver: SolverName) -> SearchResult:
     anchors, loss = measure_anchors(evaluator, settings)
     shape = evaluator.shape
-    solution = optimise_layers(
-        evaluator, replace(settings, solver=solver), loss, HeadMask.all_full(*shape),
-        range(shape[0]), evaluator.budget, "head_selection", "whole mask",
-    )  # fmt: skip
+    full, layers = HeadMask.all_full(*shape), range(shape[0])
+    subproblem = SubProblem(full, layers, evaluator.budget, "head_selection", "whole mask")
+    solution = optimise_layers(evaluator, replace(settings, solver=solver), loss, subproblem)
     return final_result(evaluator, settings, solution.mask, anchors)
 
 
@@ -49,9 +48,9 @@ def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchRes
     ranks = []
     for layer, row in enumerate(full.is_full):
         for head in range(len(row)):
-            alone = row.copy()
-            alone[head] = False
-            mask = full.with_layer(layer, alone)
+            changed = row.copy()
+            changed[head] = False
+            mask = full.with_layer(layer, changed)
             result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
             ranks.append(settings.sort_key(*result.rank))
     # sorted() is stable: among equal units that of lower index slides.
@@ -127,7 +126,7 @@ def learned_gates(evaluator: Evaluator, settings: SearchSettings) -> SearchResul
     check_passes(1 + evaluator.cost_of_gradient(0, SHARES), budget, "one gradient and one mask")
     left, step = budget - 1.0, 0  # the final mask is evaluated, too
     while step < 100 * SHARES and left >= evaluator.cost_of_gradient(step % SHARES, SHARES):
-        mask = HeadMask(gates.drawn().reshape(shape))
+        mask = HeadMask(gates.draw().reshape(shape))
         gradient = evaluator.gate_gradient(mask, step % SHARES, SHARES)
         gates.learn(np.array(gradient.values).reshape(-1))
         left -= evaluator.cost_of_gradient(step % SHARES, SHARES)

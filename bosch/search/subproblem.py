@@ -20,6 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class SubProblem:
+    """Which `quota` units of `layers` should slide; the other layers of `base` are fixed.
+
+    A unit is a KV head, or with `whole_layers` a layer. Its evaluations have `phase` and `name`.
+    """
+
+    base: HeadMask
+    layers: Sequence[int]
+    quota: int
+    phase: str
+    name: str
+    whole_layers: bool = False
+
+
+@dataclass(frozen=True)
 class Solution:
     """Best mask of a sub-problem; `plateau` is the score if all masks have it, else empty."""
 
@@ -29,23 +44,12 @@ class Solution:
 
 
 def optimise_layers(
-    evaluator: Evaluator,
-    settings: SearchSettings,
-    loss: Loss,
-    base: HeadMask,
-    layers: Sequence[int],
-    quota: int,
-    phase: str,
-    subproblem: str,
-    *,
-    whole_layers: bool = False,
+    evaluator: Evaluator, settings: SearchSettings, loss: Loss, subproblem: SubProblem
 ) -> Solution:
-    """Make `quota` units of `layers` sliding, the other layers of `base` fixed (BOSCH Eq. 5).
-
-    A unit is a KV head, or with `whole_layers` a layer. Spends at most kappa evaluations per layer.
-    """
-    rows = sorted(layers)
-    units = 1 if whole_layers else base.num_key_value_heads
+    """Solve a sub-problem (BOSCH Eq. 5) with at most kappa evaluations per layer."""
+    base, phase, name = subproblem.base, subproblem.phase, subproblem.name
+    rows, quota = sorted(subproblem.layers), subproblem.quota
+    units = 1 if subproblem.whole_layers else base.num_key_value_heads
 
     def with_bits(bits: Bits) -> HeadMask:
         is_full = base.is_full.copy()
@@ -54,7 +58,7 @@ def optimise_layers(
 
     def measure(bits: Bits, can_win: CanWin | None = None) -> Evaluation:
         mask = with_bits(bits)
-        return evaluator.evaluate(mask, phase, subproblem, shared_layers=rows[0], can_win=can_win)
+        return evaluator.evaluate(mask, phase, name, shared_layers=rows[0], can_win=can_win)
 
     problem = Problem(
         size=len(rows) * units, quota=quota, budget=settings.budget_per_layer * len(rows),
@@ -65,16 +69,10 @@ def optimise_layers(
     # The seed does not depend on earlier sub-problems.
     seed = np.random.SeedSequence([settings.seed, phase_number, *rows]).generate_state(1)[0]
     candidate = solve(problem, settings.solver, int(seed))
-    logger.info(
-        "%s: %d of %d %s sliding, score %.4f, log-likelihood %.4f (%d evaluations)",
-        subproblem,
-        quota,
-        problem.size,
-        "layers" if whole_layers else "KV heads",
-        candidate.evaluation.score,
-        candidate.evaluation.log_likelihood,
-        problem.spent,
-    )
+    unit_name = "layers" if subproblem.whole_layers else "KV heads"
+    message = "%s: %d of %d %s sliding, score %.4f, log-likelihood %.4f (%d evaluations)"
+    rank, spent = candidate.evaluation.rank, problem.spent
+    logger.info(message, name, quota, problem.size, unit_name, *rank, spent)
     plateau = ""
     if problem.on_plateau:
         plateau = f"scored {candidate.evaluation.score:.4g}"

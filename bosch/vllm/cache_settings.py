@@ -21,13 +21,13 @@ from bosch.vllm.checks import grouping_of, original_plan, plan_of, served_layout
 _logger = logging.getLogger("vllm.bosch")
 
 # A setting is logged if with it the cache would hold at least this multiple of the tokens.
-_WORTH_A_LINE = 1.1
+_LOGGED_GAIN = 1.1
 
 _WRAPPED = "wrapped_by_bosch"
 
-# Those of these options that the user set, while vLLM makes its configuration.
 _OPTIONS = ("max_num_batched_tokens", "max_num_seqs")
-_said: ContextVar[tuple[str, ...]] = ContextVar("said", default=_OPTIONS)
+# Those of these options that the user set; known while vLLM makes its configuration.
+_user_options: ContextVar[tuple[str, ...]] = ContextVar("user options", default=_OPTIONS)
 
 
 def choose_cache_settings(vllm_config: Any) -> None:
@@ -35,9 +35,8 @@ def choose_cache_settings(vllm_config: Any) -> None:
 
     Raises UserError if a rank would hold more than for the original model.
     """
-    model, scheduler, cache = (
-        vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config,
-    )  # fmt: skip
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    scheduler = vllm_config.scheduler_config
     ranks, engine = vllm_config.parallel_config.tensor_parallel_size, _engine()
     plan = plan_of(served_layouts(model.hf_config), ranks, grouping_of(vllm_config))
     if plan.sliding_windows and engine is planner.CPU and not cache.user_specified_block_size:
@@ -45,12 +44,12 @@ def choose_cache_settings(vllm_config: Any) -> None:
         cache.user_specified_block_size = True  # or the platform would set its own later
     if (
         plan.sliding_windows
-        and "max_num_batched_tokens" not in _said.get()
+        and "max_num_batched_tokens" not in _user_options.get()
         and scheduler.enable_chunked_prefill
         and vllm_config.performance_mode != "throughput"
     ):
         scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
-        if "max_num_seqs" not in _said.get():
+        if "max_num_seqs" not in _user_options.get():
             # As in vLLM: each sequence needs a token of a step.
             scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     # vLLM decides later whether steps overlap.
@@ -59,9 +58,10 @@ def choose_cache_settings(vllm_config: Any) -> None:
         model.max_model_len, cache.block_size, steps * scheduler.max_num_batched_tokens
     )
     one_rank = plan_of(served_layouts(model.hf_config), 1, grouping_of(vllm_config))
-    plans = original_plan(model.hf_config, ranks), plan, one_rank
-    originally, held, on_one_rank = (each.request_bytes(request, 1) for each in plans)
-    if refusal := planner.padding_refusal(plan, originally, held, on_one_rank // plan.shards):
+    original = original_plan(model.hf_config, ranks).request_bytes(request, 1)
+    share = one_rank.request_bytes(request, 1) // plan.shards
+    refusal = planner.padding_refusal(plan, original, plan.request_bytes(request, 1), share)
+    if refusal:
         raise UserError(refusal)
 
 
@@ -72,13 +72,13 @@ def _engine() -> planner.Engine:
 
 
 def _chosen_batch_tokens(vllm_config: Any, plan: planner.ModulePlan) -> int:
-    sequences = _least_step(vllm_config) if "max_num_seqs" in _said.get() else 1
+    sequences = _min_step_tokens(vllm_config) if "max_num_seqs" in _user_options.get() else 1
     return planner.batch_tokens(
         plan.sliding_windows, vllm_config.scheduler_config.max_num_batched_tokens, sequences
     )
 
 
-def _least_step(vllm_config: Any) -> int:
+def _min_step_tokens(vllm_config: Any) -> int:
     """Fewest tokens of a step: one for every sequence that may run."""
     return int(vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens))
 
@@ -88,7 +88,7 @@ def wrap_engine() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core import kv_cache_utils
 
-    wrap(EngineArgs, "create_engine_config", noting_options)
+    wrap(EngineArgs, "create_engine_config", recording_options)
     # If the engine's core is loaded, it has its own reference to the function.
     for module in (kv_cache_utils, sys.modules.get("vllm.v1.engine.core")):
         if module is not None:
@@ -108,17 +108,18 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
-def noting_options(create_engine_config: Any) -> Any:
-    """`EngineArgs.create_engine_config` that sets `_said` from its arguments meanwhile."""
+def recording_options(create_engine_config: Any) -> Any:
+    """`EngineArgs.create_engine_config`, during which `_user_options` is set from its arguments."""
 
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _said.set(tuple(name for name in _OPTIONS if getattr(self, name) is not None))
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = tuple(name for name in _OPTIONS if getattr(self, name) is not None)
+        token = _user_options.set(options)
         try:
             return create_engine_config(self, *args, **kwargs)
         finally:
-            _said.reset(token)
+            _user_options.reset(token)
 
-    return noting
+    return recording
 
 
 def with_cache_log(update_kv_cache_capacity: Any) -> Any:
@@ -150,15 +151,15 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
         return modules.cache_tokens(size // modules.block_bytes(request, bytes_per_head), request)
 
     current, tokens = scheduler.max_num_batched_tokens, cache.kv_cache_size_tokens
-    originally = tokens_of(original_plan(config, ranks), cache.block_size, current)
+    original = tokens_of(original_plan(config, ranks), cache.block_size, current)
     text = (
         f"Hybrid KV cache: {tokens:,} tokens in requests of {length:,}; in the same memory "
-        f"{originally:,} of the original model ({tokens / originally:.1f} times as many)"
+        f"{original:,} of the original model ({tokens / original:.1f} times as many)"
     )
-    chosen, least = _chosen_batch_tokens(vllm_config, plan), _least_step(vllm_config)
+    chosen, minimum = _chosen_batch_tokens(vllm_config, plan), _min_step_tokens(vllm_config)
     block_size = min(cache.block_size, _engine().block_size)
-    for step in (chosen, min(chosen, least)):
-        more = tokens_of(plan, block_size, step)
+    for step in (chosen, min(chosen, minimum)):
+        possible = tokens_of(plan, block_size, step)
         options = []
         if scheduler.disable_hybrid_kv_cache_manager:
             options.append("without --disable-hybrid-kv-cache-manager")
@@ -166,9 +167,9 @@ def log_cache(vllm_config: Any, kv_cache_config: Any) -> None:
             options.append(f"with --max-num-batched-tokens {step}")
         if block_size < cache.block_size:
             options.append(f"with --block-size {block_size}")
-        if not options or more < _WORTH_A_LINE * tokens:
+        if not options or possible < _LOGGED_GAIN * tokens:
             continue
-        text += f"; {more:,} {' and '.join(options)}"
+        text += f"; {possible:,} {' and '.join(options)}"
         if step == chosen:
             _logger.warning(text)
             return

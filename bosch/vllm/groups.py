@@ -16,7 +16,7 @@ def module_name(attention: str, index: int) -> str:
 
 
 def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[Any]:
-    """`packed_groups` as vLLM's; vLLM's own for a draft model or sliding heads with all tokens."""
+    """`packed_groups` in vLLM's types; vLLM's with a draft model or windows of all tokens."""
     from vllm.v1.core.kv_cache_planning import create_kv_cache_group_specs, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
@@ -26,17 +26,13 @@ def groups_of_modules(vllm_config: Any, kv_cache_spec: dict[str, Any]) -> list[A
     names: dict[int | None, list[str]] = {}
     for name, spec in kv_cache_spec.items():
         names.setdefault(getattr(spec, "sliding_window", None), []).append(name)
-    firsts = {kind: kv_cache_spec[modules[0]] for kind, modules in names.items()}
-    _, bins = packed_groups(
-        {
-            kind: [kv_cache_spec[name].num_kv_heads for name in modules]
-            for kind, modules in names.items()
-        },
-        {
-            kind: spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
-            for kind, spec in firsts.items()
-        },
-    )
+    heads: dict[int | None, list[int]] = {}
+    blocks: dict[int | None, int] = {}
+    for kind, modules in names.items():
+        heads[kind] = [kv_cache_spec[name].num_kv_heads for name in modules]
+        spec = kv_cache_spec[modules[0]]
+        blocks[kind] = spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes
+    _, bins = packed_groups(heads, blocks)
     groups: list[Any] = []
     for kind, groups_of_kind in bins.items():
         for indices in groups_of_kind:

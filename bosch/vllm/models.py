@@ -55,7 +55,10 @@ class SplitAttention(nn.Module):
 
 
 class WiderCachedAttention(Attention):  # type: ignore[misc]
-    """Attention in a window with another rank's wider cache (None: full): vLLM wants equal ones."""
+    """Attention in a window with another rank's wider cache (None: full).
+
+    vLLM requires the same caches on all ranks.
+    """
 
     sliding_window: int | None
     cache_window: int | None = None
@@ -99,7 +102,7 @@ def _module_arguments(
     window: int | None,
     sliding_only: bool,
 ) -> dict[str, Any]:
-    """Arguments of a module of `sizes` KV heads; `sliding_only`: full ones have no extra logits."""
+    """Arguments of module `index`; with `sliding_only` full heads have no extra logits."""
     q_per_kv = arguments["num_heads"] // arguments["num_kv_heads"]
     changed = {
         "num_heads": sizes[index] * q_per_kv,
@@ -113,11 +116,10 @@ def _module_arguments(
         first = sum(sizes[:index]) * q_per_kv
         # A view of the parameter, into which weights are loaded later.
         changed["sinks"] = logits.data[first : first + changed["num_heads"]]
+    result = {**arguments, **changed}
     if sliding_only and window is None:
-        arguments, changed = dict(arguments), {**changed}
-        for each in (arguments, changed):
-            each.pop("sinks", None)
-    return {**arguments, **changed}
+        result.pop("sinks", None)
+    return result
 
 
 def _add_sink_bias(
@@ -165,7 +167,7 @@ class HybridMixin:
             self._hybrid_layouts, get_tensor_model_parallel_world_size(), grouping_of(vllm_config)
         )
         self._hybrid_plan = plan
-        own_logits = has_sink_bias(config)
+        has_bias = has_sink_bias(config)
         rank = get_tensor_model_parallel_rank()
         parent: Any = super()
         with _recorded_arguments() as records:
@@ -177,25 +179,22 @@ class HybridMixin:
             if not isinstance(attention, Attention):
                 continue
             layer = extract_layer_index(attention.layer_name)
-            caches, sizes, windows = (
-                plan.caches[layer],
-                plan.sizes[layer],
-                plan.windows(layer, rank),
-            )
+            caches, sizes = plan.caches[layer], plan.sizes[layer]
+            windows = plan.windows(layer, rank)
             arguments = records[attention.layer_name]
             if arguments["num_kv_heads"] != sum(sizes) or layer in split:
                 raise UserError(
                     f"{type(self).__name__}: vLLM's attention of layer {layer} is not one module "
                     "of all its heads, so that it cannot be split"
                 )
-            if own_logits and self._hybrid_layouts[layer].windows:
+            if has_bias and self._hybrid_layouts[layer].windows:
                 heads = arguments["num_heads"]
                 bias = _add_sink_bias(module, self._hybrid_family, layer, heads, plan.ranks, rank)
                 arguments = {**arguments, "sinks": bias}
             del registered[attention.layer_name]
             attentions = [
                 _attention(
-                    _module_arguments(arguments, sizes, index, window, own_logits), window, cache
+                    _module_arguments(arguments, sizes, index, window, has_bias), window, cache
                 )
                 for index, (cache, window) in enumerate(zip(caches, windows, strict=True))
             ]
@@ -208,11 +207,11 @@ class HybridMixin:
     def _check_all_split(self, split: set[int], registered: dict[str, Any]) -> None:
         """Check that all caches of the engine belong to the new modules."""
         module: Any = self
-        layers_before = {id(child) for child in module.modules() if isinstance(child, Attention)}
+        in_model = {id(child) for child in module.modules() if isinstance(child, Attention)}
         others = [
             name
             for name, layer in registered.items()
-            if isinstance(layer, Attention) and id(layer) not in layers_before
+            if isinstance(layer, Attention) and id(layer) not in in_model
         ]
         if others or not split:
             raise UserError(

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
@@ -28,13 +28,13 @@ SERVED_RANKS, SERVED_TOKENS = (1, 2, 4, 8), (32 * 1024, 128 * 1024)
 _MIN_BATCH_TOKENS = 256
 
 
-def batch_tokens(windows: Iterable[int], most: int, sequences: int = 1) -> int:
+def batch_tokens(windows: Iterable[int], default: int, sequences: int = 1) -> int:
     """`--max-num-batched-tokens` that the plugin sets for these windows by default.
 
-    A sliding head's cache holds its window and the tokens of all concurrent steps. `most` is vLLM's
-    default, `sequences` its `--max-num-seqs`, each of which needs a token of a step.
+    A sliding head's cache holds its window and the tokens of all concurrent steps. `default` is
+    vLLM's, `sequences` its `--max-num-seqs`, each of which needs a token of a step.
     """
-    return min(most, max(_MIN_BATCH_TOKENS, min(windows, default=most), sequences))
+    return min(default, max(_MIN_BATCH_TOKENS, min(windows, default=default), sequences))
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Engine:
 
     def tokens_in_flight(self, windows: Iterable[int], ranks: int = 1) -> int:
         """Tokens of all concurrent steps, with the plugin's defaults for these windows."""
-        most = self.batch_tokens * (ranks if self.per_rank else 1)
-        return self.concurrent_steps * batch_tokens(windows, most)
+        default = self.batch_tokens * (ranks if self.per_rank else 1)
+        return self.concurrent_steps * batch_tokens(windows, default)
 
 
 # vLLM's blocks have 128 tokens on a CPU. Its kernels support multiples of 32, and a window ends
@@ -106,6 +106,15 @@ class Request:
 _LONG_REQUEST = Request(32 * 1024, 16, 2048)
 
 
+class _Packing(NamedTuple):
+    """Groups of modules by kind, `num_groups` in all, for blocks of `room` KV heads; the cost."""
+
+    cost: int
+    num_groups: int
+    room: int
+    groups: dict[int | None, list[list[int]]]
+
+
 def packed_groups(
     modules: Mapping[int | None, Sequence[int]], blocks: Mapping[int | None, int]
 ) -> tuple[int, dict[int | None, list[list[int]]]]:
@@ -122,20 +131,20 @@ def packed_groups(
     def width(kind: int | None, groups: list[list[int]]) -> int:
         return max(sum(modules[kind][index] for index in group) for group in groups)
 
-    choices = []
+    packings = []
     for room in sorted({width(kind, groups) for kind in bins for groups in bins[kind]}):
         fitting = {
             kind: next((group for group in groups if width(kind, group) <= room), None)
             for kind, groups in bins.items()
         }
-        chosen = {kind: groups for kind, groups in fitting.items() if groups is not None}
-        if len(chosen) == len(bins):
-            cost = room * sum(len(groups) * blocks[kind] for kind, groups in chosen.items())
-            choices.append((cost, sum(map(len, chosen.values())), room, chosen))
-    least = min(cost for cost, *_ in choices)
-    affordable = [choice for choice in choices if choice[0] <= _FEWER_GROUPS * least]
-    _, _, room, chosen = min(affordable, key=lambda choice: choice[1])
-    return room, chosen
+        groups = {kind: groups for kind, groups in fitting.items() if groups is not None}
+        if len(groups) == len(bins):
+            cost = room * sum(len(parts) * blocks[kind] for kind, parts in groups.items())
+            packings.append(_Packing(cost, sum(map(len, groups.values())), room, groups))
+    limit = _FEWER_GROUPS * min(packing.cost for packing in packings)
+    affordable = [packing for packing in packings if packing.cost <= limit]
+    best = min(affordable, key=lambda packing: packing.num_groups)
+    return best.room, best.groups
 
 
 def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
@@ -146,9 +155,9 @@ def _even_bins(heads: Sequence[int], count: int) -> list[list[int]]:
     bins: list[list[int]] = [[] for _ in range(count)]
     sums = [0] * count
     for index in sorted(range(len(heads)), key=lambda index: -heads[index]):
-        least = sums.index(min(sums))
-        bins[least].append(index)
-        sums[least] += heads[index]
+        emptiest = sums.index(min(sums))
+        bins[emptiest].append(index)
+        sums[emptiest] += heads[index]
     return bins
 
 
@@ -197,14 +206,13 @@ class ModulePlan:
     @property
     def padded_kv_heads(self) -> int:
         """KV heads, on all shards, with a wider cache than they need."""
-        ranks = [shard * self.ranks // self.shards for shard in range(self.shards)]
-        return sum(
-            size
-            for layer, (caches, sizes) in enumerate(zip(self.caches, self.sizes, strict=True))
-            for rank in ranks
-            for window, cache, size in zip(self.windows(layer, rank), caches, sizes, strict=True)
-            if window != cache
-        )
+        padded = 0
+        for shard in range(self.shards):
+            rank = shard * self.ranks // self.shards
+            for layer, (caches, sizes) in enumerate(zip(self.caches, self.sizes, strict=True)):
+                modules = zip(self.windows(layer, rank), caches, sizes, strict=True)
+                padded += sum(size for window, cache, size in modules if window != cache)
+        return padded
 
     @property
     def sliding_windows(self) -> set[int]:
@@ -267,8 +275,8 @@ def module_plan(
     heads = num_key_value_heads // shards
     unit = 1 if grouping == "unequal" else _unit(layers, heads, shards)
 
-    def plan_of_modules(most: int) -> ModulePlan:
-        """The plan with modules of at most `most` KV heads."""
+    def plan_of_modules(limit: int) -> ModulePlan:
+        """The plan with modules of at most `limit` KV heads."""
         modules: dict[tuple[tuple[int | None, int], ...], list[tuple[int | None, int]]] = {}
         rows = [tuple(layer.items()) for layer in layers]
         for row, layer in zip(rows, layers, strict=True):
@@ -276,16 +284,14 @@ def module_plan(
                 continue
             ends = [divmod(end, unit * shards) for end in accumulate(layer.values())]
             # Last head of each window on the shards with the fewest and the most of them.
-            least = [whole * unit for whole, _ in ends]
+            fewest = [whole * unit for whole, _ in ends]
             cached = [(whole + bool(rest)) * unit for whole, rest in ends]
+            modules[row] = []
             # Heads with another window on some shards get their own module.
-            parts = pairwise(sorted({0, *least, *cached}))
-            modules[row] = [
-                (next(w for w, last in zip(layer, cached, strict=True) if end <= last), size)
-                for start, end in parts
-                for first in range(start, end, most)
-                for size in [min(most, end - first)]
-            ]
+            for start, end in pairwise(sorted({0, *fewest, *cached})):
+                cache = next(w for w, last in zip(layer, cached, strict=True) if end <= last)
+                for first in range(start, end, limit):
+                    modules[row].append((cache, min(limit, end - first)))
         caches = tuple(tuple(kind for kind, _ in modules[row]) for row in rows)
         sizes = tuple(tuple(size for _, size in modules[row]) for row in rows)
         return ModulePlan(ranks, shards, unit, caches, sizes, tuple(layers), grouping)
@@ -293,10 +299,10 @@ def module_plan(
     if grouping != "unequal":
         return plan_of_modules(unit)
     # The largest modules that fill the blocks of a long request almost as well as single heads.
-    plans = [plan_of_modules(most) for most in range(heads, 0, -1)]
+    plans = [plan_of_modules(limit) for limit in range(heads, 0, -1)]
     sizes = [plan.request_bytes(_LONG_REQUEST, 1) for plan in plans]
-    most_bytes = _FEWER_GROUPS * min(sizes)
-    return next(plan for plan, size in zip(plans, sizes, strict=True) if size <= most_bytes)
+    max_bytes = _FEWER_GROUPS * min(sizes)
+    return next(plan for plan, size in zip(plans, sizes, strict=True) if size <= max_bytes)
 
 
 def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
@@ -370,36 +376,36 @@ def served_caches(
             continue
         original = module_plan(original_layers, ranks)
         for tokens in lengths:
-            request, equal_share = (
+            request, one_rank_request = (
                 Request(tokens, engine.block_size, engine.tokens_in_flight(windows, ranks))
                 for windows in (hybrid.sliding_windows, one_rank.sliding_windows)
             )
-            held, originally = (
-                plan.request_bytes(request, bytes_per_head) for plan in (hybrid, original)
-            )
-            share = one_rank.request_bytes(equal_share, bytes_per_head) // hybrid.shards
-            if refusal := padding_refusal(hybrid, originally, held, share):
+            hybrid_bytes = hybrid.request_bytes(request, bytes_per_head)
+            original_bytes = original.request_bytes(request, bytes_per_head)
+            share = one_rank.request_bytes(one_rank_request, bytes_per_head) // hybrid.shards
+            if refusal := padding_refusal(hybrid, original_bytes, hybrid_bytes, share):
                 yield ServedCache(engine, ranks, tokens, refusal=refusal)
                 continue
-            yield ServedCache(engine, ranks, tokens, originally, held, max(0, held - share))
+            padded = max(0, hybrid_bytes - share)
+            yield ServedCache(engine, ranks, tokens, original_bytes, hybrid_bytes, padded)
 
 
-def padding_refusal(hybrid: ModulePlan, original: int, held: int, share: int) -> str:
+def padding_refusal(plan: ModulePlan, original: int, hybrid: int, share: int) -> str:
     """Why these ranks serve no hybrid: padding costs more than its windows save; else empty.
 
-    `original`, `held` and `share` are bytes of a request on a rank: without windows, with windows,
-    and an equal share of what a single rank would hold.
+    `original`, `hybrid` and `share` are bytes of a request on a rank: without windows, with
+    windows, and an equal share of what a single rank would hold.
     """
-    if not share <= original < held or not hybrid.padded_kv_heads:
+    if not share <= original < hybrid or not plan.padded_kv_heads:
         return ""
     return (
-        f"tensor_parallel_size: {hybrid.ranks} ranks cannot share the full KV heads of each layer "
-        f"equally, and would hold {held / original:.2f} times the original's cache for a request; "
-        "serve on fewer ranks"
+        f"tensor_parallel_size: {plan.ranks} ranks cannot share the full KV heads of each layer "
+        f"equally, and would hold {hybrid / original:.2f} times the original's cache for a "
+        "request; serve on fewer ranks"
     )
 
 
-def any_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
+def example_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
     """Numbers of full heads by layer, for a mask with `full_kv_heads`: whole layers and the rest.
 
     Masks of a budget that ranks can share equally take the same bytes in vLLM: the ratio of full to
@@ -421,8 +427,8 @@ def worst_shared_masks(
     shards = min(ranks, num_key_value_heads)
     counts = [0] * num_layers
     left = full_kv_heads
-    most = num_key_value_heads - shards + 1
-    for step, limit in ((1, 1), (shards, most), (1, num_key_value_heads)):
+    highest = num_key_value_heads - shards + 1  # one above the last multiple but one of the shards
+    for step, limit in ((1, 1), (shards, highest), (1, num_key_value_heads)):
         for layer in range(num_layers):
             added = min(left, limit - counts[layer]) // step * step
             counts[layer] += added
@@ -444,10 +450,9 @@ def rank_order(plan: ModulePlan, layer: int) -> list[int]:
     In the weights all of the widest heads come first, and vLLM gives each rank a contiguous part.
     """
     ends = pairwise(accumulate(plan.heads[layer].values(), initial=0))
-    left = {w: iter(range(*end)) for w, end in zip(plan.heads[layer], ends, strict=True)}
-    return [
-        head
-        for shard in range(plan.shards)
-        for window, count in plan.heads_on(layer, shard).items()
-        for head in islice(left[window], count)
-    ]
+    heads = {w: iter(range(*end)) for w, end in zip(plan.heads[layer], ends, strict=True)}
+    order: list[int] = []
+    for shard in range(plan.shards):
+        for window, count in plan.heads_on(layer, shard).items():
+            order += islice(heads[window], count)
+    return order

@@ -21,7 +21,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    show_refusals_as_sentences()
+    show_user_errors_as_messages()
     wrap_engine()
     for family in FAMILIES.values():
         if family.is_part or not family.is_installed:
@@ -31,7 +31,7 @@ def register() -> None:
         MODELS_CONFIG_MAP[family.model_class] = _checks_of(base)
 
 
-def show_refusals_as_sentences() -> None:
+def show_user_errors_as_messages() -> None:
     """Print only the message of a UserError that ends the process, instead of a traceback."""
     previous = sys.excepthook
 

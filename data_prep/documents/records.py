@@ -26,7 +26,7 @@ from data_prep.text import decode_utf8
 
 # Limits of a record: one of this size takes up to half a gigabyte in memory, and so do its values.
 MAX_RECORD_BYTES = 64 * 2**20
-RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, most_depth=1000)
+RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, max_depth=1000)
 # A shorter line cannot exceed the limit of values.
 _COUNTED_BYTES = 2**20
 # A file may decompress to the first, and to the second for each of its bytes: text has 3 to 20.
@@ -72,7 +72,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
     """Non-empty lines that begin in bytes `start` to `stop`, with their offsets."""
     try:
         size = path.stat().st_size
-        most_bytes = MAX_DECOMPRESSED + MAX_RATIO * size if is_compressed(path) else math.inf
+        max_bytes = MAX_DECOMPRESSED + MAX_RATIO * size if is_compressed(path) else math.inf
         with _open_binary(path) as file:
             at, empty_lines = max(start - 1, 0), 0
             if at:
@@ -90,7 +90,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                 else:
                     empty_lines += 1
                 at += len(line)
-                if empty_lines > _MAX_EMPTY_LINES or at > most_bytes:
+                if empty_lines > _MAX_EMPTY_LINES or at > max_bytes:
                     raise UserError(
                         f"{path}: more than {_MAX_EMPTY_LINES:,} empty lines one after another, "
                         f"or {MAX_RATIO} times its size decompressed; that is no text"

@@ -8,7 +8,7 @@ import importlib
 import os
 from pathlib import Path
 
-from bosch.commands import Command, print_json, text_aside
+from bosch.commands import Command, print_json, text_to_stderr
 from pipeline.commands import options as shared_options
 from pipeline.run import log
 from stages.measure.stage import MeasureSettings
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or default_output(arguments.model)
     # Imported here, since it loads torch.
     measurement = importlib.import_module("stages.measure.measurement")
-    with text_aside(arguments.json):
+    with text_to_stderr(arguments.json):
         report = measurement.measure(arguments.model, arguments.original, settings, Path(output))
     if arguments.json:
         print_json(report)

@@ -244,7 +244,7 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
         return [{None: full, search.menu[-1]: heads - full} for full in counts]
 
     requests: dict[str, list[int]] = {}
-    served = caches_of(given or with_full(vllm.any_mask(budget, rows, heads)))
+    served = caches_of(given or with_full(vllm.example_mask(budget, rows, heads)))
     for ranks, group in groupby(served, key=lambda cache: cache.ranks):
         caches = list(group)
         figures = (

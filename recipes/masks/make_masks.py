@@ -51,7 +51,7 @@ def main() -> None:
         masks = masks_of_study(recipe, options.study)
     else:
         masks = (
-            _searched(recipe, method, ratio, options.granularity)
+            _search(recipe, method, ratio, options.granularity)
             for method in options.methods.split(",")
             for ratio in options.ratios.split(",")
         )
@@ -69,7 +69,7 @@ def with_provenance(file: HeadMaskFile, provenance: dict[str, Any]) -> str:
     return re.sub(numbers, lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
 
 
-def _searched(
+def _search(
     recipe: Path, method: str, ratio: str, granularity: int
 ) -> tuple[str, HeadMaskFile, dict[str, Any]]:
     """Run the search of a mask, unless it is in the store."""

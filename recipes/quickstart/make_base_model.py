@@ -117,6 +117,18 @@ def step_gradients(
     return {"loss": ((loss * weights).sum() / weights.sum()).item(), **means}
 
 
+def adam(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW with weight decay for matrices only."""
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
+        betas=(0.9, 0.98),
+        eps=1e-8,
+        fused=True,
+    )
+
+
 def train(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(SEED)
@@ -131,14 +143,7 @@ def train(output: Path) -> None:
     model = Qwen3ForCausalLM._from_config(model_config(), attn_implementation="eager").train()
     look_back_one(model)
     print(f"{model.num_parameters():,} parameters", flush=True)
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
-        betas=(0.9, 0.98),
-        eps=1e-8,
-        fused=True,
-    )
+    optimizer = adam(model)
     start, minutes_before = 0, 0.0
     state_file = output / "training_state.pt"
     if state_file.exists():

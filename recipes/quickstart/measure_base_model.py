@@ -77,7 +77,7 @@ def mask_measures(
 ) -> dict[str, Any]:
     """Scores with one head sliding, one layer sliding, one layer full, and half at random."""
     layers, heads = all_full.num_layers, all_full.num_key_value_heads
-    none, every = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
+    sliding_row, full_row = np.zeros(heads, dtype=bool), np.ones(heads, dtype=bool)
     rng = np.random.default_rng(SEED)
     halves = [
         rng.permutation(np.arange(layers * heads) % 2 == 0).reshape(layers, heads)
@@ -89,8 +89,8 @@ def mask_measures(
             for layer in range(layers)
             for head in range(heads)
         ],
-        "whole_layer": [all_full.with_layer(layer, none) for layer in range(layers)],
-        "only_layer": [all_sliding.with_layer(layer, every) for layer in range(layers)],
+        "whole_layer": [all_full.with_layer(layer, sliding_row) for layer in range(layers)],
+        "only_layer": [all_sliding.with_layer(layer, full_row) for layer in range(layers)],
         "random_masks": [HeadMask(bits) for bits in halves],
     }
     scores: dict[str, Any] = {name: [] for name in masks}

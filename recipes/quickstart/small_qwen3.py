@@ -118,11 +118,11 @@ class LocalHeads:
 
         `heads` and `layers` are the probabilities that a KV group or a whole layer is local.
         """
-        least, most = (int(share * length) for share in LOCAL_REACH)
+        shortest, longest = (int(share * length) for share in LOCAL_REACH)
         for layer in self.layers:
             local = torch.rand(rows, self.groups, generator=generator) < heads
             local |= torch.rand(rows, 1, generator=generator) < layers
-            reach = torch.randint(least, most + 1, (rows, 1), generator=generator)
+            reach = torch.randint(shortest, longest + 1, (rows, 1), generator=generator)
             layer.reach = torch.where(local, reach, length)
 
 
@@ -133,14 +133,14 @@ def local_heads_attention(
 
     Compiled, it trains twice as fast on a CPU as torch's own kernel.
     """
-    groups = module.num_key_value_groups
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    q_per_kv = module.num_key_value_groups
+    key, value = key.repeat_interleave(q_per_kv, 1), value.repeat_interleave(q_per_kv, 1)
     scores = query @ key.transpose(2, 3) * options["scaling"]
     position = torch.arange(query.shape[2])
-    back = position[:, None] - position
-    reach = module.reach.repeat_interleave(groups, 1)[:, :, None, None]
+    distance = position[:, None] - position
+    reach = module.reach.repeat_interleave(q_per_kv, 1)[:, :, None, None]
     # Added, not filled in: the backward pass then needs no mask.
-    bias = torch.where((back < 0) | (back >= reach), -1e30, 0.0).to(scores.dtype)
+    bias = torch.where((distance < 0) | (distance >= reach), -1e30, 0.0).to(scores.dtype)
     weights = (scores + bias).softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ value).transpose(1, 2), None
 

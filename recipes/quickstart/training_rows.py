@@ -98,7 +98,7 @@ class Rows:
                 flush()
                 pieces = self.encode(segment.text).ids
                 ids.extend(pieces)
-                # No answer, no weight: a span that is repeated may end after its first word.
+                # An empty answer gets no weight: a repeated span may end after its first word.
                 weights.extend([FIRST_ANSWER_WEIGHT, *[ANSWER_WEIGHT] * len(pieces)][: len(pieces)])
             else:
                 plain.append(segment.text)

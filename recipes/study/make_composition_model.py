@@ -4,9 +4,9 @@
     python -m recipes.study.make_composition_model --texts FILE.jsonl.gz   # for more training
 
 A Llama whose text is symbols. Facts `a b ;` form chains a b c d, lists are `a b c d ;`, all in
-random order; then questions: `a Q1` wants the list behind its key, `a Q2` and `a Q3` what two and
-three look-ups from a lead to. Q3 needs a head for each of three look-ups, one layer above the
-other; Q1 needs a look-up and heads that copy.
+random order; then questions: `a Q1` asks for the list after its key a, `a Q2` and `a Q3` for the
+result of two and three look-ups from a. Q3 needs a head for each of three look-ups, one layer above
+the other; Q1 needs a look-up and heads that copy.
 
 Such circuits do not form in minutes from random weights. Heads that look back one token, look up
 and copy are therefore initialised, each kind in two layers, with strengths that differ;
@@ -49,15 +49,16 @@ EXAMPLES = 256
 # Texts for continual pretraining: batches of steps far from those that made the model.
 NEW_TEXTS, TEXT_STEPS = 100_000, 64
 
-# The residual stream: what a token is, the token before it, two intermediate results, the answer,
-# and flags.
+# Subspaces of the residual stream: the token, the token before it, the results of one and of two
+# look-ups, the answer, and flags.
 WIDTH, SUBSPACE, HEAD = 128, 24, 32
-TOKEN, BEFORE, ONE, TWO, ANSWER = (slice(SUBSPACE * i, SUBSPACE * i + SUBSPACE) for i in range(5))
+TOKEN, BEFORE, HOP_1, HOP_2, ANSWER = (slice(SUBSPACE * i, SUBSPACE * (i + 1)) for i in range(5))
 FLAGS = SUBSPACE * 5
 IS_ANY, IS_BEGIN, IS_STOP, IS_QUESTION = FLAGS, FLAGS + 1, FLAGS + 2, FLAGS + 3
-# Rotary frequencies of a head's pairs fall from 1; the upper ones hardly turn within a sequence.
+# Rotary frequencies of a head's pairs fall from 1; from FIRST_SLOW on the pairs hardly turn within
+# a sequence.
 THETA = 1e7
-STILL = 6
+FIRST_SLOW = 6
 
 
 def facts_and_questions(rng: Random) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
@@ -98,7 +99,7 @@ def training_batch(step: int) -> tuple[Tensor, Tensor]:
 def examples(count: int = EXAMPLES) -> list[dict[str, Any]]:
     """Questions for calibration and held-out sets, kinds in turn, one for each text.
 
-    More of them begin with the same.
+    A larger `count` begins with the same questions.
     """
     rng, records = Random(f"{SEED}-study"), []
     for number in range(count):
@@ -132,8 +133,8 @@ class Circuits:
         self.model = model
         self.layers = [layer.self_attn for layer in model.model.layers]
         self.free = [list(range(model.config.num_key_value_heads)) for _ in self.layers]
-        self.still = list(range(STILL, HEAD // 2 - 1))
-        self.still += [i + HEAD // 2 for i in self.still]
+        self.slow = list(range(FIRST_SLOW, HEAD // 2 - 1))
+        self.slow += [i + HEAD // 2 for i in self.slow]
         self.flag = HEAD // 2 - 1  # the slowest pair
 
     @torch.no_grad()
@@ -152,9 +153,9 @@ class Circuits:
         questions = list(range(KINDS))
         last = len(self.layers) - 1
         hops = [
-            (1, (BEFORE, (ONE, ANSWER), questions, 1.0)),
-            (1 + last * 2 // 7, (ONE, (TWO, ANSWER), questions[1:], 2.5)),
-            (1 + last * 4 // 7, (TWO, (ANSWER,), questions[2:], 6.0)),
+            (1, (BEFORE, (HOP_1, ANSWER), questions, 1.0)),
+            (1 + last * 2 // 7, (HOP_1, (HOP_2, ANSWER), questions[1:], 2.5)),
+            (1 + last * 4 // 7, (HOP_2, (ANSWER,), questions[2:], 6.0)),
         ]
         self._look_back(0)
         self._look_back(0)
@@ -167,7 +168,7 @@ class Circuits:
                 self._look_up(layer, TOKEN, (ANSWER,), None, strength)
 
     def _rows(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows of q, k, v and columns of o of a head that has no purpose yet, set to zero."""
+        """Rows of q, k, v and columns of o of a head that has no purpose yet, scaled to a tenth."""
         head, attention = self.free[layer].pop(0), self.layers[layer]
         rows = slice(head * HEAD, head * HEAD + HEAD)
         weights = [getattr(attention, f"{name}_proj").weight[rows] for name in "qkv"]
@@ -177,7 +178,7 @@ class Circuits:
         return weights[0], weights[1], weights[2], weights[3]
 
     def _look_back(self, layer: int) -> None:
-        """Attends to the token before, and writes what it is."""
+        """Initialise a head that attends to the token before and writes it to BEFORE."""
         query, key, value, output = self._rows(layer)
         rates = THETA ** (-torch.arange(0, HEAD, 2) / HEAD)
         fast = rates > 0.02
@@ -192,14 +193,15 @@ class Circuits:
         self, layer: int, source: slice, results: tuple[slice, ...], kinds: list[int] | None,
         scale: float,
     ) -> None:  # fmt: skip
-        """Finds the token behind the one in `source`; rests at the first token where not asked.
+        """Initialise a head that finds the token after the one in `source`.
 
-        `kinds` are the questions at which it works; None: everywhere but at questions.
+        It works at the questions `kinds`, or for None everywhere else; otherwise it attends to the
+        first token.
         """
         query, key, value, output = self._rows(layer)
-        projection = torch.linalg.qr(torch.randn(SUBSPACE, SUBSPACE))[0][: len(self.still)]
-        query[self.still, source] += 3.0 * projection
-        key[self.still, BEFORE] += 3.0 * projection
+        projection = torch.linalg.qr(torch.randn(SUBSPACE, SUBSPACE))[0][: len(self.slow)]
+        query[self.slow, source] += 3.0 * projection
+        key[self.slow, BEFORE] += 3.0 * projection
         rest = 6.0
         key[self.flag, IS_BEGIN] += rest
         key[self.flag, IS_STOP : IS_QUESTION + KINDS] -= rest
@@ -239,7 +241,7 @@ def write_texts(file: Path) -> None:
 
 
 def write_tokenizer(output: Path) -> None:
-    """Words of the symbols."""
+    """Write a tokenizer with a word for each symbol."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, ";"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(

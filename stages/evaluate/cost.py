@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.context_split import ContextSplit
-from bosch.model.cache_size import CacheSize, beside_states
+from bosch.model.cache_size import CacheSize, states_text
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
@@ -122,7 +122,7 @@ def _cost(
         cached = max(cache.dynamic(longest) for cache in caches)
         sizes = ActivationSizes.of(shape, number, sharing=sharing)
         where = " in the first one" if sharing > 1 else ""
-        beside = beside_states(len(shape.kinds.states))
+        beside = states_text(len(shape.kinds.states))
         if sharing > 1:
             split = ContextSplit.padded(longest, sharing)
             sent = number * max(pass_values(shape, layout, split) for layout in layouts)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from bosch.model.cache import CACHE_NAME
-from bosch.model.families import most_positions
+from bosch.model.families import max_positions
 from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 from stages.evaluate.shared_reading import SharedReading
@@ -104,7 +104,7 @@ def generate(
     least one token. If processes read prompts together (`shared`), all of them get the texts.
     Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
-    positions = most_positions(model.config)
+    positions = max_positions(model.config)
 
     def room(question: Question) -> int:
         """Tokens that the prompt leaves for an answer, whose last token is never an input."""

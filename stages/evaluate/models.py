@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.files import exists, file_hashes, load_json, remove, write_json
-from bosch.model.families import most_positions, text_config
+from bosch.model.families import max_positions, text_config
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import set_sink_bias
@@ -159,7 +159,7 @@ def _suites(
         "seed": config.seed, "chat": chat,
         "samples_folder": (config.shared or answers_dir) / "samples",
         "card": Path(model.path, "README.md"), "calibration": calibration,
-        "positions": most_positions(loaded),
+        "positions": max_positions(loaded),
     }  # fmt: skip
     for name, suite_section in section.suites.items():
         module, _, kind = suite_section.runner.partition(":")

@@ -84,7 +84,10 @@ class SharedReading:
         split, inputs, targets = self._split, tokens[:, :-1], tokens[:, 1:]
         with split.installed(model):
             output = model.get_decoder()(**split.inputs(inputs), use_cache=False)
-        states, own_targets = output.last_hidden_state[0], split.own(split.whole_chunks(targets))[0]
+        states, own_targets = (
+            output.last_hidden_state[0],
+            split.local(split.whole_chunks(targets))[0],
+        )
         losses = [
             nn.functional.cross_entropy(answer_logits(model, chunk), labels, reduction="none")
             for chunk, labels in zip(states.split(_CHUNK), own_targets.split(_CHUNK), strict=True)

@@ -16,7 +16,7 @@ from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
-from bosch.model.families import decoder_layers, family_of, most_positions, text_config
+from bosch.model.families import decoder_layers, family_of, max_positions, text_config
 from bosch.model.head_table import head_table
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, materialize_front
@@ -237,7 +237,7 @@ def _probe(base: Any, window: Window, seed: int) -> Tensor:
     import torch
 
     text = text_config(base.config)
-    limit = most_positions(base.config) or 4096
+    limit = max_positions(base.config) or 4096
     length = min(window.size + max(_BEYOND, 2 * window.sinks), limit)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text.vocab_size, (2, length), generator=generator)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bosch.budget import window_shares
-from bosch.model.cache_size import CacheSize, beside_states
+from bosch.model.cache_size import CacheSize, states_text
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.formats import counted, format_bytes
 from stages.measure.stage import MeasureConfig, MeasureSettings
@@ -33,6 +33,6 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, on one device",
         f"{format_bytes(bytes_per_value * shape.parameters)} of weights, "
         f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
-        f"{beside_states(len(shape.kinds.states))}",
+        f"{states_text(len(shape.kinds.states))}",
     ]
     return Cost(flops, facts=facts, efficiency=devices.efficiency or EFFICIENCY, reads=reads)

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from bosch.backends import BACKENDS
 from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.hardware import cpu_cores
-from bosch.model.cache import CACHE_NAME, held_bytes, shown_bytes, state_bytes
+from bosch.model.cache import CACHE_NAME, held_bytes, state_bytes, used_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import attention_needs, decoder_layers, text_config
 from bosch.model.interface import NAME
@@ -117,7 +117,7 @@ def _figures(
     for start in range(0, ids.shape[1], settings.chunk):
         token, seconds = timed(ids[:, start : start + settings.chunk])
         prefill.append(seconds)
-    cache_bytes = held_bytes(cache) if measured.implementation == NAME else shown_bytes(cache)
+    cache_bytes = held_bytes(cache) if measured.implementation == NAME else used_bytes(cache)
     for _ in range(settings.decode_tokens):
         token, seconds = timed(token)
         tokens.append(seconds)

@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 
 from bosch.front import Front
-from bosch.search.evaluator import search_of
+from bosch.search.evaluator import subproblem_key
 from stages.formats import format_bytes
 from stages.pages.charts import (
     Axis,
@@ -137,7 +137,7 @@ def _row(point: TracePoint, quantity: str, series: str) -> dict[str, Any]:
 
 def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
     """Best score so far, for each sub-problem."""
-    for run, run_points in groupby(points, key=lambda p: search_of(p.phase, p.subproblem)):
+    for run, run_points in groupby(points, key=lambda p: subproblem_key(p.phase, p.subproblem)):
         for point in run_points:
             if _is_finite(point.best_score):
                 row = {"x": point.step, "y": point.best_score, "series": _BEST}

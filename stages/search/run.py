@@ -25,7 +25,7 @@ from bosch.model.tensor_parallel import load_sharded
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
-from bosch.objective.sink_bias import give_sink_bias
+from bosch.objective.sink_bias import fit_sink_bias
 from bosch.progress import progress
 from bosch.ranks import Ranks, limit_collectives
 from bosch.search.bosch import SearchResult
@@ -163,7 +163,7 @@ def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) 
         recorded = lines[-1] if lines else None
     values: SinkBias | None = given or objective.ranks.from_first(recorded)
     if values is None:
-        return give_sink_bias(objective)
+        return fit_sink_bias(objective)
     set_sink_bias(objective.model, values)
     return values
 

@@ -340,7 +340,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
 def window_faults(windows: Sequence[Window], field: str, path: str, length: int) -> Iterator[str]:
     """Windows of a field that hide no tokens in sequences of `length` tokens."""
     for window in windows:
-        if window.most_keys >= length:
+        if window.max_keys >= length:
             yield (
                 f"{field}: {window} is not shorter than {path} = {length:,}; sliding heads would "
                 "see everything"

@@ -133,7 +133,7 @@ class TeacherLoss:
                 chosen = largest(*every_one, self._tokens).flatten()
             else:
                 values, valid = (self._split.whole(part) for part in every_one)
-                chosen = self._split.own(largest(values, valid, self._tokens)).flatten()
+                chosen = self._split.local(largest(values, valid, self._tokens)).flatten()
         else:
             chosen = labels != IGNORED
         # Cross-entropy is over all predicted tokens, the divergence over the chosen ones.

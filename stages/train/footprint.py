@@ -368,7 +368,7 @@ def _activations(
         layer_inputs += tokens * (element_bytes * widths + _FLOAT32 * shape.layers * heads)
     layer = saved + max(scores) + backward
     if blocks is not None:
-        layer = max(layer, tokens * blocks.whole + saved)
+        layer = max(layer, tokens * blocks.both_other + saved)
     return _Activations(layer_inputs, layer, max(map(sum, exchanged)), offloaded)
 
 

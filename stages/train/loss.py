@@ -202,7 +202,7 @@ def install_loss(
         if context_parallel is not None:
             rows, length = targets.shape
             position_ids = context_parallel.begin(rows, length, position_ids, targets.device)
-            input_ids, targets = (context_parallel.own(x) for x in (input_ids, targets))
+            input_ids, targets = (context_parallel.local(x) for x in (input_ids, targets))
         flat = targets.flatten()
         loss_of: HeadLoss
         values = torch.zeros(flat.shape if measure else 0, device=flat.device)

@@ -85,7 +85,7 @@ def test_an_allotment_stays_within_its_bounds_and_spends_its_budget() -> None:
 def _moves(drawn: npt.NDArray[np.float64]) -> Any:
     """Moves of 3 x 4 units and two windows; units that draw less than a half stay as they are."""
     moves: Any = object.__new__(Moves)
-    moves.shape, moves.kinds, moves.costs = (3, 4), 3, np.array([20.0, 7.0, 3.0])
+    moves.shape, moves.num_choices, moves.costs = (3, 4), 3, np.array([20.0, 7.0, 3.0])
     moves._rng = SimpleNamespace(random=lambda shape: drawn)
     return moves
 
@@ -107,7 +107,7 @@ def test_a_step_changes_some_units_and_no_more_than_allowed() -> None:
         if not any(0 < count <= most for count in scan):
             continue
         tried += 1
-        stepped = moves._stepped(choices, worth, budget, most)
+        stepped = moves._change_units(choices, worth, budget, most)
         assert moves.costs[stepped].sum() <= budget
         assert 0 < (stepped != choices).sum() <= most
         if scan[0] <= most:
@@ -118,7 +118,12 @@ def test_a_step_changes_some_units_and_no_more_than_allowed() -> None:
 def test_units_of_a_failed_swap_come_last() -> None:
     """Of eight units that promise the same: four swaps, then none of them is left."""
     moves: Any = object.__new__(Moves)
-    moves.shape, moves.kinds, moves.costs, moves._tried = (2, 4), 2, np.array([20.0, 3.0]), set()
+    moves.shape, moves.num_choices, moves.costs, moves._tried = (
+        (2, 4),
+        2,
+        np.array([20.0, 3.0]),
+        set(),
+    )
     choices = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
     worth = np.stack([np.ones((2, 4)), np.zeros((2, 4))], axis=2)
     moves.gradients = SimpleNamespace(at=lambda layout: worth)
@@ -136,7 +141,7 @@ def test_only_half_of_the_units_may_grow_in_a_step() -> None:
         drawn = rng.random((3, 4))
         moves = _moves(drawn)
         choices, worth = rng.integers(0, 3, moves.shape), rng.normal(size=(3, 4, 3))
-        stepped = moves._stepped(choices, worth, int(moves.costs[choices].sum()), 12)
+        stepped = moves._change_units(choices, worth, int(moves.costs[choices].sum()), 12)
         stays = (choices > 0) & (drawn < 0.5)
         assert (stepped[stays] >= choices[stays]).all()
 
@@ -154,8 +159,8 @@ def test_gates_are_learned_at_the_smallest_budgets_with_four_full_units(
     budgets: list[int], counts: list[int]
 ) -> None:
     search: Any = object.__new__(FrontSearch)
-    search.costs, search.least, search.budgets = np.array([10.0, 5.0, 2.0]), 16, budgets
-    assert search._drawn == counts
+    search.costs, search.min_slots, search.budgets = np.array([10.0, 5.0, 2.0]), 16, budgets
+    assert search._full_counts == counts
 
 
 @pytest.mark.parametrize(
@@ -165,8 +170,8 @@ def test_gates_are_learned_at_the_smallest_budgets_with_four_full_units(
 )
 def test_gates_get_their_share_of_the_gradients(gradients: int, units: int, gates: int) -> None:
     search: Any = object.__new__(FrontSearch)
-    search.costs, search.least, search.budgets = np.array([10.0, 2.0]), 16, [56]
-    search.everything = np.zeros(units)
+    search.costs, search.min_slots, search.budgets = np.array([10.0, 2.0]), 16, [56]
+    search.all_full = np.zeros(units)
     assert search.gates_to_learn(gradients) == gates
     search.budgets = [20]
     assert search.gates_to_learn(gradients) == 0

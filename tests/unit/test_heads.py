@@ -303,11 +303,11 @@ def test_window_counts_the_query_itself() -> None:
     left, right = window.flash
     assert (left + 1, right) == (1024, 0)
     assert window.past + 1 == window.size == 1024
-    assert window.most_keys == 1028
+    assert window.max_keys == 1028
     assert (str(window), str(Window(512))) == ("1,024 with 4 sinks", "512")
     assert [Window(4, 2).held(tokens) for tokens in (2, 3, 4, 9)] == [2, 3, 5, 5]
     assert [block_size(size) for size in (1, 16, 17, 128, 129)] == [16, 16, 17, 128, 128]
-    assert Window(2**31 - 2, 1).most_keys == 2**31 - 1
+    assert Window(2**31 - 2, 1).max_keys == 2**31 - 1
 
 
 @pytest.mark.parametrize(

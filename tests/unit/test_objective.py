@@ -283,7 +283,7 @@ def test_cached_bytes_of_a_layer_are_those_that_plan_states(menu):
 def blocks_of(value_bytes):
     """An MLP of 16 numbers, and two norms of 8 that keep float32 of half precision."""
     block = [16 * number * value_bytes for number in (4, 3, 4, 7)]
-    return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, again=block[0])
+    return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, plain_feed_forward=block[0])
 
 
 def searchable_with(family, reuse_bytes=0, **changes):
@@ -319,7 +319,9 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
     with PeakMemory() as peak:
         kept = objective.gate_gradient(mask)
     sizes = memory.activation_sizes(objective.model)
-    needed = sizes.kept_gradient(1, calibration.max_length, WINDOW)  # a round is a batch
+    needed = sizes.gradient_without_recompute(
+        1, calibration.max_length, WINDOW
+    )  # a round is a batch
     assert peak.peak <= needed
     objective.cache.max_bytes = needed
     assert objective.gate_gradient(mask).full_forward_equivalents == kept.full_forward_equivalents
@@ -340,7 +342,7 @@ def test_memory_of_blocks_of_every_kind_is_stated(family):
     for stated, room, measure in (
         (sizes.plain_pass(256), 0, objective.evaluate),
         (sizes.gradient(1, 256, 64), 0, objective.gate_gradient),
-        (sizes.kept_gradient(1, 256, 64), 2**30, objective.gate_gradient),
+        (sizes.gradient_without_recompute(1, 256, 64), 2**30, objective.gate_gradient),
     ):
         objective.cache.max_bytes = room
         with PeakMemory() as peak:
@@ -364,7 +366,7 @@ def test_memory_of_a_gradient_by_formula_has_not_changed(
         2, 8, 8, 4, blocks_of(value_bytes), value_bytes, shards, sharing, 2
     )
     assert sizes.gradient(2, 32, *windows) == needed
-    assert sizes.kept_gradient(2, 32, *windows) == kept
+    assert sizes.gradient_without_recompute(2, 32, *windows) == kept
 
 
 def test_gradients_do_not_depend_on_how_many_tokens_are_recomputed_at_a_time(monkeypatch):
@@ -764,27 +766,35 @@ def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():
 
 def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     """32 tokens x 2; of 8 query heads of 2 numbers 1,024 scores a row, a window's 24 a token."""
-    blocks = replace(blocks_of(4), sliced=0)  # so that attention needs the most memory
+    blocks = replace(blocks_of(4), both_feed_forward=0)  # so that attention needs the most memory
     plain = memory.ActivationSizes(2, 8, 8, 4, blocks, 4, 1, 1, 2)
     follows = replace(plain, norm_follows=True)
-    assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.again
-    assert follows.kept_gradient(2, 32, 8) == plain.kept_gradient(2, 32, 8)
+    assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.plain_feed_forward
+    assert follows.gradient_without_recompute(2, 32, 8) == plain.gradient_without_recompute(
+        2, 32, 8
+    )
     shape = DecoderShape.of(small_config("gemma2", num_attention_heads=8, head_dim=8))
     assert shape.norms == 4 and shape.norm_follows and shape.softcap and shape.capped
     assert DecoderShape.of(small_config("gemma3_text")).capped
     gpt_oss = DecoderShape.of(small_config("gpt_oss"))
-    assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).kept_scores is gpt_oss
-    assert memory.ActivationSizes.of(gpt_oss, 4, attention="flex").kept_scores is None
+    assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).score_shape is gpt_oss
+    assert memory.ActivationSizes.of(gpt_oss, 4, attention="flex").score_shape is None
     sizes = memory.ActivationSizes.of(shape, 4)
     scores = 12 * 2 * 8 * (32 * 32 + 32 * 24)
-    fused = replace(sizes, kept_scores=None)
+    fused = replace(sizes, score_shape=None)
     (window,) = shape.kinds.windows.values()  # of a layer with one choice, not those of a gate
     own = shape.score_bytes(16, 32, Window(window), 4)
     gated = shape.full_layers * scores
-    assert sizes.kept_gradient(2, 32, 8) == fused.kept_gradient(2, 32, 8) + gated + own
+    assert (
+        sizes.gradient_without_recompute(2, 32, 8)
+        == fused.gradient_without_recompute(2, 32, 8) + gated + own
+    )
     without = replace(fused, own_windows=())
     own = 4 * 64 * (2 * fused.own_query + 2 * fused.own_key_value)
-    assert fused.kept_gradient(2, 32, 8) == without.kept_gradient(2, 32, 8) + own
+    assert (
+        fused.gradient_without_recompute(2, 32, 8)
+        == without.gradient_without_recompute(2, 32, 8) + own
+    )
     piece = 4 * 8 * 64**2
     assert sizes.gradient(2, 32, 8) == fused.gradient(2, 32, 8) + scores + piece
     assert sizes.plain_pass(64) == fused.plain_pass(64) + 20 * 8 * 64**2

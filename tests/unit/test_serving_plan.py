@@ -35,8 +35,8 @@ from bosch.vllm.plan import (
     SMALL_GPU,
     Grouping,
     Request,
-    any_mask,
     engine_on,
+    example_mask,
     module_plan,
     packed_groups,
     padding_refusal,
@@ -45,7 +45,7 @@ from bosch.vllm.plan import (
     served_tokens,
     worst_shared_masks,
 )
-from bosch.vllm.plugin import show_refusals_as_sentences
+from bosch.vllm.plugin import show_user_errors_as_messages
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model
@@ -344,7 +344,7 @@ def test_plan_has_figures_for_every_number_of_ranks() -> None:
 def test_all_masks_of_a_budget_hold_the_same_bytes(heads: int, counts: list[int]) -> None:
     counts = [count % (heads + 1) for count in counts]
     windows = [1024] * len(counts)
-    example = any_mask(sum(counts), len(counts), heads)
+    example = example_mask(sum(counts), len(counts), heads)
     assert sum(example) == sum(counts) and max(example) <= heads
     caches, same = (
         served_caches(two_kinds(full, heads, windows), 512, engine=LARGE_GPU)
@@ -437,7 +437,7 @@ def test_the_plugin_sets_only_options_that_the_user_left_out(
         def create_engine_config(self) -> None:
             cache_settings.choose_cache_settings(config)
 
-    cache_settings.wrap(Arguments, "create_engine_config", cache_settings.noting_options)
+    cache_settings.wrap(Arguments, "create_engine_config", cache_settings.recording_options)
     Arguments().create_engine_config()
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size) == chosen
 
@@ -648,7 +648,7 @@ def test_the_plugin_checks_before_and_sets_options_after_the_familys_own_hook(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
     config = SimpleNamespace(MODELS_CONFIG_MAP=hooks, VerifyAndUpdateConfig=hook("vLLM's"))
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.config", config)
-    for name in ("wrap_engine", "show_refusals_as_sentences"):
+    for name in ("wrap_engine", "show_user_errors_as_messages"):
         monkeypatch.setattr(plugin, name, lambda: None)
     for name in ("check_servable", "choose_cache_settings"):
         monkeypatch.setattr(plugin, name, lambda config, name=name: called.append(name))
@@ -683,7 +683,7 @@ def test_a_refusal_that_ends_the_process_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     for _ in range(2):  # vLLM calls the plugin again in the same process
-        show_refusals_as_sentences()
+        show_user_errors_as_messages()
     sys.excepthook(UserError, UserError("sinks is 3"), None)
     assert capsys.readouterr().err == "error: sinks is 3\n"
     sys.excepthook(ValueError, ValueError("another"), None)

@@ -37,7 +37,7 @@ from bosch.objective.calibration import CalibrationSet
 from bosch.objective.gate_gradients import blended_attention
 from bosch.objective.objective import Objective
 from bosch.objective.patching import replace_attention
-from bosch.objective.sink_bias import give_sink_bias
+from bosch.objective.sink_bias import fit_sink_bias
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import Case, cases
@@ -263,7 +263,7 @@ def test_the_estimate_equals_the_mean_logarithm_of_the_originals_shares() -> Non
     """By definition: queries and keys of one example at a time, with all logits."""
     model, calibration = searchable()
     objective = Objective(model, calibration, Window(WINDOW), batch_size=4)
-    values = torch.tensor(give_sink_bias(objective))
+    values = torch.tensor(fit_sink_bias(objective))
     assert values.shape == (LAYERS, 8)
     set_sink_bias(model, None)
     apply_head_mask(model, HeadMask.all_full(LAYERS, KV_HEADS), Window(WINDOW))
@@ -297,11 +297,11 @@ def test_the_estimate_leaves_out_examples_shorter_than_the_window(
     length: int, batch_size: int
 ) -> None:
     model, calibration = searchable()
-    expected = give_sink_bias(Objective(model, calibration, Window(WINDOW), batch_size=batch_size))
+    expected = fit_sink_bias(Objective(model, calibration, Window(WINDOW), batch_size=batch_size))
     first = calibration.examples[0]
     short = replace(first, input_ids=first.input_ids[-length:], answer_length=1)
     with_short = CalibrationSet((*calibration.examples, short))
-    estimate = give_sink_bias(Objective(model, with_short, Window(WINDOW), batch_size=batch_size))
+    estimate = fit_sink_bias(Objective(model, with_short, Window(WINDOW), batch_size=batch_size))
     torch.testing.assert_close(torch.tensor(estimate), torch.tensor(expected), **_CLOSE)
 
 
@@ -311,7 +311,7 @@ def test_scores_with_reuse_equal_those_of_plain_passes(monkeypatch: pytest.Monke
     objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
     plain = objective.evaluate(random_mask(1))
     context = objective.context
-    give_sink_bias(objective)
+    fit_sink_bias(objective)
     assert objective.context != context  # its evaluations differ from those without
     masks = [random_mask(seed) for seed in (1, 2, 1, 3)]
     for mask in masks:
@@ -325,7 +325,7 @@ def test_scores_with_reuse_equal_those_of_plain_passes(monkeypatch: pytest.Monke
 def test_gate_gradients_are_those_of_the_blend_with_the_bias() -> None:
     model, calibration = searchable()
     objective = Objective(model.double(), calibration, Window(WINDOW))
-    give_sink_bias(objective)
+    fit_sink_bias(objective)
     mask = random_mask(1)
     gradient = torch.tensor(objective.gate_gradient(mask).values)
     layouts = [HeadLayout.search([kind] * KV_HEADS) for kind in (None, Window(WINDOW))]

@@ -412,7 +412,7 @@ def test_values_and_depth_are_counted_outside_of_strings(
         patch.setattr("bosch.files.SCANNED_BYTES", scanned)
         assert parse_json(text, JsonLimits(0, 2 * count, depth)) == value
         for limits in (JsonLimits(0, count - 1, depth), JsonLimits(0, 2 * count, depth - 1)):
-            if limits.most_depth >= 0 and limits.most_values > 0:
+            if limits.max_depth >= 0 and limits.max_values > 0:
                 with pytest.raises(ValueError, match="more than"):
                     parse_json(text, limits)
 

@@ -243,7 +243,7 @@ def test_a_recurrence_needs_the_measured_memory_of_its_block() -> None:
         options = {"checkpointing": checkpointing}
         found, plain = (held({}, options, shape=one) for one in (shape, without))
         assert found.layer_inputs - plain.layer_inputs == pytest.approx(TOKENS * more)
-    assert TOKENS * blocks.whole < found.layer < 1.5 * TOKENS * blocks.whole
+    assert TOKENS * blocks.both_other < found.layer < 1.5 * TOKENS * blocks.both_other
 
 
 def test_a_block_that_cannot_be_measured_is_estimated_and_named(

@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write TARGET; UserError for unfit options, unreadable files, or masks it cannot hold."""
+    """Write TARGET; UserError for wrong options, unreadable files, or masks it cannot hold."""
     # Nothing is overwritten, since the target could be a device or a model's config.json.
     if os.path.lexists(options.target):
         raise UserError(

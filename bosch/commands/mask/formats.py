@@ -43,7 +43,7 @@ def read_duoattention(path: Path, swa_ratio: float | None) -> tuple[HeadMask, in
     Without `swa_ratio` every score must be 0 or 1. Raises UserError for an unreadable folder.
     """
     try:
-        text = files.read_within(path / _GATES, files.CONFIG_LIMITS.most_bytes).decode()
+        text = files.read_within(path / _GATES, files.CONFIG_LIMITS.max_bytes).decode()
         lines = text.split("\n")
         rows = [[float(x) for x in line.split("\t")] for line in lines if line.strip()]
     except OSError as error:

@@ -24,8 +24,8 @@ from bosch.model.untrusted import check_faults
 from bosch.weight_files import WEIGHTS, weight_faults, weight_files
 
 _SUFFIX = ".safetensors"
-_ALIKE = 0.9  # cosine similarity, which is near 0 for other heads or another order
-_SAME = ("model_type", "hybrid_attention")
+_LEAST_SIMILARITY = 0.9  # the cosine is near 0 for other heads or another order
+_SAME_FIELDS = ("model_type", "hybrid_attention")
 
 
 def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
@@ -49,26 +49,11 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
         check_faults(weight_faults(folder))
     for name in irregular_entries(model_dir):
         raise UserError(f"{model_dir / name} {NOT_REGULAR}; remove it")
-    config, other = (load_config(str(folder)) for folder in (model_dir, source))
-    for name in _SAME:
-        values = [getattr(side, name, None) for side in (config, other)]
-        if values[0] != values[1] or values[0] is None:
-            raise UserError(
-                f"--from: {source} has {name} = {values[1]}, and {model_dir} has {values[0]}; "
-                "expected two hybrids of one head mask, such as a checkpoint and what was "
-                "fine-tuned from it"
-            )
-    places = {name: file for file in _files(source) for name in _names(file)}
+    config = _common_config(model_dir, source)
+    older_files = {name: file for file in _files(source) for name in _names(file)}
     count = 0
     with replacing(output) as writing:
-        try:
-            shutil.copytree(model_dir, writing)
-        except shutil.Error as error:
-            if is_disk_full(error):
-                raise DiskFullError(f"{output}: no space is left where it is written") from error
-            file, _, reason = error.args[0][0]
-            reason = reason.partition(": ")[0]  # what follows names files
-            raise UserError(f"{file} cannot be copied to {output} ({reason})") from None
+        _copy(model_dir, writing, output)
         for file in _files(writing):
             with safe_open(file, framework="pt") as opened:
                 weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -77,9 +62,9 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
                 rows = _rows(config, name, weight)
                 if not rows:
                     continue
-                if name not in places:
+                if name not in older_files:
                     raise UserError(f"--from: {source} has no weight {name}, which {model_dir} has")
-                with safe_open(places[name], framework="pt") as opened:
+                with safe_open(older_files[name], framework="pt") as opened:
                     older = opened.get_tensor(name)
                 if fault := _fault(name, weight, older, model_dir, source):
                     raise UserError(fault)
@@ -94,11 +79,37 @@ def repair(model_dir: Path, source: Path, output: Path, share: float) -> int:
             try:
                 save_file(weights, file, metadata=metadata)
             except SafetensorError as error:
-                kind = DiskFullError if is_disk_full(error) else RunError
-                raise kind(f"{output}: cannot write the model ({error})") from error
+                error_type = DiskFullError if is_disk_full(error) else RunError
+                raise error_type(f"{output}: cannot write the model ({error})") from error
         if not count:
             raise UserError(f"{model_dir}: has no query and key weights of their own to restore")
     return count
+
+
+def _common_config(model_dir: Path, source: Path) -> Any:
+    """The configuration of `model_dir`; raises UserError if its family or head mask differs."""
+    config, source_config = (load_config(str(folder)) for folder in (model_dir, source))
+    for name in _SAME_FIELDS:
+        value, source_value = (getattr(c, name, None) for c in (config, source_config))
+        if value != source_value or value is None:
+            raise UserError(
+                f"--from: {source} has {name} = {source_value}, and {model_dir} has {value}; "
+                "expected two hybrids of one head mask, such as a checkpoint and what was "
+                "fine-tuned from it"
+            )
+    return config
+
+
+def _copy(model_dir: Path, writing: Path, output: Path) -> None:
+    """Copy the model's files to `writing`, which becomes `output`."""
+    try:
+        shutil.copytree(model_dir, writing)
+    except shutil.Error as error:
+        if is_disk_full(error):
+            raise DiskFullError(f"{output}: no space is left where it is written") from error
+        file, _, reason = error.args[0][0]
+        reason = reason.partition(": ")[0]  # without the names of files
+        raise UserError(f"{file} cannot be copied to {output} ({reason})") from None
 
 
 def _fault(name: str, weight: Tensor, older: Tensor, model_dir: Path, source: Path) -> str:
@@ -111,10 +122,10 @@ def _fault(name: str, weight: Tensor, older: Tensor, model_dir: Path, source: Pa
         )
     if older.shape != weight.shape:
         return f"--from: {name} of {source} has another shape"
-    # Matrices only: a bias may be zero, or small enough to change direction in training. NaN is not
-    # alike.
+    # Matrices only: a bias may be zero, or small enough to change direction in training. The cosine
+    # may be NaN.
     left, right = (side.float().flatten() for side in (older, weight))
-    if weight.ndim > 1 and not cosine_similarity(left, right, dim=0) >= _ALIKE:
+    if weight.ndim > 1 and not cosine_similarity(left, right, dim=0) >= _LEAST_SIMILARITY:
         return (
             f"--from: {name} of {source} is not what {model_dir} was fine-tuned from; name the "
             "checkpoint that was"

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable
 
 from bosch.commands import Command, print_json
-from bosch.model.cache_size import beside_states
+from bosch.model.cache_size import states_text
 
 COMMAND = Command("say which heads of a hybrid model slide and what its KV cache holds", json=True)
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = record.get("window_sizes") or [record["window_size"]]
     # With one of several budgets, some windows of the menu may be unused.
     used = [size for size, *counts in zip(sizes, *sliding.values(), strict=True) if any(counts)]
-    windows = _either(used or sizes)
+    windows = _joined(used or sizes)
     count, total = sum(full.values()), heads * len(full)
     others = f"; the others see {windows} tokens{sinks}" if count < total else ""
     print(f"{record['model']}: {record['model_type']}, {count} of {total} KV heads full{others}")
@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
     print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
     if sliding:
         counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
-        print(f"KV heads with {_either(sizes)} tokens by layer:", ", ".join(counts))
-    beside = beside_states(record["layers_with_states"])
+        print(f"KV heads with {_joined(sizes)} tokens by layer:", ", ".join(counts))
+    beside = states_text(record["layers_with_states"])
     for entry in record["cache_bytes"]:
         hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
         print(
@@ -52,5 +52,5 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _either(sizes: Iterable[int]) -> str:
+def _joined(sizes: Iterable[int]) -> str:
     return " or ".join(f"{size:,}" for size in sizes)

@@ -24,17 +24,15 @@ def hybrid_record(model: str) -> dict[str, Any]:
     # Models with 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
     size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # known after a forward pass
-    by_layer = {
-        name: {str(layer): count for layer, count in zip(kinds.full, value, strict=True)}
-        if name.endswith("_per_layer")
-        else value
-        for name, value in head_table(rows, has_sink_bias(config)).items()
-    }
+    table = head_table(rows, has_sink_bias(config))
+    for name, values in table.items():
+        if name.endswith("_per_layer"):
+            table[name] = dict(zip(map(str, kinds.full), values, strict=True))
     return {
         "model": model,
         "model_type": config.model_type,
         "key_value_heads_per_layer": kinds.heads,
-        **by_layer,
+        **table,
         **({"kv_budget": chosen_budget(config), "kv_budgets": [*budgets]} if budgets else {}),
         "cache_bytes": [
             {"tokens": n, "hybrid": size.dynamic(n), "original": size.original(n)} for n in _LENGTHS

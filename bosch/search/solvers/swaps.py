@@ -36,12 +36,12 @@ def one_plus_one(problem: Problem, seed: int) -> None:
 
 def _unknown_child(problem: Problem, parent: Bits, rng: np.random.Generator) -> Bits | None:
     """A mutation of `parent` that was not evaluated yet; larger swaps after half of the tries."""
-    most = min(problem.quota, problem.size - problem.quota)
-    if most == 0:
+    max_swaps = min(problem.quota, problem.size - problem.quota)
+    if max_swaps == 0:
         return None
     for attempt in range(_TRIES_PER_STEP):
         rate = 1.0 / problem.size if attempt < _TRIES_PER_STEP // 2 else 0.5
-        child = swap(parent, 1 + int(rng.binomial(most - 1, rate)), rng)
+        child = swap(parent, 1 + int(rng.binomial(max_swaps - 1, rate)), rng)
         if not problem.known(child):
             return child
     return None
@@ -60,8 +60,8 @@ def annealing(problem: Problem, seed: int) -> None:
 
     The temperature falls geometrically over the budget. Equal losses are compared by log-likelihood
     if the problem breaks ties. Starts from a random mask; a seed determines the steps. Spends the
-    problem's budget, unless it is cold and knows every neighbour of a local optimum: with 12 units,
-    6 of them sliding, half of 600 evaluations are left.
+    problem's budget, unless the temperature is low and every neighbour of a local optimum is known:
+    with 12 units, 6 of them sliding, half of 600 evaluations are left.
     """
     problem.race = False  # it accepts worse masks and needs their loss, not a bound
     rng = np.random.default_rng(seed)

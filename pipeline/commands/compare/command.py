@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from bosch.commands import print_json, text_aside
+from bosch.commands import print_json, text_to_stderr
 from bosch.errors import LostRankError, RunError, UserError, is_disk_full
 from bosch.files import read_json
 from bosch.search import methods
@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     """Compare, and print the tables."""
     options = read_options(CompareOptions, arguments, "compare")
-    with text_aside(arguments.json):
+    with text_to_stderr(arguments.json):
         comparison = run_comparison(loaded, options)
     if arguments.json:
         print_json(read_json(comparison.folder / REPORT) if comparison.results else None)
@@ -73,7 +73,7 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
         for table in score_tables(comparison):
             table.print()
         print(f"compare: {typed_path(comparison.folder / 'compare.html')}")
-    with text_aside(arguments.json):
+    with text_to_stderr(arguments.json):
         for sentence in comparison.missing:
             print(sentence)
     return 1 if comparison.missing else 0

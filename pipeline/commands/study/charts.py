@@ -51,7 +51,7 @@ def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Pic
         for ratio in ratios:
             rows: list[dict[str, Any]] = []
             for point in points:
-                ends: tuple[float, ...] = point.mean(quantity).drawn
+                ends: tuple[float, ...] = point.mean(quantity).for_charts
                 passes = point.cost("full_forward_equivalents")
                 setting = point.setting
                 if y.log:

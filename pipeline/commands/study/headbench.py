@@ -267,7 +267,7 @@ def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     bars = []
     at_ratio = [row for row in rows if row.ratio == ratio]
     for row in sorted(at_ratio, key=lambda row: float(row.of(kind).mean())):
-        mean, low, high = crossed_mean(row.of(kind), is_score=True).drawn
+        mean, low, high = crossed_mean(row.of(kind), is_score=True).for_charts
         bars.append(ranked(row.label, kind, 100 * mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)

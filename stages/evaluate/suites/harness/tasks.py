@@ -443,7 +443,7 @@ def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list
     file and, for an invalid object, its line.
     """
     try:
-        content = read_within(path, _DATA_LIMITS.most_bytes)
+        content = read_within(path, _DATA_LIMITS.max_bytes)
         # First all lines at once, up to the first that is not JSON.
         check_json_text(content, _DATA_LIMITS)
     except OSError as error:
