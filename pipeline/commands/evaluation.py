@@ -84,7 +84,7 @@ class Evaluation:
             "budgets": self.runner.loaded.recipe[EvaluateConfig].budgets,
             "models": self._identities(folders),
         }
-        stamps = self.runner.hasher.seen
+        stamps = self.runner.hasher.stamps
         digest = hashlib.sha256(files.canonical_json(document).encode()).hexdigest()
         work = self.store.work("evaluation", digest)
         files.make_folder(work)
@@ -135,7 +135,7 @@ class Evaluation:
             folders = current
             self.runner.stamps(self.original)
             self._identities(folders)
-            stamps = self.runner.hasher.seen
+            stamps = self.runner.hasher.stamps
 
     def _current_folder(self, folder: Path) -> Path:
         """Current folder of a checkpoint, which publishing moves out of the work directory."""
