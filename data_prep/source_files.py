@@ -1,4 +1,4 @@
-"""Files of documents and of tokenizers; free of heavy imports, for keys and checks."""
+"""Files of documents and of tokenizers; imports nothing that is slow to load."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _check_link(folder: Path, path: Path) -> None:
-    """Raise UserError for a link below `folder` that leads back to a folder it lies in."""
+    """Raise UserError for a link below `folder` to a folder that contains it."""
     if not path.is_symlink():
         return
-    below = path.relative_to(folder).parents  # the folders on the way here, some of which are links
-    around = {Path(os.path.realpath(folder / link)) for link in below}
-    around |= {parent for target in around for parent in target.parents}
-    if Path(os.path.realpath(path)) in around:
+    parents = path.relative_to(folder).parents  # some of which may be links
+    enclosing = {Path(os.path.realpath(folder / parent)) for parent in parents}
+    enclosing |= {parent for target in enclosing for parent in target.parents}
+    if Path(os.path.realpath(path)) in enclosing:
         raise UserError(f"{path} is a link to a folder that it lies in; remove it")
 
 
@@ -107,9 +107,8 @@ def class_of_config(directory: Path) -> dict[str, Any]:
     config, tokenizer_config = (
         read_json(directory / f"{name}config.json") for name in ("", "tokenizer_")
     )
-    if not isinstance(config, dict) or (
-        isinstance(tokenizer_config, dict) and tokenizer_config.get("tokenizer_class")
-    ):
+    has_class = isinstance(tokenizer_config, dict) and tokenizer_config.get("tokenizer_class")
+    if not isinstance(config, dict) or has_class:
         return {}
     names = ("model_type", "tokenizer_class", "auto_map")
     return {name: config[name] for name in names if config.get(name)}

@@ -15,7 +15,7 @@ from bosch.files import load_json, open_regular
 from data_prep.source_files import files_below
 
 PIECE_BYTES = 2**17
-# Characters that are encoded at once; each takes more than 100 bytes meanwhile.
+# Characters that are encoded at once; each takes more than 100 bytes of memory.
 WINDOW = 2**17
 _PROSE_SUFFIXES = (".txt", ".md", ".json")
 
@@ -44,7 +44,7 @@ class TextFile:
         Raises UserError, with the file and the byte offset, if it cannot be read or is not UTF-8.
         """
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        done, is_end = 0, False
+        offset, is_end = 0, False
         try:
             with open_regular(self.path) as file:
                 while not is_end:
@@ -53,8 +53,8 @@ class TextFile:
                     try:
                         text = decoder.decode(block, is_end)
                     except UnicodeDecodeError:
-                        text = decode_utf8(pending + block, f"{self.path}", done - len(pending))
-                    done += len(block)
+                        text = decode_utf8(pending + block, f"{self.path}", offset - len(pending))
+                    offset += len(block)
                     yield text
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
@@ -142,7 +142,7 @@ def encode_answer(tokenizer: Any, text: str) -> list[int]:
 
 
 class TokenCounter:
-    """Counts tokens of prompts without special tokens, like RULER, and its own calls."""
+    """Counts tokens of prompts without special tokens, like RULER; `calls` of the tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -165,12 +165,12 @@ class TokenCounter:
 
         `noise`: additional difference in tokens between texts of equal length.
         """
-        known, ids = self._last
-        if known:
-            per_character = len(ids) / len(known)
-            more = len(text) - len(known)
-            slack = 0.4 * per_character * abs(more) + limit / 256 + 32 + noise
-            distance = len(ids) + per_character * more - limit
+        last_text, ids = self._last
+        if last_text:
+            per_character = len(ids) / len(last_text)
+            added = len(text) - len(last_text)
+            slack = 0.4 * per_character * abs(added) + limit / 256 + 32 + noise
+            distance = len(ids) + per_character * added - limit
             if abs(distance) > slack:
                 return distance < 0
         return self.tokens(text) <= limit

@@ -18,12 +18,12 @@ def trusted_path(path: list[str]) -> list[str]:
     The interpreter puts one of them first; an empty entry of PYTHONPATH is the current directory.
     """
     try:
-        here = os.getcwd()
+        current = os.getcwd()
     except FileNotFoundError:  # it was removed
-        here = ""
+        current = ""
     # The folder of the standard library or of installed packages stays on the path.
-    library = here == os.path.dirname(os.__file__) or here.endswith("-packages")
-    unwanted = {"", _FOLDER, _ROOT} | (set() if library else {here})
+    is_library = current == os.path.dirname(os.__file__) or current.endswith("-packages")
+    unwanted = {"", _FOLDER, _ROOT} | (set() if is_library else {current})
     return [_ROOT, *(entry for entry in path if entry not in unwanted)]
 
 

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, stages: Sequence[Stage[Any]] = 
     """Run one command and return its exit status; no traceback reaches the user."""
     try:
         return _run(arguments, stages)
-    except (KeyboardInterrupt, failures.Terminated) as second:  # during the handling of the first
+    except (KeyboardInterrupt, failures.Terminated) as second:  # while the first stop is handled
         return _stopped(second.__context__ or second)
 
 
@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         module = options.module
         command = module.COMMAND
         if not isinstance(command, RecipeCommand):
-            return _done(module.run(options))
+            return _flushed(module.run(options))
         log.show_steps(options.verbose)
         loaded = load_recipe(
             options.recipe,
@@ -83,7 +83,7 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         )
         root = loaded.output_root
         log.configure(loaded.recipe.runtime.log_level)
-        return _done(module.run(loaded, options))
+        return _flushed(module.run(loaded, options))
     except UserError as fault:
         return _say(f"error: {fault}", 2)
     except LostRankError as lost:
@@ -100,18 +100,18 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         if (full := failures.no_space(error, root)) is not None:
             return _say(f"error: {full}", 1)
         if isinstance(error, OSError) and root is not None and _refused(error, root):
-            why = f"{error.strerror}: {error.filename}"
-            return _say(f"error: runtime.output_root: {root} cannot be used ({why})", 2)
-        if isinstance(error, OSError) and root is not None and (place := _obstacle(error, root)):
-            return _say(f"error: {place}: is in the way of the run's own files; move it away", 1)
+            reason = f"{error.strerror}: {error.filename}"
+            return _say(f"error: runtime.output_root: {root} cannot be used ({reason})", 2)
+        if isinstance(error, OSError) and root is not None and (path := _obstacle(error, root)):
+            return _say(f"error: {path}: is in the way of the run's own files; move it away", 1)
         typed = sys.argv[1:] if arguments is None else arguments
         if isinstance(error, OSError) and (message := typed_path_fault(error, typed[1:])):
             return _say(f"error: {message}", 2)
         return _say(f"error: {failures.unexpected(error, _log_file(root))}", 1)
 
 
-def _done(status: int) -> int:
-    """The status after flushing all output; the interpreter would not report a failure."""
+def _flushed(status: int) -> int:
+    """The status, after flushing all output: the interpreter would not report a failure of it."""
     print(end="", flush=True)
     return int(status)
 
@@ -123,19 +123,21 @@ def _terminated(signum: int, frame: object) -> None:
 
 
 def _refused(error: OSError, root: Path) -> bool:
-    """Whether the user may not read or write the output root or something below it."""
-    where = Path(str(error.filename))
-    inside = root == where or root in where.parents or where in root.parents
-    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and inside
+    """Whether access to the output root, a folder above or a path below it was denied."""
+    path = Path(str(error.filename))
+    is_related = root == path or root in path.parents or path in root.parents
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and is_related
 
 
 def _obstacle(error: OSError, root: Path) -> Path | None:
     """A path below the output root that has the wrong kind (file or folder), or None."""
     if error.errno not in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP):
         return None
-    where = Path(str(error.filename2 or error.filename))
-    above = [path for path in reversed(where.parents) if root in path.parents]
-    return next((p for p in above if not p.is_dir()), where) if root in where.parents else None
+    path = Path(str(error.filename2 or error.filename))
+    if root not in path.parents:
+        return None
+    above = [parent for parent in reversed(path.parents) if root in parent.parents]
+    return next((parent for parent in above if not parent.is_dir()), path)
 
 
 def _stopped(stop: BaseException) -> int:

@@ -60,14 +60,14 @@ class Cost:
 
     def hours(self, name: str, count: int) -> float:
         """Hours on `count` devices."""
-        faster = count if name == "cpu" else self.speedup(count)
+        speedup = count if name == "cpu" else self.speedup(count)
         device = DEVICES[name]
         seconds = self.flops / (device.tflops * 1e12) + self.reads / (device.bandwidth * 1e9)
-        return seconds / (faster * self.efficiency) / 3600
+        return seconds / (speedup * self.efficiency) / 3600
 
 
 def memory_here(world: World) -> float | None:
-    """Bytes that one process may hold: of the smallest GPU, or its share of the host's memory.
+    """Bytes that one process may hold: the smallest GPU's, or its share of the host's memory.
 
     None if unknown, for example for a part of a GPU (MIG).
     """

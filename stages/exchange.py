@@ -16,10 +16,10 @@ if TYPE_CHECKING:  # it loads torch, which checks of recipes avoid
 
 
 def pass_values(shape: DecoderShape, layers: Sequence[LayerHeads], split: ContextSplit) -> int:
-    """How many numbers of keys and values all processes send for a sequence in a forward pass.
+    """Numbers of keys and values that all processes send for a sequence in a forward pass.
 
     `layers` are the KV heads of each layer with full attention in the original, by window. Layers
-    that slide in the original are counted too, sinks of documents after the first are not.
+    that slide in the original are counted too; sinks of documents after the first are not.
     """
     return sum(
         2 * width * heads * split.traffic(window)

@@ -37,8 +37,8 @@ _COUNT = re.compile(
 _FLAGS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _LONGEST_NUMBER = 32
 _LONGEST_TEXT = 200
-# Characters in Persian words and in emoji. Python calls them not printable, like the wide space of
-# Chinese and Japanese (category Zs).
+# Characters in Persian words and in emoji. For Python they are not printable, like the wide space
+# of Chinese and Japanese (category Zs).
 _JOINERS = "\u200c\u200d"
 # More than any model, corpus or machine has; sums and products of such counts are exact.
 MOST = 10**15
@@ -85,7 +85,7 @@ def parse_number(value: object) -> object:
 
 
 def parse_flag(value: object) -> object:
-    """A flag; YAML 1.1's words for it are accepted, letters and numbers are not."""
+    """A flag; YAML 1.1's words for it are accepted, but not y, n, 1 or 0."""
     return _FLAGS.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -142,11 +142,12 @@ def rising(values: list[_Value]) -> list[_Value]:
 
 
 def split(value: object) -> object:
-    """The items of a comma-separated text: a list on the command line."""
+    """The items of a comma-separated text, as lists are written on the command line."""
     return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
 
 def ordered(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
+    """The distinct values, ascending."""
     return tuple(sorted(set(values)))
 
 
@@ -183,11 +184,11 @@ class Section(BaseModel):
     ALTERNATIVES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     @model_validator(mode="after")
-    def _one_of_each(self) -> Self:
+    def _check_alternatives(self) -> Self:
         for names in self.ALTERNATIVES:
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
-                raise ValueError(f"names {' and '.join(given)}, which exclude each other; keep one")
+            keys = [name for name in names if getattr(self, name) is not None]
+            if len(keys) > 1:
+                raise ValueError(f"names {' and '.join(keys)}, which exclude each other; keep one")
         return self
 
     @classmethod
@@ -200,8 +201,8 @@ class Section(BaseModel):
         for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
             with contextlib.suppress(OSError, TypeError, SyntaxError):  # no source of its own
                 [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-                for field, below in itertools.pairwise(cast(ast.ClassDef, tree).body):
-                    match field, below:
+                for pair in itertools.pairwise(cast(ast.ClassDef, tree).body):
+                    match pair:
                         case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                             texts[name] = " ".join(text.split())
         fields = cls.model_fields.items()
@@ -214,7 +215,7 @@ class Section(BaseModel):
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema)["properties"]
         for name, text in cls.descriptions().items():
-            if text and not cls.model_fields[name].description:  # pydantic adds the others
+            if text and not cls.model_fields[name].description:  # pydantic adds those
                 properties[name]["description"] = text
         return schema
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
-# At this share of a unit and above, three significant digits round up to one unit.
+# From this share of a unit on, three significant digits round up to one unit.
 _ROUNDED_UP = 0.9995
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -76,7 +76,7 @@ def format_count(value: float) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number of things: `1 sample`, `12,000 samples`."""
+    """A number with its noun: `1 sample`, `12,000 samples`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -99,7 +99,7 @@ def format_seconds(value: float) -> str:
 
 
 def format_hours(hours: float) -> str:
-    """Hours, or minutes below two of them: `less than a minute`, `38 min`, `1,234.5 h`."""
+    """Hours, or minutes below two hours: `less than a minute`, `38 min`, `1,234.5 h`."""
     if hours < 1 / 60:
         return "less than a minute"
     minutes = round(hours * 60)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -57,7 +58,7 @@ class Input:
 class Origins:
     """The folders that relative paths start from, by the place where the path is written.
 
-    `overridden` are the (split) dotted paths of fields that the command line replaced.
+    `overridden` are the dotted paths, split at the dots, of fields that the command line replaced.
     """
 
     file: Path
@@ -77,21 +78,22 @@ def absolute(section: _Section, origins: Origins, place: tuple[str, ...] = ()) -
     """The section at `place` of a recipe with its paths absolute."""
     changes: dict[str, Any] = {}
     for name, value in section:
-        mark, here = _mark(section, name), (*place, name)
+        annotation, path = _annotation(section, name), (*place, name)
         if isinstance(value, Section):
-            changes[name] = absolute(value, origins, here)
+            changes[name] = absolute(value, origins, path)
         elif isinstance(value, list):
             changes[name] = [
-                absolute(x, origins, (*here, str(i))) if isinstance(x, Section) else x
-                for i, x in enumerate(value)
+                absolute(item, origins, (*path, str(i))) if isinstance(item, Section) else item
+                for i, item in enumerate(value)
             ]
-        elif mark is not None and isinstance(value, str):
-            root = origins.of(here, is_default=name not in section.model_fields_set)
-            path = os.path.normpath(root / Path(value).expanduser())
-            if mark.is_pattern and not os.path.exists(path):  # brackets in the root are not a glob
-                path = os.path.normpath(glob.escape(str(root)) / Path(value).expanduser())
-            is_name = mark.is_name is not None and mark.is_name(section, value, root)
-            changes[name] = value if is_name and not os.path.exists(path) else path
+        elif annotation is not None and isinstance(value, str):
+            root = origins.of(path, is_default=name not in section.model_fields_set)
+            file = os.path.normpath(root / Path(value).expanduser())
+            # Brackets in the root are no part of the pattern.
+            if annotation.is_pattern and not os.path.exists(file):
+                file = os.path.normpath(glob.escape(str(root)) / Path(value).expanduser())
+            is_name = annotation.is_name is not None and annotation.is_name(section, value, root)
+            changes[name] = value if is_name and not os.path.exists(file) else file
     return section.model_copy(update=changes)
 
 
@@ -109,11 +111,11 @@ def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], 
         if environment := owner.environment():
             inputs[f"{prefix}environment"] = environment
         for name, path in owner:
-            mark = _mark(owner, name)
-            if mark is None or mark.identity is None:
+            annotation = _annotation(owner, name)
+            if annotation is None or annotation.identity is None:
                 continue
             del values[name]
-            content = mark.identity(owner, path, hasher)
+            content = annotation.identity(owner, path, hasher)
             if content is not None:
                 inputs[f"{prefix}{name}"] = content
     return config, inputs
@@ -123,18 +125,18 @@ def input_faults(key: str, section: Section) -> Iterator[str]:
     """A message for each fault of the paths of the section under a recipe's `key`."""
     for place, owner in _sections(section):
         for name, path in owner:
-            mark = _mark(owner, name)
-            if mark is None or mark.check is None or path is None:
+            annotation = _annotation(owner, name)
+            if annotation is None or annotation.check is None or path is None:
                 continue
             try:
-                mark.check(".".join(map(str, (key, *place, name))), owner, path)
+                annotation.check(".".join(map(str, (key, *place, name))), owner, path)
             except UserError as fault:
                 yield str(fault)
             except OSError as error:
                 yield f"{error.filename}: cannot be read: {error.strerror}"
 
 
-def _mark(section: Section, name: str) -> Input | None:
+def _annotation(section: Section, name: str) -> Input | None:
     metadata = type(section).model_fields[name].metadata
     return next((entry for entry in metadata if isinstance(entry, Input)), None)
 
@@ -166,8 +168,8 @@ def hashed_files(pattern: str, files: Iterable[Path], hasher: Hasher) -> dict[st
     hashes = {path.relative_to(base).as_posix(): hasher.sha256(path) for path in files}
     if len(hashes) <= _MAX_LISTED:
         return {"files": hashes}
-    folded = hashlib.sha256(canonical_json(hashes).encode()).hexdigest()
-    return {"files": len(hashes), "sha256": folded}
+    digest = hashlib.sha256(canonical_json(hashes).encode()).hexdigest()
+    return {"files": len(hashes), "sha256": digest}
 
 
 def common_folder(pattern: str) -> Path:
@@ -175,14 +177,12 @@ def common_folder(pattern: str) -> Path:
     path = Path(pattern).expanduser()
     if path.is_dir():
         return path
-    names = path.parts[: next(
-        (i for i, name in enumerate(path.parts) if glob.has_magic(name)), len(path.parts) - 1
-    )]  # fmt: skip
-    return Path(*names)
+    plain_parts = itertools.takewhile(lambda name: not glob.has_magic(name), path.parts[:-1])
+    return Path(*plain_parts)
 
 
 def python_identity() -> dict[str, Any]:
-    """Identity of the Python whose standard library is the default text."""
+    """Identity of this Python, whose standard library is the default text."""
     return {"python": f"{platform.python_implementation()} {platform.python_version()}"}
 
 

@@ -20,8 +20,7 @@ from stages.stage import LoadedRecipe
 def _slots_or_share(value: object) -> object:
     """Slots like `4992` or `12k`, or a share like `0.25` or `1.0`."""
     if isinstance(value, str):
-        first, second = (float, parse_count) if "." in value else (parse_count, float)
-        for parse in (first, second):
+        for parse in (float, parse_count) if "." in value else (parse_count, float):
             try:
                 return parse(value)
             except ValueError:
@@ -40,7 +39,7 @@ KvBudgets: TypeAlias = Annotated[list[KvBudget], Field(min_length=1), AfterValid
 def front_faults(
     loaded: LoadedRecipe, field: str, names: Literal["all"] | Sequence[int | float]
 ) -> Iterator[str]:
-    """Why the search finds no budgets, or none with one of `names`."""
+    """Faults of a field that names budgets of a front: no front is searched, or out of range."""
     search = loaded.recipe[SearchConfig]
     if not METHODS[search.method].finds_front:
         yield (
@@ -49,13 +48,13 @@ def front_faults(
         )
     elif names != "all" and loaded.info is not None and loaded.info.kinds.full:
         context = loaded.recipe[PrepareConfig].calibration.length
-        price = search.front_price(loaded.info.kinds, loaded.recipe.model.dtype, context)
-        least, most = search.slot_range(price)
+        cache = search.front_cache(loaded.info.kinds, loaded.recipe.model.dtype, context)
+        least, most = search.slot_range(cache)
         for name in names:
             slots = name * most if name <= 1 else name
             if not least <= math.ceil(slots) <= most:
                 yield (
-                    f"{field}: {name:,} names no budget; at {price.tokens:,} tokens all heads at "
+                    f"{field}: {name:,} names no budget; at {cache.tokens:,} tokens all heads at "
                     f"{search.menu[-1]} hold {least:,} KV slots, the original {most:,} (a share of "
                     f"{named_share(least, most)} to 1)"
                 )
@@ -64,20 +63,20 @@ def front_faults(
 def named_budgets(config: Any, names: Literal["all"] | Sequence[int | float]) -> tuple[int, ...]:
     """KV slots, ascending, of the budgets of a hybrid's configuration that a recipe names.
 
-    `all` are those with sliding heads: without, the model is the original. Raises UserError for an
-    unknown name, or if the configuration has a single head layout.
+    `all` are those with sliding heads; without any, the model is the original. Raises UserError for
+    an unknown name, or if the configuration has a single head layout.
     """
     if names == "all":
-        every = kv_budgets(config)
-        budget_slots(config, next(iter(every), 1))  # raises if there are none
-        return tuple(slots for slots in every if slots < original_slots(config))
+        budgets = kv_budgets(config)
+        budget_slots(config, next(iter(budgets), 1))  # raises if there are none
+        return tuple(slots for slots in budgets if slots < original_slots(config))
     return tuple(sorted({slots for name in names if (slots := budget_slots(config, name))}))
 
 
 def budget_share(config: Any, slots: int) -> str:
     """The name of a budget of a hybrid's configuration by `share_names`."""
-    every = list(kv_budgets(config))
-    return share_names(every, original_slots(config))[every.index(slots)]
+    budgets = list(kv_budgets(config))
+    return share_names(budgets, original_slots(config))[budgets.index(slots)]
 
 
 def share_names(slots: Sequence[int], original: int) -> list[str]:

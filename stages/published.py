@@ -82,9 +82,9 @@ class WorkSummary(Summary):
 class Manifest(Summary):
     """manifest.json, which the runner writes beside every stage's output.
 
-    `gpus`: GPUs of the last attempt; None if an older version did not record it. `gpu_seconds` is
-    the sum over all attempts, each with its number of GPUs; None likewise. `summary` is the return
-    value of the stage's function.
+    `gpus` is the number of GPUs in the last attempt, `gpu_seconds` the sum over all attempts of
+    seconds times GPUs; both are None if an older version did not record them. `summary` is the
+    return value of the stage's function.
     """
 
     FILE = "manifest.json"
@@ -104,8 +104,8 @@ class Manifest(Summary):
     @staticmethod
     def digest(content: Mapping[str, Any]) -> str:
         """Hash over the file without the field `sha256`, which holds this hash."""
-        others = {name: value for name, value in content.items() if name != "sha256"}
-        return hashlib.sha256(canonical_json(others).encode()).hexdigest()
+        hashed = {name: value for name, value in content.items() if name != "sha256"}
+        return hashlib.sha256(canonical_json(hashed).encode()).hexdigest()
 
     @property
     def hashes(self) -> dict[str, str]:

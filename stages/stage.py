@@ -32,7 +32,7 @@ OwnSection = TypeVar("OwnSection", bound=Section)
 
 
 def folder_name(value: str) -> str:
-    """A recipe's name, which names its folder; raises ValueError for what cannot."""
+    """A recipe's name; raises ValueError if it cannot be the name of a folder."""
     if not _NAME.fullmatch(value):
         raise ValueError(
             f"{value[:60]!r} cannot name a folder; use 1 to 100 letters, digits, '.', '_', '-', "
@@ -212,11 +212,11 @@ class LoadedRecipe:
 
     def up_to(self, name: str) -> LoadedRecipe:
         """The recipe with only the stage `name` and all stages that it needs, also indirectly."""
-        wanted = {name}
+        names = {name}
         for stage in reversed(self.stages):
-            if stage.name in wanted:
-                wanted.update(stage.needs or ())
-        return replace(self, stages=tuple(s for s in self.stages if s.name in wanted))
+            if stage.name in names:
+                names.update(stage.needs or ())
+        return replace(self, stages=tuple(stage for stage in self.stages if stage.name in names))
 
     @property
     def output_root(self) -> Path:
@@ -224,6 +224,6 @@ class LoadedRecipe:
 
 
 def position_faults(loaded: LoadedRecipe, path: str, length: int) -> Iterator[str]:
-    """Why sequences of the length at `path` are too long for the model."""
+    """A fault if sequences of the length at `path` are too long for the model."""
     if loaded.positions is not None and length > loaded.positions:
         yield f"{path}: {length:,} is more than the model's {loaded.positions:,} positions"

@@ -40,12 +40,12 @@ def write_calibration(
     ):
         for index, (sample, (ids, answer_length)) in enumerate(records):
             lengths.append(len(ids))
-            head = {"task": tasks[index % len(tasks)], "index": index, "seed": seed}
-            record = {**head, "input_ids": ids, "answer_length": answer_length}
+            common = {"task": tasks[index % len(tasks)], "index": index, "seed": seed}
+            record = {**common, "input_ids": ids, "answer_length": answer_length}
             ids_file.write(json.dumps(record) + "\n")
             digest = hashlib.sha256(sample.prompt.encode()).hexdigest()
             needles = {"needles": sample.needles, "prompt_sha256": digest}
-            needles_file.write(json.dumps({**head, **needles}) + "\n")
+            needles_file.write(json.dumps({**common, **needles}) + "\n")
             bar.update()
     return {
         "tasks": list(tasks),
@@ -99,8 +99,8 @@ class CalibrationNeedles:
         """Raise RunError if a sample shares a needle or its prompt with the calibration set."""
         shared = self.pairs.intersection(sample.needles)
         if shared or sample.prompt_sha256 in self.prompts:
-            what = f"the needle {min(shared)}" if shared else "its whole prompt"
+            overlap = f"the needle {min(shared)}" if shared else "its whole prompt"
             raise RunError(
-                f"evaluation sample {sample.task} {sample.index} shares {what} with the "
+                f"evaluation sample {sample.task} {sample.index} shares {overlap} with the "
                 "calibration set: the score would be no held-out score; choose another seed"
             )

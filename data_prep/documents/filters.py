@@ -1,4 +1,4 @@
-"""Which documents of a source are used."""
+"""Filters of a source's documents, by size and by patterns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from data_prep.text import Document, TextFile
 
 @dataclass(frozen=True)
 class Filters:
-    """Which documents are used. Bounds are inclusive; tokens do not count the end-of-text token.
+    """Conditions on documents. Bounds are inclusive; tokens exclude the end-of-text token.
 
     `matches` maps fields to regular expressions, which are searched in their values. A missing or
     null field matches nothing.
@@ -25,11 +25,11 @@ class Filters:
     matches: Mapping[str, str] = field(default_factory=dict)
 
     def allow_record(self, record: Mapping[str, Any]) -> bool:
-        """Whether every pattern is in its field.
+        """Whether every pattern is found in its field.
 
         Booleans are written true or false, other values as in Python: 1e5 is 100000.0.
         """
-        return all(_holds(record.get(name), pattern) for name, pattern in self.matches.items())
+        return all(_matches(record.get(name), pattern) for name, pattern in self.matches.items())
 
     def allow_text(self, document: Document) -> bool:
         if self.min_characters is None and self.max_characters is None:
@@ -41,7 +41,7 @@ class Filters:
         return _within(tokens, self.min_tokens, self.max_tokens)
 
 
-def _holds(value: Any, pattern: str) -> bool:
+def _matches(value: Any, pattern: str) -> bool:
     if isinstance(value, bool):
         value = str(value).lower()
     return value is not None and re.search(pattern, str(value)) is not None

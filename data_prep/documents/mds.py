@@ -1,4 +1,4 @@
-"""Direct reader of MosaicML's MDS shards, plain or zstd-compressed.
+"""Reader of MosaicML's MDS shards, plain or zstd-compressed.
 
 A shard holds, little-endian: the number of samples n (uint32), n + 1 offsets from the file's start
 (uint32), the writer's settings, the samples. A sample holds the sizes (uint32) of its columns of
@@ -62,13 +62,13 @@ def read_samples(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
 
 def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
     """The decompressed bytes of the shard, verified against the index."""
-    form = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
+    stated = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
     try:
         with open_regular(path) as file:
-            stored = file.read(form.size + 1)
+            stored = file.read(stated.size + 1)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    form.check(stored, path)
+    stated.check(stored, path)
     if not is_compressed:
         return memoryview(stored)
     if shard.raw_data.size > _MAX_DECOMPRESSED:
@@ -80,7 +80,7 @@ def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
             f"{path}: not a whole zstd file of {shard.raw_data.size:,} bytes ({error}); "
             "get it again"
         ) from None
-    if not form.hashes:
+    if not stated.hashes:
         shard.raw_data.check(plain, path)
     return memoryview(plain)
 
@@ -112,7 +112,8 @@ def _decoder(encoding: str, where: str) -> _Decoder:
     kind, *fixed = encoding.split(":")
     if encoding == "json":
         return lambda data: parse_json(bytes(data), RECORD_LIMITS)
-    if kind == "ndarray" and (not fixed or fixed[0] in _TYPES.values()) and len(fixed) <= 2:
+    is_known_dtype = not fixed or fixed[0] in _TYPES.values()
+    if kind == "ndarray" and is_known_dtype and len(fixed) <= 2:
         return partial(_decode_array, fixed)
     raise UserError(
         f"{where} has the encoding {encoding[:100]}, which is not read; write it as json or ndarray"
@@ -151,8 +152,8 @@ def read_documents(
     """
     path = shard.file(folder)[0]
     if "input_ids" not in shard.column_names:
-        there = ", ".join(shard.column_names)[:200]
-        raise UserError(f"{path}: no column `input_ids` (there is {there})")
+        names = ", ".join(shard.column_names)[:200]
+        raise UserError(f"{path}: no column `input_ids` (there is {names})")
     vocabulary = len(tokenizer)
     for row, sample in enumerate(read_samples(folder, shard)):
         where = f"{path}, sample {row}"

@@ -14,7 +14,7 @@ from bosch.files import load_json
 
 INDEX = "index.json"
 
-# Hashes that an index may have, with their constructors in hashlib or xxhash.
+# Names of the hashes that an index may have: those of xxhash and of hashlib.
 _XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 _HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
 
@@ -85,31 +85,30 @@ def read_index(path: Path) -> list[Shard]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise _no_index(path, " ".join(str(error).split())) from None
+        raise _index_error(path, " ".join(str(error).split())) from None
     entries = content.get("shards") if isinstance(content, dict) else None
     if not isinstance(entries, list):
-        raise _no_index(path, "expected an object with a list `shards`")
+        raise _index_error(path, "expected an object with a list `shards`")
     return [_shard(path, number, entry) for number, entry in enumerate(entries)]
 
 
 def _shard(path: Path, number: int, entry: Any) -> Shard:
     # pydantic reports every wrong value with about a kilobyte, so limit their number.
     if len(json.dumps(entry)) > _MAX_CHARACTERS:
-        raise _no_index(path, f"shards.{number}: more than {_MAX_CHARACTERS:,} characters")
+        raise _index_error(path, f"shards.{number}: more than {_MAX_CHARACTERS:,} characters")
     try:
         shard = Shard.model_validate(entry)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(f"{name}"[:50] for name in ("shards", number, *fault["loc"]))
-        place = "".join(c if c.isprintable() else "?" for c in place)
-        raise _no_index(path, f"{place}: {fault['msg']}") from None
-    fault_text = _fault(shard)
-    if fault_text:
-        raise UserError(f"{path}: shards.{number}: {fault_text}")
+        field = ".".join(f"{name}"[:50] for name in ("shards", number, *fault["loc"]))
+        field = "".join(c if c.isprintable() else "?" for c in field)
+        raise _index_error(path, f"{field}: {fault['msg']}") from None
+    if reason := _fault(shard):
+        raise UserError(f"{path}: shards.{number}: {reason}")
     return shard
 
 
-def _no_index(path: Path, reason: str) -> UserError:
+def _index_error(path: Path, reason: str) -> UserError:
     return UserError(f"{path}: not an index of MDS shards, version 2 ({reason})")
 
 
@@ -121,8 +120,8 @@ def _fault(shard: Shard) -> str | None:
         return "a column's name stands twice"
     for entry in filter(None, (shard.raw_data, shard.zip_data)):
         name = PurePosixPath(entry.basename)
-        ok = entry.basename.isprintable() and len(entry.basename) <= 1024
-        if not ok or name.is_absolute() or ".." in name.parts or not name.name:
+        is_plain = entry.basename.isprintable() and len(entry.basename) <= 1024
+        if not is_plain or name.is_absolute() or ".." in name.parts or not name.name:
             return (
                 f"the file name {entry.basename[:100]!r} leads out of the folder or is no file "
                 "name; only shards below the index are read"

@@ -21,7 +21,7 @@ BATCH_TOKENS = 2**20
 
 
 class DocumentStream:
-    """Endless documents of one source: all in random order, then again in a new random order."""
+    """Endless documents of one source, in a new random order in each pass."""
 
     def __init__(self, tokenised: TokenisedSource, seed: int, number: int) -> None:
         self.name = tokenised.source.name
@@ -67,7 +67,7 @@ class DocumentStream:
 def mix(
     streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(index of the stream, document) pairs of `tokens` tokens in all, mixed by weight.
+    """Pairs of stream index and document, `tokens` tokens in all, mixed by weight.
 
     The next document comes from the source that is furthest behind its share, so a source is never
     a whole document ahead. The last document is cut; its stream does not count the rest.
@@ -91,7 +91,7 @@ def mix(
 class Packed:
     """One sequence: `input_ids` [sequence_length] int32, and lengths and sources of its documents.
 
-    A document that did not fit continues in the next sequence, where its rest is a span of its own.
+    The rest of a document that did not fit is a document of the next sequence.
     """
 
     input_ids: np.ndarray
@@ -168,7 +168,7 @@ def _write_file(
 
     per_batch = min(rows, max(1, BATCH_TOKENS // length))
     # One buffer for all batches: allocating one each time takes as long as filling it.
-    buffer = np.empty((per_batch, length), np.int32)
+    buffer, integers = np.empty((per_batch, length), np.int32), pa.list_(pa.int32())
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, rows, per_batch):
             batch = [next(sequences) for _ in range(min(per_batch, rows - start))]
@@ -176,10 +176,6 @@ def _write_file(
                 row[:] = packed.input_ids
             values = pa.array(buffer[: len(batch)].reshape(-1))
             ids = pa.FixedSizeListArray.from_arrays(values, length)
-            spans = [
-                pa.array(column, pa.list_(pa.int32()))
-                for column in zip(
-                    *((p.document_lengths, p.document_sources) for p in batch), strict=True
-                )
-            ]
-            writer.write_batch(pa.RecordBatch.from_arrays([ids, *spans], schema=schema))
+            lengths = pa.array([packed.document_lengths for packed in batch], integers)
+            sources = pa.array([packed.document_sources for packed in batch], integers)
+            writer.write_batch(pa.RecordBatch.from_arrays([ids, lengths, sources], schema=schema))

@@ -1,6 +1,6 @@
-"""Texts from records: JSONL (plain, gzip, zstd), Parquet and Hugging Face datasets, streamed.
+"""Texts from records, streamed: JSONL (plain, gzip, zstd), Parquet and Hugging Face datasets.
 
-Errors say which record.
+Errors name the record.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from data_prep.documents.filters import Filters
 from data_prep.source_files import is_local
 from data_prep.text import decode_utf8
 
-# Limits of a record: one of this size takes up to half a gigabyte in memory, and so do its values.
+# A record of this size, or with this many values, takes up to half a gigabyte in memory.
 MAX_RECORD_BYTES = 64 * 2**20
 RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, max_depth=1000)
-# A shorter line cannot exceed the limit of values.
+# A shorter line cannot exceed the limit on values.
 _COUNTED_BYTES = 2**20
-# A file may decompress to the first, and to the second for each of its bytes: text has 3 to 20.
+# A file may decompress to this size and to `MAX_RATIO` times its own; text has a ratio of 3 to 20.
 MAX_DECOMPRESSED = 2**26
 MAX_RATIO = 256
 _MAX_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MAX_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
+_PARQUET_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, KeyError, TypeError)
 
 
 def is_compressed(path: Path) -> bool:
@@ -59,7 +60,7 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     Raises UserError if the file or a record is damaged, too large, or not a JSON object.
     """
     if path.suffix == ".parquet":
-        yield from _whole_file(path, fields)
+        yield from _read_parquet_file(path, fields)
         return
     for at, line in _jsonl_lines(path, 0, sys.maxsize):
         record, _ = _record(line, at, path)
@@ -84,7 +85,7 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                 if len(line) > MAX_RECORD_BYTES:
                     raise _record_fault(path, at, _TOO_LARGE)
                 if line.strip():
-                    if at >= start:  # else it is the end of the previous part's last line
+                    if at >= start:  # otherwise the end of the previous part's last line
                         yield at, line
                     empty_lines = 0
                 else:
@@ -133,9 +134,9 @@ def _record(line: bytes, at: int, path: Path) -> tuple[Any, bool]:
 
 
 def text_problem(record: Any, field: str, *, checked: bool = False) -> str | None:
-    """The fault of a record without valid text in `field`, or None.
+    """Why a record has no valid text in `field`, or None.
 
-    With `checked` its text is known to have no lone surrogates.
+    `checked`: its text is known to have no lone surrogates.
     """
     if not isinstance(record, dict):
         return f"expected a JSON object, not {_type_name(record)}"
@@ -191,10 +192,10 @@ def _type_name(value: Any) -> str:
 def _line_number(path: Path, at: int) -> int:
     """The line (from 1) that begins at byte `at`."""
     with _open_binary(path) as file:
-        number, left = 1, at
-        while left > 0 and (block := file.read(min(left, 2**20))):
+        number, unread = 1, at
+        while unread > 0 and (block := file.read(min(unread, 2**20))):
             number += block.count(b"\n")
-            left -= len(block)
+            unread -= len(block)
     return number
 
 
@@ -225,9 +226,6 @@ def _open_parquet(path: Path, texts: Sequence[str] = ()) -> Any:
         raise UserError(f"{path}: not a whole Parquet file ({reason}); get it again") from None
 
 
-_PARQUET_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, KeyError, TypeError)
-
-
 def _reason(error: BaseException) -> str:
     return printable(" ".join(str(error).split(".")[0].split()))
 
@@ -247,13 +245,13 @@ def read_parquet(path: Path, group: int, field: str, filters: Filters) -> Iterat
         yield value if filters.allow_record(record) else None
 
 
-def _whole_file(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _read_parquet_file(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a Parquet file, which must have the columns `fields`."""
     schema = _open_parquet(path).schema_arrow
     for name in fields:
         if name not in schema.names:
-            there = printable(", ".join(schema.names))
-            raise UserError(f"{path}: no column `{name}` (there is {there})")
+            names = printable(", ".join(schema.names))
+            raise UserError(f"{path}: no column `{name}` (there is {names})")
         if pa.types.is_nested(kind := schema.field(name).type):
             raise UserError(f"{path}: column `{name}` is of type {printable(str(kind))}")
     yield from _parquet_rows(path, str(path), None, fields)
@@ -264,13 +262,13 @@ def _parquet_rows(
     where: str,
     groups: Sequence[int] | None,
     fields: Sequence[str],
-    others: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """The rows of some or all row groups: the columns `fields`, and existing ones of `others`.
+    """The rows of some or all row groups: the columns `fields`, and those of `optional` that exist.
 
-    `others` may have values of any type.
+    `optional` columns may have values of any type.
     """
-    row, names = 0, list(dict.fromkeys([*fields, *others]))
+    row, names = 0, list(dict.fromkeys([*fields, *optional]))
     try:
         file = _open_parquet(path, fields)
         for group in range(file.num_row_groups) if groups is None else groups:
@@ -293,15 +291,15 @@ def _values(column: Any, where: str, first: int) -> list[Any]:
     """
     if not isinstance(column, pa.DictionaryArray):
         return list(column.to_pylist())
-    words, places = column.dictionary, column.indices.to_pylist()
-    values: dict[int, Any] = {}  # `words` also has those of earlier rows
-    for row, at in enumerate(places, first):
-        if at is not None and at not in values:
-            word = words[at]
-            if len(word.as_buffer() or b"") > MAX_RECORD_BYTES:
+    indices = column.indices.to_pylist()
+    values: dict[int, Any] = {}  # the dictionary also has values of earlier rows
+    for row, index in enumerate(indices, first):
+        if index is not None and index not in values:
+            value = column.dictionary[index]
+            if len(value.as_buffer() or b"") > MAX_RECORD_BYTES:
                 raise UserError(f"{where}, row {row}: {_TOO_LARGE}")
-            values[at] = word.as_py()
-    return [None if at is None else values[at] for at in places]
+            values[index] = value.as_py()
+    return [None if index is None else values[index] for index in indices]
 
 
 def _rows_per_batch(file: Any, group: int, field: str) -> int:

@@ -80,14 +80,14 @@ def key_value_list(rng: Random, characters: int) -> Document:
 
 def two_hops(rng: Random, characters: int) -> Document:
     """Keys that point to other keys with values, and queries for the value behind a pointer."""
-    lines, answers, used = [], [], set[str]()
+    lines, answers, keys = [], [], set[str]()
     length = 0
     limit = characters * rng.uniform(0.3, 0.6)
     for _ in range(characters):  # there may be fewer different keys than fit
         start, middle, value = word_key(rng), word_key(rng), _letters(rng, _DIGITS, 4)
-        if start == middle or {start, middle} & used:
+        if start == middle or {start, middle} & keys:
             continue  # a key with two lines would have two answers
-        used |= {start, middle}
+        keys |= {start, middle}
         lines += [f"{start} points to {middle}.\n", f"{middle} holds {value}.\n"]
         answers.append((start, middle, value))
         length += len(lines[-1]) + len(lines[-2])
@@ -111,13 +111,13 @@ def repeated_spans(rng: Random, characters: int, prose: Sequence[str]) -> Docume
     while length < characters:
         # A repeated span is half as long as a new one, and a word has six letters.
         room = max(10, (characters - length) // 10)
-        fresh = _prose_words(rng, prose, min(rng.randint(20, 80), room))
-        document.append(Segment(" ".join(fresh) + "\n"))
-        words += fresh
+        new_words = _prose_words(rng, prose, min(rng.randint(20, 80), room))
+        document.append(Segment(" ".join(new_words) + "\n"))
+        words += new_words
         start = rng.randrange(len(words))
-        again = words[start : start + min(rng.randint(8, 40), room)]
-        document += [Segment(again[0] + " "), Segment(" ".join(again[1:]), True), Segment("\n")]
-        length += sum(len(word) + 1 for word in fresh + again)
+        copied = words[start : start + min(rng.randint(8, 40), room)]
+        document += [Segment(copied[0] + " "), Segment(" ".join(copied[1:]), True), Segment("\n")]
+        length += sum(len(word) + 1 for word in new_words + copied)
     return document
 
 
@@ -131,23 +131,23 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
 
     It has the form of RULER's tasks, so that a small base model can answer them.
     """
-    what: Literal["numbers", "uuids"] = "uuids" if rng.random() < 0.1 else "numbers"
+    kind: Literal["numbers", "uuids"] = "uuids" if rng.random() < 0.1 else "numbers"
     questions = max(1, min(rng.randint(1, 12), characters // 500))
-    instructed = instruction(what) + "\n"
-    question_size = sum(map(len, ("\n", *question("a" * 12, what), ": ", _EXAMPLE[what], ".")))
-    room = characters - len(instructed) - questions * question_size
+    intro = instruction(kind) + "\n"
+    question_size = sum(map(len, ("\n", *question("a" * 12, kind), ": ", _EXAMPLE[kind], ".")))
+    room = characters - len(intro) - questions * question_size
     haystack: Haystack = rng.choice(("noise", "essay", "essay", "needles", "needles"))
-    spec = TaskSpec(haystack, "words", what, 1)
+    spec = TaskSpec(haystack, "words", kind, 1)
     needles: dict[str, str] = {}
 
     def add_needle() -> str:
         # Calibration and evaluation use other pairs, so nothing leaks.
         key, value = draw_pair(rng, spec, "training", needles)
         needles[key] = value
-        return needle_sentence(key, value, what)
+        return needle_sentence(key, value, kind)
 
     hidden = 0 if haystack == "needles" else min(rng.choice((1, 1, 4, 8)), max(1, room // 100))
-    room -= hidden * len(needle_sentence("a" * 12, _EXAMPLE[what], what))
+    room -= hidden * len(needle_sentence("a" * 12, _EXAMPLE[kind], kind))
     lines: list[str] = []
     length = 0
     while length < room or not lines:
@@ -161,10 +161,10 @@ def needle_document(rng: Random, characters: int, prose: Sequence[str]) -> Docum
     for _ in range(hidden):
         lines.insert(rng.randint(0, len(lines)), add_needle())
     joint = " " if haystack == "essay" else "\n"
-    document = [Segment(instructed), Segment(joint.join(lines))]
+    document = [Segment(intro), Segment(joint.join(lines))]
     for _ in range(questions):
         key = rng.choice(list(needles))
-        document.append(Segment("\n" + "".join(question(key, what)) + ": "))
+        document.append(Segment("\n" + "".join(question(key, kind)) + ": "))
         document += [Segment(needles[key], True), Segment(".")]
     return document
 

@@ -50,7 +50,7 @@ class Block:
 
     ids: np.ndarray  # [tokens] int32
     offsets: np.ndarray  # [documents + 1] int64
-    left_out: int = 0  # documents that the source's filters leave out
+    left_out: int = 0  # number of documents that the source's filters leave out
 
     @property
     def documents(self) -> int:
@@ -114,7 +114,7 @@ def tokenise_source(
     bar: Progress,
     stamps: Mapping[str, Stamp] = MappingProxyType({}),
 ) -> TokenisedSource:
-    """Tokenise parts in random order, until there are more than `tokens` tokens or no parts left.
+    """Tokenise parts in random order until there are more than `tokens` tokens, or all parts.
 
     Shards are written to `folder`; complete ones there are reused. The result does not depend on
     `workers`. `stamps` are the expected stamps of the source's files by path; if it is empty, none
@@ -151,8 +151,7 @@ def tokenise_source(
     finally:
         results.close()
     if total == 0:
-        left_out = sum(block.left_out for block in blocks)
-        if left_out:
+        if left_out := sum(block.left_out for block in blocks):
             raise UserError(f"source {source.name}: its filters leave out all {left_out} documents")
         raise UserError(f"source {source.name}: its files hold no text (path {source.path})")
     return TokenisedSource(source, blocks, text_bytes)
@@ -203,15 +202,15 @@ def _tokenise_part(
 ) -> Path:
     """Write the part's shard, unless a complete one exists; returns its path."""
     part, path, stamps = job
-    if _is_whole(path):
+    if _is_complete(path):
         return path
     with files.replacing(path) as temporary:
         temporary.mkdir()
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
             documents = read_part(part, source)
-            written = _write_documents(documents, encoder, source.filters, sink)
-            # A compressed file may have millions of documents.
-            sizes = np.fromiter(written, np.dtype((np.int64, 2)))
+            lengths = _write_documents(documents, encoder, source.filters, sink)
+            # An array, since a compressed file may have millions of documents.
+            sizes = np.fromiter(lengths, np.dtype((np.int64, 2)))
         np.save(temporary / _DOCUMENTS, sizes)
         hashes = files.file_hashes(temporary, [_IDS, _DOCUMENTS])
         files.write_json(temporary / _RECORD, {"sha256": hashes})
@@ -277,19 +276,19 @@ def _groups(
 ) -> Iterator[list[str] | Iterator[str] | None]:
     """Documents in order: short ones in groups, a long one as its pieces of text.
 
-    None stands for a document that is left out, before the group it belonged to.
+    None stands for a document that is left out; it comes before the group in progress.
     """
     group: list[str] = []
     size = 0
     for document in documents:
         if document == "":
             continue
-        left_out = document is None or not filters.allow_text(document)
+        is_used = document is not None and filters.allow_text(document)
         is_long = isinstance(document, TextFile) or len(document or "") > WINDOW
         if group and (is_long or size >= WINDOW):
             yield group
             group, size = [], 0
-        if left_out or document is None:
+        if not is_used or document is None:
             yield None
         elif isinstance(document, TextFile):
             yield document.pieces()
@@ -303,7 +302,7 @@ def _groups(
         yield group
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether the shard is complete and intact."""
     if not files.exists(path):
         return False

@@ -21,7 +21,7 @@ from bosch.model import untrusted
 from data_prep.text import WINDOW
 
 OVERLAP = 2**12
-# Unicode's normal forms make at most 18 characters of one, and a few steps add one to each.
+# Unicode's normal forms make at most 18 characters of one; other steps of a tokenizer add a few.
 _MAX_GROWTH = 256
 
 
@@ -54,16 +54,17 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         for file in sorted(Path(spec.path).glob("*.json")):
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
-        raise UserError(f"{spec.path}: {_what_failed(spec)} ({reason})") from None
+        raise UserError(f"{spec.path}: {_load_fault(spec)} ({reason})") from None
     if is_fast:  # also if it was converted from another form
         backend = tokenizer.backend_tokenizer
         parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
-        check_growth(spec.path, {k: json.loads(v.__getstate__()) for k, v in parts.items() if v})
+        states = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part}
+        check_growth(spec.path, states)
     return tokenizer
 
 
-def _what_failed(spec: TokenizerSpec) -> str:
-    """The reason why transformers loads no tokenizer: an unreadable config.json, or another."""
+def _load_fault(spec: TokenizerSpec) -> str:
+    """Why transformers cannot load the tokenizer, and whether config.json is unreadable."""
     from transformers import AutoConfig
 
     if os.path.isfile(Path(spec.path, "config.json")):
@@ -212,16 +213,16 @@ class _Window:
         return cls(_int32(encoding.ids), spans)
 
     def between(self, begin: int, end: int) -> tuple[int, int]:
-        """Range of the tokens that begin at characters `begin` to `end`."""
-        first, last = np.searchsorted(self.spans[:, 0], [begin, end])
-        return int(first), int(last)
+        """Range of the tokens that begin in the characters [begin, end)."""
+        start, stop = np.searchsorted(self.spans[:, 0], [begin, end])
+        return int(start), int(stop)
 
 
 def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]:
     text = _Buffer(pieces)
     begin, first = 0, 0  # where the window begins; its first token to emit
     window = _Window.encode(backend, text.read(begin, begin + WINDOW), begin)
-    while text.goes_on(begin + WINDOW):
+    while text.reaches(begin + WINDOW):
         end = begin + WINDOW
         overlap = OVERLAP
         while overlap <= WINDOW // 2:
@@ -234,10 +235,10 @@ def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]
             overlap *= 2
         else:
             overlap = OVERLAP
-            last = window.between(end - overlap, end - overlap)[0]
-            at = int(window.spans[last, 0]) if last < len(window.ids) else end
+            stop = window.between(end - overlap, end - overlap)[0]
+            at = int(window.spans[stop, 0]) if stop < len(window.ids) else end
             following = _Window.encode(backend, text.read(at, at + WINDOW), at)
-            overlap, cut = end - at, (max(last, first), 0)
+            overlap, cut = end - at, (max(stop, first), 0)
         yield window.ids[first : cut[0]]
         window, first, begin = following, cut[1], end - overlap
         text.forget(begin)
@@ -245,7 +246,7 @@ def _encode_windows(backend: Any, pieces: Iterable[str]) -> Iterator[np.ndarray]
 
 
 def _agreement(
-    left: _Window, right: _Window, begin: int, characters: int
+    first: _Window, second: _Window, begin: int, characters: int
 ) -> tuple[int, int] | None:
     """Where to join two windows that share `characters` from `begin`: next token of each.
 
@@ -253,14 +254,15 @@ def _agreement(
     depend on text outside.
     """
     middle = begin + characters // 4, begin + characters - characters // 4
-    a, a_end = left.between(*middle)
-    b, b_end = right.between(*middle)
-    same = a_end - a == b_end - b > 0 and (
-        np.array_equal(left.ids[a:a_end], right.ids[b:b_end])
-        and np.array_equal(left.spans[a:a_end], right.spans[b:b_end])
+    start, stop = first.between(*middle)
+    other_start, other_stop = second.between(*middle)
+    agree = (
+        stop > start
+        and np.array_equal(first.ids[start:stop], second.ids[other_start:other_stop])
+        and np.array_equal(first.spans[start:stop], second.spans[other_start:other_stop])
     )
-    half = (a_end - a) // 2
-    return (a + half, b + half) if same else None
+    half = (stop - start) // 2
+    return (start + half, other_start + half) if agree else None
 
 
 class _Buffer:
@@ -275,7 +277,7 @@ class _Buffer:
         self._fill(end)
         return self._text[begin - self._begin : end - self._begin]
 
-    def goes_on(self, at: int) -> bool:
+    def reaches(self, at: int) -> bool:
         """Whether the text has a character at `at`."""
         self._fill(at + 1)
         return self._begin + len(self._text) > at

@@ -153,11 +153,9 @@ def truncated_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
     if len(ids) <= max_length:
         return ids
     half = max_length // 2
-    ends = [
-        tokenizer.decode(half_ids, skip_special_tokens=True)
-        for half_ids in (ids[:half], ids[len(ids) - half :])
-    ]
-    return encode_prompt(tokenizer, "".join(ends))
+    halves = ids[:half], ids[len(ids) - half :]
+    texts = [tokenizer.decode(part, skip_special_tokens=True) for part in halves]
+    return encode_prompt(tokenizer, "".join(texts))
 
 
 def score(
@@ -167,7 +165,7 @@ def score(
 
     `all_classes` are the labels of a classification task.
     """
-    # lm-eval's metrics equal the benchmark's, but not their choice of lines.
+    # lm-eval has the benchmark's metrics, but chooses other lines of the output.
     from lm_eval.tasks.longbench import metrics
 
     if task in FIRST_LINE_ONLY:
@@ -176,7 +174,7 @@ def score(
     if name == "code_sim_score":
         # The benchmark counts a blank line as code; lm-eval skips it.
         lines = output.lstrip("\n").split("\n")
-        output = next((line for line in lines if not any(m in line for m in ("`", "#", "//"))), "")
+        output = next((line for line in lines if not re.search("`|#|//", line)), "")
         scores = [_similarity(output, answer) for answer in answers]
     else:
         metric = getattr(metrics, name)

@@ -26,7 +26,7 @@ from data_prep.text import encode_answer, encode_prompt
 SeedSpace = Literal["calibration", "evaluation", "training"]
 Needle = tuple[str, str]
 
-# Seed space of a pair, by its checksum modulo 4; evaluation, the largest user, has half of them.
+# Seed space of a pair, by its checksum modulo 4; evaluation draws the most pairs and has half.
 _PAIR_OWNER: tuple[SeedSpace, ...] = ("calibration", "training", "evaluation", "evaluation")
 
 NOISE_LINE = (
@@ -52,25 +52,25 @@ class Draft(NamedTuple):
         return self.text[: len(self.text) - len(self.prefix)]
 
 
-def needle_sentence(key: str, value: str, what: str) -> str:
-    """The hidden sentence; `what` is numbers or uuids."""
-    return f"One of the special magic {what} for {key} is: {value}."
+def needle_sentence(key: str, value: str, kind: str) -> str:
+    """The hidden sentence; `kind` is numbers or uuids."""
+    return f"One of the special magic {kind} for {key} is: {value}."
 
 
-def question(key: str, what: str, many: bool = False) -> tuple[str, str]:
+def question(key: str, kind: str, many: bool = False) -> tuple[str, str]:
     """The question at the prompt's end, and the beginning of its answer, which the model continues.
 
     `many`: the question has several answers.
     """
-    noun, verb = (what, "are") if many else (what[:-1], "is")
-    subject = f"are all the special magic {what}" if many else f"is the special magic {noun}"
+    noun, verb = (kind, "are") if many else (kind[:-1], "is")
+    subject = f"are all the special magic {kind}" if many else f"is the special magic {noun}"
     text = f"What {subject} for {key} mentioned in the provided text?"
     return text, f" The special magic {noun} for {key} mentioned in the provided text {verb}"
 
 
-def instruction(what: str, many: bool = False) -> str:
-    noun = what if many else what[:-1]
-    hidden = f"Some special magic {what} are" if many else f"A special magic {noun} is"
+def instruction(kind: str, many: bool = False) -> str:
+    noun = kind if many else kind[:-1]
+    hidden = f"Some special magic {kind} are" if many else f"A special magic {noun} is"
     return (
         f"{hidden} hidden within the following text. Make sure to memorize it. "
         f"I will quiz you about the {noun} afterwards."
@@ -82,9 +82,9 @@ def needle_draft(
 ) -> Draft:
     """The prompt that asks for the values of `keys`; `needles` are the hidden pairs."""
     query = ", ".join(keys[:-1]) + ", and " + keys[-1] if len(keys) > 1 else keys[0]
-    what, many = spec.value, spec.queries * spec.values > 1
-    text, prefix = question(query, what, many)
-    return Draft(f"{instruction(what, many)}\n{context}\n{text}{prefix}", prefix, answers, needles)
+    kind, many = spec.value, spec.queries * spec.values > 1
+    text, prefix = question(query, kind, many)
+    return Draft(f"{instruction(kind, many)}\n{context}\n{text}{prefix}", prefix, answers, needles)
 
 
 def hide(needles: Sequence[str], texts: list[str], places: Sequence[int]) -> list[str]:
@@ -171,14 +171,14 @@ def make_sample(
 def forced_ids(draft: Draft, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Prompt and answer ids of the teacher-forced form, whose prompt ends with a colon.
 
-    Both are tokenised apart. The answer is tokenised after a colon, unless that changes the colon's
-    tokens: some tokenizers put a space before any text.
+    Prompt and answer are tokenised separately. The answer is tokenised after a colon, unless that
+    changes the colon's tokens: some tokenizers put a space before any text.
     """
     prompt, answer = encode_prompt(tokenizer, f"{draft.text}:"), f" {draft.answers[0]}"
     colon = encode_answer(tokenizer, ":")
-    both = encode_answer(tokenizer, f":{answer}")
-    if both[: len(colon)] == colon:
-        return prompt, both[len(colon) :]
+    colon_and_answer = encode_answer(tokenizer, f":{answer}")
+    if colon_and_answer[: len(colon)] == colon:
+        return prompt, colon_and_answer[len(colon) :]
     return prompt, encode_answer(tokenizer, answer)
 
 
@@ -193,10 +193,10 @@ def _tokens_per_unit(task: str, tokenizer: Any, words: tuple[str, ...]) -> float
 
 
 class _Draws:
-    """Everything random in a sample, independent of the haystack's size.
+    """The random draws of a sample, which are the same for any size of the haystack.
 
-    Needles are drawn first, distractors one by one when a haystack needs them, places again for
-    every size. So a longer haystack of the same sample has the same needles.
+    Needles are drawn first, distractors one by one when a haystack needs them, and places for each
+    size separately. So a longer haystack of the same sample has the same needles.
     """
 
     def __init__(
@@ -205,11 +205,11 @@ class _Draws:
         self._spec, self._space, self._words = NEEDLES[task], space, words
         entropy = [get_args(SeedSpace).index(space), list(NEEDLES).index(task)]
         state = np.random.SeedSequence([*entropy, length, seed, index]).generate_state(16)
-        needles, self._place_seed, rest, start = (
+        needles, self._place_seed, distractors, start = (
             int.from_bytes(stream.tobytes(), "big") for stream in state.reshape(4, 4)
         )
         self._start = start % len(words) if space != "evaluation" and words else 0
-        self._rest = random.Random(rest)
+        self._distractor_rng = random.Random(distractors)
         rng = random.Random(needles)
         self._pairs: dict[str, str] = {}
         for _ in range(self._spec.keys):
@@ -238,7 +238,7 @@ class _Draws:
             return [NOISE_LINE] * size
         first = self._spec.keys
         while len(self._pairs) < first + size:
-            self._draw(self._rest)
+            self._draw(self._distractor_rng)
         return [self._sentence(key) for key in list(self._pairs)[first : first + size]]
 
     def _sentence(self, key: str) -> str:
@@ -250,36 +250,36 @@ class _Draws:
 
 
 def largest_fit(
-    tokens: Callable[[int], int], length: int, per_unit: float, smallest: int, what: str
+    tokens: Callable[[int], int], length: int, per_unit: float, smallest: int, name: str
 ) -> int:
     """About the largest haystack size whose sample has at most `length` tokens.
 
-    Interpolates inside a bracket that shrinks with every step, and bisects it in every fourth
-    step, so it ends after a bounded number of steps for any `tokens`.
-    Raises UserError, which names `what`, when not even the `smallest` haystack fits.
+    Interpolates inside a bracket that shrinks with every step, and bisects it in every fourth step,
+    so it ends after a bounded number of steps for any `tokens`. Raises UserError, which names
+    `name`, when not even the `smallest` haystack fits.
     """
-    fits, used = smallest, tokens(smallest)
-    if used > length:
+    fitted, fitted_tokens = smallest, tokens(smallest)
+    if fitted_tokens > length:
         raise UserError(
-            f"{what} does not fit into {length} tokens: its shortest sample has {used}; "
+            f"{name} does not fit into {length} tokens: its shortest sample has {fitted_tokens}; "
             "raise the length or leave the task out"
         )
     too_large: int | None = None
     rate = per_unit
     for step in range(_MAX_FITS):
-        slack = length - used
-        if slack < per_unit or too_large == fits + 1:
+        slack = length - fitted_tokens
+        if slack < per_unit or too_large == fitted + 1:
             break
-        guess = fits + max(1, round(slack / rate - 0.25))
+        guess = fitted + max(1, round(slack / rate - 0.25))
         if too_large is not None:
-            guess = (fits + too_large) // 2 if step % 4 == 3 else min(guess, too_large - 1)
+            guess = (fitted + too_large) // 2 if step % 4 == 3 else min(guess, too_large - 1)
         count = tokens(guess)
-        rate = max((count - used) / (guess - fits), 0.1)
+        rate = max((count - fitted_tokens) / (guess - fitted), 0.1)
         if count <= length:
-            fits, used = guess, count
+            fitted, fitted_tokens = guess, count
         else:
             too_large = guess
-    return fits
+    return fitted
 
 
 def string_match(output: str, answers: Sequence[str], any_answer: bool = False) -> float:

@@ -23,9 +23,9 @@ def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
 
     Raises UserError when the file is missing, damaged or not RULER's.
     """
-    read = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
+    parse = {"qa_1": _squad, "qa_2": _hotpotqa}[task]
     try:
-        return read(load_user_json(path, "get the file again"))
+        return parse(load_user_json(path, "get the file again"))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: not the file that RULER downloads ({type(error).__name__}: {error})"
@@ -41,7 +41,8 @@ def _squad(content: Any) -> tuple[list[Question], list[str]]:
     for article in articles:
         for paragraph in article:
             own_index = indices[paragraph["context"]]
-            related = [index for p in article if (index := indices[p["context"]]) != own_index]
+            article_indices = [indices[other["context"]] for other in article]
+            related = [index for index in article_indices if index != own_index]
             questions += [
                 Question(qa["question"], [a["text"] for a in qa["answers"]], [own_index], related)
                 for qa in paragraph["qas"]

@@ -1,4 +1,4 @@
-"""RULER's thirteen tasks, draw by draw as NVIDIA/RULER makes them at commit c3f5e3b.
+"""RULER's thirteen tasks, with the same random draws as NVIDIA/RULER at commit c3f5e3b.
 
 With RULER's words (the package wonderwords), sentence splitter (NLTK's punkt) and essays, a task of
 at least 4,096 tokens has the same samples as RULER for the seed. `data_prep.tasks.samples` makes
@@ -140,8 +140,8 @@ class RulerTask(ABC):
         while True:
             sizes.append(size)
             draft = self.draft(index, size)
-            used = self.counter.tokens(draft.text) + self.new_tokens
-            if used <= self.length:
+            tokens = self.counter.tokens(draft.text) + self.new_tokens
+            if tokens <= self.length:
                 return Sample(draft, self.counter.ids(draft.text), sizes)
             if size > max(self.step, self.smallest):
                 size = max(self.smallest, size - self.step)
@@ -149,7 +149,7 @@ class RulerTask(ABC):
                 if size <= self.smallest:
                     raise UserError(
                         f"it does not fit into {self.length} tokens: its shortest sample has "
-                        f"{used}; raise the length or leave the task out"
+                        f"{tokens}; raise the length or leave the task out"
                     )
                 size = max(self.smallest, size // 2)
 
@@ -174,11 +174,10 @@ class NeedleTask(RulerTask):
     def draw(self, index: int, size: int) -> Draft:
         spec, rng = self.spec, self.random
         keys: list[str] = []
-        values: list[list[str]] = []
+        pairs: list[tuple[str, str]] = []
         for _ in range(spec.keys):
             keys.append(self._draw_key(keys))
-            values.append([self._draw_value(keys[-1]) for _ in range(spec.values)])
-        pairs = [(key, v) for key, many in zip(keys, values, strict=True) for v in many]
+            pairs += [(keys[-1], self._draw_value(keys[-1])) for _ in range(spec.values)]
         needles = [needle_sentence(key, value, spec.value) for key, value in pairs]
         random.Random(self.seed).shuffle(needles)
         if spec.haystack == "essay":
@@ -194,16 +193,17 @@ class NeedleTask(RulerTask):
             lines = [NOISE_LINE if is_noise else self._distractor(keys) for _ in range(size)]
             context = "\n".join(hide(needles, lines, rng.sample(range(size), len(needles))))
         chosen = rng.sample(range(spec.keys), spec.queries)
-        answers = [value for at in chosen for value in values[at]]
+        per_key = spec.values
+        answers = [value for at in chosen for _, value in pairs[at * per_key : (at + 1) * per_key]]
         return needle_draft(spec, context, [keys[at] for at in chosen], answers, pairs)
 
-    def _draw_key(self, used: Sequence[str]) -> str:
+    def _draw_key(self, used_keys: Sequence[str]) -> str:
         """A key; with the few built-in words one that is not used yet."""
         if self.spec.key != "words":
             return draw_value(self.random, self.spec.key)
         while True:
             key = self.random.choice(self.corpus.words.keys)
-            if self.corpus.words.is_upstream or key not in used:
+            if self.corpus.words.is_upstream or key not in used_keys:
                 return key
 
     def _draw_value(self, key: str) -> str:
@@ -217,8 +217,8 @@ class NeedleTask(RulerTask):
     def _sentences(self, size: int) -> list[str]:
         return split_as_ruler(take_words(self.corpus.essay, 0, size).strip())
 
-    def _distractor(self, used: Sequence[str]) -> str:
-        key = self._draw_key(used)
+    def _distractor(self, used_keys: Sequence[str]) -> str:
+        key = self._draw_key(used_keys)
         return needle_sentence(key, self._draw_value(key), self.spec.value)
 
 
@@ -270,10 +270,10 @@ class VariableTracking(RulerTask):
 
     def draft(self, index: int, size: int) -> Draft:
         draft = self.draw(index, size)
-        return draft._replace(text=self._other_example() + draft.text) if self._example else draft
+        return draft._replace(text=self._renamed_example() + draft.text) if self._example else draft
 
-    def _other_example(self) -> str:
-        """The worked example, with other names and another value."""
+    def _renamed_example(self) -> str:
+        """The worked example with new names and a new value."""
         example = self._example
         for name in self._example_names:
             example = example.replace(name, self._name(len(name)))
@@ -288,7 +288,7 @@ class VariableTracking(RulerTask):
             drawn.append(self._name(letters))
         names = list(dict.fromkeys(drawn))
         value = str(self.numbers.randint(10000, 99999)) if self._example else self._EXAMPLE_VALUE
-        links = [f"VAR {name} = VAR {last} " for last, name in itertools.pairwise(names)]
+        links = [f"VAR {name} = VAR {earlier} " for earlier, name in itertools.pairwise(names)]
         return names, [f"VAR {names[0]} = {value}", *links]
 
     def _name(self, letters: int) -> str:
@@ -345,8 +345,8 @@ class CommonWords(RulerTask):
         words = self.random.sample(
             self._words if count <= len(self._words) else self._more_words, count
         )
-        common, other = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
-        listed = common * often + other * seldom
+        common, rare = words[:_COMMON_WORDS], words[_COMMON_WORDS:]
+        listed = common * often + rare * seldom
         random.Random(self.seed).shuffle(listed)
         return _numbered(listed), common
 
@@ -418,13 +418,14 @@ class FrequentWords(RulerTask):
 
         Always true from 53 words on, and RULER's lengths have more.
         """
-        third, next_one = (int(size / rank**2 / self._ZETA_2) for rank in (4, 5))
-        return third > next_one
+        fourth, fifth = (int(size / rank**2 / self._ZETA_2) for rank in (4, 5))
+        return fourth > fifth
 
     def _text(self, size: int) -> str:
         ranks = np.arange(1, len(self._vocabulary) + 1)
         counts = (size * (ranks**-2.0) / self._ZETA_2).astype(int)
-        words = [w for w, n in zip(self._vocabulary, counts, strict=True) for _ in range(n)]
+        repeated = map(itertools.repeat, self._vocabulary, counts)
+        words = list(itertools.chain.from_iterable(repeated))
         random.Random(self.seed).shuffle(words)
         return (
             "Read the following coded text and track the frequency of each coded word. Find the "
@@ -463,17 +464,18 @@ class QuestionAnswering(RulerTask):
         question = self._questions[index]
         relevant, related = question.documents, question.related
         size = max(size, len(relevant))
+        count = size - len(relevant)
         if size >= len(self._documents):
             repeats = math.ceil(size / len(self._documents))
             documents = (self._documents * repeats)[:size]
-        elif size - len(relevant) > len(related):
-            used = {*relevant, *related}
-            unused = [at for at in range(len(self._documents)) if at not in used]
-            others = related + self.random.sample(unused, size - len(relevant) - len(related))
-            documents = [self._documents[at] for at in relevant + others]
+        elif count > len(related):
+            close = {*relevant, *related}
+            unrelated = [at for at in range(len(self._documents)) if at not in close]
+            distractors = related + self.random.sample(unrelated, count - len(related))
+            documents = [self._documents[at] for at in relevant + distractors]
         else:
-            others = self.random.sample(related, size - len(relevant))
-            documents = [self._documents[at] for at in relevant + others]
+            distractors = self.random.sample(related, count)
+            documents = [self._documents[at] for at in relevant + distractors]
         random.Random(self.seed).shuffle(documents)
         context = "\n\n".join(f"Document {i}:\n{d}" for i, d in enumerate(documents, 1))
         text = (

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 # Raise when samples change: the version of all tasks, and increments for single tasks, for the
 # built-in words, and below RULER's lengths.
 _GENERATOR = 2
-_MORE = {"cwe": 1}
-_MORE_OF_OWN_WORDS = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1}
-_MORE_OF_SHORT = {"fwe": 1}
+_TASK_INCREMENTS = {"cwe": 1}
+_BUILT_IN_WORDS_INCREMENTS = {"niah_multikey_1": 1, "niah_multikey_2": 1, "niah_multiquery": 1}
+_SHORT_INCREMENTS = {"fwe": 1}
 # Characters of a prompt's end that are stored with its answer.
 TAIL_CHARACTERS = 300
 # Fields of samples.jsonl: of the first line, and of a sample's.
@@ -81,11 +81,11 @@ class SampleFolder:
         """All that the samples depend on."""
         name, folder = DATA_FILES.get(self.task), self.corpus.data_dir
         file = folder / name if name is not None and folder is not None else None
-        generator = _GENERATOR + _MORE.get(self.task, 0)
+        generator = _GENERATOR + _TASK_INCREMENTS.get(self.task, 0)
         if not self.corpus.words.is_upstream:
-            generator += _MORE_OF_OWN_WORDS.get(self.task, 0)
+            generator += _BUILT_IN_WORDS_INCREMENTS.get(self.task, 0)
         if self.length < SHORTEST_LENGTH:
-            generator += _MORE_OF_SHORT.get(self.task, 0)
+            generator += _SHORT_INCREMENTS.get(self.task, 0)
         return {
             "generator": generator,
             "task": self.task,
@@ -104,8 +104,8 @@ class SampleFolder:
         digest = hashlib.sha256(canonical_json(self.identity).encode()).hexdigest()
         return self.root / f"{self.task}-{self.length}-{digest[:16]}"
 
-    def make(self, count: int, done: Callable[[], None] = lambda: None) -> None:
-        """Make at least `count` samples on disk; calls `done` for each new one.
+    def make(self, count: int, advance: Callable[[], None] = lambda: None) -> None:
+        """Make at least `count` samples on disk; calls `advance` for each new one.
 
         Raises UserError if the task does not fit, or a required file is missing or damaged.
         """
@@ -114,7 +114,7 @@ class SampleFolder:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             journal, ids_file = Journal(folder / "samples.jsonl"), folder / "ids.bin"
-            head, records = _whole(journal, ids_file)
+            head, records = _intact_samples(journal, ids_file)
             if len(records) >= count:
                 return
             counter = TokenCounter(self.tokenizer)
@@ -135,7 +135,7 @@ class SampleFolder:
                         file.flush()
                         os.fsync(file.fileno())
                         journal.append(_record(index, sample))
-                        done()
+                        advance()
             except UserError as fault:
                 raise UserError(f"{self.task} at {self.length:,} tokens: {fault}") from None
 
@@ -165,7 +165,7 @@ class SampleFolder:
             )
 
 
-def _whole(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:
+def _intact_samples(journal: Journal, ids_file: Path) -> tuple[Any, list[dict[str, Any]]]:
     """The fit of the size (or None) and the samples before the first damaged one.
 
     Removes the damaged sample and later ones from the journal.

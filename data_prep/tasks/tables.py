@@ -1,4 +1,4 @@
-"""Tables of the needle tasks and RULER's thirteen. Imports only the standard library."""
+"""Tables of the needle tasks and of RULER's thirteen tasks; imports only the standard library."""
 
 from __future__ import annotations
 

@@ -135,11 +135,11 @@ def words_identity() -> str:
 def ruler_words() -> WordLists:
     """The words of wonderwords if it is installed, else the lists above."""
     try:
-        from wonderwords.random_word import _get_words_from_text_file as read
+        from wonderwords.random_word import _get_words_from_text_file as load
     except ImportError:
         keys = PairedWords(ADJECTIVES, NOUNS)
         return WordLists(keys, sorted({*ADJECTIVES, *NOUNS}), is_upstream=False)
-    nouns, adjectives, verbs = (read(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
+    nouns, adjectives, verbs = (load(f"{kind}list.txt") for kind in ("noun", "adjective", "verb"))
     single = sorted({*nouns, *adjectives, *verbs})
     return WordLists(PairedWords(adjectives, nouns), single, is_upstream=True)
 
@@ -175,11 +175,12 @@ def sentences_identity() -> str:
 
 def nltk_folders() -> list[Path]:
     """The folders that nltk searches, as in `nltk.data.path`."""
-    named = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
+    roots = [root for root in os.environ.get("NLTK_DATA", "").split(os.pathsep) if root]
     prefixes = [f"{sys.prefix}{folder}" for folder in ("", "/share", "/lib")]
     system = ["/usr/share", "/usr/local/share", "/usr/lib", "/usr/local/lib"]
     home = os.path.expanduser("~")  # in a container a user may have no home: then it stays ~
-    return [*map(Path, named)] + [Path(root, "nltk_data") for root in (home, *prefixes, *system)]
+    roots += [os.path.join(root, "nltk_data") for root in (home, *prefixes, *system)]
+    return [*map(Path, roots)]
 
 
 def _punkt_folder() -> Path | None:

@@ -109,7 +109,7 @@ def _score(evaluation: Evaluation, folders: Mapping[str, Path]) -> SelectedScore
     evaluation.publish(scores, samples, "\n".join(table.markdown() for table in tables))
     for table in tables:
         table.print()
-    print(f"scores and answers: {typed_path(evaluation.place)}")
+    print(f"scores and answers: {typed_path(evaluation.folder)}")
     return scores
 
 
@@ -122,7 +122,9 @@ def _directories(loaded: LoadedRecipe, paths: Sequence[str]) -> tuple[dict[str, 
         except ValueError as error:
             faults.append(f"--model {path}: {error}")
             continue
-        reasons = [f.removeprefix("model.path: ") for f in _directory_faults(loaded, folder)]
+        reasons = [
+            reason.removeprefix("model.path: ") for reason in _directory_faults(loaded, folder)
+        ]
         faults += [f"--model {folder}: {reason}" for reason in reasons]
         if not reasons and folder not in folders:
             folders.append(folder)
@@ -145,9 +147,9 @@ def _directory_faults(loaded: LoadedRecipe, folder: Path) -> Sequence[str]:
 def _checkpoints(
     evaluation: Evaluation, names: Sequence[str] | None
 ) -> tuple[dict[str, Path], list[str]]:
-    """Checkpoints by name (all without `names`), and the names that do not exist."""
+    """Checkpoints by name (without `names` all), and faults of names that do not exist."""
     available = evaluation.available()
-    faults = _never_made(evaluation, names)
+    faults = _unplanned_faults(evaluation, names)
     faults += [
         f"--checkpoints {name}: not there yet; there is {', '.join(available) or 'nothing'}"
         for name in names or ()
@@ -158,16 +160,21 @@ def _checkpoints(
             f"{evaluation.runner.name}: there is no model to evaluate yet; run the recipe, or name "
             "one with --model"
         ]
-    return {n: f for n, f in available.items() if not names or n in names}, faults
+    return _chosen(available, names), faults
+
+
+def _chosen(folders: Mapping[str, Path], names: Sequence[str] | None) -> dict[str, Path]:
+    """The folders of these names; without names all."""
+    return {name: folder for name, folder in folders.items() if not names or name in names}
 
 
 def _planned(evaluation: Evaluation) -> list[str]:
     """Names of all checkpoints of the recipe, including future ones."""
     train = evaluation.runner.loaded.recipe.get(TrainConfig)
-    return [HYBRID, *(checkpoint_name(n) for n in (train.checkpoint_steps if train else ()))]
+    return [HYBRID, *map(checkpoint_name, train.checkpoint_steps if train else ())]
 
 
-def _never_made(evaluation: Evaluation, names: Sequence[str] | None) -> list[str]:
+def _unplanned_faults(evaluation: Evaluation, names: Sequence[str] | None) -> list[str]:
     planned = _planned(evaluation)
     return [
         f"--checkpoints {name}: the recipe makes no such checkpoint; it makes {', '.join(planned)}"
@@ -181,16 +188,15 @@ def _watch(evaluation: Evaluation, names: Sequence[str] | None) -> SelectedScore
 
     Raises UserError for a name that no checkpoint will have, RunError if no run is training.
     """
-    if faults := _never_made(evaluation, names):
+    if faults := _unplanned_faults(evaluation, names):
         raise UserError("\n".join(faults))
     evaluated: set[str] = set()
     scores: SelectedScores | None = None
     idle_polls = 0
     while True:
-        # Before listing checkpoints, so that one that appears in between is found next time.
+        # Read before the checkpoints, so that one that appears in between is found next time.
         finished, running = evaluation.is_finished(), evaluation.is_running()
-        available = evaluation.available()
-        available = {n: f for n, f in available.items() if not names or n in names}
+        available = _chosen(evaluation.available(), names)
         if set(available) - evaluated:
             scores = _score(evaluation, available)
             evaluated = set(available)
@@ -222,24 +228,28 @@ def score_tables(scores: SelectedScores) -> list[Table]:
     """
     tables = []
     models = scores.checkpoints
-    for suite in dict.fromkeys(name for suites in models.values() for name in suites):
+    for suite in dict.fromkeys(itertools.chain(*models.values())):
         tables_of = {name: suites[suite] for name, suites in models.items() if suite in suites}
         rows = []
-        places = [(task, at) for table in tables_of.values() for task in table.tasks
-                  for at in table.tasks[task]]  # fmt: skip
-        for task, length in dict.fromkeys(places):
+        subtasks = [
+            (task, length)
+            for table in tables_of.values()
+            for task, by_length in table.tasks.items()
+            for length in by_length
+        ]
+        for task, length in dict.fromkeys(subtasks):
             name = f"{task} at {format_length(length)}" if length else task
             cells = [table.tasks.get(task, {}).get(length) for table in tables_of.values()]
             rows.append([name, *(_cell(cell) for cell in cells)])
         for group in dict.fromkeys(name for table in tables_of.values() for name in table.groups):
             means = [table.groups.get(group) for table in tables_of.values()]
-            most = max((mean for mean in means if mean is not None), key=lambda m: len(m.tasks))
-            covers = f"{group} ({len(most.tasks)} of {most.of} tasks)"
-            rows.append([covers, *(_cell(mean) for mean in means)])
+            largest = max(filter(None, means), key=lambda mean: len(mean.tasks))
+            label = f"{group} ({len(largest.tasks)} of {largest.of} tasks)"
+            rows.append([label, *(_cell(mean) for mean in means)])
         rows.append(["average", *(_cell(table) for table in tables_of.values())])
-        compared = [table.against_original for table in tables_of.values()]
-        seen = next((power(comparison) for comparison in compared if comparison is not None), "")
-        title = f"{suite}, 95 % intervals; {ABOUT_MARKS}{seen}"
+        comparisons = [table.against_original for table in tables_of.values()]
+        comparison = next(filter(None, comparisons), None)
+        title = f"{suite}, 95 % intervals; {ABOUT_MARKS}{power(comparison)}"
         tables.append(Table.of_rows(title, ["task", *tables_of], rows))
     if scores.positions:
         tables.append(_loss_table(scores.positions))

@@ -23,7 +23,7 @@ _FUNCTION = "stages.evaluate.selected:run"
 
 
 class Evaluation:
-    """Evaluations with a recipe's settings; raises UserError for one without `evaluate`."""
+    """Evaluations with a recipe's settings; raises UserError for a recipe without `evaluate`."""
 
     def __init__(self, runner: Runner) -> None:
         nodes = {node.name: node for node in runner.nodes}
@@ -35,7 +35,7 @@ class Evaluation:
         self.node, self.original = nodes["evaluate"], nodes[ORIGINAL]
 
     @property
-    def place(self) -> Path:
+    def folder(self) -> Path:
         """Folder of the scores and answers."""
         return self.store.root / self.runner.name / "evaluation"
 
@@ -55,20 +55,20 @@ class Evaluation:
                     "it again"
                 )
             published = self.store.published(node.name, node.key)
-            place = published if published.exists() else self.store.work(node.name, node.key)
-            if node.name == _HYBRID_STAGE and (place / MODEL / "config.json").is_file():
-                folders[HYBRID] = place / MODEL
-            if node.name == _TRAINING_STAGE and (place / "checkpoints").is_dir():
-                folders |= checkpoint_folders(place)
+            output = published if published.exists() else self.store.work(node.name, node.key)
+            if node.name == _HYBRID_STAGE and (output / MODEL / "config.json").is_file():
+                folders[HYBRID] = output / MODEL
+            if node.name == _TRAINING_STAGE and (output / "checkpoints").is_dir():
+                folders |= checkpoint_folders(output)
         return folders
 
     def is_finished(self) -> bool:
         """Whether no further model will appear."""
         names = (_HYBRID_STAGE, _TRAINING_STAGE)
-        last = [node for node in self.runner.nodes if node.name in names][-1]
-        if last.key is None or self.store.manifest(last.name, last.key) is None:
+        node = [node for node in self.runner.nodes if node.name in names][-1]
+        if node.key is None or self.store.manifest(node.name, node.key) is None:
             return False
-        return self.store.damage(last.name, last.key, self.runner.hasher) is None
+        return self.store.damage(node.name, node.key, self.runner.hasher) is None
 
     def is_running(self) -> bool:
         """Whether a process works on a stage of the recipe."""
@@ -84,7 +84,7 @@ class Evaluation:
             "budgets": self.runner.loaded.recipe[EvaluateConfig].budgets,
             "models": self._identities(folders),
         }
-        stamps = self.runner.hasher.seen
+        stamps = self.runner.hasher.stamps
         digest = hashlib.sha256(files.canonical_json(document).encode()).hexdigest()
         work = self.store.work("evaluation", digest)
         files.make_folder(work)
@@ -98,12 +98,12 @@ class Evaluation:
             return scores, (work / SAMPLES).read_text(encoding="utf-8")
 
     def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
-        """Write the files of one evaluation to `place`, to which other processes may write."""
-        files.make_folder(self.place)
+        """Write the files of one evaluation to `folder`, to which other processes may write."""
+        files.make_folder(self.folder)
         with hold_briefly(self.store.lock("evaluation", self.runner.name)):
-            files.write_json(self.place / SelectedScores.FILE, scores.content)
-            write_text(self.place / SAMPLES, samples)
-            write_text(self.place / "table.md", table)
+            files.write_json(self.folder / SelectedScores.FILE, scores.content)
+            write_text(self.folder / SAMPLES, samples)
+            write_text(self.folder / "table.md", table)
 
     def _launch(
         self,
@@ -112,7 +112,7 @@ class Evaluation:
         stamps: Mapping[str, files.Stamp],
         work: Path,
     ) -> None:
-        """Answer and score; repeated if training has moved its checkpoints meanwhile."""
+        """Answer and score; again if training has moved its checkpoints meanwhile."""
         while True:
             (work / SelectedScores.FILE).unlink(missing_ok=True)
             order = {
@@ -126,18 +126,18 @@ class Evaluation:
                 self.runner.launcher(order, self.runner.loaded.world)
             except (UserError, RunError) as error:
                 failure = error
-            places = {name: self._place_now(folder) for name, folder in folders.items()}
-            if places == folders:
+            current = {name: self._current_folder(folder) for name, folder in folders.items()}
+            if current == folders:
                 self._require_unchanged(folders, identities, stamps, work)
                 if failure is not None:
                     raise failure
                 return
-            folders = places
+            folders = current
             self.runner.stamps(self.original)
             self._identities(folders)
-            stamps = self.runner.hasher.seen
+            stamps = self.runner.hasher.stamps
 
-    def _place_now(self, folder: Path) -> Path:
+    def _current_folder(self, folder: Path) -> Path:
         """Current folder of a checkpoint, which publishing moves out of the work directory."""
         for node in self.runner.nodes:
             work = self.store.work(node.name, str(node.key))
@@ -167,14 +167,15 @@ class Evaluation:
     ) -> None:
         """Raise RunError, and delete the answers, if a file was written while it was read.
 
-        Even if its content is unchanged.
+        Its content may be unchanged.
         """
-        written = files.changed_file(stamps)
-        now = self._identities(folders)
-        changed = {name for name in folders if now[name] != identities[name]}
-        if written is not None:
-            changed |= {name for name, folder in folders.items() if folder in Path(written).parents}
-        if written is None and not changed:
+        changed_file = files.changed_file(stamps)
+        current = self._identities(folders)
+        changed = {name for name in folders if current[name] != identities[name]}
+        if changed_file is not None:
+            parents = Path(changed_file).parents
+            changed |= {name for name, folder in folders.items() if folder in parents}
+        if changed_file is None and not changed:
             return
         # A changed file outside of these folders belongs to the original or to the samples of all.
         forgotten = {identities[name] for name in changed or folders}
@@ -184,6 +185,6 @@ class Evaluation:
         forget_answers(self.store.pool("evaluation"), forgotten)
         names = ", ".join(f"--model {folders[name]}" for name in folders if name in changed)
         raise RunError(
-            f"{names or written}: changed while it was evaluated, so its answers are thrown away; "
-            "run the same command again"
+            f"{names or changed_file}: changed while it was evaluated, so its answers are thrown "
+            "away; run the same command again"
         )

@@ -47,6 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def default_output(model: str) -> Path:
     """A folder for each model, with a hash, since every hybrid's directory is called model."""
-    place = Path(os.path.realpath(model))
-    digest = hashlib.sha256(str(place).encode()).hexdigest()[:8]
-    return Path("runs", "measure", f"{place.name}-{digest}")
+    folder = Path(os.path.realpath(model))
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+    return Path("runs", "measure", f"{folder.name}-{digest}")

@@ -113,20 +113,20 @@ def run(options: argparse.Namespace) -> int:
         folder_name(file.stem)
     except ValueError as fault:
         raise UserError(f"--output {file}: {fault}") from None
-    most = info.max_positions if info is not None else None
-    length = min(_LONGEST, most or _LONGEST)
+    positions = info.max_positions if info is not None else None
+    length = min(_LONGEST, positions or _LONGEST)
     if length < _SHORTEST:
         raise UserError(
             f"{options.model}: has {length} positions; a recipe's needle tasks need {_SHORTEST}"
         )
-    length = 1 << length.bit_length() - 1
+    length = 1 << length.bit_length() - 1  # a power of two
     write_text(file, recipe_text(file, options.model, options.data, length))
     print(f"{typed_path(file.absolute())}: written; check it, try it, run it:")
     for command in ("validate", "plan"):
         print(f"  bosch {command} {shlex.quote(str(file))}")
     print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
-    if options.data is not None and (others := _unread(options.data)):
-        print(f"--data {options.data}: files not read: {len(others)}, like {others[0]}")
+    if options.data is not None and (unread := _unread(options.data)):
+        print(f"--data {options.data}: files not read: {len(unread)}, like {unread[0]}")
     try:
         load_recipe(file, fetch=False)
     except UserError as fault:
@@ -139,14 +139,15 @@ def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
     folder = file.absolute().parent
     source = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"
     if data is not None:
-        kind, path, there = _kind(data), _from(folder, data), Path(os.path.expanduser(data))
-        if there.is_dir() and _holds_json(_names(there)):
+        kind, path = _kind(data), _relative_path(folder, data)
+        data_path = Path(os.path.expanduser(data))
+        if data_path.is_dir() and _holds_json(_names(data_path)):
             path = os.path.join(glob.escape(path), "**", "*.json")
         source = f"{{name: mine, kind: {kind}, path: {_yaml(path)}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
         smoke=_smoke(file),
-        model=_yaml(_from(folder, model)),
+        model=_yaml(_relative_path(folder, model)),
         source=source,
         length=format_length(length),
         lengths=", ".join(format_length(n) for n in (length // 2, length) if n >= _SHORTEST),
@@ -158,10 +159,10 @@ def _smoke(file: Path) -> str:
     return shlex.join(["bosch", "run", str(file), *SMOKE])
 
 
-def _from(folder: Path, path: str) -> str:
+def _relative_path(folder: Path, path: str) -> str:
     """A path of the command line, relative to the recipe's `folder`; a hub name as it is."""
-    there = Path(os.path.expanduser(path))
-    return os.path.relpath(there, folder) if there.exists() and not there.is_absolute() else path
+    local = Path(os.path.expanduser(path))
+    return os.path.relpath(local, folder) if local.exists() and not local.is_absolute() else path
 
 
 def _yaml(text: str) -> str:
@@ -185,7 +186,7 @@ def _kind(data: str) -> str:
         raise UserError(f"--data {data}: is an empty folder")
     if INDEX in names and any(".mds" in name for name in names):
         return "mds"
-    kinds = [k for k, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
+    kinds = [kind for kind, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
     if len(kinds) > 1:
         raise UserError(f"--data {data}: holds {' and '.join(kinds)}; name the files of one kind")
     if kinds:

@@ -59,14 +59,14 @@ def _as_text(default: Any) -> str:
 
 def _method(name: str) -> str:
     if name not in METHODS:
-        near = suggest(name, METHODS)
-        hint = f"did you mean {near}?" if near else f"choose from all, {', '.join(METHODS)}"
+        close = suggest(name, METHODS)
+        hint = f"did you mean {close}?" if close else f"choose from all, {', '.join(METHODS)}"
         raise ValueError(f"'{name}' is unknown; {hint}")
     return name
 
 
-def _named(value: object) -> object:
-    """The methods in a comma-separated list; `all` means every method."""
+def _expand_all(value: object) -> object:
+    """The methods in a comma-separated list, with `all` replaced by every method."""
     names = split(value)
     if not isinstance(names, list):
         return names
@@ -81,6 +81,6 @@ Seeds = Annotated[
 ]
 Methods = Annotated[
     tuple[Annotated[str, AfterValidator(_method)], ...],
-    BeforeValidator(_named),
+    BeforeValidator(_expand_all),
     AfterValidator(lambda names: tuple(dict.fromkeys(names))),
 ]

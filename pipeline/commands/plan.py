@@ -9,10 +9,11 @@ import argparse
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from bosch.budget import LayerHeads
 from bosch.commands import print_json
 from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
@@ -40,7 +41,7 @@ COMMAND = RecipeCommand(
 )
 
 _UNEQUAL = "the ranks cannot share a layer's full heads equally"
-# GPUs of a node, if the planning machine has fewer.
+# GPUs of a node in a plan for GPUs that this machine does not have.
 _GPUS_PER_NODE = 8
 
 
@@ -152,17 +153,18 @@ def plan_lines(
     yield f"{loaded.recipe.name} on {count} x {name}, at {efficiency or EFFICIENCY:.2g} of its peak"
     yield f"  model        {format_bytes(weights)} of weights in search and evaluation"
     for stage, cost in costs.items():
-        used = min(count, max(cost.jobs))
-        fewer = f" on {used} of them" if name != "cpu" and used < count else ""
+        busy = min(count, max(cost.jobs))
+        fewer = f" on {busy} of them" if name != "cpu" and busy < count else ""
         time = format_hours(cost.hours(name, count))
         work = f"{format_flops(cost.flops)}, {time}{fewer}, " if cost.flops else ""
         yield f"  {stage:<12} {work}{format_bytes(cost.disk)} on disk"
         for fact in cost.facts:
             yield f"  {'':<12} - {fact}"
-    every = costs.values()
-    flops = sum(cost.flops for cost in every)
-    disk = sum(cost.disk - cost.removed for cost in every) + max(cost.removed for cost in every)
-    hours = sum(cost.hours(name, count) for cost in every)
+    all_costs = costs.values()
+    flops = sum(cost.flops for cost in all_costs)
+    disk = sum(cost.disk - cost.removed for cost in all_costs)
+    disk += max(cost.removed for cost in all_costs)
+    hours = sum(cost.hours(name, count) for cost in all_costs)
     total = f"{format_flops(flops)}, {format_hours(hours)}, {format_bytes(disk)} on disk"
     yield f"  {'in all':<12} {total}"
     for device in ("a800", "h100", "h200", "cpu"):
@@ -175,8 +177,8 @@ def plan_lines(
     assert loaded.info is not None
     yield from _served(loaded, loaded.info, name)
     if weights > devices.memory:
-        place = f"one {name}" if devices.on_gpu else "a process"
-        yield f"  note: the weights do not fit into {place} of {format_bytes(devices.memory)}"
+        device = f"one {name}" if devices.on_gpu else "a process"
+        yield f"  note: the weights do not fit into {device} of {format_bytes(devices.memory)}"
 
 
 def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
@@ -189,9 +191,9 @@ def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
     search, name = loaded.recipe[SearchConfig], "generate_batch"
     rows, heads = len(info.kinds.full), info.kinds.heads
     layers = search.kv_heads(info.kinds, loaded.recipe.model.dtype)
-    used = {window for row in layers for window, count in row.items() if window and count}
+    windows = {window for row in layers for window, count in row.items() if window and count}
     base_windows = {Window(size) for size in info.kinds.windows.values()}
-    if reason := pages_refusal(info.kinds, used | base_windows):
+    if reason := pages_refusal(info.kinds, windows | base_windows):
         yield f"  {name:<12} not served: the model has {reason}"
         return
     itemsize = BYTES[loaded.recipe[MaterializeConfig].dtype]
@@ -221,18 +223,16 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
     heads, granularity, rows = info.kinds.heads, search.head_granularity, len(info.kinds.full)
     mask = search.kv_heads(info.kinds, loaded.recipe.model.dtype)
     budget = sum(row[None] for row in mask)
-    given = mask if search.method == "given" else None
+    is_given = search.method == "given"
     engine = vllm.engine_on(device, DEVICES[device].memory)
     dtype = search.budget and search.budget.cache_dtype
-    stated = f", cache in {dtype}" if dtype else ""
-    number = CACHE_BYTES[dtype or loaded.recipe[MaterializeConfig].dtype]
+    dtype_text = f", cache in {dtype}" if dtype else ""
+    itemsize = CACHE_BYTES[dtype or loaded.recipe[MaterializeConfig].dtype]
 
-    def caches_of(
-        layers: Sequence[Mapping[Window | None, int]], ranks: Sequence[int] = vllm.SERVED_RANKS
-    ) -> list[vllm.ServedCache]:
+    def caches_of(layers: Sequence[LayerHeads], ranks: Sequence[int]) -> list[vllm.ServedCache]:
         served = vllm.served_caches(
             vllm.engine_heads(layers),
-            2 * info.kinds.head_dim * number,
+            2 * info.kinds.head_dim * itemsize,
             list(info.kinds.windows.values()),
             engine=engine,
             lengths=vllm.served_tokens(info.max_positions),
@@ -240,38 +240,48 @@ def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Itera
         )
         return list(served)
 
-    def with_full(counts: Sequence[int]) -> list[Mapping[Window | None, int]]:
+    def with_full(counts: Sequence[int]) -> list[LayerHeads]:
         return [{None: full, search.menu[-1]: heads - full} for full in counts]
 
-    requests: dict[str, list[int]] = {}
-    served = caches_of(given or with_full(vllm.example_mask(budget, rows, heads)))
+    def worst_cache(ranks: int, multiple: int) -> vllm.ServedCache:
+        """The largest cache, or a refusal, of masks whose full heads the ranks share unequally."""
+        masks = vllm.worst_shared_masks(
+            budget // granularity, rows, heads // granularity, multiple // granularity
+        )
+        layouts = (with_full([granularity * count for count in mask]) for mask in masks)
+        return max(
+            (caches_of(layout, [ranks])[-1] for layout in layouts),
+            key=lambda cache: (bool(cache.refusal), cache.hybrid),
+        )
+
+    ranks_by_text: dict[str, list[int]] = {}
+    layers = mask if is_given else with_full(vllm.example_mask(budget, rows, heads))
+    served = caches_of(layers, vllm.SERVED_RANKS)
     for ranks, group in groupby(served, key=lambda cache: cache.ranks):
         caches = list(group)
-        figures = (
-            cache.refusal
-            or f"{format_length(cache.tokens)}: {format_bytes(cache.hybrid)} instead of "
-            f"{format_bytes(cache.original)}{' on each' * (ranks > 1)} "
-            f"({cache.original / cache.hybrid:.1f} x the tokens)"
-            for cache in caches
-        )
-        text = ", ".join(dict.fromkeys(figures))
-        if given and caches[-1].padded:
+        text = ", ".join(dict.fromkeys(map(_cache_text, caches)))
+        if is_given and caches[-1].padded:
             text += f"; {format_bytes(caches[-1].padded)} of it because {_UNEQUAL}"
         multiple = math.lcm(granularity, min(ranks, heads))
-        if not given and multiple > granularity and not caches[-1].refusal:
-            masks = vllm.worst_shared_masks(
-                budget // granularity, rows, heads // granularity, multiple // granularity
-            )
-            layouts = (with_full([granularity * n for n in mask]) for mask in masks)
-            last = max(
-                (caches_of(layout, [ranks])[-1] for layout in layouts),
-                key=lambda cache: (bool(cache.refusal), cache.hybrid),
-            )
-            if last.refusal or last.hybrid > caches[-1].hybrid:
-                text += f"; {last.refusal or 'up to ' + format_bytes(last.hybrid)} where {_UNEQUAL}"
+        if not is_given and multiple > granularity and not caches[-1].refusal:
+            worst = worst_cache(ranks, multiple)
+            if worst.refusal or worst.hybrid > caches[-1].hybrid:
+                text += (
+                    f"; {worst.refusal or 'up to ' + format_bytes(worst.hybrid)} where {_UNEQUAL}"
+                )
                 if budget % multiple == 0:
                     text += f", which search.head_granularity={multiple} avoids"
-        requests.setdefault(text, []).append(ranks)
-    for text, same in requests.items():
-        on = f"{' or '.join(map(str, same))} rank{'s' * (same[-1] > 1)}"
-        yield f"  {'vLLM':<12} a request on {on} ({engine.name}{stated}): {text}"
+        ranks_by_text.setdefault(text, []).append(ranks)
+    for text, numbers in ranks_by_text.items():
+        on = f"{' or '.join(map(str, numbers))} rank{'s' * (numbers[-1] > 1)}"
+        yield f"  {'vLLM':<12} a request on {on} ({engine.name}{dtype_text}): {text}"
+
+
+def _cache_text(cache: vllm.ServedCache) -> str:
+    if cache.refusal:
+        return cache.refusal
+    return (
+        f"{format_length(cache.tokens)}: {format_bytes(cache.hybrid)} instead of "
+        f"{format_bytes(cache.original)}{' on each' * (cache.ranks > 1)} "
+        f"({cache.original / cache.hybrid:.1f} x the tokens)"
+    )

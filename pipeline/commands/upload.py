@@ -47,12 +47,13 @@ def run(options: argparse.Namespace) -> int:
     _check_name(options.repository)
     for stage in _STAGES:
         if os.path.lexists(options.run / stage):
-            _check_whole(options.run / stage)
+            _check_intact(options.run / stage)
     files = dict(repository_files(options.run, folder, name))
     if options.dry_run:
         print("\n".join(files))
         return 0
-    print(f"{_put(options.repository, files, options.private, name)}: {len(files)} files of {name}")
+    address = _commit(options.repository, files, options.private, name)
+    print(f"{address}: {len(files)} files of {name}")
     return 0
 
 
@@ -69,8 +70,8 @@ def _check_name(repository: str) -> None:
         raise UserError(f"REPOSITORY {repository}: expected owner/name{reason}")
 
 
-def _check_whole(folder: Path) -> None:
-    """Raise UserError if a stage's files differ from those that it has published."""
+def _check_intact(folder: Path) -> None:
+    """Raise UserError if a stage's files differ from those in its manifest."""
     manifest, content = Manifest.read(folder), read_json(folder / Manifest.FILE)
     if content.get("sha256") == Manifest.digest(content):
         fault = hash_fault(folder, manifest.hashes)
@@ -110,9 +111,9 @@ def repository_files(run: Path, model: Path, name: str) -> Iterator[tuple[str, P
         yield f"evaluation/{Scores.FILE}", run / "evaluate" / Scores.FILE
         if name in scores.checkpoints:
             original, rows = scores.checkpoints.get(ORIGINAL, {}), []
-            for suite, values in scores.checkpoints[name].items():
-                before = format_score(original[suite].average if suite in original else None)
-                rows.append([suite, before, f"{values.average:.1f}", f"{values.samples:,}"])
+            for suite, result in scores.checkpoints[name].items():
+                base = format_score(original[suite].average if suite in original else None)
+                rows.append([suite, base, f"{result.average:.1f}", f"{result.samples:,}"])
             header = ("suite", "original", "this model", "samples")
             card += "\n" + Table("Evaluation", header, [Group(rows)], 1).markdown()
             if entries := hub_results(scores, name):
@@ -140,7 +141,7 @@ def hub_results(scores: Scores, name: str) -> list[dict[str, Any]]:
     return list(eval_result_entries_to_yaml(entries))
 
 
-def _put(repository: str, files: dict[str, Path | bytes], private: bool, name: str) -> str:
+def _commit(repository: str, files: dict[str, Path | bytes], private: bool, name: str) -> str:
     """Commit the files to the hub; returns the address. Raises a one-line error on refusal."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled

@@ -37,7 +37,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
 
 
 def downloads(loaded: LoadedRecipe) -> Iterator[str]:
-    """What a run downloads from the hub because it is not on this machine."""
+    """Models and tokenizers that a run downloads, as they are not on this machine."""
     model = loaded.recipe.model
     if loaded.info is None:
         yield (

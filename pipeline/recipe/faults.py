@@ -39,17 +39,17 @@ def sentences(model: type[Section], error: ValidationError) -> list[str]:
     """One message for each place that `error` names; `model` is the type of the recipe."""
     grouped: dict[str, list[tuple[ErrorDetails, type[Section] | None]]] = {}
     for detail in error.errors():
-        loc = detail["loc"]
+        location = detail["loc"]
         if detail["type"] == "invalid_key":  # a numeric key of a mapping is not an index of a list
-            loc = (*loc[:-1], str(loc[-1]))
-        path, owner = _walk(model, loc)
+            location = (*location[:-1], str(location[-1]))
+        path, owner = _walk(model, location)
         grouped.setdefault(path, []).append((detail, owner))
     return [
         f"{path}: {_describe(path, details, model)}"
         for path, details in grouped.items()
-        # For a faulty item pydantic also reports the list: too short, or not one of the words.
+        # For a faulty item pydantic also reports the list: too short, or none of the allowed words.
         if details[0][0]["type"] not in ("too_short", "literal_error")
-        or not any(p.startswith(f"{path}.") for p in grouped)
+        or not any(other.startswith(f"{path}.") for other in grouped)
     ]
 
 
@@ -82,12 +82,12 @@ def nested_section(annotation: Any) -> tuple[type[Section] | None, bool]:
     return None, False
 
 
-def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
-    """Dotted path of a location without pydantic's tags and `[key]`, and the section around it."""
+def _walk(model: type[Section], parts: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
+    """Dotted path of a location, without pydantic's tags and `[key]`, and the section around it."""
     path: list[str] = []
     owner: type[Section] | None = model
     holder, is_key = owner, False
-    for name in loc:
+    for name in parts:
         if isinstance(name, int) or is_key:
             path.append(str(name))
             is_key = False
@@ -115,21 +115,21 @@ def _describe(
         return detail["msg"].removeprefix("Value error, ")
     expected = list(dict.fromkeys(_expected(item) for item, _ in details))
     choices = [word for item, _ in details for word in _choices(item)]
-    near = suggest(str(value), choices)
-    hint = f"; did you mean {near}?" if near else ""
+    suggestion = suggest(str(value), choices)
+    hint = f"; did you mean {suggestion}?" if suggestion else ""
     return f"expected {' or '.join(expected)}, found {_show(value)}{hint}"
 
 
 def _unknown_key(path: str, root: type[Section], siblings: Sequence[str]) -> str:
     """Message for an unknown key; suggests the same key elsewhere and similar keys beside it."""
     section, dot, name = path.rpartition(".")
-    same = [key for key in known_paths(root) if key.rpartition(".")[2] == name]
-    below = [key for key in same if key.startswith(f"{section}{dot}")]
-    near = (below or same)[:1]
-    if beside := suggest(name, siblings):
-        near.append(beside)
-    if near:
-        return f"unknown key; did you mean {' or '.join(near)}?"
+    same_name = [key for key in known_paths(root) if key.rpartition(".")[2] == name]
+    below = [key for key in same_name if key.startswith(f"{section}{dot}")]
+    suggestions = (below or same_name)[:1]
+    if sibling := suggest(name, siblings):
+        suggestions.append(sibling)
+    if suggestions:
+        return f"unknown key; did you mean {' or '.join(suggestions)}?"
     return f"unknown key; known here are {', '.join(siblings)}"
 
 

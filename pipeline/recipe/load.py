@@ -58,19 +58,22 @@ def load_recipe(
     """
     file, kind = Path(path), recipe_type(tuple(stages))
     content = apply_overrides(read_mapping(file), overrides)
-    places = frozenset(tuple(dotted_path(override)) for override in overrides)
-    _drop_replaced(kind, content, places)
+    overridden = frozenset(tuple(dotted_path(override)) for override in overrides)
+    _drop_replaced(kind, content, overridden)
     # A section without a value counts as absent.
     values = {key: value for key, value in content.items() if value is not None}
     try:
         recipe = kind.model_validate({"name": file.stem, **values})
     except ValidationError as error:
         raise UserError(listing(str(file), sentences(kind, error))) from None
-    origins = Origins(file.absolute().parent, Path.cwd() if places else ROOT, ROOT, places)
+    origins = Origins(file.absolute().parent, Path.cwd() if overridden else ROOT, ROOT, overridden)
     recipe = absolute(recipe, origins)
-    present = [s for s in stages if s.field is not None and getattr(recipe, s.key) is not None]
     # Defaults that depend on other fields.
-    changes = {s.key: s.completed(getattr(recipe, s.key), recipe) for s in present}
+    changes = {
+        stage.key: stage.completed(section, recipe)
+        for stage in stages
+        if stage.field is not None and (section := getattr(recipe, stage.key)) is not None
+    }
     recipe = recipe.model_copy(update=changes)
     world = find_world(recipe.runtime.processes, env)
     info, faults = read_model(
@@ -90,47 +93,49 @@ def load_recipe(
 
 
 def _drop_replaced(
-    kind: type[Section], content: dict[str, Any], places: Collection[tuple[str, ...]]
+    kind: type[Section], content: dict[str, Any], overridden: Collection[tuple[str, ...]]
 ) -> None:
     """Remove from `content` the alternatives of overridden fields (`Section.ALTERNATIVES`)."""
-    for place in places:
+    for path in overridden:
         owner: type[Section] | None = kind
-        here: Any = content
-        for depth, name in enumerate(place):
-            if owner is None or not isinstance(here, dict) or here.get(name) is None:
+        mapping: Any = content
+        for depth, name in enumerate(path):
+            if owner is None or not isinstance(mapping, dict) or mapping.get(name) is None:
                 break
-            overridden = {p[depth] for p in places if p[:depth] == place[:depth] and p[depth:]}
-            for others in (names for names in owner.ALTERNATIVES if name in names):
-                for replaced in set(others) - overridden:
-                    here.pop(replaced, None)
-            field, here = owner.model_fields.get(name), here[name]
+            same_parent = [other for other in overridden if other[:depth] == path[:depth]]
+            siblings = {other[depth] for other in same_parent if len(other) > depth}
+            for alternatives in owner.ALTERNATIVES:
+                if name in alternatives:
+                    for replaced in set(alternatives) - siblings:
+                        mapping.pop(replaced, None)
+            field, mapping = owner.model_fields.get(name), mapping[name]
             owner = nested_section(field.annotation)[0] if field is not None else None
 
 
 def find_faults(loaded: LoadedRecipe, *, input_files: bool) -> list[str]:
     """All faults between the fields of a recipe; without `input_files` missing data is not one."""
     faults = [fault for stage in loaded.present for fault in stage.checks(loaded)]
-    faults += _output_root(loaded)
+    faults += _output_root_faults(loaded)
     return [*faults, *missing_inputs(loaded)] if input_files else faults
 
 
-def _output_root(loaded: LoadedRecipe) -> Iterator[str]:
+def _output_root_faults(loaded: LoadedRecipe) -> Iterator[str]:
     root = loaded.output_root
     if any(Path(os.path.realpath(root)).is_relative_to(path) for path in _KERNEL_FILESYSTEMS):
         yield f"runtime.output_root: {root} is the system's own and holds no files; choose another"
         return
     for stage in loaded.stages:
-        place = root / loaded.recipe.name / stage.name
-        if os.path.lexists(place) and not place.is_symlink():
+        link = root / loaded.recipe.name / stage.name
+        if os.path.lexists(link) and not link.is_symlink():
             yield (
-                f"runtime.output_root: {place} is in the place of the link to the stage's output; "
+                f"runtime.output_root: {link} is in the place of the link to the stage's output; "
                 "move it elsewhere"
             )
     for path in (root / loaded.recipe.name, root, *root.parents):
         if os.path.lexists(path):
             if not path.is_dir():
-                what = "a link that leads nowhere" if not path.exists() else "a file"
-                yield f"runtime.output_root: {path} is {what}; expected a folder"
+                kind = "a link that leads nowhere" if not path.exists() else "a file"
+                yield f"runtime.output_root: {path} is {kind}; expected a folder"
             return
 
 
@@ -175,23 +180,22 @@ def dotted_path(override: str) -> list[str]:
 
 
 def _set(content: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    here: Any = content
+    parent: Any = content
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
         index: Any = key
-        if isinstance(here, list):
-            index = _index(here, key, ".".join(keys[:depth]), override)
-        elif not isinstance(here, dict):
+        if isinstance(parent, list):
+            index = _index(parent, key, ".".join(keys[:depth]), override)
+        elif not isinstance(parent, dict):
             raise UserError(
-                f"override '{override}': {'.'.join(keys[:depth])} is the value {here!r} "
+                f"override '{override}': {'.'.join(keys[:depth])} is the value {parent!r} "
                 "and has no keys below it"
             )
-        if last:
-            here[index] = value
+        if depth == len(keys) - 1:
+            parent[index] = value
             return
-        if isinstance(here, dict) and here.get(index) is None:
-            here[index] = {}
-        here = here[index]
+        if isinstance(parent, dict) and parent.get(index) is None:
+            parent[index] = {}
+        parent = parent[index]
 
 
 def _index(items: list[Any], key: str, path: str, override: str) -> int:

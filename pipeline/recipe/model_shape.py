@@ -42,7 +42,7 @@ def read_model(
     """Find and check a base model: returns its facts, if known, and all faults.
 
     Without `fetch`, a hub model that is not on this machine has the shape in recipes/shapes for its
-    name. Nothing is known of other hub models, or if config.json cannot be read. Without `files`, a
+    name; if there is none, or config.json cannot be read, the facts are None. Without `files`, a
     directory needs neither weights nor tokenizer. Without `family`, the check whether transformers
     can make the model hybrid is skipped. With `hybrid` the model may be a hybrid, which counts as
     its base.
@@ -51,10 +51,10 @@ def read_model(
     if directory.is_dir():
         faults = list(file_faults(directory)) if files else []
         try:
-            read = ModelInfo(_read_config(directory, hybrid), directory)
+            info = ModelInfo(_read_config(directory, hybrid), directory)
         except UserError as fault:
             return None, [str(fault), *faults]
-        return read, [*_shape_faults(read, family), *faults]
+        return info, [*_shape_faults(info, family), *faults]
     if directory.exists():
         return None, [f"model.path: {path} is a file; expected a model directory"]
     if not is_hub_name(path, root):
@@ -63,27 +63,27 @@ def read_model(
             "or a hub name like Qwen/Qwen3-1.7B"
         ]
     try:
-        info = _read_hub_model(path, revision, fetch) or _published_shape(path)
+        hub_info = _read_hub_model(path, revision, fetch) or _published_shape(path)
     except UserError as fault:
         return None, [str(fault)]
-    return info, _shape_faults(info, family) if info is not None else []
+    return hub_info, _shape_faults(hub_info, family) if hub_info is not None else []
 
 
 def _shape_faults(info: ModelInfo, family: bool) -> list[str]:
     """Faults of a config.json that does not describe a supported decoder."""
-    reads = (
+    checks = (
         lambda: info.layers,
         lambda: info.hidden_size,
         lambda: info.max_positions,
         info.check_sizes,
     )
-    faults = [fault for read in reads for fault in _faults_of(read)]
+    faults = [fault for check in checks for fault in _faults_of(check)]
     return faults or (_faults_of(info.check_family) if family else [])
 
 
-def _faults_of(read: Callable[[], object]) -> list[str]:
+def _faults_of(check: Callable[[], object]) -> list[str]:
     try:
-        read()
+        check()
     except UserError as fault:
         return [str(fault)]
     return []

@@ -12,10 +12,10 @@ from typing import Literal
 from bosch.errors import UserError
 from stages.stage import World
 
-# Variables of launchers, schedulers and accelerate about other processes than a stage's. Libraries
-# would read them: a RANK makes a single process wait for others, ACCELERATE_MIXED_PRECISION=fp16
-# changes the precision of training.
-_OF_OTHERS = re.compile(
+# Variables that launchers, schedulers and accelerate set for processes other than a stage's.
+# Libraries would read them: a RANK makes a single process wait for others,
+# ACCELERATE_MIXED_PRECISION=fp16 changes the precision of training.
+_OTHER_PROCESSES = re.compile(
     r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|LOCAL_SIZE|CROSS_(RANK|SIZE)"
     r"|NNODES|NODE_RANK|NPROC_PER_NODE|MASTER_ADDR|MASTER_PORT|XLA_(USE|DOWNCAST)_BF16"
     r"|(PET|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
@@ -23,9 +23,9 @@ _OF_OTHERS = re.compile(
 )
 
 
-def without_others(env: Mapping[str, str]) -> dict[str, str]:
+def without_other_processes(env: Mapping[str, str]) -> dict[str, str]:
     """`env` for the processes of a stage, without variables about other processes."""
-    return {name: value for name, value in env.items() if not _OF_OTHERS.fullmatch(name)}
+    return {name: value for name, value in env.items() if not _OTHER_PROCESSES.fullmatch(name)}
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
@@ -62,10 +62,10 @@ def find_world(configured: int | Literal["auto"], env: Mapping[str, str] = os.en
     return World(nodes, rank, processes, env["MASTER_ADDR"], port, gpus)
 
 
-def require_one_node(what: str, world: World) -> None:
-    """Raise UserError if there are several nodes for something that needs one."""
+def require_one_node(command: str, world: World) -> None:
+    """Raise UserError if there are several nodes; `command` works on one only."""
     if world.nodes > 1:
-        raise UserError(f"{what} works on one node only; NNODES asks for several")
+        raise UserError(f"{command} works on one node only; NNODES asks for several")
 
 
 def _integer(

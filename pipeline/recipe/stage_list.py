@@ -24,10 +24,8 @@ def in_order(table: Iterable[Stage[Any]]) -> tuple[Stage[Any], ...]:
         if unknown := {*(stage.needs or ())} - by_name.keys():
             raise ValueError(f"stage {stage.name} needs {min(unknown)}, which is no stage")
     late = {name for name, stage in by_name.items() if stage.needs is None}
-    while (
-        more := {n for n, stage in by_name.items() if late.intersection(stage.needs or ())} - late
-    ):
-        late |= more
+    for _ in by_name:  # once for each link of the longest possible chain
+        late |= {name for name, stage in by_name.items() if late.intersection(stage.needs or ())}
     graph = {
         name: [*(by_name.keys() - late if stage.needs is None else stage.needs), *stage.after]
         for name, stage in by_name.items()

@@ -88,6 +88,6 @@ def first_reason(statuses: Mapping[int, int]) -> tuple[int, int]:
     for rank, status in statuses.items():
         if status == REQUEUE_STATUS:  # all have saved; torchrun ends the last ones
             return rank, status
-    causes = ((rank, s) for rank, s in statuses.items() if s != LOST_RANK_STATUS)
+    causes = (item for item in statuses.items() if item[1] != LOST_RANK_STATUS)
     rank, status = next(causes, next(iter(statuses.items())))
     return rank, 128 - status if status < 0 else status

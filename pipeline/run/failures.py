@@ -49,7 +49,7 @@ def ignore_stops() -> None:
 
 
 def describe(error: BaseException, work_dir: Path, log_file: Path) -> dict[str, str]:
-    """Kind and message of a stage's failure, which a process leaves for the runner.
+    """Kind and message of a stage's failure, for the runner.
 
     Kinds: user, damaged, disk, run, unexpected, and lost if another process ended or hangs.
     """
@@ -89,9 +89,9 @@ def no_space(error: BaseException, folder: Path | None) -> str | None:
     full = _full_folder(error)
     if full is None and output_is_full():
         return OUTPUT_FULL
-    inside = full is None or (folder is not None and folder in full.parents)
-    place = folder if inside else full
-    return NO_SPACE if place is None else disk_full_message(place)
+    if full is None or (folder is not None and folder in full.parents):
+        full = folder
+    return NO_SPACE if full is None else disk_full_message(full)
 
 
 def _full_folder(error: BaseException) -> Path | None:
@@ -100,8 +100,8 @@ def _full_folder(error: BaseException) -> Path | None:
         if isinstance(cause, OSError) and cause.errno in NO_SPACE_LEFT:
             name = cause.filename2 or cause.filename  # the second name is the target of a copy
             if isinstance(name, str | bytes):
-                above = Path(os.path.abspath(os.fsdecode(name))).parents
-                return next(path for path in above if path.is_dir())
+                parents = Path(os.path.abspath(os.fsdecode(name))).parents
+                return next(path for path in parents if path.is_dir())
     return None
 
 
@@ -121,10 +121,10 @@ def output_is_full() -> bool:
 
 
 def disk_full_message(folder: Path) -> str:
-    """Message for a full disk, or one that takes no more files, with what to do."""
-    again = "and run the same command again: the work done so far is kept"
+    """Message for a disk without space or inodes, with advice."""
+    advice = "and run the same command again: the work done so far is kept"
     with contextlib.suppress(OSError):
         space = os.statvfs(folder)
         if space.f_files and not space.f_favail:
-            return f"the disk of {folder} has no inode left; remove some files {again}"
-    return f"the disk of {folder} is full; free some space {again}"
+            return f"the disk of {folder} has no inode left; remove some files {advice}"
+    return f"the disk of {folder} is full; free some space {advice}"

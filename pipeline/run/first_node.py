@@ -61,28 +61,28 @@ class FirstNodeWatcher:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._seen = read_json(file)  # may be from an earlier run
-        self._since = time.monotonic()
+        self._last_record = read_json(file)  # may be from an earlier run
+        self._changed = time.monotonic()
         self.alive = False
 
     def fault(self) -> RunError | None:
         """Why waiting is pointless; None while the first node's run may continue."""
         record = read_json(self._file)
         # None if a network file system cannot be read at the moment.
-        if record is not None and record != self._seen:
-            self._seen, self._since, self.alive = record, time.monotonic(), True
+        if record is not None and record != self._last_record:
+            self._last_record, self._changed, self.alive = record, time.monotonic(), True
         ended = record.get("ended") if isinstance(record, dict) else None
         if self.alive and ended:
             kind = LostRankError if record.get("lost") else RunError
             return kind(f"the run failed on the first node: {ended}")
-        if time.monotonic() - self._since < SILENT_SECONDS:
+        if time.monotonic() - self._changed < SILENT_SECONDS:
             return None
         if self.alive and ended == "":
             return RunError(
                 "the first node's run is over, without this stage; give all nodes the same command"
             )
-        last = f" (its last run failed: {ended})" if ended else ""
+        earlier = f" (its last run failed: {ended})" if ended else ""
         return LostRankError(
-            f"the first node sent no heartbeat in {SILENT_SECONDS / 60:g} minutes{last}; "
+            f"the first node sent no heartbeat in {SILENT_SECONDS / 60:g} minutes{earlier}; "
             "start the same command on all nodes again, on one shared output_root"
         )

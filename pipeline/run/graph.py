@@ -55,7 +55,7 @@ def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
     nodes: dict[str, Node] = {}
     for stage in loaded.present:
         # `needs` is None for a stage that needs all before it.
-        needs = tuple(n for n in nodes if stage.needs is None or n in stage.needs)
+        needs = tuple(name for name in nodes if stage.needs is None or name in stage.needs)
         keys = {name: nodes[name].key for name in needs}
         section = getattr(loaded.recipe, stage.key)
         document: dict[str, Any] | None = None
@@ -90,8 +90,8 @@ def find_stage(option: str, name: str, nodes: Sequence[Node]) -> str:
     names = [node.name for node in nodes]
     if name in names:
         return name
-    near = suggest(name, names)
-    hint = f"; did you mean {near}?" if near else ""
+    suggestion = suggest(name, names)
+    hint = f"; did you mean {suggestion}?" if suggestion else ""
     raise UserError(f"{option} {name}: the recipe has the stages {', '.join(names)}{hint}")
 
 

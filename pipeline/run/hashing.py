@@ -31,16 +31,16 @@ class FileHasher:
         self._budget = budget_bytes
         self._known: dict[str, list[Any]] = _read_cache(cache)
         self._new: dict[str, list[Any]] = {}
-        self._seen: dict[str, Stamp] = {}
+        self._stamps: dict[str, Stamp] = {}
 
     def sha256(self, path: Path) -> str:
         """Content hash of a file; raises OSError, or NotHashed when over budget."""
-        self._seen[str(path)] = file_stamp(path)
+        self._stamps[str(path)] = file_stamp(path)
         stat = os.stat(path)
-        stamp = _stamp(stat)
-        known = self._known.get(str(path))
-        if known is not None and known[:-1] == stamp:
-            return str(known[-1])
+        state = _file_state(stat)
+        entry = self._known.get(str(path))
+        if entry is not None and entry[:-1] == state:
+            return str(entry[-1])
         if self._budget is not None:
             self._budget -= stat.st_size
             if self._budget < 0:
@@ -49,22 +49,22 @@ class FileHasher:
             logger.info("hashing %s (%.1f GB)", path, stat.st_size / 1e9)
         digest = file_digest(path)
         after = os.stat(path)
-        if _stamp(after) == stamp and time.time_ns() - after.st_mtime_ns > SETTLED_NS:
-            self._remember(str(path), [*stamp, digest])
+        if _file_state(after) == state and time.time_ns() - after.st_mtime_ns > SETTLED_NS:
+            self._remember(str(path), [*state, digest])
         return digest
 
-    def forget_seen(self) -> None:
-        """Make `seen` empty."""
-        self._seen = {}
+    def forget_stamps(self) -> None:
+        """Make `stamps` empty."""
+        self._stamps = {}
 
     @property
-    def seen(self) -> dict[str, Stamp]:
+    def stamps(self) -> dict[str, Stamp]:
         """Stamps of the files that were hashed, from before each was read."""
-        return dict(self._seen)
+        return dict(self._stamps)
 
     def record(self, path: Path, digest: str) -> None:
-        """Store the hash of a file that was computed under another name."""
-        self._remember(str(path), [*_stamp(os.stat(path)), digest])
+        """Store a file's hash, which was computed while the file had another name."""
+        self._remember(str(path), [*_file_state(os.stat(path)), digest])
 
     def _remember(self, path: str, entry: list[Any]) -> None:
         self._known[path] = self._new[path] = entry
@@ -78,8 +78,8 @@ class FileHasher:
         except IsADirectoryError:  # report it, with its path
             raise
         except OSError as error:
-            again = "hashes of input files cannot be stored, so they are computed again: %s"
-            logger.info(again, error)
+            message = "hashes of input files cannot be stored, so they are computed again: %s"
+            logger.info(message, error)
         self._new = {}
 
     def _merge(self) -> None:
@@ -98,9 +98,10 @@ def _read_cache(path: Path) -> dict[str, list[Any]]:
             content = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
-    entries = content.items() if isinstance(content, dict) else ()
-    return {n: entry for n, entry in entries if isinstance(entry, list) and len(entry) == 6}
+    if not isinstance(content, dict):
+        return {}
+    return {key: e for key, e in content.items() if isinstance(e, list) and len(e) == 6}
 
 
-def _stamp(stat: os.stat_result) -> list[int]:
+def _file_state(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]

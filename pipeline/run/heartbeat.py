@@ -16,23 +16,23 @@ from typing import Any
 from bosch.errors import StoppedError
 from bosch.this_process import name_processes, world_size
 
-_CHECKS = 10  # the fewest checks without a heartbeat after which a process counts as lost
+_CHECKS = 10  # least number of checks without a heartbeat before a process counts as lost
 _LONGEST_SECONDS = 30.0  # the longest time between two checks
 ENDED = 1 << 40  # a process that has finished adds this to its count
 _END_SECONDS = 5.0  # the longest that a finished process waits for the store
 
 
 @contextlib.contextmanager
-def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
+def heartbeats(minutes: float, on_lost: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, send heartbeats and watch those of the stage's other processes.
 
-    `lost` is called with an error message, on a thread, when a process has sent none for `minutes`.
-    Needs torchrun's variables, and does nothing for a single process.
+    `on_lost` is called with an error message, on a thread, when a process has sent none for
+    `minutes`. Needs torchrun's variables, and does nothing for a single process.
     """
     if world_size() == 1:
         yield
         return
-    heartbeat = Heartbeat(minutes, lost)
+    heartbeat = Heartbeat(minutes, on_lost)
     try:
         yield
     except StoppedError:
@@ -45,13 +45,13 @@ def heartbeats(minutes: float, lost: Callable[[str], None]) -> Iterator[None]:
 class Heartbeat:
     """Increments a count in the launcher's store, and watches the counts of other processes.
 
-    Silence is measured in checks, not seconds, so that a suspended job can continue. It runs on
-    threads, so a process whose main thread is busy counts as alive.
+    Silence is measured in checks, not seconds, so that a suspended job can continue. Threads do
+    the work, so a process whose main thread is busy counts as alive.
     """
 
-    def __init__(self, minutes: float, lost: Callable[[str], None]) -> None:
+    def __init__(self, minutes: float, on_lost: Callable[[str], None]) -> None:
         self._rank, size = int(os.environ["RANK"]), world_size()
-        self._minutes, self._lost = minutes, lost
+        self._minutes, self._on_lost = minutes, on_lost
         self._interval = min(minutes * 60 / _CHECKS, _LONGEST_SECONDS)
         self._keys = [f"bosch/heartbeat/{rank}" for rank in range(size)]
         self._counts = [0] * size
@@ -80,29 +80,29 @@ class Heartbeat:
             store.add(self._keys[self._rank], ENDED)
 
     def _watch(self) -> None:
-        before, silent_checks = [-1], [0]
+        previous, silent_checks = [-1], [0]
         while not self._ending.wait(self._interval):
-            now = [*self._counts, self._exchanges]
-            if len(before) != len(now):
-                before, silent_checks = now, [0] * len(now)
+            current = [*self._counts, self._exchanges]
+            if len(previous) != len(current):
+                previous, silent_checks = current, [0] * len(current)
                 continue
             silent_checks = [
                 checks + 1 if new == old < ENDED else 0
-                for checks, old, new in zip(silent_checks, before, now, strict=True)
+                for checks, old, new in zip(silent_checks, previous, current, strict=True)
             ]
-            before = now
+            previous = current
             if max(silent_checks) * self._interval < self._minutes * 60:
                 continue
-            who = "the first node of this run, or its launcher,"
+            silent = "the first node of this run, or its launcher,"
             if silent_checks[-1] == 0:
                 # A healthy process may look silent for a check or two.
                 least = max(silent_checks) / 2
                 ranks = [rank for rank, checks in enumerate(silent_checks[:-1]) if checks > least]
-                who = f"{name_processes(ranks)} of this run"
+                silent = f"{name_processes(ranks)} of this run"
             elif max(self._counts) >= ENDED:
                 return  # the store ends with the first node, which has finished
-            self._lost(
-                f"{who} has sent no heartbeat for {self._minutes:g} minutes "
+            self._on_lost(
+                f"{silent} has sent no heartbeat for {self._minutes:g} minutes "
                 "(runtime.collective_timeout_minutes)"
             )
             return

@@ -24,18 +24,18 @@ from bosch.files import almost_full, read_json, write_json
 from bosch.hardware import cpu_cores
 from bosch.this_process import killed_by_kernel
 from pipeline.recipe.load import ROOT
-from pipeline.recipe.processes import without_others
+from pipeline.recipe.processes import without_other_processes
 from pipeline.run import failures, log
 from pipeline.run.worker import PARENT
 from stages.stage import World
 
-# Runs the stage that an order describes on the given processes, and returns its summary.
+# A function that runs the stage in an order, on the given processes, and returns its summary.
 Launcher = Callable[[Mapping[str, Any], World], dict[str, Any]]
 
 # Starts a module of the checkout without the current directory in its path.
 PROCESS = (str(ROOT / "pipeline" / "__main__.py"), "--process")
 # Environment variable with the work directory, inherited by all children of a stage.
-_MARK = "BOSCH_WORK_DIR"
+_WORK_DIR_VARIABLE = "BOSCH_WORK_DIR"
 GRACE_SECONDS = 10.0
 # Kinds of failures with their own reason; if several ranks failed, the first is reported.
 _KINDS: dict[str, type[UserError | RunError]] = {
@@ -64,7 +64,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
         command = [sys.executable, *(worker if world.size == 1 else torchrun + worker)]
         env = stage_environment(world, str(order["work_dir"]))
         killed_before = killed_by_kernel()
-        with children_end(command, env) as child:
+        with run_command(command, env) as child:
             try:
                 status = child.wait()
             except failures.Terminated:
@@ -86,7 +86,7 @@ def launch(order: Mapping[str, Any], world: World) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _control_folder(work_dir: Path, node_rank: int) -> Iterator[Path]:
-    """A folder beside the work directory for order and results; clears what a killed run left."""
+    """An empty folder for order and results, beside the work directory, during the block."""
     folder = work_dir.with_name(f"{work_dir.name}.control-{node_rank}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -111,9 +111,9 @@ def torchrun_options(world: World) -> list[str]:
 
 
 def stage_environment(world: World, work_dir: str) -> dict[str, str]:
-    env = {**without_others(os.environ), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    env = {**without_other_processes(os.environ), PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     # Two nodes of a run can be on one host; each ends only its own processes.
-    env[_MARK] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
+    env[_WORK_DIR_VARIABLE] = f"{work_dir} node {world.node_rank}" if world.node_rank else work_dir
     # For processes that libraries start (Python 3.11 or later).
     env["PYTHONSAFEPATH"] = "1"
     # An empty entry would mean the current directory.
@@ -132,7 +132,7 @@ def stage_environment(world: World, work_dir: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def run_command(command: list[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command during the block; none of its processes outlives the block."""
     child = subprocess.Popen(command, env=dict(env))
     try:
@@ -145,22 +145,22 @@ def children_end(command: list[str], env: Mapping[str, str]) -> Iterator[subproc
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-        end_leftovers(env[_MARK])
+        end_leftovers(env[_WORK_DIR_VARIABLE])
 
 
 def end_leftovers(mark: str) -> int:
     """Kill leftover processes of a stage that has ended; returns their number.
 
-    A killed stage leaves its forked helpers (tokenising, data loading), which are recognised by an
-    inherited variable (`mark` is the work directory). Processes in other PID namespaces are
-    ignored, since a container may use the same path for another folder. Does nothing without /proc.
+    A killed stage leaves its forked helpers (tokenising, data loading). They inherited `mark`, the
+    work directory, in a variable. Processes in other PID namespaces are ignored, since a container
+    may use the same path for another folder. Does nothing without /proc.
     """
-    variable = f"{_MARK}={mark}".encode()
+    variable = f"{_WORK_DIR_VARIABLE}={mark}".encode()
     ended = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            left = variable in (folder / "environ").read_bytes().split(b"\0")
-            if left and (folder / "ns/pid").samefile("/proc/self/ns/pid"):
+            has_variable = variable in (folder / "environ").read_bytes().split(b"\0")
+            if has_variable and (folder / "ns/pid").samefile("/proc/self/ns/pid"):
                 os.kill(int(folder.name), signal.SIGKILL)
                 ended += 1
         except OSError:
@@ -173,12 +173,12 @@ def failure_of(
 ) -> UserError | RunError:
     """Why a stage failed: a rank's own message, or else the meaning of its exit status."""
     failed = map(read_json, sorted(control.glob("failure.*.json"))[::-1])
-    messages = {rank["kind"]: str(rank["message"]) for rank in failed if isinstance(rank, dict)}
+    messages = {entry["kind"]: str(entry["message"]) for entry in failed if isinstance(entry, dict)}
     name, work_dir = order["stage"], Path(order["work_dir"])
     number = -status if status < 0 else status - 128
     signalled = number > 0 and number in signal.valid_signals()
     for kind, error in _KINDS.items():
-        # Libraries raise their own errors when a partner was killed.
+        # Libraries raise their own errors when another process was killed.
         if kind in messages and not (signalled and kind == "unexpected"):
             return error(f"{name}: {messages[kind].removeprefix(f'{name}: ')}")
     if status == failures.DISK_FULL_STATUS or almost_full(work_dir):
@@ -189,24 +189,25 @@ def failure_of(
             return LostRankError(f"{name}: {messages[kind]}; {_RESUMES}")
     ended = read_json(control / failures.ENDED)
     rank = ended["rank"] if isinstance(ended, dict) else 0
-    who = f"process {rank}" if isinstance(ended, dict) else "its launcher"
-    who = who if world.size > 1 else "its process"
+    process = f"process {rank}" if isinstance(ended, dict) else "its launcher"
+    process = process if world.size > 1 else "its process"
     log_file = log.stage_log(work_dir, rank)
     if not signalled:
-        return RunError(f"{name}: {who} ended with status {status} without a reason in {log_file}")
+        reason = f"ended with status {status} without a reason in {log_file}"
+        return RunError(f"{name}: {process} {reason}")
     signal_name = f"signal {number}, {signal.Signals(number).name}"
     if number == signal.SIGKILL and memory_ran_out:
         return RunError(
-            f"{name}: the kernel killed {who} because memory ran out; make "
+            f"{name}: the kernel killed {process} because memory ran out; make "
             "runtime.eval_batch_size or runtime.micro_batch_size smaller"
         )
     if number in _CRASHES:
         hung = ", or NCCL gave up on one that hangs, after runtime.collective_timeout_minutes"
         return LostRankError(
-            f"{name}: {who} crashed ({signal_name}): a fault of a library or a device"
+            f"{name}: {process} crashed ({signal_name}): a fault of a library or a device"
             f"{hung if world.size > 1 else ''}; see what it printed and {log_file}; {_RESUMES}"
         )
     return LostRankError(
-        f"{name}: {who} was ended ({signal_name}) by a person, a job scheduler or the system, see "
-        f"their logs of this machine; {_RESUMES}"
+        f"{name}: {process} was ended ({signal_name}) by a person, a job scheduler or the system, "
+        f"see their logs of this machine; {_RESUMES}"
     )

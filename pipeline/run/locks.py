@@ -48,23 +48,23 @@ class Holder(BaseModel):
         return f"pid {self.pid} on {self.host}"
 
     @property
-    def beside_us(self) -> bool:
+    def flock_is_reliable(self) -> bool:
         """Whether a free flock shows that the holder is dead.
 
-        True for this PID namespace of this kernel, and for this machine before its last boot.
+        It does for this PID namespace of this kernel, and for this machine before its last boot.
         """
-        here = this_process("")
-        same_machine = (self.host, self.machine) == (here.host, here.machine)
-        if self.boot != here.boot:
-            namespaces = {self.pid_namespace, here.pid_namespace}
+        current = this_process("")
+        same_machine = (self.host, self.machine) == (current.host, current.machine)
+        if self.boot != current.boot:
+            namespaces = {self.pid_namespace, current.pid_namespace}
             return same_machine and namespaces == {MACHINE_NAMESPACE}
         # Boot ids exist only on Linux.
-        return self.pid_namespace == here.pid_namespace and (same_machine or bool(here.boot))
+        return self.pid_namespace == current.pid_namespace and (same_machine or bool(current.boot))
 
 
 @contextlib.contextmanager
-def hold(path: Path, what: str, recipe: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file `path` during the block; removes it afterwards.
+def hold(path: Path, name: str, recipe: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock file `path` of the output `name` during the block; removes it afterwards.
 
     Raises RunError, which names the holder, if another process has it, or has left it and may be
     alive; with `wait` it waits instead.
@@ -73,9 +73,9 @@ def hold(path: Path, what: str, recipe: str, *, wait: bool = False) -> Iterator[
     waiting = False
     while isinstance(lock := _try_acquire(path), str):
         if not wait:
-            raise RunError(f"{what} {lock}")
+            raise RunError(f"{name} {lock}")
         if not waiting:
-            print(f"waiting: {what} {lock}", flush=True)
+            print(f"waiting: {name} {lock}", flush=True)
             waiting = True
         time.sleep(WAIT_SECONDS)
     try:
@@ -110,7 +110,7 @@ def read_holder(path: Path) -> Holder | None:
     finally:
         os.close(lock)
     holder = _parse(path)
-    return None if holder is None or holder.beside_us else holder
+    return None if holder is None or holder.flock_is_reliable else holder
 
 
 def _try_acquire(path: Path) -> int | str:
@@ -125,7 +125,7 @@ def _try_acquire(path: Path) -> int | str:
     if lock is None:
         name = f"{holder} (recipe {holder.recipe}, since {since})" if holder else "another process"
         return f"is being made by {name}; wait for it, or pass --wait"
-    if holder is None or holder.beside_us:
+    if holder is None or holder.flock_is_reliable:
         return lock
     os.close(lock)
     return (

@@ -33,11 +33,11 @@ def show_any_character() -> None:
 def silence_imports() -> None:
     """Drop warnings of torchao and torch at import, about kernels that are not used here.
 
-    Also with a filter, since torch resets the levels of its loggers when it is imported.
+    Sets a filter, too, since torch resets the levels of its loggers when it is imported.
     """
-    for noisy in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-        logging.getLogger(noisy).addFilter(_is_error)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).addFilter(_is_error)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -52,15 +52,15 @@ def show_steps(shown: bool) -> None:
 
 def _is_for_terminal(record: logging.LogRecord) -> bool:
     """Whether a record is a warning or progress; steps are only in the stage's log file."""
-    shown = record.levelno >= logging.WARNING or record.name == "bosch.progress"
-    return shown or os.environ.get(_STEPS) == "1"
+    is_step = record.levelno < logging.WARNING and record.name != "bosch.progress"
+    return not is_step or os.environ.get(_STEPS) == "1"
 
 
 def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     """Set up the root logger; other ranks show only warnings on the terminal, with their number.
 
-    `file` gets everything at `level` and above, appended. The first rank's terminal gets warnings
-    and progress, and all of it after `show_steps`.
+    Everything at `level` and above is appended to `file`. The first rank's terminal shows warnings
+    and progress, and after `show_steps` all records.
     """
     # A log line on a full disk must not print a traceback over the run's message.
     logging.raiseExceptions = False
@@ -71,12 +71,12 @@ def configure(level: str, file: Path | None = None, rank: int = 0) -> None:
     terminal.addFilter(_is_for_terminal)
     handlers: list[logging.Handler] = [terminal]
     if file is not None:
-        record = logging.FileHandler(file, encoding="utf-8")
-        record.setFormatter(_Formatter(_FORMAT))
-        handlers.append(record)
+        log_file = logging.FileHandler(file, encoding="utf-8")
+        log_file.setFormatter(_Formatter(_FORMAT))
+        handlers.append(log_file)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
-    for noisy in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for name in ("filelock", "fsspec", "PIL", "urllib3", "httpx", "h5py"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     silence_imports()
     if level != "debug":
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

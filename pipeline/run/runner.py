@@ -75,10 +75,12 @@ class Runner:
         self.hasher: FileHasher = self.store.hasher()
         # Before files are hashed, which may take longer on one node than on another.
         heartbeat_file = self.store.root / self.name / "first_node.json"
-        several = loaded.world.nodes > 1 and not options.dry
-        leads = loaded.world.node_rank == 0
-        self._heartbeat = FirstNodeHeartbeat(heartbeat_file) if several and leads else None
-        self._first_node = FirstNodeWatcher(heartbeat_file) if several and not leads else None
+        self._heartbeat: FirstNodeHeartbeat | None = None
+        self._first_node: FirstNodeWatcher | None = None
+        if loaded.world.node_rank > 0 and not options.dry:
+            self._first_node = FirstNodeWatcher(heartbeat_file)
+        elif loaded.world.nodes > 1 and not options.dry:
+            self._heartbeat = FirstNodeHeartbeat(heartbeat_file)
         self.nodes = graph.resolve(loaded, self.hasher)
         self.all_names = [node.name for node in self.nodes]
         self.chosen = self._choose()
@@ -120,15 +122,15 @@ class Runner:
 
     def _run(self) -> int:
         states = {state.node.name: state for state in self.states()}
-        self._require_earlier(states)
+        self._require_earlier_stages(states)
         todo = [name for name in self.chosen if states[name].state != "cached"]
         if not todo:
             for name in self.chosen:
                 self._link(states[name].node)
             self._finish()
             return 0
-        of = f"{len(todo)} of {counted(len(self.chosen), 'stage')}"
-        print(f"{self.name}: {of} to run: {', '.join(todo)}", flush=True)
+        count = f"{len(todo)} of {counted(len(self.chosen), 'stage')}"
+        print(f"{self.name}: {count} to run: {', '.join(todo)}", flush=True)
         for name in todo:
             call(self._node(name).stage.refusal, self.loaded)
         # The resolved recipe of this run, in the folder of its links.
@@ -153,21 +155,21 @@ class Runner:
 
     def _finish(self) -> None:
         self.hasher.save()
-        whole = self.chosen == self.all_names
-        if self.loaded.world.node_rank == 0 and (whole or self.options.force):
+        has_all = self.chosen == self.all_names
+        if self.loaded.world.node_rank == 0 and (has_all or self.options.force):
             self.store.forget_force(self.name)
 
     def _inspect(self, node: Node) -> status.StageState:
-        last = self.store.last_run(self.name).get(node.name)
-        return status.inspect_output(node, self.store, self.hasher, last, self._contents(node))
+        last_key = self.store.last_run(self.name).get(node.name)
+        return status.inspect_output(node, self.store, self.hasher, last_key, self._contents(node))
 
     def _contents(self, node: Node) -> dict[str, str]:
         return status.contents(node, self.nodes, self.store)
 
-    def _require_earlier(self, states: dict[str, status.StageState]) -> None:
-        needed = {stage for name in self.chosen for stage in graph.upstream_of(name, self.nodes)}
+    def _require_earlier_stages(self, states: dict[str, status.StageState]) -> None:
+        upstream = {stage for name in self.chosen for stage in graph.upstream_of(name, self.nodes)}
         for name in self.all_names[: self.all_names.index(self.chosen[0])]:
-            if name in needed and states[name].state != "cached":
+            if name in upstream and states[name].state != "cached":
                 raise UserError(
                     f"--from {self.options.start}: the earlier stage {name} is not there: "
                     f"{states[name]}; leave --from out"
@@ -185,10 +187,10 @@ class Runner:
         if self.loaded.world.node_rank > 0:
             self._follow(node)
         else:
-            self._lead(node, state, label)
+            self._make_or_reuse(node, state, label)
         print(f"{label}: done in {format_seconds(time.monotonic() - started)}", flush=True)
 
-    def _lead(self, node: Node, state: status.StageState, label: str) -> None:
+    def _make_or_reuse(self, node: Node, state: status.StageState, label: str) -> None:
         key = str(node.key)
         output = f"{self.name}: stage {node.name}"
         with hold(self.store.lock(node.name, key), output, self.name, wait=self.options.wait):
@@ -207,16 +209,12 @@ class Runner:
         key = str(node.key)
         damage = self.store.damage(node.name, key, self.hasher)
         if damage is not None:
-            added = self.store.set_added_aside(node.name, key)
+            added = self.store.set_added_files_aside(node.name, key)
             damage = self.store.damage(node.name, key, self.hasher)
             if damage is None:
-                where = self.store.root / "damaged" / node.name / f"{key}.added"
-                logger.warning(
-                    "%s: what was added to its output moved to %s: %s",
-                    node.name,
-                    where,
-                    ", ".join(added),
-                )
+                folder = self.store.added_files(node.name, key)
+                message = "%s: what was added to its output moved to %s: %s"
+                logger.warning(message, node.name, folder, ", ".join(added))
                 return True
             aside = self.store.set_aside(node.name, key)
             logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
@@ -260,10 +258,10 @@ class Runner:
             self._require_unchanged(
                 node, "while it ran, so its output is thrown away; run the same command again"
             )
-            written = changed_file(stamps)
-            if written is not None:
+            changed = changed_file(stamps)
+            if changed is not None:
                 raise RunError(
-                    f"{node.name}: its input {written} was written or replaced while it ran, also "
+                    f"{node.name}: its input {changed} was written or replaced while it ran, also "
                     "if its content is as before, so its output is thrown away; run the same "
                     "command again"
                 )
@@ -288,7 +286,7 @@ class Runner:
 
         Raises RunError if one of them has changed, or an output among them is damaged.
         """
-        self.hasher.forget_seen()
+        self.hasher.forget_stamps()
         self._require_unchanged(node, "since this run began; run the same command again")
         for name in node.needs:
             damage = self.store.damage(name, str(self._node(name).key), self.hasher)
@@ -297,17 +295,17 @@ class Runner:
                     f"{node.name}: its input {name} is damaged ({damage}); run the same command "
                     "again"
                 )
-        return self.hasher.seen
+        return self.hasher.stamps
 
     def _require_unchanged(self, node: Node, when: str) -> None:
         """Raise RunError if the files that a stage reads no longer have the content in its key."""
         assert node.document is not None
         try:
-            now = graph.current_document(self.loaded, node, self.hasher)
+            current = graph.current_document(self.loaded, node, self.hasher)
         except UserError as fault:
             raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
-        if graph.document_key(now) != node.key:
-            changes = "; ".join(status.differences(node.document, now, node.stage.key))
+        if graph.document_key(current) != node.key:
+            changes = "; ".join(status.differences(node.document, current, node.stage.key))
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
@@ -340,7 +338,7 @@ class Runner:
             "seed": recipe.seed,
             "runtime": _typed(recipe.runtime),
             "upstream": {
-                need.stage.key: _typed(need.section) for need in map(self._node, upstream)
+                needed.stage.key: _typed(needed.section) for needed in map(self._node, upstream)
             },
             "inputs": {
                 name: str(self.store.published(name, str(self._node(name).key)))
@@ -409,10 +407,10 @@ def checkout_commit() -> str | None:
     if git is None:
         return None
 
-    def ask(*arguments: str) -> str | None:
-        done = subprocess.run([git, *arguments], cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
+    def output(*arguments: str) -> str | None:
+        process = subprocess.run([git, *arguments], cwd=ROOT, capture_output=True, text=True)
+        return process.stdout.strip() if process.returncode == 0 else None
 
-    commit = ask("rev-parse", "HEAD")
-    changed = ask("status", "--porcelain", "--untracked-files=no")
+    commit = output("rev-parse", "HEAD")
+    changed = output("status", "--porcelain", "--untracked-files=no")
     return f"{commit}+" if commit and changed else commit

@@ -20,7 +20,7 @@ _SHOWN_CHANGES = 3
 
 @dataclass(frozen=True)
 class StageState:
-    """`reason`: why a stage is not cached; `afresh`: unfinished work must not be used."""
+    """`reason` is why a stage is not cached; with `afresh`, unfinished work must not be used."""
 
     node: Node
     state: Literal["cached", "to run", "running", "failed"]
@@ -43,16 +43,18 @@ def inspect(
 
     Outputs of an earlier attempt of the same forced run (`force_id`) count as cached.
     """
-    last = store.last_run(recipe)
+    last_keys = store.last_run(recipe)
     rebuilt: set[str] = set()
     states = []
     for node in nodes:
-        above = [name for name in node.reads if name in rebuilt]
-        again = bool(above) or node.name in forced
-        manifest = store.manifest(node.name, str(node.key)) if again and force_id else None
-        done = manifest is not None and manifest.get("force") == force_id
-        if again and not done:
-            reason = "--force" if node.name in forced else f"input {above[0]} is made again"
+        rebuilt_inputs = [name for name in node.reads if name in rebuilt]
+        is_forced = bool(rebuilt_inputs) or node.name in forced
+        manifest = store.manifest(node.name, str(node.key)) if is_forced and force_id else None
+        is_done = manifest is not None and manifest.get("force") == force_id
+        if is_forced and not is_done:
+            reason = "--force"
+            if node.name not in forced:
+                reason = f"input {rebuilt_inputs[0]} is made again"
             if force_id and store.state(node.name, str(node.key)).get("force") == force_id:
                 reason += "; resumes what was begun"
             state = StageState(node, "to run", reason, afresh=True)
@@ -60,8 +62,8 @@ def inspect(
             state = StageState(node, "running", str(holder))
         else:
             inputs = contents(node, nodes, store)
-            state = inspect_output(node, store, hasher, last.get(node.name), inputs)
-        if state.afresh or again:
+            state = inspect_output(node, store, hasher, last_keys.get(node.name), inputs)
+        if state.afresh or is_forced:
             rebuilt.add(node.name)
         states.append(state)
     return states
@@ -88,18 +90,19 @@ def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
     return hashes
 
 
-def replaced_input(manifest: Mapping[str, Any], now: Mapping[str, str]) -> str | None:
-    """An input of an output that has been replaced by other content since; or None."""
-    then = manifest.get("inputs", {})
-    return next((name for name in now if then.get(name, now[name]) != now[name]), None)
+def replaced_input(manifest: Mapping[str, Any], hashes: Mapping[str, str]) -> str | None:
+    """An input that has had other content since the output was made, by `hashes`; or None."""
+    recorded = manifest.get("inputs", {})
+    changed = (name for name, digest in hashes.items() if recorded.get(name, digest) != digest)
+    return next(changed, None)
 
 
 def inspect_output(
-    node: Node, store: Store, hasher: FileHasher, last: str | None, inputs: Mapping[str, str]
+    node: Node, store: Store, hasher: FileHasher, last_key: str | None, inputs: Mapping[str, str]
 ) -> StageState:
     """The state of one stage's output, ignoring runs in progress.
 
-    `last` is the key of its output in the recipe's last run, `inputs` is from `contents`.
+    `last_key` is that of its output in the recipe's last run, `inputs` is from `contents`.
     """
     if node.key is None or node.document is None:
         return StageState(node, "to run", "input files are new or changed, and not yet hashed")
@@ -119,18 +122,18 @@ def inspect_output(
     state = store.state(node.name, node.key)
     if state.get("failure"):
         return StageState(node, "failed", str(state["failure"]))
-    reason = reason or _why(node, store, last)
+    reason = reason or _reason(node, store, last_key)
     if state.get("attempts"):
         reason += "; resumes what was begun"
     return StageState(node, "to run", reason)
 
 
-def _why(node: Node, store: Store, last: str | None) -> str:
-    if last is None:
+def _reason(node: Node, store: Store, last_key: str | None) -> str:
+    if last_key is None:
         return "never made"
-    if last == node.key:
+    if last_key == node.key:
         return "its output is gone"
-    manifest = store.manifest(node.name, last)
+    manifest = store.manifest(node.name, last_key)
     if manifest is None or node.document is None:
         return "recipe or inputs changed"
     changes = list(differences(manifest["identity"], node.document, node.stage.key))
@@ -144,18 +147,18 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) ->
     if old.get("version") != new.get("version"):
         versions = f"version {old.get('version')} → {new.get('version')}"
         yield f"the code of {new['stage']} changed: {versions}"
-    yield from starmap(_value_change, _leaves(old.get("config"), new.get("config"), section))
+    yield from starmap(_value_change, _changes(old.get("config"), new.get("config"), section))
     old_choices, new_choices = old.get("choices") or {}, new.get("choices") or {}
     for name in dict.fromkeys([*new_choices, *old_choices]):
-        changes = _leaves(old_choices.get(name), new_choices.get(name), name)
+        changes = _changes(old_choices.get(name), new_choices.get(name), name)
         yield from starmap(_value_change, changes)
     if old.get("seed") != new.get("seed"):
         yield f"seed changed {old.get('seed')} → {new.get('seed')}"
-    yield from starmap(_file_change, _leaves(old.get("model"), new.get("model"), "model"))
-    for path, before, after in _leaves(old.get("inputs"), new.get("inputs"), section):
+    yield from starmap(_file_change, _changes(old.get("model"), new.get("model"), "model"))
+    for path, before, after in _changes(old.get("inputs"), new.get("inputs"), section):
         yield _file_change(path.replace(".files.", ": "), before, after)
     old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
-    changed = [n for n, key in new_keys.items() if n in old_keys and old_keys[n] != key]
+    changed = [name for name, key in new_keys.items() if old_keys.get(name, key) != key]
     if changed:
         yield f"input{'s' if len(changed) > 1 else ''} {', '.join(changed)} changed"
     yield from (f"input {name} is new" for name in new_keys if name not in old_keys)
@@ -165,14 +168,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) ->
 _MISSING = object()
 
 
-def _leaves(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _changes(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """Differences between two JSON values: dotted path, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
-            yield from _leaves(old.get(key, _MISSING), new.get(key, _MISSING), f"{path}.{key}")
+            yield from _changes(old.get(key, _MISSING), new.get(key, _MISSING), f"{path}.{key}")
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
-            yield from _leaves(before, after, f"{path}.{index}")
+            yield from _changes(before, after, f"{path}.{index}")
     elif old != new:
         yield path, old, new
 

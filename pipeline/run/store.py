@@ -1,12 +1,12 @@
 """Outputs of stages by key: made in a work directory, published by rename, checked before use.
 
 <root>/store/<stage>/<key>/    published output; exists only with its manifest.json
-<root>/work/<stage>/<key>/     work under way, kept over crashes; <key>.state.json beside it
-<root>/shared/<stage>/<hash>/  what outputs of a stage use in common; no result is here alone
+<root>/work/<stage>/<key>/     unfinished work, kept over crashes; <key>.state.json beside it
+<root>/shared/<stage>/<hash>/  results that outputs of a stage may reuse; each has its own copy
 <root>/shared/evaluation/      samples and answers of all evaluations, by what they depend on
 <root>/locks/                  one lock for each output that is being made
-<root>/damaged/<stage>/<key>/  outputs found changed on disk, set aside; <key>.added/ what was
-                               added to one that is whole without it
+<root>/damaged/<stage>/<key>/  outputs that were changed on disk
+<root>/damaged/<stage>/<key>.added/  files that were added to an otherwise unchanged output
 <root>/<recipe>/<stage>        link to the output of the recipe's last run
 """
 
@@ -51,8 +51,8 @@ class Store:
 
     def shared(self, stage: str, document: Mapping[str, Any]) -> Path:
         """A folder for all runs of a stage on the same model."""
-        same = document_key({"stage": stage, "model": document.get("model")})
-        return self.root / "shared" / stage / same
+        name = document_key({"stage": stage, "model": document.get("model")})
+        return self.root / "shared" / stage / name
 
     def pool(self, name: str) -> Path:
         """A folder for all runs of several stages, on any model."""
@@ -66,7 +66,7 @@ class Store:
 
     def manifest(self, stage: str, key: str) -> dict[str, Any] | None:
         """The manifest of a published output; None if it is missing or damaged."""
-        return _whole_manifest(self.published(stage, key), key)
+        return _valid_manifest(self.published(stage, key), key)
 
     def damage(self, stage: str, key: str, hasher: FileHasher) -> str | None:
         """Fault of an output's folder; None if it is intact or absent."""
@@ -91,8 +91,8 @@ class Store:
         """
         work, inputs = self.work(stage, key), dict(inputs or {})
         state = self.state(stage, key)
-        same = state.get("inputs", inputs) == inputs and force in (None, state.get("force"))
-        if not same or not files.is_folder(work) or work.is_symlink():
+        can_resume = state.get("inputs", inputs) == inputs and force in (None, state.get("force"))
+        if not can_resume or not files.is_folder(work) or work.is_symlink():
             self.discard(stage, key)
             state = {}
         files.make_folder(work)
@@ -144,8 +144,8 @@ class Store:
         """
         state = files.read_json(self.state_file(stage, key))
         attempts = state.get("attempts", []) if isinstance(state, dict) else None
-        whole = isinstance(attempts, list) and all(map(_is_attempt, attempts))
-        return state if whole and isinstance(state.get("failure", ""), str) else {}
+        is_valid = isinstance(attempts, list) and all(map(_is_attempt, attempts))
+        return state if is_valid and isinstance(state.get("failure", ""), str) else {}
 
     def state_file(self, stage: str, key: str) -> Path:
         """File with the attempts and the failure of an unpublished output."""
@@ -189,9 +189,9 @@ class Store:
         return self._move_in(stage, key, hashes, hasher)
 
     def finish_interrupted(self, stage: str, key: str, hasher: FileHasher) -> bool:
-        """Publish a complete work directory that a crash has left unrenamed."""
+        """Publish a complete work directory that was not renamed because of a crash."""
         work = self.work(stage, key)
-        manifest = _whole_manifest(work, key)
+        manifest = _valid_manifest(work, key)
         if manifest is None or damage_of(work, key, hasher) is not None:
             return False
         hashes = {file["path"]: file["sha256"] for file in manifest["files"]}
@@ -216,25 +216,29 @@ class Store:
         os.rename(self.published(stage, key), aside)
         return aside
 
-    def set_added_aside(self, stage: str, key: str) -> list[str]:
-        """Move what somebody added to an output out of it, so it stays valid; returns the names."""
+    def added_files(self, stage: str, key: str) -> Path:
+        """The folder for files that somebody added to an output."""
+        return self.root / "damaged" / stage / f"{key}.added"
+
+    def set_added_files_aside(self, stage: str, key: str) -> list[str]:
+        """Move files that somebody added out of a valid output; returns their names."""
         folder, manifest = self.published(stage, key), self.manifest(stage, key)
         if manifest is None:
             return []
-        aside = self.root / "damaged" / stage / f"{key}.added"
-        known = [file["path"] for file in manifest["files"]]
-        names = files.added_entries(folder, known, (MANIFEST,))
+        listed = [file["path"] for file in manifest["files"]]
+        names = files.added_entries(folder, listed, (MANIFEST,))
         for name in names:
-            place = aside / f"{time.time_ns()}" / name
-            place.parent.mkdir(parents=True)
-            shutil.move(folder / name, place)
+            target = self.added_files(stage, key) / f"{time.time_ns()}" / name
+            target.parent.mkdir(parents=True)
+            shutil.move(folder / name, target)
         return names
 
     def force_id(self, recipe: str, stages: Sequence[str]) -> str | None:
         """Name of the unfinished forced run of these stages; None if there is none."""
         content = files.read_json(self._force_file(recipe))
-        same = isinstance(content, dict) and content.get("stages") == list(stages)
-        return str(content["id"]) if same and isinstance(content.get("id"), str) else None
+        if not isinstance(content, dict) or content.get("stages") != list(stages):
+            return None
+        return content["id"] if isinstance(content.get("id"), str) else None
 
     def note_force(self, recipe: str, stages: Sequence[str]) -> None:
         """Name a new forced run of these stages, unless it continues that of `force_id`."""
@@ -259,11 +263,11 @@ class Store:
         link, target = self.root / recipe / stage, self.published(stage, key)
         if not link.is_symlink() or os.path.realpath(link) != os.path.realpath(target):
             files.make_symlink(link, target)
-        before = self.last_run(recipe)
-        keys = {name: old_key for name, old_key in before.items() if name in stages} | {stage: key}
-        for name in before.keys() - keys.keys():
+        last = self.last_run(recipe)
+        keys = {name: old_key for name, old_key in last.items() if name in stages} | {stage: key}
+        for name in last.keys() - keys.keys():
             self.unlink(recipe, name)
-        if keys != before:
+        if keys != last:
             files.write_json(link.with_name("last_run.json"), {"stages": keys})
 
     def unlink(self, recipe: str, stage: str) -> None:
@@ -281,7 +285,7 @@ def _share_files(folder: Path) -> None:
     for path in (folder / name for name in files.files_below(folder)):
         mode = path.lstat().st_mode
         shared = mode | path.parent.stat().st_mode & 0o666
-        # Only its owner may: somebody else of the group may have begun this work.
+        # Only the owner may change the mode, and others may have begun this work.
         if shared != mode:
             path.chmod(shared)
 
@@ -292,7 +296,7 @@ def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
     Its files must be exactly those of the manifest, since readers might prefer an added file. Files
     with the size and times last seen are not read; others are hashed.
     """
-    manifest = _whole_manifest(folder, key)
+    manifest = _valid_manifest(folder, key)
     if manifest is None:
         return f"{MANIFEST} is missing or damaged"
     fault = files.listing_fault(folder, [entry["path"] for entry in manifest["files"]], (MANIFEST,))
@@ -310,7 +314,7 @@ def damage_of(folder: Path, key: str, hasher: FileHasher) -> str | None:
     return None
 
 
-def _whole_manifest(folder: Path, key: str) -> dict[str, Any] | None:
+def _valid_manifest(folder: Path, key: str) -> dict[str, Any] | None:
     manifest = files.read_record(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         return None

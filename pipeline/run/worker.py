@@ -94,7 +94,7 @@ def _run_order() -> int:
         log.configure(order["log_level"], log_file, rank)
         try:
             minutes = _section(order["runtime"]).collective_timeout_minutes
-            with heartbeats(minutes, partial(_end_without_partner, control, rank)):
+            with heartbeats(minutes, partial(_end_after_silence, control, rank)):
                 summary = execute(order)
         finally:
             # torchrun stops all ranks when one has failed, also while one writes its reason.
@@ -107,27 +107,27 @@ def _run_order() -> int:
         return failures.REQUEUE_STATUS
     except Exception as error:
         failure = failures.describe(error, work_dir, log_file)
-        status_tells = failure["kind"] == "disk" and failure["message"] != failures.OUTPUT_FULL
-        _leave(control / f"failure.{rank}.json", failure, status_tells)
-        if status_tells:
+        is_in_status = failure["kind"] == "disk" and failure["message"] != failures.OUTPUT_FULL
+        _write_failure(control / f"failure.{rank}.json", failure, is_in_status)
+        if is_in_status:
             return failures.DISK_FULL_STATUS
         return {"user": 2, "lost": failures.LOST_RANK_STATUS}.get(failure["kind"], 1)
 
 
-def _leave(file: Path, failure: Mapping[str, str], status_tells: bool = False) -> None:
-    """Write the failure for the runner; else print it, unless `status_tells` it already."""
+def _write_failure(file: Path, failure: Mapping[str, str], is_in_status: bool = False) -> None:
+    """Write the failure for the runner; if that fails, print it unless `is_in_status`."""
     if failure["kind"] in ("lost", "frozen"):
         logger.error("%s", failure["message"])
     try:
         write_json(file, failure)
     except OSError:
-        if not status_tells:
+        if not is_in_status:
             print(failure["message"], file=sys.stderr)
 
 
-def _end_without_partner(control: Path, rank: int, message: str) -> None:
+def _end_after_silence(control: Path, rank: int, message: str) -> None:
     """End the process from a thread, since its main thread waits for a frozen process."""
-    _leave(control / f"failure.{rank}.frozen.json", {"kind": "frozen", "message": message})
+    _write_failure(control / f"failure.{rank}.frozen.json", {"kind": "frozen", "message": message})
     os._exit(failures.LOST_RANK_STATUS)
 
 
@@ -145,7 +145,7 @@ def interrupt(signum: int, frame: object) -> None:
 
 
 def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Repeat a signal whose exception was lost in a destructor or callback, as imports have."""
+    """Repeat a signal whose exception was lost in a destructor or in a callback of an import."""
     if isinstance(lost.exc_value, _Signalled):
         # An exception here would be lost again.
         threading.Timer(0.05, os.kill, (os.getpid(), lost.exc_value.number)).start()

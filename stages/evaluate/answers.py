@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 GENERATION, SCORING = 6, 2
 # File in the work directory with names and identities of the evaluated models.
 MODELS = "models.json"
-# Suffixes of the other files that models and tokenizers are read from.
-_READ = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+# Suffixes of files other than weights and code that models and tokenizers are read from.
+_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
-_PLAIN = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
+_FILE_NAME = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedModel:
     """A model to evaluate, as a hybrid under `mask` if one is given.
 
     `kv_budget` is one of the budgets it serves, in KV slots; None: its default. `identity` names
@@ -66,13 +66,13 @@ class TaskGroup:
     `tasks` are all tasks, with and without answers. A rule of lm-eval has a metric, its filters
     (None: all that the tasks have), and whether the mean is over all documents (`weight_by_size`)
     or over the tasks. Without rules the score is the unweighted mean of the tasks' scores; each of
-    `parts` is first averaged to one score. `is_asked`: the recipe names the group itself.
+    `parts` is first averaged to one score. `is_named`: the recipe names the group itself.
     """
 
     tasks: tuple[str, ...]
     rules: tuple[AggMetricConfig, ...] = ()
     parts: tuple[tuple[str, ...], ...] = ()
-    is_asked: bool = False
+    is_named: bool = False
 
 
 class ModelError(RunError):
@@ -91,11 +91,11 @@ class AnswerFolder:
     shared: Path | None
     rank: int
 
-    def journal(self, model: Evaluated, subtask: Subtask) -> Journal:
+    def journal(self, model: EvaluatedModel, subtask: Subtask) -> Journal:
         """The file to which this rank appends."""
         return Journal(self._folder(model) / f"{_stem(subtask)}.rank{self.rank}.jsonl")
 
-    def read(self, model: Evaluated, subtask: Subtask) -> Answers:
+    def read(self, model: EvaluatedModel, subtask: Subtask) -> Answers:
         """Answers by sample index; truncated and damaged lines are left out."""
         answers: Answers = {}
         folder, stem = self._folder(model), f"{_stem(subtask)}.rank"
@@ -105,9 +105,9 @@ class AnswerFolder:
                     answers.setdefault(index, record)
         return answers
 
-    def _folder(self, model: Evaluated) -> Path:
+    def _folder(self, model: EvaluatedModel) -> Path:
         if self.shared is not None and model.identity is not None:
-            return answers_of(self.shared) / model.identity
+            return shared_answers(self.shared) / model.identity
         # A name may be any text, even a path.
         return self.folder / digest_of({"name": model.name, "identity": model.identity})
 
@@ -116,11 +116,11 @@ def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """A sample's index and answer; raises KeyError or TypeError if the line lacks them."""
     operator.index(line["index"])
     for value in [line["score"]] if "score" in line else line["loss"]:
-        math.isfinite(value)
+        math.isfinite(value)  # raises TypeError unless it is a number
     return line["index"], line
 
 
-def answers_of(shared: Path) -> Path:
+def shared_answers(shared: Path) -> Path:
     """The folder of the answers of models with an identity, below a shared folder."""
     return shared / "answers" / VERSIONS
 
@@ -128,14 +128,14 @@ def answers_of(shared: Path) -> Path:
 def forget_answers(shared: Path, identities: Iterable[str]) -> None:
     """Delete the answers of these models at all budgets."""
     for identity in identities:
-        remove(answers_of(shared) / identity)
-        for place in answers_of(shared).glob(f"{identity}-*"):
-            if place.name.removeprefix(f"{identity}-").isdecimal():  # others have a mask
-                remove(place)
+        remove(shared_answers(shared) / identity)
+        for path in shared_answers(shared).glob(f"{identity}-*"):
+            if path.name.removeprefix(f"{identity}-").isdecimal():  # others have a mask
+                remove(path)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:
-    """A short hash of everything but the model that a subtask's answers depend on."""
+    """A short hash of `content`: everything that a subtask's answers depend on but the model."""
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:16]
 
 
@@ -145,23 +145,23 @@ def content_identity(folder: Path, model: ModelConfig, sha256: Callable[[Path], 
     `sha256` returns the content hash of a file.
     """
     files = {path.relative_to(folder).as_posix(): sha256(path) for path in model_files(folder)}
-    how = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
-    return hashlib.sha256(canonical_json({"files": files, **how}).encode()).hexdigest()
+    settings = {"dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
+    return hashlib.sha256(canonical_json({"files": files, **settings}).encode()).hexdigest()
 
 
 def model_files(folder: Path) -> list[Path]:
     """The weights and all other files that a model or its tokenizer may be read from."""
     weights = {folder / name for name in weight_files(folder)}
-    beside = {path for path in folder.iterdir() if path.suffix in _READ}
+    others = {path for path in folder.iterdir() if path.suffix in _SUFFIXES}
     code = {folder / name for name in code_files(folder)}
-    return sorted(path for path in weights | beside | code if path.is_file())
+    return sorted(path for path in weights | others | code if path.is_file())
 
 
 def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | None:
     """`content_identity` of a model in a stage's published output, from the hashes in its manifest.
 
-    None if the stage ran alone, so that there is no manifest. Raises RunError when the manifest
-    lacks a file of the model.
+    None if the stage ran outside the pipeline, without a manifest. Raises RunError when the
+    manifest lacks a file of the model.
     """
     if not exists(stage / Manifest.FILE):
         return None
@@ -179,6 +179,6 @@ def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | N
 def _stem(subtask: Subtask) -> str:
     """A valid file name for any task name: users' files may name tasks."""
     task = subtask.task
-    if not _PLAIN.fullmatch(task):
+    if not _FILE_NAME.fullmatch(task):
         task = digest_of({"task": task})
     return f"{task}-{subtask.length}-{subtask.digest}"

@@ -16,14 +16,14 @@ from data_prep.text import encode_answer, encode_prompt
 Turns = list[dict[str, str]]
 
 # Stands for the prompt while the template is split around it.
-_PLACE = "@@prompt@@"
-# Version of the templates' prompts: answers to those of another version are not reused.
+_PLACEHOLDER = "@@prompt@@"
+# Version of the prompts made here: answers to prompts of another version are not reused.
 _VERSION = 3
-# A fixed date in prompts, the default of Llama's templates. A template cannot be passed a function,
-# so this text is put before it.
-_NOW = "strftime_now"
-_TODAY = (
-    f"{{%- macro {_NOW}(format) -%}}{{{{ format"
+# A fixed date in prompts, the default of Llama's templates: a macro put before the template
+# replaces the function that transformers gives it.
+_DATE_FUNCTION = "strftime_now"
+_DATE_MACRO = (
+    f"{{%- macro {_DATE_FUNCTION}(format) -%}}{{{{ format"
     + "".join(
         f"|replace('{code}', '{datetime(2024, 7, 26):{code}}')"
         for code in ("%Y", "%y", "%m", "%d", "%B", "%b", "%A", "%a", "%H", "%I", "%M", "%S", "%p")
@@ -45,10 +45,11 @@ class ChatTemplate:
                 f"evaluate.chat_template: the tokenizer of {tokenizer.name_or_path} has no chat "
                 "template; set it to false"
             )
-        if _NOW in str(tokenizer.chat_template):
-            self._template = f"{_TODAY}{tokenizer.get_chat_template()}"
-        before, place, after = self.text([{"role": "user", "content": _PLACE}]).partition(_PLACE)
-        if not place:
+        if _DATE_FUNCTION in str(tokenizer.chat_template):
+            self._template = f"{_DATE_MACRO}{tokenizer.get_chat_template()}"
+        turn = {"role": "user", "content": _PLACEHOLDER}
+        before, placeholder, after = self.text([turn]).partition(_PLACEHOLDER)
+        if not placeholder:
             raise UserError(
                 f"evaluate.chat_template: the template of {tokenizer.name_or_path} leaves out what "
                 "the user says"
@@ -58,7 +59,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(content.encode()).hexdigest()
 
     def text(self, turns: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text, to be answered or, without `add_generation_prompt`, continued."""
+        """A conversation as text; without `add_generation_prompt` its last turn stays open."""
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(turns),
@@ -84,14 +85,14 @@ class ChatTemplate:
         prompt_ids = list(prompt)
         while prompt_ids and prompt_ids[0] in special:  # the template adds them
             prompt_ids = prompt_ids[1:]
-        begun: list[int] = []
-        # Some tokenizers put a space before any text; the prompt must have no second one.
+        prefix_ids: list[int] = []
+        # With or without a space before it: some tokenizers put one before any text.
         for text in (answer_prefix, answer_prefix.removeprefix(" ")):
             ids = encode_answer(self._tokenizer, text)
             if ids and prompt_ids[-len(ids) :] == ids:
-                prompt_ids, begun = prompt_ids[: -len(ids)], ids
+                prompt_ids, prefix_ids = prompt_ids[: -len(ids)], ids
                 break
-        return [*self._before, *prompt_ids, *self._after, *begun]
+        return [*self._before, *prompt_ids, *self._after, *prefix_ids]
 
 
 def prompt_of(

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from bosch.budget import LayerHeads, window_shares
 from bosch.context_split import ContextSplit
 from bosch.model.cache_size import CacheSize, states_text
+from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
@@ -38,7 +39,7 @@ def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     text = ", once for all recipes on this model"
     result = _cost(loaded, devices, [full], shape.parameters, text)
     work, _ = _work(loaded.recipe[EvaluateConfig], loaded.positions)
-    return replace(result, disk=result.disk + sum(part.kept for part in work))
+    return replace(result, disk=result.disk + sum(part.stored_bytes for part in work))
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -63,13 +64,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     models += [counted(checkpoints, "checkpoint")] * (checkpoints > 0)
     models += [counted(untrained - 1, "rival")] * (untrained > 1)
     models += ["the trained rival"] * trained_rival
-    *most, last = models
-    text = f" each for {', '.join(most)} and {last}" if most else f" for {last}"
+    *others, last = models
+    text = f" each for {', '.join(others)} and {last}" if others else f" for {last}"
     if windows:
         text += f", for the untrained ones at {counted(len(windows), 'more window')}"
     if budgets:
-        more = counted(len(budgets), "more budget")
-        text += f", for the hybrid{' and checkpoints' * (checkpoints > 0)} at up to {more}"
+        hybrids = "the hybrid and checkpoints" if checkpoints else "the hybrid"
+        text += f", for {hybrids} at up to {counted(len(budgets), 'more budget')}"
     # A hybrid made from the original takes over its weights one at a time.
     return _cost(loaded, devices, layouts, shape.parameters + shape.largest_weight, text)
 
@@ -77,15 +78,16 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _more_budgets(loaded: LoadedRecipe, chosen_layout: Layout) -> list[Layout]:
     """Upper bounds of the layouts that are scored besides the chosen one.
 
-    Of `all`, which leaves out the original's, the largest within the chosen layout is the chosen.
+    Among all budgets, the chosen one is the largest within the chosen layout.
     """
     budgets = loaded.recipe[EvaluateConfig].budgets
     if budgets == "chosen":
         return []
     layouts: list[Layout] = [*budget_rows(loaded, budgets).values()]
     if budgets == "all":
-        within = sum(_full_heads(rows) <= _full_heads(chosen_layout) for rows in layouts)
-        del layouts[max(0, within - 1)]
+        most = _full_heads(chosen_layout)
+        fitting = sum(_full_heads(layout) <= most for layout in layouts)
+        del layouts[max(0, fitting - 1)]
     return layouts
 
 
@@ -94,9 +96,9 @@ def _full_heads(rows: Layout) -> int:
 
 
 def _cost(
-    loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], weights: int, of_whom: str
+    loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], weights: int, models: str
 ) -> Cost:
-    """All suites (with known samples) of a model with each of `layouts`.
+    """All suites (with known samples) of a model with each of `layouts`; `models` names these.
 
     A process holds `weights` bytes and the largest layout's cache.
     """
@@ -104,42 +106,36 @@ def _cost(
     work, facts = _work(recipe[EvaluateConfig], loaded.positions)
     samples = sum(part.samples for part in work)
     sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
-    number, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
+    itemsize, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0
-    caches = [CacheSize.of(layout, shape.kinds, number, state_bytes=0) for layout in layouts]
+    caches = [CacheSize.of(layout, shape.kinds, itemsize, state_bytes=0) for layout in layouts]
     for layout, cache in zip(layouts, caches, strict=True):
+        shares = window_shares(layout)
         for part in work:
-            shares = window_shares(layout)
             flops += shape.forward_flops(part.tokens, part.length, shares, part.logits)
             # A generated token reads all weights once for the batch, and the cache of its row. If
             # processes share prompts, the first process generates.
-            each = number * shape.active_parameters / min(rows, part.most_rows)
-            reads += sharing * (part.logits or 0) * (each + cache.dynamic(part.length))
-    memory = f"per process: {format_bytes(number * weights)} of weights"
+            weight_bytes = itemsize * shape.active_parameters / min(rows, part.most_rows)
+            reads += sharing * (part.logits or 0) * (weight_bytes + cache.dynamic(part.length))
+    memory = f"per process: {format_bytes(itemsize * weights)} of weights"
     if work:
         largest = max(work, key=lambda part: min(rows, part.most_rows) * part.longest)
-        longest, rows = largest.longest, min(rows, largest.most_rows)
-        cached = max(cache.dynamic(longest) for cache in caches)
-        sizes = ActivationSizes.of(shape, number, sharing=sharing)
-        where = " in the first one" if sharing > 1 else ""
-        beside = states_text(len(shape.kinds.states))
         if sharing > 1:
-            split = ContextSplit.padded(longest, sharing)
-            sent = number * max(pass_values(shape, layout, split) for layout in layouts)
-            facts.append(
-                f"each prompt split over {sharing} processes, which send each other "
-                f"{format_bytes(sent)} of one of {longest:,} tokens; the first one generates"
-            )
-        facts.append(f"{counted(samples, 'sample')}{of_whom}")
+            facts.append(_split_fact(shape, layouts, largest.longest, sharing, itemsize))
+        facts.append(f"{counted(samples, 'sample')}{models}")
         if generated := sum(part.logits or 0 for part in work):
             facts.append(
                 f"answers of up to {format_count(generated)} tokens to each, for which weights and "
                 "cache are read from memory"
             )
+        longest, rows = largest.longest, min(rows, largest.most_rows)
+        cache_bytes = rows * max(cache.dynamic(longest) for cache in caches)
+        pass_bytes = ActivationSizes.of(shape, itemsize, sharing=sharing).plain_pass(rows * longest)
+        where = " in the first one" if sharing > 1 else ""
         memory += (
-            f", {format_bytes(rows * cached)} of KV cache for {counted(rows, 'sample')} of "
-            f"{longest:,}{where}{beside}, about {format_bytes(sizes.plain_pass(rows * longest))} "
-            "in a pass"
+            f", {format_bytes(cache_bytes)} of KV cache for {counted(rows, 'sample')} of "
+            f"{longest:,}{where}{states_text(len(shape.kinds.states))}, "
+            f"about {format_bytes(pass_bytes)} in a pass"
         )
     return Cost(
         flops,
@@ -148,6 +144,17 @@ def _cost(
         (sharing,) if sharing > 1 else (max(1, samples),),
         efficiency=devices.efficiency or EFFICIENCY,
         reads=reads,
+    )
+
+
+def _split_fact(
+    shape: DecoderShape, layouts: Sequence[Layout], tokens: int, processes: int, itemsize: int
+) -> str:
+    split = ContextSplit.padded(tokens, processes)
+    sent = itemsize * max(pass_values(shape, layout, split) for layout in layouts)
+    return (
+        f"each prompt split over {processes} processes, which send each other "
+        f"{format_bytes(sent)} of one of {tokens:,} tokens; the first one generates"
     )
 
 
@@ -165,29 +172,28 @@ def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], 
         if not benchmark.tasks or section is None or not {*benchmark.tasks} <= {*section.tasks}:
             continue
         unknown -= {*benchmark.tasks}
-        left_out = f"; without {benchmark.left_out}" if benchmark.left_out else ""
+        excluded = f"; without {benchmark.excluded}" if benchmark.excluded else ""
         if not benchmark.documents:
-            facts.append(f"{benchmark.name}: samples below, data: {benchmark.data}{left_out}")
+            facts.append(f"{benchmark.name}: samples below, data: {benchmark.data}{excluded}")
             continue
-        documents = min(
-            benchmark.documents, benchmark.parts * (section.samples or benchmark.documents)
-        )  # of each
+        per_part = section.samples or benchmark.documents
+        documents = min(benchmark.documents, benchmark.parts * per_part)
         repeats = int(section.settings.get(benchmark.tasks[0], {}).get("repeats", 1))
         length = benchmark.prompt + benchmark.answer
-        samples, read = documents * repeats, min(length, positions or length)
+        samples, tokens = documents * repeats, min(length, positions or length)
         # For answers that are only scored, not generated, lm-eval computes all logits.
         generated = samples * benchmark.answer if benchmark.answer else None
-        work.append(Work(samples, samples * read, read, read, logits=generated))
+        work.append(Work(samples, samples * tokens, tokens, tokens, logits=generated))
         answers = f", {repeats} answers each" if repeats > 1 else ""
-        part = f" (the model reads the last {read:,})" if read < length else ""
+        part = f" (the model reads the last {tokens:,})" if tokens < length else ""
         facts.append(
             f"{benchmark.name}: {counted(documents, 'document')} of about {length:,} tokens{part}"
-            f"{answers}, data: {benchmark.data}{left_out}"
+            f"{answers}, data: {benchmark.data}{excluded}"
         )
     if unknown:
         facts.append(f"not counted, their samples are unknown: {', '.join(sorted(unknown))}")
     for section in evaluate.suites.values():
-        own_work, own_facts = section.work()
-        work += own_work
-        facts += own_facts
+        suite_work, suite_facts = section.work()
+        work += suite_work
+        facts += suite_facts
     return work, facts

@@ -24,7 +24,7 @@ from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 from stages.evaluate.shared_reading import SharedReading
 
-_NO_NUMBERS = "its logits are no numbers (NaN)"
+_NAN_LOGITS = "its logits are no numbers (NaN)"
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,25 @@ class _AllAnswersGiven(StoppingCriteria):
         return torch.tensor(self._done, device=input_ids.device)
 
 
-class Numbers(LogitsProcessor):  # type: ignore[misc]
+class NanCheck(LogitsProcessor):  # type: ignore[misc]
     """Remembers whether a step had NaN logits, which greedy decoding would choose."""
 
     def __init__(self) -> None:
-        self._faulty: torch.Tensor | bool = False
+        self._has_nan: torch.Tensor | bool = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._faulty = scores.isnan().any() | self._faulty
+        self._has_nan = scores.isnan().any() | self._has_nan
         return scores
 
     def check(self) -> None:
-        if self._faulty:
-            raise ModelError(_NO_NUMBERS)
+        if self._has_nan:
+            raise ModelError(_NAN_LOGITS)
 
 
-def check_numbers(logits: torch.Tensor) -> None:
+def refuse_nan(logits: torch.Tensor) -> None:
     """Raise ModelError for NaN logits."""
     if logits.isnan().any():
-        raise ModelError(_NO_NUMBERS)
+        raise ModelError(_NAN_LOGITS)
 
 
 def decode(tokenizer: Any, ids: torch.Tensor) -> str:
@@ -100,34 +100,34 @@ def generate(
     """Batches of questions with the text generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
-    it looks for. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
+    to its question. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
     least one token. If processes read prompts together (`shared`), all of them get the texts.
     Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
     positions = max_positions(model.config)
 
     def room(question: Question) -> int:
-        """Tokens that the prompt leaves for an answer, whose last token is never an input."""
+        """Most tokens of an answer within the positions; its last token is never an input."""
         return (positions or sys.maxsize) + 1 - len(question.prompt_ids)
 
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
     for question in order:
-        most = question.new_tokens or max_new_tokens
-        if most > room(question):
+        limit = question.new_tokens or max_new_tokens
+        if limit > room(question):
             raise ModelError(
-                f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {most:,} are "
+                f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {limit:,} are "
                 f"more than its {positions:,} positions"
             )
     # An answer's limit depends on its question only, not on the other questions of the batch.
-    cut = [question for question in order if room(question) < max_new_tokens]
-    whole = order[len(cut) :]
-    batches = [[question] for question in cut]
-    batches += [whole[at : at + batch_size] for at in range(0, len(whole), batch_size)]
+    short_of_room = [question for question in order if room(question) < max_new_tokens]
+    others = order[len(short_of_room) :]
+    batches = [[question] for question in short_of_room]
+    batches += [others[at : at + batch_size] for at in range(0, len(others), batch_size)]
     for batch in batches:
-        most = min(max_new_tokens, room(batch[0]))
-        outputs = _generate_batch(model, tokenizer, batch, most, stop_at_newline, not_empty, shared)
-        yield list(zip(batch, outputs, strict=True))
+        limit = min(max_new_tokens, room(batch[0]))
+        texts = _generate_batch(model, tokenizer, batch, limit, stop_at_newline, not_empty, shared)
+        yield list(zip(batch, texts, strict=True))
 
 
 @torch.inference_mode()
@@ -159,7 +159,7 @@ def _generate_batch(
     ids, mask = ids.to(model.device), mask.to(model.device)
 
     def answer(cache: Cache | None = None) -> list[str]:
-        numbers = Numbers()
+        nan_check = NanCheck()
         saved, model.generation_config = model.generation_config, GenerationConfig()
         try:  # unset fields come from the model's generation_config.json
             output = model.generate(
@@ -167,20 +167,20 @@ def _generate_batch(
                 attention_mask=mask,
                 **{CACHE_NAME: cache},
                 generation_config=settings,
-                logits_processor=LogitsProcessorList([numbers]),
+                logits_processor=LogitsProcessorList([nan_check]),
                 stopping_criteria=StoppingCriteriaList(
                     [_AllAnswersGiven(tokenizer, batch, length)]
                 ),
             )
         finally:
             model.generation_config = saved
-        numbers.check()
+        nan_check.check()
         return [decode(tokenizer, _without_end(row[length:], pad)) for row in output]
 
     if shared is None:
         return answer()
     cache = shared.cache(model, ids, mask)
-    return shared.of_first(lambda: answer(cache))
+    return shared.on_first(lambda: answer(cache))
 
 
 def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:
 def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> list[int] | None:
     """Ids of the tokens that end a sequence, from the model's generation settings."""
     ends = model.generation_config.eos_token_id
-    tokens = list(ends) if isinstance(ends, Sequence) else [] if ends is None else [ends]
+    tokens = [ends] if isinstance(ends, int) else list(ends or ())
     if not all(isinstance(token, int) for token in tokens):
         raise ModelError(f"the eos_token_id of its generation settings is {ends!r:.60}")
     if stop_at_newline:

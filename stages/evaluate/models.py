@@ -28,7 +28,7 @@ from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.scores import (
     FAILED_MODELS,
@@ -51,7 +51,7 @@ _CACHED = "cached.json"
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a model has no scores in a suite (None: in any suite), on one rank."""
+    """The reason, on one rank, why a model has no scores in a suite (None: in all suites)."""
 
     model: str
     suite: str | None
@@ -62,21 +62,21 @@ class _Fault:
 @partners_alive()
 def evaluate_models(
     config: StageConfig[EvaluateConfig],
-    models: Sequence[Evaluated],
+    models: Sequence[EvaluatedModel],
     tokenizer: TokenizerSpec,
     work_dir: Path,
     *,
     calibration: CalibrationNeedles | None = None,
     original: Path | None = None,
-    kind: type[Scores] = Scores,
+    scores_type: type[Scores] = Scores,
 ) -> Scores:
     """Score `models` and write scores.json and samples.jsonl; called on every rank.
 
     scores.json begins with the scores in the folder `original`, if it is given; otherwise the
     original may be one of `models`. All other scores are compared with the original's.
-    samples.jsonl holds only the answers of `models`. Samples are dealt to the ranks in turn. Every
-    rank appends its answers to its own files. A killed run resumes from them with any number of
-    ranks, and other runs on the same models and samples reuse them.
+    samples.jsonl holds only the answers of `models`. Samples are dealt to the ranks in turn, and
+    every rank appends its answers to its own files. A killed run resumes from them with any number
+    of ranks, and other runs on the same models and samples reuse them.
 
     Raises UserError when a model or the data of samples is missing or damaged, and RunError when a
     sample shares a needle with the `calibration` set.
@@ -91,7 +91,7 @@ def evaluate_models(
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
         shared = SharedReading()
         rank_options |= {"rank": 0, "world": 1, "shared": shared}
-    if kind.finished(work_dir) is None:
+    if scores_type.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites = _suites(
             config, load_tokenizer(tokenizer), calibration, answers_dir, rank_options, tables
@@ -112,14 +112,14 @@ def evaluate_models(
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
             tables["cached_answers"] = load_json(answers_dir / _CACHED)["answers"]
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
-            kind.model_validate(tables).write(work_dir)
+            scores_type.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
         remove(answers_dir)
-    return kind.read(work_dir)
+    return scores_type.read(work_dir)
 
 
-def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suite]) -> None:
+def _count_cached(path: Path, models: Sequence[EvaluatedModel], suites: Sequence[Suite]) -> None:
     """Store, once, how many samples of this run have been answered by earlier runs."""
     if not exists(path):
         answers = sum(
@@ -133,7 +133,7 @@ def _count_cached(path: Path, models: Sequence[Evaluated], suites: Sequence[Suit
 
 
 def process_state(runtime: Runtime) -> PartialState:
-    """The processes of a run; the first call joins them."""
+    """The processes of a run; the first call connects them."""
     # Without cpu=True accelerate would not connect several CPU processes.
     timeout = timedelta(minutes=runtime.timeout_minutes)
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timeout)
@@ -197,25 +197,24 @@ def _chat_template(
 
 def _answer(
     config: StageConfig[EvaluateConfig],
-    models: Sequence[Evaluated],
+    models: Sequence[EvaluatedModel],
     suites: Sequence[Suite],
     state: PartialState,
     shared: SharedReading | None,
 ) -> list[_Fault]:
-    """Answer this rank's unanswered samples for every model; returns faults.
-
-    A fault is a suite in which a model cannot be evaluated; other suites and models continue.
-    """
+    """Answer this rank's unanswered samples for every model; a fault does not stop the others."""
     faults: list[_Fault] = []
     loaded: Any = None
     in_memory: ModelConfig | None = None
-    unanswered = {m.name: sum(suite.count_unanswered(m) for suite in suites) for m in models}
+    unanswered = {
+        model.name: sum(suite.count_unanswered(model) for suite in suites) for model in models
+    }
     with progress(sum(unanswered.values()), "evaluation", "samples") as bar:
         for model in models:
             if not unanswered[model.name]:
                 continue
             logger.info("evaluating %s (%s)", model.name, model.model.path)
-            with _noting(faults, model.name):
+            with _recording_faults(faults, model.name):
                 if model.kv_budget is not None and model.model == in_memory:
                     loaded.set_kv_budget(model.kv_budget)
                 else:
@@ -224,14 +223,14 @@ def _answer(
                     loaded = load() if shared is None else shared.load(load, config.runtime)
                     in_memory = model.model
                 for suite in suites:
-                    with _noting(faults, model.name, suite.name):
+                    with _recording_faults(faults, model.name, suite.name):
                         suite.run(model, loaded, bar)
     return faults
 
 
 @contextmanager
-def _noting(faults: list[_Fault], model: str, suite: str | None = None) -> Iterator[None]:
-    """Turn UserError and ModelError inside the block into a fault of the model."""
+def _recording_faults(faults: list[_Fault], model: str, suite: str | None = None) -> Iterator[None]:
+    """Append UserError and ModelError from inside the block to `faults`."""
     try:
         yield
     except (UserError, ModelError) as error:
@@ -241,7 +240,7 @@ def _noting(faults: list[_Fault], model: str, suite: str | None = None) -> Itera
 
 
 def _failed_models(
-    faults: Sequence[_Fault], models: Sequence[Evaluated], suites: Sequence[Suite]
+    faults: Sequence[_Fault], models: Sequence[EvaluatedModel], suites: Sequence[Suite]
 ) -> dict[str, str]:
     """Reasons why models have no scores at all, by name; raises if no model has scores.
 
@@ -250,9 +249,10 @@ def _failed_models(
     failed: dict[str, str] = {}
     for model in models:
         model_faults = [fault for fault in faults if fault.model == model.name]
-        without = {fault.suite for fault in model_faults}
+        failed_suites = {fault.suite for fault in model_faults}
         reason = "; ".join(dict.fromkeys(fault.reason for fault in model_faults))
-        if None in without or (model_faults and without >= {suite.name for suite in suites}):
+        failed_in_all = bool(model_faults) and failed_suites >= {suite.name for suite in suites}
+        if None in failed_suites or failed_in_all:
             failed[model.name] = reason
     if models and len(failed) == len(models):
         kind = UserError if all(fault.is_user_error for fault in faults) else RunError
@@ -265,7 +265,7 @@ def _failed_models(
 
 
 def load_evaluated(
-    config: StageConfig[EvaluateConfig], evaluated: Evaluated, device: torch.device
+    config: StageConfig[EvaluateConfig], evaluated: EvaluatedModel, device: torch.device
 ) -> Any:
     """Load a model in the precision and backend of the evaluation, as a hybrid if it has a mask."""
     model, mask = evaluated.model, evaluated.mask
@@ -283,39 +283,20 @@ def load_evaluated(
 
 
 def write_tables(
-    models: Sequence[Evaluated], suites: Sequence[Suite], work_dir: Path, original: Path | None
+    models: Sequence[EvaluatedModel], suites: Sequence[Suite], work_dir: Path, original: Path | None
 ) -> dict[str, Any]:
     """Write samples.jsonl; returns every model's tables, those of `original` first.
 
     Models in a suite's `failed` have no scores there.
     """
-    answers: dict[tuple[str, str], SuiteAnswers] = {}
-
-    def lines() -> Iterator[dict[str, Any]]:
-        for model in models:
-            for suite in suites:
-                if model.name not in suite.failed:
-                    records = list(suite.records(model))
-                    key = (model.name, suite.name)
-                    answers[key] = SuiteAnswers.of(records, *key)
-                    yield from records
-
-    write_samples(work_dir, lines())
+    answers = _write_answers(models, suites, work_dir)
     checkpoints: dict[str, Any] = {}
     own_tables: dict[str, dict[str, Any]] = {}
     if original is not None:
-        known = Scores.read(original).content
-        checkpoints |= known.get("checkpoints", {})
-        own_tables |= {suite.name: dict(known.get(suite.name, {})) for suite in suites}
-        records = [record for record in read_samples(original) if record["checkpoint"] == ORIGINAL]
-        for suite in suites:
-            fault = known.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
-            if fault is not None:
-                suite.failed[ORIGINAL] = fault
-                continue
-            answers[ORIGINAL, suite.name] = SuiteAnswers.of(records, ORIGINAL, suite.name)
-            apart = _not_compared(suite, answers[ORIGINAL, suite.name], known)
-            suite.missing = apart | suite.missing
+        published = Scores.read(original).content
+        checkpoints |= published.get("checkpoints", {})
+        own_tables |= {suite.name: dict(published.get(suite.name, {})) for suite in suites}
+        answers |= _original_answers(suites, original, published)
     for suite in suites:
         # A task left out for one model is left out for all, so that averages compare.
         tasks = {subtask.task for subtask in suite.subtasks}
@@ -339,15 +320,10 @@ def write_tables(
             base = answers.get((ORIGINAL, suite.name)) if model.name != ORIGINAL else None
             if (own_table := suite.own_table(suite_answers, base)) is not None:
                 own_tables.setdefault(suite.name, {})[model.name] = own_table
-                continue
-            table = _table(suite, suite_answers, base)
-            if table is None:
-                continue
-            for name, group in suite.groups.items():
-                if group.is_asked and name not in table.get("groups", {}):
-                    suite.missing[name] = "none of its tasks has its metric as a share of 1"
-            logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
-            checkpoints[model.name][suite.name] = table
+            elif (table := _table(suite, suite_answers, base)) is not None:
+                _note_missing_groups(suite, table)
+                logger.info("%s: %s average %.1f", model.name, suite.name, table["average"])
+                checkpoints[model.name][suite.name] = table
     absent = {suite.name: suite.missing | suite.failed for suite in suites}
     missing = {name: reasons for name, reasons in absent.items() if reasons}
     return {
@@ -358,6 +334,48 @@ def write_tables(
     }
 
 
+def _write_answers(
+    models: Sequence[EvaluatedModel], suites: Sequence[Suite], work_dir: Path
+) -> dict[tuple[str, str], SuiteAnswers]:
+    """Write samples.jsonl; returns the answers by model and suite."""
+    answers: dict[tuple[str, str], SuiteAnswers] = {}
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for model in models:
+            for suite in suites:
+                if model.name not in suite.failed:
+                    records = list(suite.records(model))
+                    key = (model.name, suite.name)
+                    answers[key] = SuiteAnswers.of(records, *key)
+                    yield from records
+
+    write_samples(work_dir, lines())
+    return answers
+
+
+def _original_answers(
+    suites: Sequence[Suite], original: Path, published: Mapping[str, Any]
+) -> dict[tuple[str, str], SuiteAnswers]:
+    """The published answers of the original; its faults and absent tasks go to the suites."""
+    answers: dict[tuple[str, str], SuiteAnswers] = {}
+    records = [record for record in read_samples(original) if record["checkpoint"] == ORIGINAL]
+    for suite in suites:
+        fault = published.get("missing", {}).get(suite.name, {}).get(ORIGINAL)
+        if fault is not None:
+            suite.failed[ORIGINAL] = fault
+            continue
+        suite_answers = SuiteAnswers.of(records, ORIGINAL, suite.name)
+        answers[ORIGINAL, suite.name] = suite_answers
+        suite.missing = _not_compared(suite, suite_answers, published) | suite.missing
+    return answers
+
+
+def _note_missing_groups(suite: Suite, table: Mapping[str, Any]) -> None:
+    for name, group in suite.groups.items():
+        if group.is_named and name not in table.get("groups", {}):
+            suite.missing[name] = "none of its tasks has its metric as a share of 1"
+
+
 def _digests(suite: Suite) -> dict[str, dict[int, str]]:
     digests: dict[str, dict[int, str]] = {}
     for subtask in suite.subtasks:
@@ -365,26 +383,28 @@ def _digests(suite: Suite) -> dict[str, dict[int, str]]:
     return digests
 
 
-def _not_compared(suite: Suite, original: SuiteAnswers, known: Mapping[str, Any]) -> dict[str, str]:
+def _not_compared(
+    suite: Suite, original: SuiteAnswers, published: Mapping[str, Any]
+) -> dict[str, str]:
     """By task, why it cannot be compared with the original, whose stage may have had other data.
 
-    `known` is the content of its scores.json.
+    `published` is the content of its scores.json.
     """
     if original.losses:  # a suite without scores
         return {}
     reasons: dict[str, str] = {}
-    digests = known.get("digests", {}).get(suite.name, {})
+    digests = published.get("digests", {}).get(suite.name, {})
     for subtask in suite.subtasks:
         task, length = subtask.task, str(subtask.length)
         if (task, subtask.length) not in original.scores:
-            why = known.get("missing", {}).get(suite.name, {}).get(task)
+            why = published.get("missing", {}).get(suite.name, {}).get(task)
             reasons[task] = "the original has no score of it" + (f" ({why})" if why else "")
         elif digests.get(task, {}).get(length, subtask.digest) != subtask.digest:
             reasons[task] = "the original answered other samples of it"
-    asked = {subtask.task for subtask in suite.subtasks}
-    table = known.get("checkpoints", {}).get(ORIGINAL, {}).get(suite.name, {})
+    tasks = {subtask.task for subtask in suite.subtasks}
+    table = published.get("checkpoints", {}).get(ORIGINAL, {}).get(suite.name, {})
     for task, _ in original.scores:
-        if task in table and task not in asked:
+        if task in table and task not in tasks:
             reasons[task] = "the original alone has a score of it"
     return {task: f"{reason}; run with --force original" for task, reason in reasons.items()}
 

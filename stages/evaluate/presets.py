@@ -19,9 +19,9 @@ PresetName = Literal["short", "long", "reasoning"]
 
 # Maximum tokens of a reasoning model's answer. Qwen3's settings have 32,768, but its base models
 # have only 32,768 positions, and the prompt takes some of them.
-_LONG = {"max_gen_toks": 30_720}
+_LONG_ANSWERS = {"max_gen_toks": 30_720}
 # Reasoning models sample their answers (Qwen3's settings).
-_SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, **_LONG}
+_SAMPLED_ANSWERS = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, **_LONG_ANSWERS}
 
 PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
     "short": (
@@ -45,7 +45,7 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
                   ("longproc_path_traversal", "longproc_tom_tracking", "longproc_html_to_tsv",
                    "longproc_travel_planning"),
                   documents=1_700, parts=11, prompt=12_000, answer=3_000, packages=("pandas",),
-                  left_out="countdown and pseudo_to_code, whose scores run what the model writes"),
+                  excluded="countdown and pseudo_to_code, whose scores run what the model writes"),
         Benchmark("GraphWalks", "openai/graphwalks", ("graphwalks_128k",), documents=1_150,
                   prompt=40_000, answer=1_000),
         Benchmark("InfiniteBench", "xinrongzhang2022/InfiniteBench", ("infinitebench",),
@@ -56,12 +56,12 @@ PRESETS: dict[PresetName, tuple[Benchmark, ...]] = {
     "reasoning": (
         # Minerva's version: hendrycks_math500 does not accept an answer in \\boxed.
         Benchmark("MATH500", "HuggingFaceH4/MATH-500", ("minerva_math500",), documents=500,
-                  prompt=120, answer=4_000, settings={"generation_kwargs": _LONG},
+                  prompt=120, answer=4_000, settings={"generation_kwargs": _LONG_ANSWERS},
                   packages=("math_verify", "sympy", "antlr4")),
         Benchmark("AIME 2024", "Maxwell-Jia/AIME_2024", ("aime24",), documents=30, prompt=150,
-                  answer=12_000, settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
+                  answer=12_000, settings={"repeats": 4, "generation_kwargs": _SAMPLED_ANSWERS}),
         Benchmark("AIME 2025", "math-ai/aime25", ("aime25",), documents=30, prompt=150,
-                  answer=12_000, settings={"repeats": 4, "generation_kwargs": _SAMPLED}),
+                  answer=12_000, settings={"repeats": 4, "generation_kwargs": _SAMPLED_ANSWERS}),
     ),
 }  # fmt: skip
 

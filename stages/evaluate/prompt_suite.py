@@ -43,9 +43,9 @@ class PromptSample:
 
 @dataclass(kw_only=True)
 class PromptSuite(Suite):
-    """Samples and answers.
+    """A suite whose samples come from the files that its section names.
 
-    All models get the same prompts, so they are tokenised once and kept: 4 bytes a token, 1 GB for
+    All models get the same prompts, so they are tokenised once: 4 bytes a token in memory, 1 GB for
     7,540 prompts of 32k tokens on one rank.
     """
 
@@ -77,21 +77,21 @@ class PromptSuite(Suite):
             if key not in digests:
                 digests[key] = self._digest(task, length, files)
             self._samples.setdefault(Subtask(task, length, digests[key]), []).append(sample)
-        known = {subtask.length for subtask in self._samples}
+        lengths = {subtask.length for subtask in self._samples}
         for length in self.section.lengths:
-            if length not in known:
+            if length not in lengths:
                 self.missing[f"{length:,} tokens"] = (
                     f"evaluate.{self.name}.lengths: {self.section.data_dir} has no sample of "
                     f"{length:,} tokens"
                 )
-        if not known:
+        if not lengths:
             raise UserError("; ".join(self.missing.values()))
 
     def _digest(self, task: str, length: int, files: Mapping[str, str]) -> str:
         """Hash of everything that a task's samples at a length depend on."""
-        alone: dict[str, Any] = {"tasks": [task], "lengths": [length]}
-        known = type(self.section).model_fields
-        section = self.section.model_copy(update={key: alone[key] for key in alone if key in known})
+        only: dict[str, Any] = {"tasks": [task], "lengths": [length]}
+        fields = type(self.section).model_fields
+        section = self.section.model_copy(update={key: only[key] for key in only if key in fields})
         identity = {
             "version": section.version,
             "files": {name: files[name] for name in section.files(Path(section.data_dir))},

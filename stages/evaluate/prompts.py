@@ -45,14 +45,14 @@ DataFolder = Annotated[PathText, Input(_identity, _check)]
 class PromptEvaluation(SuiteSection):
     """Fields of all these suites: data, lengths, samples.
 
-    `public_data` says where to find the data, `read` are the suffixes of its files. `published` is
-    the number of public samples of each of `kinds` at a length, `new_tokens` the approximate length
-    of an answer. Raise `version` when prompts or scores of the suite change.
+    `public_data` says where to find the data, `suffixes` are those of its files. The public data
+    has `kinds` kinds of samples with `published` samples each at a length. `new_tokens` is the
+    approximate length of an answer. Raise `version` when prompts or scores of the suite change.
     """
 
     runner = "stages.evaluate.prompt_suite:PromptSuite"
     public_data: ClassVar[str] = ""
-    read: ClassVar[tuple[str, ...]] = ()
+    suffixes: ClassVar[tuple[str, ...]] = ()
     published: ClassVar[int] = 0
     kinds: ClassVar[int] = 1
     new_tokens: ClassVar[int] = 0
@@ -73,7 +73,7 @@ class PromptEvaluation(SuiteSection):
 
     def files(self, folder: Path) -> list[str]:
         """Names of the folder's files that are read."""
-        paths = [path for path in files_below(folder) if path.suffix in self.read]
+        paths = [path for path in files_below(folder) if path.suffix in self.suffixes]
         return sorted(path.relative_to(folder).as_posix() for path in paths)
 
     @property

@@ -21,12 +21,12 @@ from bosch.search.methods import MethodName
 from bosch.search.runs import unsearched_mask
 from bosch.window import Window
 from stages.context import StageConfig
-from stages.evaluate.answers import Evaluated, digest_of
+from stages.evaluate.answers import EvaluatedModel, digest_of
 from stages.evaluate.models import process_state
 from stages.evaluate.scores import window_name
 from stages.evaluate.stage import EvaluateConfig
 from stages.prepare.stage import CALIBRATION, PrepareConfig
-from stages.search.budget import Price
+from stages.search.budget import EngineCache
 from stages.search.stage import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 @partners_alive()
 def rivals(
     config: StageConfig[EvaluateConfig], searched: HeadMaskFile, prepared: Path, work_dir: Path
-) -> list[Evaluated]:
+) -> list[EvaluatedModel]:
     """The untrained hybrids of `evaluate.rivals`, in its order; called on every rank.
 
     The first rank computes the masks with the calibration set in `prepared`, and writes each to
@@ -56,22 +56,24 @@ def rivals(
     if state.num_processes > 1:
         broadcast_object_list(masks)
     return [
-        Evaluated(file.method, config.model, _identity(config.model_identity, file), file)
+        EvaluatedModel(file.method, config.model, _identity(config.model_identity, file), file)
         for file in masks[0]
     ]
 
 
 def other_windows(
     config: StageConfig[EvaluateConfig], masks: Mapping[str | None, HeadMaskFile]
-) -> list[Evaluated]:
-    """The masks (by method, None: the search's) at the other `evaluate.windows` (BOSCH C.3)."""
+) -> list[EvaluatedModel]:
+    """Each mask at the other `evaluate.windows` (BOSCH C.3); key None: the search's mask."""
     models = []
     for method, mask in masks.items():
         for size in config.section.windows:
             if size != mask.window_size:
                 file = replace(mask, windows=(Window(size, mask.sinks),))
                 identity = _identity(config.model_identity, file)
-                models.append(Evaluated(window_name(size, method), config.model, identity, file))
+                models.append(
+                    EvaluatedModel(window_name(size, method), config.model, identity, file)
+                )
     return models
 
 
@@ -84,8 +86,8 @@ def rival_masks(
 ) -> list[HeadMaskFile]:
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
 
-    If that mask has several windows, they use the one that most of its sliding heads have, and the
-    fewest sliding heads with no larger KV cache. They use the mask's sink bias, if it has one.
+    If that mask has several windows, they use its most common one, and the fewest sliding heads
+    with no larger KV cache. They use the mask's sink bias, if it has one.
     """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(prepared / CALIBRATION)
@@ -94,8 +96,8 @@ def rival_masks(
     if len(searched.windows) > 1:
         kinds = decoder_layers(model.config)
         context = config.upstream_section(PrepareConfig).calibration.length
-        price = section.price(kinds, config.model.dtype, context)
-        window, ratio = one_window(searched, price, section.head_granularity)
+        cache = section.engine_cache(kinds, config.model.dtype, context)
+        window, ratio = one_window(searched, cache, section.head_granularity)
     settings = section.settings(config.seed, ratio)
     files = []
     for method in methods:
@@ -115,7 +117,9 @@ def rival_masks(
     return files
 
 
-def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[Window, float]:
+def one_window(
+    searched: HeadMaskFile, cache: EngineCache, granularity: int
+) -> tuple[Window, float]:
     """The most common window of a mask, and the smallest ratio with no larger cache at this window.
 
     1.0 if there is no such ratio.
@@ -124,7 +128,7 @@ def one_window(searched: HeadMaskFile, price: Price, granularity: int) -> tuple[
     counts = {window: sum(row[window] for row in rows) for window in searched.windows}
     window = max(searched.windows, key=lambda candidate: counts[candidate])
     heads = searched.mask.is_full.size
-    sliding = price.fewest_sliding(window, price.of(rows), granularity)
+    sliding = cache.fewest_sliding(window, cache.bytes_of(rows), granularity)
     return window, (heads if sliding is None else sliding) / heads
 
 

@@ -13,7 +13,7 @@ from bosch.model.loading import load_config
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
-from stages.evaluate.answers import Evaluated, published_identity
+from stages.evaluate.answers import EvaluatedModel, published_identity
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import other_windows, rivals
 from stages.evaluate.scores import HYBRID, budget_name, rival_name
@@ -32,7 +32,7 @@ def run(
     """Write scores.json and samples.jsonl below `work_dir`; called on every rank.
 
     scores.json repeats the original model's scores from inputs["original"]. Raises UserError when a
-    model or the essay folder is missing or damaged; and RunError when a sample shares a needle with
+    model or the essay folder is missing or damaged, and RunError when a sample shares a needle with
     the calibration set.
     """
     folders = {HYBRID: (inputs["materialize"] / MODEL, inputs["materialize"])}
@@ -53,7 +53,7 @@ def run(
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         identity = published_identity(folder, config.model, stage)
-        models.append(Evaluated(name, model, identity))
+        models.append(EvaluatedModel(name, model, identity))
         if stage != inputs.get("train_rival"):
             models += at_other_budgets(models[-1], config.section)
     return evaluate_models(
@@ -66,7 +66,7 @@ def run(
     ).averages
 
 
-def at_other_budgets(model: Evaluated, section: EvaluateConfig) -> list[Evaluated]:
+def at_other_budgets(model: EvaluatedModel, section: EvaluateConfig) -> list[EvaluatedModel]:
     """The model of a directory at each of `evaluate.budgets` except its default.
 
     Raises UserError if the directory lacks a budget.

@@ -64,11 +64,9 @@ def named_budget(name: str) -> tuple[str, str] | None:
 
 
 def _evaluated_name(name: str) -> str:
-    formed = any(
-        parse(name) is not None
-        for parse in (checkpoint_tokens, named_window, named_budget, named_rival)
-    )
-    if name not in (ORIGINAL, HYBRID, *METHODS) and not formed:
+    parsers = (checkpoint_tokens, named_window, named_budget, named_rival)
+    is_composed = any(parse(name) is not None for parse in parsers)
+    if name not in (ORIGINAL, HYBRID, *METHODS) and not is_composed:
         raise ValueError(
             f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, these @ <share> %, window-<n>, "
             "the methods and <method>-tokens-<n>"
@@ -86,12 +84,12 @@ ABOUT_MARKS = (
 )
 
 
-class Against(Record):
+class PairedComparison(Record):
     """A model compared with the original on the same samples, in points, with 95 % intervals.
 
-    `ratio` is the kept share of the original's score in percent; None if its interval is unbounded.
+    `ratio` is the model's score in percent of the original's; None if its interval is unbounded.
     `p_value` tests that both answer equally well. `visible_loss` is the smallest loss that this
-    number of `samples` detects (5 % level, 80 % power); None if they are too few.
+    number of `samples` detects (5 % level, 80 % power); None if no loss would be detected.
     """
 
     samples: int
@@ -107,19 +105,19 @@ class Against(Record):
 
     @property
     def relation(self) -> Relation:
-        """Whether the samples show (5 % level) that the two differ, or that they are similar."""
+        """Whether the samples show (5 % level) that the two models differ or are similar."""
         if not self.difference_low <= 0 <= self.difference_high:
             return "different"
-        close = self.difference_low >= -MARGIN and self.difference_high <= MARGIN
-        return "similar" if close else "undecided"
+        within_margin = self.difference_low >= -MARGIN and self.difference_high <= MARGIN
+        return "similar" if within_margin else "undecided"
 
 
-def mark(against: Against | None) -> str:
+def mark(against: PairedComparison | None) -> str:
     """The mark put before a score that does not differ significantly from the original's."""
     return "" if against is None else MARKS[against.relation]
 
 
-def power(against: Against | None) -> str:
+def power(against: PairedComparison | None) -> str:
     """The loss that a comparison's samples would detect, as the end of a sentence."""
     if against is None:
         return ""
@@ -134,7 +132,7 @@ class MeanScore(Record):
     score: float
     low: float
     high: float
-    against_original: Against | None = None
+    against_original: PairedComparison | None = None
 
 
 class TaskScore(MeanScore):
@@ -175,7 +173,7 @@ class SuiteScores(Record):
     low: float | None = None
     high: float | None = None
     standard_error: float | None = None
-    against_original: Against | None = None
+    against_original: PairedComparison | None = None
     by_length: dict[int, MeanScore] = Field(default={})
     groups: dict[str, GroupScore] = Field(default={})
 
@@ -186,7 +184,7 @@ class SuiteScores(Record):
 
     @property
     def samples(self) -> int:
-        return sum(subtask.samples for by in self.tasks.values() for subtask in by.values())
+        return sum(score.samples for task in self.tasks.values() for score in task.values())
 
 
 class BinLoss(Record):
@@ -215,10 +213,10 @@ class PositionLoss(Record):
 class Scores(WorkSummary):
     """scores.json: suites by evaluated model, and the source of the haystacks' text.
 
-    `missing` has the reason for each task without a score, by suite, and under FAILED_MODELS for
-    each model without any. `digests` identify the samples by suite, task and length. `prompts`:
-    whether prompts use the tokenizer's chat template. `cached_answers` were computed by earlier
-    runs, whose time the stage's time leaves out.
+    `missing` has the reason for each task without a score, by suite, and under FAILED_MODELS the
+    reason for each model without any. `digests` identify the samples by suite, task and length.
+    `prompts`: whether prompts use the tokenizer's chat template. `cached_answers` were computed by
+    earlier runs, so the stage's time does not include them.
     """
 
     FILE = "scores.json"
@@ -236,24 +234,23 @@ class Scores(WorkSummary):
         return self.missing.get(FAILED_MODELS, {})
 
     def notes(self, *suites: str) -> list[str]:
-        """Remarks on missing scores and truncated prompts; only of `suites`, if given."""
-        missing = [
+        """Remarks on missing scores and truncated prompts, in all suites or in `suites`."""
+        notes = [
             f"{suite}: {task} has no score: {reason}"
             for suite, tasks in self.missing.items()
             if suite in (suites or self.missing)
             for task, reason in tasks.items()
         ]
-        cut = [
-            f"{suite}: of {task} {score.cut:,} of {score.samples:,} samples are longer than the "
-            "model reads, and lost their beginning"
-            for tables in self.checkpoints.values()
-            for suite, table in tables.items()
-            if suite in (suites or tables)
-            for task, by_length in table.tasks.items()
-            for score in by_length.values()
-            if score.cut
-        ]
-        return [*missing, *dict.fromkeys(cut)]
+        for tables in self.checkpoints.values():
+            for suite in [name for name in tables if name in (suites or tables)]:
+                for task, by_length in tables[suite].tasks.items():
+                    notes += [
+                        f"{suite}: of {task} {score.cut:,} of {score.samples:,} samples are longer "
+                        "than the model reads, and lost their beginning"
+                        for score in by_length.values()
+                        if score.cut
+                    ]
+        return list(dict.fromkeys(notes))
 
     @property
     def last_trained(self) -> str | None:

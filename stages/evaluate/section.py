@@ -17,8 +17,8 @@ class Work:
 
     `tokens` is the sum over all samples; `longest` is the longest sample with its answer,
     `most_rows` the largest batch. Logits are computed at `logits` tokens, where answers are
-    generated; None: at all tokens. `kept` are the bytes on disk of the samples themselves, shared
-    by all models and recipes.
+    generated; None: at all tokens. `stored_bytes` is the size on disk of the samples
+    themselves, shared by all models and recipes.
     """
 
     samples: int
@@ -27,7 +27,7 @@ class Work:
     longest: int
     most_rows: int = sys.maxsize
     logits: int | None = None
-    kept: int = 0
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Benchmark:
     """Tasks of a suite of `evaluate` with their sizes; without tasks, the whole suite.
 
     `parts` is the number of tasks in a group of lm-eval. `settings` change each task's
-    configuration in lm-eval's format. `packages` are modules that the scores need. `left_out`:
-    parts of the benchmark that are not run, and why.
+    configuration in lm-eval's format. `packages` are modules that the scores need. `excluded`:
+    parts of the benchmark that are not run, and why. `prompt` and `answer` are in tokens.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Benchmark:
     answer: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
-    left_out: str = ""
+    excluded: str = ""
 
 
 def with_settings(task: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class SuiteSection(Section):
     reads_alone: ClassVar[bool] = False
 
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """Conflicts between its fields: messages that begin with `where`."""
+        """Conflicts between the section's fields: messages that begin with `where`."""
         yield from ()
 
     def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
@@ -94,11 +94,11 @@ class SuiteSection(Section):
         yield from ()
 
     def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Why tasks would have no score; `tasks` None: the tasks that the recipe names itself."""
+        """Reasons why `tasks` would have no score; None: the tasks that the recipe names itself."""
         yield from ()
 
     def with_benchmarks(self, added: Sequence[Benchmark]) -> Self:
-        """The section with the tasks of presets, which are optional, unlike tasks that it names."""
+        """The section with the tasks of presets as optional tasks."""
         section: Any = self
         missing = [
             task for benchmark in added for task in benchmark.tasks if task not in section.tasks
@@ -122,14 +122,14 @@ class SuiteSection(Section):
         return {}
 
     @property
-    def is_papers(self) -> bool:
-        """Whether its average is comparable with the NIAH averages of BOSCH's Table 1."""
+    def matches_paper(self) -> bool:
+        """Whether the average is comparable with the NIAH averages of BOSCH's Table 1."""
         return False
 
     def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
-        """The part of the model's card that its scores depend on."""
+        """Facts of the model's card that the scores depend on."""
         return {}
 
     def work(self) -> tuple[list[Work], list[str]]:
-        """Its known samples, and remarks for `plan`."""
+        """The samples that are known in advance, and remarks for `plan`."""
         return [], []

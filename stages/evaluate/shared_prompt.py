@@ -28,9 +28,9 @@ class SharedPrompt:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._works = keeps_every_token(self._new_cache())
-        if not self._works:
-            logger.info("what prompts share is computed for each: the model has other states")
+        self._is_supported = keeps_every_token(self._new_cache())
+        if not self._is_supported:
+            logger.info("the common prefix of prompts is not shared: the model has other states")
         self._ids = self._previous = torch.empty(0, dtype=torch.long)
         self._cache: Cache | None = None
 
@@ -40,34 +40,34 @@ class SharedPrompt:
         None if the common prefix is too short, or the model's cache has states other than keys and
         values of every token.
         """
-        if not self._works:
+        if not self._is_supported:
             return None
         padding = mask.argmax(dim=1)
-        most = int(padding.max())
+        most_padding = int(padding.max())
         # The last token is never in the cache: its logits begin the answer.
-        shared = _shared_beginning(ids, padding)[: ids.shape[1] - 1]
+        shared = _common_prefix(ids, padding)[: ids.shape[1] - 1]
         previous, self._previous = self._previous, shared
         if len(ids) == 1:
-            shared = shared[: _common(previous, shared)]
-        cached = _common(self._ids, shared)
-        if cached < len(shared) // 2 and len(shared) - most >= MIN_SHARED:
+            shared = shared[: _common_length(previous, shared)]
+        cached = _common_length(self._ids, shared)
+        if cached < len(shared) // 2 and len(shared) - most_padding >= MIN_SHARED:
             self._compute(shared)
             cached = len(shared)
-        if cached - most < MIN_SHARED:
+        if cached - most_padding < MIN_SHARED:
             return None
         assert self._cache is not None
         return padded_rows(self._cache, padding, cached)
 
     @torch.inference_mode()
-    def rest_logits(self, ids: Tensor, last: int) -> Tensor | None:
+    def rest_logits(self, ids: Tensor, last_count: int) -> Tensor | None:
         """Logits of sequences [B, T], zero-padded on the right, without those of the common prefix.
 
-        At least the `last` logits of every sequence are included. None if the prefix is too short.
+        Includes at least the last `last_count` logits of each sequence. None for a short prefix.
         """
-        beginning = _shared_beginning(ids, ids.new_zeros(len(ids)))
+        prefix = _common_prefix(ids, ids.new_zeros(len(ids)))
         # Id 0 may be padding in one row and a token in another.
-        length = int((beginning != 0).long().cumprod(0).sum())
-        ids_of_cache = ids[:, : max(length - last, 0) + 1]
+        length = int((prefix != 0).long().cumprod(0).sum())
+        ids_of_cache = ids[:, : max(length - last_count, 0) + 1]
         cache = self.cache(ids_of_cache, torch.ones_like(ids_of_cache))
         if cache is None:
             return None
@@ -91,17 +91,17 @@ class SharedPrompt:
         self._ids, self._cache = ids, cache
 
 
-def _shared_beginning(ids: Tensor, padding: Tensor) -> Tensor:
+def _common_prefix(ids: Tensor, padding: Tensor) -> Tensor:
     """The longest common prefix [C] of the rows' tokens."""
     first = ids[0, int(padding[0]) :]
     length = len(first)
     for row, start in zip(ids, padding.tolist(), strict=True):
-        length = min(length, _common(first, row[start:]))
+        length = min(length, _common_length(first, row[start:]))
     return first[:length]
 
 
-def _common(left: Tensor, right: Tensor) -> int:
+def _common_length(first: Tensor, second: Tensor) -> int:
     """Length of the common prefix of two sequences."""
-    length = min(len(left), len(right))
-    differs = left[:length].to(right.device) != right[:length]
+    length = min(len(first), len(second))
+    differs = first[:length].to(second.device) != second[:length]
     return int(differs.int().argmax()) if bool(differs.any()) else length

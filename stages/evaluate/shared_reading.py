@@ -27,7 +27,7 @@ _CHUNK = 1024
 
 
 class SharedReading:
-    """All processes of the run; each calls the same methods with the same arguments."""
+    """All processes of the run read prompts together; each calls the same methods alike."""
 
     def __init__(self) -> None:
         self._split = ContextParallel(dist.group.WORLD)
@@ -37,7 +37,7 @@ class SharedReading:
         """Whether this process generates, and writes the answers."""
         return self._split.communicator.rank == 0
 
-    def everywhere(self, work: Callable[[], T]) -> list[T]:
+    def on_all(self, work: Callable[[], T]) -> list[T]:
         """Call `work`, which must not communicate, in every process; returns all results.
 
         If it fails, all processes raise the error of the first one that failed.
@@ -54,8 +54,9 @@ class SharedReading:
                 raise fault
         return [result for result, _ in outcomes]
 
-    def of_first(self, work: Callable[[], T]) -> T:
-        result = self.everywhere(lambda: work() if self.is_first else None)[0]
+    def on_first(self, work: Callable[[], T]) -> T:
+        """The result of `work` in the first process; the others do not call it."""
+        result = self.on_all(lambda: work() if self.is_first else None)[0]
         assert result is not None
         return result
 
@@ -65,11 +66,11 @@ class SharedReading:
         Raises ModelError if the model changes logits in a way that `token_losses` does not support.
         """
         loaded: list[Any] = []
-        self.everywhere(lambda: loaded.append(load()))
+        self.on_all(lambda: loaded.append(load()))
         (model,) = loaded
         if not hasattr(model.config, "hybrid_attention"):
             prepare_for_search(model, runtime.attention)
-        self.everywhere(lambda: _check_output_head(model))
+        self.on_all(lambda: _check_output_head(model))
         return model
 
     def cache(self, model: Any, ids: Tensor, mask: Tensor) -> HybridCache | None:
@@ -84,10 +85,8 @@ class SharedReading:
         split, inputs, targets = self._split, tokens[:, :-1], tokens[:, 1:]
         with split.installed(model):
             output = model.get_decoder()(**split.inputs(inputs), use_cache=False)
-        states, own_targets = (
-            output.last_hidden_state[0],
-            split.local(split.whole_chunks(targets))[0],
-        )
+        states = output.last_hidden_state[0]
+        own_targets = split.local(split.whole_chunks(targets))[0]
         losses = [
             nn.functional.cross_entropy(answer_logits(model, chunk), labels, reduction="none")
             for chunk, labels in zip(states.split(_CHUNK), own_targets.split(_CHUNK), strict=True)

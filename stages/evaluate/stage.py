@@ -104,10 +104,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         yield from section.faults(loaded, f"evaluate.{name}")
         if evaluate.chat_template:
             yield from section.chat_faults(loaded, f"evaluate.{name}")
-    yield from _split(loaded, evaluate)
+    yield from _split_faults(loaded, evaluate)
 
 
-def _split(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
+def _split_faults(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
     runtime, field = loaded.recipe.runtime, "runtime.evaluate_parallel"
     if runtime.evaluate_parallel != "context":
         return

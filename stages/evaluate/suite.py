@@ -11,7 +11,7 @@ from typing import Any
 from bosch.errors import RunError
 from bosch.progress import Progress
 from data_prep.documents.calibration import CalibrationNeedles
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask, TaskGroup
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
 from stages.evaluate.shared_reading import SharedReading
@@ -26,8 +26,8 @@ class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
     If all processes read each prompt together (`shared`), the first one reads and writes the
-    answers for all. `missing` has the reasons why tasks have no score, `failed` those of models;
-    `groups` are sets of tasks with a common score.
+    answers for all. `missing` has the reason for each task without a score, `failed` for each
+    model; `groups` are sets of tasks with a common score.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Suite(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make or read this rank's questions."""
+        """Make or read the samples."""
 
     @abstractmethod
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the samples at `indices`."""
 
-    def run(self, model: Evaluated, loaded: Any, bar: Progress) -> None:
+    def run(self, model: EvaluatedModel, loaded: Any, bar: Progress) -> None:
         """Answer this rank's unanswered samples and store each batch when it is finished."""
         for subtask in self.subtasks:
             if indices := self.unanswered(model, subtask):
@@ -84,7 +84,7 @@ class Suite(ABC):
                         journal.append(*records)
                     bar.update(len(records), note=self.note(subtask))
 
-    def records(self, model: Evaluated) -> Iterator[dict[str, Any]]:
+    def records(self, model: EvaluatedModel) -> Iterator[dict[str, Any]]:
         """The model's answers in the order of subtask and index, as lines of samples.jsonl.
 
         Raises RunError when answers are missing.
@@ -97,9 +97,10 @@ class Suite(ABC):
                     f"{model.name}: {subtask.task} at {subtask.length} lacks {absent} of {count} "
                     "answers; run again to make up the rest"
                 )
-            head = {"checkpoint": model.name, "suite": self.name}
+            common = {"checkpoint": model.name, "suite": self.name}
+            place = {"task": subtask.task, "length": subtask.length}
             for index in range(count):
-                record = {**head, "task": subtask.task, "length": subtask.length, **answers[index]}
+                record = {**common, **place, **answers[index]}
                 document = self.document(subtask, index)
                 yield record if document is None else {**record, "document": document}
 
@@ -111,19 +112,19 @@ class Suite(ABC):
         """Text on the progress bar while a subtask is answered."""
         return f"{subtask.task} at {subtask.length:,}"
 
-    def count_unanswered(self, model: Evaluated) -> int:
+    def count_unanswered(self, model: EvaluatedModel) -> int:
         """How many samples of this rank the model has not answered."""
         return sum(len(self.unanswered(model, subtask)) for subtask in self.subtasks)
 
-    def unanswered(self, model: Evaluated, subtask: Subtask) -> list[int]:
+    def unanswered(self, model: EvaluatedModel, subtask: Subtask) -> list[int]:
         """This rank's samples of a subtask that have no answer, in ascending order."""
 
-        def answered() -> set[int]:
+        def read() -> set[int]:
             return set(self.answers.read(model, subtask))
 
-        known = answered() if self.shared is None else self.shared.of_first(answered)
-        mine = range(self.rank, self.samples(subtask), self.world)
-        return [index for index in mine if index not in known]
+        answered = read() if self.shared is None else self.shared.on_first(read)
+        own_indices = range(self.rank, self.samples(subtask), self.world)
+        return [index for index in own_indices if index not in answered]
 
     def generated(
         self, loaded: Any, questions: Sequence[Question], new_tokens: int, **options: bool

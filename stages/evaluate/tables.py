@@ -1,4 +1,4 @@
-"""From answers to scores.json and samples.jsonl."""
+"""Tables of scores.json from answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Part = tuple[Sequence[float], Sequence[float] | None]
 
 
 def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
-    """The mean score of each document, from the document of each score; None: its only score."""
+    """The mean score of each document, from (document, score) pairs; None: a document by itself."""
     documents: dict[Any, list[float]] = {}
     for document, score in scores:
         key = len(documents) if document is None else document
@@ -77,7 +77,7 @@ class SuiteAnswers(NamedTuple):
         return cls(
             {key: by_document(values) for key, values in scores.items()},
             {
-                key: {m: by_document(v) for m, v in by_metric.items()}
+                key: {metric: by_document(values) for metric, values in by_metric.items()}
                 for key, by_metric in metrics.items()
             },
             losses,
@@ -86,7 +86,7 @@ class SuiteAnswers(NamedTuple):
 
 
 def not_shares(subtasks: SubtaskScores) -> dict[str, str]:
-    """Why tasks have no scores in [0, 1], which intervals and averages need, by name."""
+    """Tasks with scores outside [0, 1], which intervals and averages need, with a reason."""
     return {
         task: "its score is no share of 1 per document"
         for (task, _), scores in subtasks.items()
@@ -104,8 +104,8 @@ def suite_table(
     """A model's table in a suite: task by length, averages, 95 % intervals, all in percent.
 
     `average` is the unweighted mean over the subtasks, which count as independent; a group that the
-    recipe names counts as one subtask if its score is a mean over documents. With the `original`
-    model's scores on the same samples every score is compared with the original's. A group has
+    recipe names counts as one subtask if its score is a mean over documents. If the `original`
+    model's scores on the same samples are given, every score is compared with them. A group has
     scores by its rules, over those of its tasks that have them.
     """
     base = original or {}
@@ -113,7 +113,7 @@ def suite_table(
     table: dict[str, Any] = {}
     for (task, length), part in parts.items():
         table.setdefault(task, {})[str(length)] = {
-            **_over([part]),
+            **_mean_row([part]),
             "standard_error": _standard_error(part[0]),
             "samples": len(part[0]),
         }
@@ -123,11 +123,11 @@ def suite_table(
     }
     averaged = dict(parts)
     for name, (_, pooled) in rows.items():
-        if groups and groups[name].is_asked and pooled is not None:
+        if groups and groups[name].is_named and pooled is not None:
             for key in [key for key in averaged if key[0] in groups[name].tasks]:
                 del averaged[key]
             averaged[name, 0] = pooled
-    average = _over(list(averaged.values()))
+    average = _mean_row(list(averaged.values()))
     errors = [_standard_error(scores) for scores, _ in averaged.values()]
     return {
         "average": average.pop("score"),
@@ -135,7 +135,7 @@ def suite_table(
         "standard_error": sum(error**2 for error in errors) ** 0.5 / len(errors),
         **table,
         "by_length": {
-            str(length): _over([part for key, part in averaged.items() if key[1] == length])
+            str(length): _mean_row([part for key, part in averaged.items() if key[1] == length])
             for length in sorted({length for _, length in averaged})
         },
         **({"groups": {name: row for name, (row, _) in rows.items() if row}} if rows else {}),
@@ -148,7 +148,7 @@ def _group_row(
     metrics: MetricScores,
     original: MetricScores,
 ) -> tuple[dict[str, Any], _Part | None]:
-    """A group's row, empty without a score; and its documents if its score is a mean over them."""
+    """A group's row, empty without a score, and the pooled documents if its score is their mean."""
     if not group.rules:
         keys = [key for key in parts if key[0] in group.tasks]
         if not keys:
@@ -156,28 +156,28 @@ def _group_row(
         names = {"tasks": [task for task, _ in keys], "of": len(group.tasks)}
         part_scores = [[parts[key] for key in keys if key[0] in part] for part in group.parts]
         averaged = [_pooled(subtasks, evenly=True) for subtasks in part_scores if subtasks]
-        return {**_over(averaged or [parts[key] for key in keys]), **names}, None
+        return {**_mean_row(averaged or [parts[key] for key in keys]), **names}, None
     keys = [key for key in metrics if key[0] in group.tasks and key in parts]
     scores: dict[str, dict[str, Any]] = {}
-    first: _Part | None = None
+    first_pooled: _Part | None = None
     for rule in group.rules:
         for metric in _metric_names(rule, [metrics[key] for key in keys]):
-            having = [key for key in keys if metric in metrics[key]]
-            of_tasks: list[_Part] = [
-                (metrics[key][metric], original.get(key, {}).get(metric)) for key in having
+            metric_keys = [key for key in keys if metric in metrics[key]]
+            task_parts: list[_Part] = [
+                (metrics[key][metric], original.get(key, {}).get(metric)) for key in metric_keys
             ]
-            if not having or not all(_are_shares(values) for values, _ in of_tasks):
+            if not metric_keys or not all(_are_shares(values) for values, _ in task_parts):
                 continue
-            pooled = _pooled(of_tasks) if rule.weight_by_size else None
+            pooled = _pooled(task_parts) if rule.weight_by_size else None
             if not scores:
-                first = pooled
+                first_pooled = pooled
             scores[metric] = {
-                **_over([pooled] if pooled is not None else of_tasks),
-                "tasks": [task for task, _ in having],
+                **_mean_row([pooled] if pooled is not None else task_parts),
+                "tasks": [task for task, _ in metric_keys],
             }
     if not scores:
         return {}, None
-    return {**next(iter(scores.values())), "of": len(group.tasks), "metrics": scores}, first
+    return {**next(iter(scores.values())), "of": len(group.tasks), "metrics": scores}, first_pooled
 
 
 def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -194,9 +194,9 @@ def _pooled(parts: Sequence[_Part], *, evenly: bool = False) -> _Part:
     `evenly`: the mean of the tasks' means instead.
     """
     originals = [base for _, base in parts if base is not None]
-    whole = len(originals) == len(parts)
+    complete = len(originals) == len(parts)
     joined = _joined([values for values, _ in parts], evenly)
-    return joined, _joined(originals, evenly) if whole else None
+    return joined, _joined(originals, evenly) if complete else None
 
 
 def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
@@ -209,7 +209,7 @@ def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
     return Documents(values, itertools.chain.from_iterable(counts))
 
 
-def _over(parts: Sequence[_Part]) -> dict[str, Any]:
+def _mean_row(parts: Sequence[_Part]) -> dict[str, Any]:
     """The unweighted mean of parts, and its comparison with the original's."""
     scores = [values for values, _ in parts]
     mean = mean_score(list(map(mean_of, scores)), list(map(effective_count, scores)))

@@ -32,5 +32,5 @@ def device_bytes(shape: DecoderShape, itemsize: int) -> int:
     Tensors move one at a time, so base and hybrid are never complete at the same time. The
     comparison loads one model at a time, a small one in float32.
     """
-    compared = 4 if shape.parameters <= FLOAT32_PARAMETERS else itemsize
-    return max(compared * shape.parameters, itemsize * (shape.parameters + shape.largest_weight))
+    check_bytes = shape.parameters * (4 if shape.parameters <= FLOAT32_PARAMETERS else itemsize)
+    return max(check_bytes, itemsize * (shape.parameters + shape.largest_weight))

@@ -61,25 +61,26 @@ def model_card(
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     front["tags"] = ["hybrid-attention", "sliding-window"]
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
-    stated = licence.get("license_name") or licence.get("license")
+    licence_name = licence.get("license_name") or licence.get("license")
     score = "unknown"
     if mask_file.score is not None:
         score = f"{mask_file.score:.4g}, the share of calibration answers that are right"
     sizes = " or ".join(str(window.size) for window in mask_file.windows)
-    plural, then = "", ""
+    plural, order = "", ""
     if len(mask_file.windows) > 1:
-        plural, then = "s", ", then those of each window from the widest down"
+        plural, order = "s", ", then those of each window from the widest down"
     seed = "" if mask_file.seed is None else f" (seed {mask_file.seed})"
     transformers = installed_versions(["transformers"])["transformers"]
-    once = f"{summary['sliding_bytes_constant']:,} once"
+    constant = f"{summary['sliding_bytes_constant']:,} once"
     before = summary["kv_cache_bytes_per_token_before"]
     after = summary["kv_cache_bytes_per_token_after"]
     own_windows = [OwnWindow(**window) for window in summary["own_windows"]]
-    others = sum(window.bytes(window.window) for window in own_windows) + summary["state_bytes"]
+    other_bytes = summary["state_bytes"]
+    other_bytes += sum(window.bytes(window.window) for window in own_windows)
     where = ""
-    if others:
+    if other_bytes:
         where = " in layers with full attention"
-        once += f", beside {others:,} of the other layers"
+        constant += f", beside {other_bytes:,} of the other layers"
     return f"""{_FRONT}
 {chr(10).join(lines)}
 {_FRONT}
@@ -92,14 +93,14 @@ only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH
 | | |
 |---|---|
 | base model | {base}{f" ({model.revision})" if model.revision else ""} |
-| licence of the base model | {stated or "not stated in its card"} |
+| licence of the base model | {licence_name or "not licence_name in its card"} |
 | sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
 | window{plural} | {sizes} tokens, the query's own included |
 | sinks | {_SINK_BIAS if mask_file.sink_bias is not None else mask_file.sinks} |
 | head mask found by | {mask_file.method}{seed} |
 | its score in the search | {score} |
 {UNTRAINED}
-| KV cache per token | {after:,} bytes instead of {before:,}, and at most {once} |
+| KV cache per token | {after:,} bytes instead of {before:,}, and at most {constant} |
 | made with | transformers {transformers} |
 
 ## Load
@@ -108,7 +109,7 @@ only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH
 ## Head mask
 
 One row per layer, one sign per KV head in the base model's order: ■ full,
-{_legend(mask_file)}. In the weights here each layer's full heads come first{then}.
+{_legend(mask_file)}. In the weights here each layer's full heads come first{order}.
 
 ```
 {_mask_rows(mask_file, layers)}
@@ -178,13 +179,13 @@ def _legend(mask_file: HeadMaskFile) -> str:
 
 
 def base_licence(model: ModelConfig) -> dict[str, str]:
-    """Licence in the base model's card; empty if none can be read."""
+    """Licence fields of the base model's card; empty if it cannot be read."""
     card = Path(model.path, "README.md")
     if not card.parent.is_dir():
         from huggingface_hub import hf_hub_download
 
         try:
             card = Path(hf_hub_download(model.path, "README.md", revision=model.revision))
-        except (OSError, ValueError):  # no card or no network: not worth failing for
+        except (OSError, ValueError):  # no card or no network; the licence is optional
             return {}
     return licence_of(card)

@@ -28,7 +28,7 @@ from stages.kv_budgets import share_names
 from stages.materialize.cost import FLOAT32_PARAMETERS
 from stages.materialize.model_card import base_licence, model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
-from stages.search.budget import Price
+from stages.search.budget import EngineCache
 from stages.search.choice import chosen_point
 from stages.search.stage import FRONT, HEAD_MASK, SearchConfig
 from stages.train.checkpoint import save_model
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Minimum tokens of a probe beyond the widest window.
-_BEYOND = 64
+# Minimum tokens of a probe beyond the widest window; only these are compared for other budgets.
+_PROBE_MARGIN = 64
 # Largest allowed difference between the two modes' logits, relative to their root mean square. The
 # permutation changes only the order of sums.
 TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}
@@ -72,35 +72,31 @@ def run(
     config.check_inputs()
     if exists(inputs["search"] / FRONT):
         mask_path = inputs["search"] / FRONT
-        front = _chosen(config, base, Front.load(mask_path))
+        front = _with_choice(config, base, Front.load(mask_path))
         front.save(work_dir / FRONT)
-        file = _point_file(front)
+        mask_file = _chosen_mask(front)
     else:
-        file = HeadMaskFile.load(mask_path)
+        mask_file = HeadMaskFile.load(mask_path)
     try:
-        check_mask(base.config, file.mask)
+        check_mask(base.config, mask_file.mask)
     except UserError as error:
         raise UserError(f"{mask_path}: {error}") from error
-    set_sink_bias(base, file.sink_bias)
-    share = file.mask.swa_ratio
+    set_sink_bias(base, mask_file.sink_bias)
+    share = mask_file.mask.swa_ratio
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, share)
-    summary = _memory(base, file, front) | _budgeted(config, base, file, front)
+    summary = _memory(base, mask_file, front) | _budgeted_bytes(config, base, mask_file, front)
     if front is not None:
         summary["point"] = front.chosen
-    tokens = _probe(base, file.windows[0], config.seed)
-    exact = summary["parameters"] <= FLOAT32_PARAMETERS
-    expected = _searched_logits(base, file.mask, file.windows, tokens, exact)
-    expected_of_budgets = {}
-    if front is not None:
-        for index, point in _nested(front):
-            logits = _searched_logits(base, front.mask(index), front.windows, tokens, exact)
-            expected_of_budgets[point.kv_slots] = logits[:, -_BEYOND:].clone()
-    if exact:  # `_logits` has converted the model to float32
+    tokens = _probe(base, mask_file.windows[0], config.seed)
+    in_float32 = summary["parameters"] <= FLOAT32_PARAMETERS
+    expected = _searched_logits(base, mask_file.mask, mask_file.windows, tokens, in_float32)
+    expected_of_budgets = _budget_logits(base, front, tokens, in_float32)
+    if in_float32:  # `_logits` has converted the model to float32
         del base
         base = _load_base(config, device)
-        set_sink_bias(base, file.sink_bias)
+        set_sink_bias(base, mask_file.sink_bias)
     if front is None:
-        hybrid = materialize(base, file.mask, file.windows, take_weights=True)
+        hybrid = materialize(base, mask_file.mask, mask_file.windows, take_weights=True)
     else:
         hybrid = materialize_front(base, front, take_weights=True)
     del base
@@ -109,22 +105,36 @@ def run(
     if front is None:
         shutil.copyfile(mask_path, target / HEAD_MASK)
     else:
-        file.save(target / HEAD_MASK)
+        mask_file.save(target / HEAD_MASK)
         front.save(target / FRONT)
     layers = decoder_layers(hybrid.config).full
-    card = model_card(file, config.model, summary, layers, base_licence(config.model))
+    card = model_card(mask_file, config.model, summary, layers, base_licence(config.model))
     (target / "README.md").write_text(card, encoding="utf-8")
     del hybrid
     saved = load_model(target, dtype=section.dtype, device=device)
-    precision = "float32" if exact else section.dtype
-    summary["check"] = compare_logits(_logits(saved, tokens, exact), expected, precision)
+    precision = "float32" if in_float32 else section.dtype
+    summary["check"] = compare_logits(_logits(saved, tokens, in_float32), expected, precision)
     for slots, logits in expected_of_budgets.items():
         saved.set_kv_budget(slots)
-        check = compare_logits(_logits(saved, tokens, exact)[:, -_BEYOND:], logits, precision)
+        actual = _logits(saved, tokens, in_float32)[:, -_PROBE_MARGIN:]
+        check = compare_logits(actual, logits, precision)
         key = "largest_difference"
         summary["check"][key] = max(summary["check"][key], check[key])
     MaterializeSummary.model_validate(summary).write(work_dir)
     return summary
+
+
+def _budget_logits(
+    base: Any, front: Front | None, tokens: Tensor, in_float32: bool
+) -> dict[int, Tensor]:
+    """The last logits of the searched model at each budget that the front's directory serves."""
+    if front is None:
+        return {}
+    last_logits = {}
+    for index, point in _served_points(front):
+        logits = _searched_logits(base, front.mask(index), front.windows, tokens, in_float32)
+        last_logits[point.kv_slots] = logits[:, -_PROBE_MARGIN:].clone()
+    return last_logits
 
 
 def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
@@ -132,29 +142,29 @@ def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
     return load_model(config.model.path, device=device, **options)
 
 
-def _price(config: StageConfig[MaterializeConfig], base: Any, context: int) -> Price:
+def _engine_cache(config: StageConfig[MaterializeConfig], base: Any, context: int) -> EngineCache:
     """Cache bytes in the budget's engine; `context` is used if the budget has none."""
     search = config.upstream_section(SearchConfig)
-    return search.price(decoder_layers(base.config), config.model.dtype, context)
+    return search.engine_cache(decoder_layers(base.config), config.model.dtype, context)
 
 
-def _chosen(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> Front:
+def _with_choice(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> Front:
     """The front with the point that the budget chooses."""
     if (len(front.points[0].layout), front.num_key_value_heads) != mask_shape(base.config):
         raise UserError(f"{FRONT}: the front is another model's; search again")
-    price = _price(config, base, front.context)
-    front = replace(front, chosen=chosen_point(front, price))
+    cache = _engine_cache(config, base, front.context)
+    front = replace(front, chosen=chosen_point(front, cache))
     assert front.chosen is not None
     point = front.points[front.chosen]
     logger.info(
         "point %d of %d of the front: %s full KV heads, score %.4f; %s",
         front.chosen + 1, len(front.points), point.full_kv_heads, point.score,
-        price.text(price.of(front.mask(front.chosen).heads_per_layer(front.windows))),
+        cache.text(cache.bytes_of(front.mask(front.chosen).heads_per_layer(front.windows))),
     )  # fmt: skip
     return front
 
 
-def _point_file(front: Front) -> HeadMaskFile:
+def _chosen_mask(front: Front) -> HeadMaskFile:
     """The head mask of the chosen point, with its ratio."""
     assert front.chosen is not None
     mask = front.mask(front.chosen)
@@ -164,30 +174,30 @@ def _point_file(front: Front) -> HeadMaskFile:
     )  # fmt: skip
 
 
-def _budgeted(
+def _budgeted_bytes(
     config: StageConfig[MaterializeConfig], base: Any, file: HeadMaskFile, front: Front | None
 ) -> dict[str, Any]:
-    """The mask's bytes in the engine of `search.budget`; empty if that has no context."""
+    """The mask's cache bytes in the engine of `search.budget`; empty if that has no context."""
     search = next(
         (section for section in config.upstream.values() if isinstance(section, SearchConfig)), None
     )
     if search is None or (front is None and search.chosen_budget.tokens is None):
         return {}
-    price = _price(config, base, 1 if front is None else front.context)
-    held = price.of(file.mask.heads_per_layer(file.windows))
-    has_bytes = price.budget.tokens is not None
+    cache = _engine_cache(config, base, 1 if front is None else front.context)
+    cache_bytes = cache.bytes_of(file.mask.heads_per_layer(file.windows))
+    has_bytes = cache.budget.tokens is not None
     budget = {
-        "engine": price.budget.engine,
-        "ranks": price.budget.ranks,
-        "tokens": price.tokens,
-        "bytes": held,
-        "original": price.original,
-        "allowed": price.most if has_bytes else None,
+        "engine": cache.budget.engine,
+        "ranks": cache.budget.ranks,
+        "tokens": cache.tokens,
+        "bytes": cache_bytes,
+        "original": cache.original,
+        "allowed": cache.allowed_bytes if has_bytes else None,
     }
     return {"budget": budget}
 
 
-def _nested(front: Front) -> list[tuple[int, FrontPoint]]:
+def _served_points(front: Front) -> list[tuple[int, FrontPoint]]:
     """The points that one directory serves, with their indices."""
     return list(itertools.compress(enumerate(front.points), front.nested))
 
@@ -213,7 +223,7 @@ def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any
 def _budgets(base: Any, front: Front, states: int) -> dict[str, Any]:
     """The budgets that the front's directory serves, with their bytes."""
     assert front.chosen is not None
-    nested, layers = _nested(front), decoder_layers(base.config)
+    nested, layers = _served_points(front), decoder_layers(base.config)
     original = front.num_layers * front.num_key_value_heads * front.context
     shares = share_names([point.kv_slots for _, point in nested], original)
     budgets = []
@@ -238,22 +248,22 @@ def _probe(base: Any, window: Window, seed: int) -> Tensor:
 
     text = text_config(base.config)
     limit = max_positions(base.config) or 4096
-    length = min(window.size + max(_BEYOND, 2 * window.sinks), limit)
+    length = min(window.size + max(_PROBE_MARGIN, 2 * window.sinks), limit)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text.vocab_size, (2, length), generator=generator)
 
 
 def _searched_logits(
-    base: Any, mask: HeadMask, windows: Windows, tokens: Tensor, exact: bool
+    base: Any, mask: HeadMask, windows: Windows, tokens: Tensor, in_float32: bool
 ) -> Tensor:
     with head_mask(base, mask, windows):
-        return _logits(base, tokens, exact)
+        return _logits(base, tokens, in_float32)
 
 
-def _logits(model: Any, tokens: Tensor, exact: bool) -> Tensor:
+def _logits(model: Any, tokens: Tensor, in_float32: bool) -> Tensor:
     import torch
 
-    if exact:
+    if in_float32:
         model = model.float()
     with torch.inference_mode():
         logits: Tensor = model(tokens.to(model.device), use_cache=False).logits

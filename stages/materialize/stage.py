@@ -127,7 +127,7 @@ def _licence(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def _point(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The budget that chooses a point of a front, which is not part of the search's key."""
+    """The budget that chooses a point of a front; the search's key does not contain it."""
     search = loaded.recipe[SearchConfig]
     if not METHODS[search.method].finds_front:
         return {}

@@ -20,11 +20,11 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     cache = CacheSize.of(rows, shape.kinds, bytes_per_value, state_bytes=0)
     longest = max(section.lengths)
     flops, reads, runs = 0.0, 0.0, section.repeats * section.batch_size
-    for shares, held in ((None, cache.original), (window_shares(rows), cache.dynamic)):
+    for shares, cached in ((None, cache.original), (window_shares(rows), cache.dynamic)):
         for length in section.lengths:
             decoded = section.decode_tokens
             weights = bytes_per_value * shape.active_parameters
-            reads += section.repeats * decoded * (weights + section.batch_size * held(length))
+            reads += section.repeats * decoded * (weights + section.batch_size * cached(length))
             flops += shape.forward_flops(runs * (length + decoded), length, shares, runs * decoded)
             warm_up = min(length, 2 * MeasureSettings().chunk)
             flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares, runs)

@@ -58,7 +58,7 @@ class Variant(Section):
         return [Window(size, self.sinks or 0) for size in sizes[::-1]]
 
     def kv_heads(self, heads: int) -> list[dict[Window | None, int]]:
-        """KV heads by window, None of full ones: a row for each layer with `heads` such heads."""
+        """KV heads by window (None: full), a row for each layer; a layer has `heads` of them."""
         sliding = self.swa_kv_heads_per_layer or [
             [heads - full] if self.windows else [] for full in self.full_kv_heads_per_layer
         ]
@@ -112,12 +112,12 @@ def _own_layout(config: Any, heads: int, settings: MeasureSettings) -> list[Vari
             "--windows: the model's heads have several windows and are measured with these; leave "
             "the option out"
         )
-    several = {
+    more_fields = {
         "window_sizes": tuple(table["window_sizes"]),
         "swa_kv_heads_per_layer": tuple(map(tuple, table["swa_kv_heads_per_layer"])),
     }
     widest = table["window_sizes"][-1]
-    return [_hybrid(counts, heads, widest, sinks).model_copy(update=several)]
+    return [_hybrid(counts, heads, widest, sinks).model_copy(update=more_fields)]
 
 
 def _hybrid(counts: tuple[int, ...], heads: int, window_size: int, sinks: int) -> Variant:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,11 @@ from bosch.weight_files import weight_files
 from stages.finished import FinishedWork
 from stages.measure.measured_model import Variant, planned_variants
 from stages.measure.results import (
+    add_original_ratios,
     draw_figures,
     figures,
     point_of,
     results_table,
-    set_against_original,
 )
 from stages.measure.stage import MeasureSettings
 from stages.pages.page import render
@@ -72,29 +72,11 @@ def measure(
     finished, basis = FinishedWork(output / "runs.partial.jsonl"), _basis(model, original)
     if len(finished):
         logger.info("reusing %d runs of an interrupted measurement", len(finished))
-    points = []
-    facts: dict[str, Any] = {}
-    total = len(settings.lengths) * len(variants) * settings.repeats
-    with progress(total, "measure", "runs") as bar:
-        for length in sorted(set(settings.lengths)):
-            runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
-            for repeat in range(settings.repeats):
-                for variant in variants:
-                    request = {
-                        "model": model, "original": original, "length": length, "repeat": repeat,
-                        "variant": variant.model_dump(mode="json"),
-                        "settings": settings.model_dump(mode="json"),
-                    }  # fmt: skip
-                    before = len(finished)
-                    run = partial(run_in_process, request, f"{variant.name} at {length:,} tokens")
-                    if not any("out_of_memory" in known for known in runs[variant]):
-                        runs[variant].append(finished.once(request | basis, run))
-                    free = len(finished) == before  # reused, or skipped after a run out of memory
-                    bar.update(1, f"{variant.name} at {length:,}", free=free)
-            for variant in variants:
-                facts = next((run for run in runs[variant] if "hardware" in run), facts)
-                points.append(point_of(variant, length, settings.batch_size, runs[variant]))
-    set_against_original(points)
+    request = {
+        "model": model, "original": original, "settings": settings.model_dump(mode="json"),
+    }  # fmt: skip
+    points, facts = _measure_points(request, variants, settings, finished, basis)
+    add_original_ratios(points)
     report = _report(model, original, config, settings, points, facts)
     write_json(output / REPORT, report)
     table, drawn = results_table(points), figures(points)
@@ -112,6 +94,42 @@ def measure(
     write_text(output / PAGE, html)
     finished.forget()
     return report
+
+
+def _measure_points(
+    request: dict[str, Any],
+    variants: Sequence[Variant],
+    settings: MeasureSettings,
+    finished: FinishedWork,
+    basis: dict[str, Any],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The points, and the last facts about hardware and model that a run reports.
+
+    A model has no more runs at a length after one that ran out of memory.
+    """
+    points = []
+    facts: dict[str, Any] = {}
+    total = len(settings.lengths) * len(variants) * settings.repeats
+    with progress(total, "measure", "runs") as bar:
+        for length in sorted(set(settings.lengths)):
+            runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
+            for repeat in range(settings.repeats):
+                for variant in variants:
+                    run_request = request | {
+                        "length": length, "repeat": repeat,
+                        "variant": variant.model_dump(mode="json"),
+                    }  # fmt: skip
+                    count = len(finished)
+                    name = f"{variant.name} at {length:,}"
+                    run = partial(run_in_process, run_request, f"{name} tokens")
+                    if not any("out_of_memory" in result for result in runs[variant]):
+                        runs[variant].append(finished.once(run_request | basis, run))
+                    # `free`: reused, or skipped after a run out of memory.
+                    bar.update(1, name, free=len(finished) == count)
+            for variant in variants:
+                facts = next((run for run in runs[variant] if "hardware" in run), facts)
+                points.append(point_of(variant, length, settings.batch_size, runs[variant]))
+    return points, facts
 
 
 def _checked_model(model: str, original: str | None, settings: MeasureSettings) -> Any:
@@ -182,16 +200,16 @@ def _report(
     points: list[dict[str, Any]],
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    shown, layout = model, "even over the layers, full heads first"
+    source, layout = model, "even over the layers, full heads first"
     if is_hybrid(config):
-        shown, layout = "the hybrid's weights, every head full", "of the hybrid model"
+        source, layout = "the hybrid's weights, every head full", "of the hybrid model"
     kinds = decoder_layers(config)
     return {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
             "path": model,
-            "original": original or shown,
+            "original": original or source,
             "model_type": config.model_type,
             "layers": kinds.count,
             "full_attention_layers": len(kinds.full),
@@ -217,10 +235,10 @@ def _title(report: dict[str, Any]) -> str:
     return f"{name}{weights}; {settings['dtype']}, batch {settings['batch_size']}; {where}{clock}"
 
 
-def run_in_process(request: dict[str, Any], what: str) -> dict[str, Any]:
-    """Figures of one run, or {"out_of_memory": reason}; `what` names the run in messages.
+def run_in_process(request: dict[str, Any], name: str) -> dict[str, Any]:
+    """Figures of one run, or {"out_of_memory": reason}; `name` is the run's in messages.
 
-    Raises UserError or RunError with the message the process left, RunError for any other end.
+    Raises UserError or RunError with the message that the process wrote, RunError if it wrote none.
     """
     with tempfile.TemporaryDirectory(prefix="bosch-measure-") as folder:
         request_file, result_file, log = (
@@ -230,16 +248,16 @@ def run_in_process(request: dict[str, Any], what: str) -> dict[str, Any]:
         command = [sys.executable, "-P", "-c", _PROCESS, str(request_file), str(result_file)]
         killed_before = killed_by_kernel()
         with log.open("wb") as output:
-            done = subprocess.run(command, stdout=output, stderr=output)
+            process = subprocess.run(command, stdout=output, stderr=output)
         output_text = log.read_text(encoding="utf-8", errors="replace").strip()
-        if done.returncode == 0:
+        if process.returncode == 0:
             return _outcome(json.loads(result_file.read_text()))
-        reason = lack_of_memory(done.returncode, output_text, killed_before, killed_by_kernel)
+        reason = lack_of_memory(process.returncode, output_text, killed_before, killed_by_kernel)
         if reason is not None:
             return {"out_of_memory": reason}
         logger.error("%s", output_text)
-        last = output_text.splitlines()[-1] if output_text else "it printed nothing"
-        raise RunError(f"measuring {what} failed with status {done.returncode}: {last[:300]}")
+        reason = output_text.splitlines()[-1] if output_text else "it printed nothing"
+        raise RunError(f"measuring {name} failed with status {process.returncode}: {reason[:300]}")
 
 
 def _outcome(result: dict[str, Any]) -> dict[str, Any]:
@@ -256,8 +274,8 @@ def lack_of_memory(
 ) -> str | None:
     """How a process without a result ran out of memory; None when it ended for another reason."""
     if status == -signal.SIGKILL:
-        now = killed_now()
-        if now is None or killed_before is None or now > killed_before:
+        killed = killed_now()
+        if killed is None or killed_before is None or killed > killed_before:
             return "killed by the system, which was out of memory"
     if status == -signal.SIGABRT and "std::bad_alloc" in output:
         return "std::bad_alloc"

@@ -99,11 +99,11 @@ def _warm_up(measured: MeasuredModel, ids: Tensor, chunk: int) -> None:
 def _figures(
     measured: MeasuredModel, ids: Tensor, settings: MeasureSettings, meter: MemoryMeter
 ) -> dict[str, Any]:
-    cache, start_bytes = measured.new_cache(), meter.now()
+    cache, start_bytes = measured.new_cache(), meter.in_use()
     clock = time.process_time if settings.clock == "processor" else time.perf_counter
     peaks: list[int] = []
 
-    def timed(ids: Tensor) -> tuple[Tensor, float]:
+    def timed_pass(ids: Tensor) -> tuple[Tensor, float]:
         meter.restart()
         _wait(ids.device)
         started = clock()
@@ -113,17 +113,17 @@ def _figures(
         peaks.append(meter.peak())
         return token, seconds
 
-    prefill, tokens = [], []
+    prefill_seconds, token_seconds = [], []
     for start in range(0, ids.shape[1], settings.chunk):
-        token, seconds = timed(ids[:, start : start + settings.chunk])
-        prefill.append(seconds)
+        token, seconds = timed_pass(ids[:, start : start + settings.chunk])
+        prefill_seconds.append(seconds)
     cache_bytes = held_bytes(cache) if measured.implementation == NAME else used_bytes(cache)
     for _ in range(settings.decode_tokens):
-        token, seconds = timed(token)
-        tokens.append(seconds)
+        token, seconds = timed_pass(token)
+        token_seconds.append(seconds)
     return {
-        "prefill_seconds": sum(prefill),
-        "token_seconds": tokens,
+        "prefill_seconds": sum(prefill_seconds),
+        "token_seconds": token_seconds,
         "memory_start_bytes": start_bytes,
         "memory_peak_bytes": max(peaks),
         "memory_p90_bytes": float(np.percentile(peaks, 90)),
@@ -178,12 +178,12 @@ def main() -> None:
 
 
 class MemoryMeter(NamedTuple):
-    """Bytes in use `now`, and the `peak` since `restart`."""
+    """Functions that read memory: bytes `in_use` now, and their `peak` since `restart`."""
 
     source: str
     restart: Callable[[], Any]
     peak: Callable[[], int]
-    now: Callable[[], int]
+    in_use: Callable[[], int]
 
 
 _CUDA = MemoryMeter(
@@ -227,12 +227,12 @@ def limit_memory(device: torch.device, limit: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-_SIGNS = ("attention", "attn", "flash", "fmha", "softmax")
+_ATTENTION_WORDS = ("attention", "attn", "flash", "fmha", "softmax")
 _NAME_LENGTH = 100
 
-# For each way to compute attention, a substring of the name of an operation that it always runs.
-_NEEDED = {
-    **{name: e.kernel for backend, e in BACKENDS.items() for name in (backend, *e.aliases)},
+# For each attention implementation, a substring of the name of an operation that it always runs.
+_OPERATIONS = {
+    **{name: impl.kernel for key, impl in BACKENDS.items() for name in (key, *impl.aliases)},
     "flash_attention_3": "flash_attn",  # of transformers, for the original model only
 }
 
@@ -245,7 +245,7 @@ def attention_kernels(work: Callable[[], None], device: torch.device) -> list[st
     with profile(activities=activities) as profiler:
         work()
     names = {event.key[:_NAME_LENGTH] for event in profiler.key_averages()}
-    return sorted(name for name in names if any(sign in name.lower() for sign in _SIGNS))
+    return sorted(name for name in names if any(word in name.lower() for word in _ATTENTION_WORDS))
 
 
 def check_kernels(backend: str, kernels: list[str], own_logits: bool) -> None:
@@ -253,11 +253,11 @@ def check_kernels(backend: str, kernels: list[str], own_logits: bool) -> None:
 
     sdpa's fused kernels do not support logits that a family caps or adds to (`own_logits`).
     """
-    fused = any(_NEEDED["sdpa"] in name for name in kernels)
-    needed = {_NEEDED[backend]}
+    fused = any(_OPERATIONS["sdpa"] in name for name in kernels)
+    expected = {_OPERATIONS[backend]}
     if own_logits and backend == "sdpa":
-        needed.add(_NEEDED["eager"])
-    ran = any(part in name for name in kernels for part in needed)
+        expected.add(_OPERATIONS["eager"])
+    ran = any(operation in name for name in kernels for operation in expected)
     if not ran or (backend == "eager" and fused):
         raise RunError(
             f"attention '{backend}' was requested, but what ran was "

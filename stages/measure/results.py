@@ -26,7 +26,7 @@ _HEADER = (
     "peak\nmemory", "KV\ncache", "per\ntoken",
 )  # fmt: skip
 
-_OF_RUN = ("prefill_seconds", "token_seconds", "memory_peak_bytes", "memory_p90_bytes")
+_RUN_FIGURES = ("prefill_seconds", "token_seconds", "memory_peak_bytes", "memory_p90_bytes")
 
 
 def point_of(
@@ -45,19 +45,19 @@ def point_of(
         **variant.model_dump(mode="json", exclude=excluded),
         "length": length,
     }
-    lack = next((run["out_of_memory"] for run in runs if "out_of_memory" in run), None)
-    point |= {"out_of_memory": lack is not None, "out_of_memory_reason": lack}
-    if lack is not None:
+    reason = next((run["out_of_memory"] for run in runs if "out_of_memory" in run), None)
+    point |= {"out_of_memory": reason is not None, "out_of_memory_reason": reason}
+    if reason is not None:
         return point
-    seconds = [run["prefill_seconds"] for run in runs]
-    tokens = [run["token_seconds"] for run in runs]
-    rates = [batch * len(run) / sum(run) for run in tokens]
+    prefill_seconds = [run["prefill_seconds"] for run in runs]
+    token_seconds = [run["token_seconds"] for run in runs]
+    rates = [batch * len(run) / sum(run) for run in token_seconds]
     cache = runs[0]["kv_cache_bytes"]
     return {
         **point,
-        "prefill_tokens_per_second": batch * length / statistics.median(seconds),
+        "prefill_tokens_per_second": batch * length / statistics.median(prefill_seconds),
         "decode_tokens_per_second": statistics.median(rates),
-        "decode_seconds_per_token_p90": float(np.percentile(np.concatenate(tokens), 90)),
+        "decode_seconds_per_token_p90": float(np.percentile(np.concatenate(token_seconds), 90)),
         **{
             name: statistics.median(run[name] for run in runs)
             for name in ("memory_peak_bytes", "memory_p90_bytes", "memory_start_bytes")
@@ -65,11 +65,11 @@ def point_of(
         "kv_cache_bytes": cache,
         "kv_cache_bytes_per_token": cache / (batch * length),
         "attention": runs[0]["attention"],
-        "runs": [{name: run[name] for name in _OF_RUN} for run in runs],
+        "runs": [{name: run[name] for name in _RUN_FIGURES} for run in runs],
     }
 
 
-def set_against_original(points: Sequence[dict[str, Any]]) -> None:
+def add_original_ratios(points: Sequence[dict[str, Any]]) -> None:
     """Add to each hybrid's point its ratios to the original's figures, None if unknown."""
     originals = {p["length"]: p for p in points if p["model"] == "original"}
     for point in points:
@@ -83,7 +83,7 @@ def set_against_original(points: Sequence[dict[str, Any]]) -> None:
 
 
 def results_table(points: Sequence[dict[str, Any]]) -> Table:
-    """A row for each point, a group for each length."""
+    """A table with a row for each point and a group for each length."""
     groups = [
         Group([_row(point) for point in members])
         for _, members in groupby(points, key=lambda point: point["length"])
@@ -129,9 +129,7 @@ _FIGURES = {
 
 
 def figures(points: Sequence[Point]) -> dict[str, list[Picture]]:
-    """Figure 5 has a row of panels for each window and a line for each ratio, Figure 6 a row for
-    each ratio and a line for each window.
-    """
+    """Figures 5 and 6: panels for each window with a line for each ratio, and the reverse."""
     return {name: list(_panels(points, name, *fields)) for name, fields in _FIGURES.items()}
 
 
@@ -166,21 +164,21 @@ def _panel(
     for point in points:
         label = "original" if point["model"] == "original" else _LABELS[line](point)
         row = {"series": label, "x": point["length"]}
-        at = f"{label}, {format_length(point['length'])}"
+        point_text = f"{label}, {format_length(point['length'])}"
         if point["out_of_memory"]:
-            missing.append(row | {"tip": f"{at}: out of memory"})
+            missing.append(row | {"tip": f"{point_text}: out of memory"})
         else:
             y = point[field] / unit
-            rows.append(row | {"y": y, "tip": f"{at}: {y:,.4g}"})
+            rows.append(row | {"y": y, "tip": f"{point_text}: {y:,.4g}"})
     lengths = sorted({point["length"] for point in points})
     x = Axis("prompt, tokens", "length", log=True, values=lengths)
     chart = curves(rows, x, Axis("", "count", zero=True), look, height=220)
     if missing:
         base = alt.Chart(values(missing)).encode(x="x:Q", color="series:N", tooltip="tip:N")
-        place = {series: 212 - 14 * number for number, series in enumerate(look)}
+        heights = {series: 212 - 14 * number for number, series in enumerate(look)}
         for series in dict.fromkeys(row["series"] for row in missing):
             chart += base.transform_filter(f"datum.series == '{series}'").mark_text(
-                text="✕ out of memory", y=place[series], fontSize=10, align="right", dx=4
+                text="✕ out of memory", y=heights[series], fontSize=10, align="right", dx=4
             )
     text = f"{heading}: " + "; ".join(row["tip"] for row in [*rows, *missing]) + "."
     return Picture(name, chart, text, heading)

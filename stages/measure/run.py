@@ -21,10 +21,10 @@ def run(
     the original's. `runtime.attention` chooses the backend, which the results name.
 
     Raises UserError when the backend or the hardware cannot be measured; RunError when a run failed
-    for other reasons than a lack of memory.
+    for another reason than a lack of memory.
     """
-    chosen = {"dtype": config.model.dtype, "attention": config.runtime.attention}
-    settings = MeasureSettings.model_validate(config.section.model_dump() | chosen, strict=False)
+    common = {"dtype": config.model.dtype, "attention": config.runtime.attention}
+    settings = MeasureSettings.model_validate(config.section.model_dump() | common, strict=False)
     report = measure(str(inputs["materialize"] / MODEL), None, settings, work_dir)
     return {
         str(point.length): point.model_dump(mode="json")["over_original"]

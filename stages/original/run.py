@@ -8,7 +8,7 @@ from typing import Any
 
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
-from stages.evaluate.answers import Evaluated
+from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.scores import ORIGINAL
 from stages.evaluate.stage import EvaluateConfig
@@ -26,5 +26,5 @@ def run(
     """
     model = config.model
     tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
-    evaluated = Evaluated(ORIGINAL, model, config.model_identity)
+    evaluated = EvaluatedModel(ORIGINAL, model, config.model_identity)
     return evaluate_models(config, [evaluated], tokenizer, work_dir).averages

@@ -58,6 +58,8 @@ _FORMATS = {
 # Wheel and drag scroll the page; a pinch on a trackpad is a wheel event with ctrl.
 _ZOOM: dict[str, Any] = {"bind": "scales", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
 
+# Filters rows that have an interval.
+_HAS_INTERVAL = "isValid(datum.low) && isValid(datum.high)"
 # Selections of charts side by side need different names.
 _NUMBERS = itertools.count()
 
@@ -84,8 +86,8 @@ class Picture:
         text = json.dumps(self._declared | {"width": "container"}, separators=(",", ":"))
         return text.replace("<", "\\u003c")
 
-    def still(self, width: int) -> str:
-        """The picture as markup for pages without scripts, `width` pixels wide."""
+    def svg(self, width: int) -> str:
+        """The picture as SVG for pages without scripts, `width` pixels wide."""
         return vl_convert.vegalite_to_svg(self._declared | {"width": width})
 
 
@@ -126,12 +128,12 @@ class Style(NamedTuple):
     dashed: bool = False
 
 
-def styles(names: Iterable[str], known: Mapping[str, Style] | None = None) -> dict[str, Style]:
-    """A style for each series: from `known`, or one of 42 that `known` does not use."""
-    known, names = known or {}, list(dict.fromkeys(names))
-    every = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
-    free = [style for style in every if style not in known.values()]
-    return {n: known.get(n, free[i % len(free)]) for i, n in enumerate(names)}
+def styles(names: Iterable[str], fixed: Mapping[str, Style] | None = None) -> dict[str, Style]:
+    """A style for each series: that in `fixed`, or one of 42 that `fixed` does not use."""
+    fixed, names = fixed or {}, list(dict.fromkeys(names))
+    palette = [Style(PALETTE[i % 7], SHAPES[i % 6]) for i in range(42)]
+    free = [style for style in palette if style not in fixed.values()]
+    return {name: fixed.get(name, free[i % len(free)]) for i, name in enumerate(names)}
 
 
 def values(rows: Iterable[Row]) -> alt.InlineData:
@@ -148,10 +150,10 @@ def shape(look: Mapping[str, Style]) -> alt.Shape:
     return _by_series(alt.Shape, look, [style.shape for style in look.values()])
 
 
-def _by_series(channel: Any, look: Mapping[str, Style], shown: Sequence[Any]) -> Any:
-    """A value of `shown` for each series; one legend for all channels, none for one series."""
+def _by_series(channel: Any, look: Mapping[str, Style], values: Sequence[Any]) -> Any:
+    """A value for each series; one legend for all channels, none if there is only one series."""
     legend = alt.Legend(symbolOpacity=1) if len(look) > 1 else None
-    return channel("series:N", scale=alt.Scale(domain=list(look), range=shown), legend=legend)
+    return channel("series:N", scale=alt.Scale(domain=list(look), range=values), legend=legend)
 
 
 def picker() -> alt.Parameter:
@@ -191,9 +193,8 @@ def curves(
     dash = _by_series(alt.StrokeDash, look, dashes)
     parts = [base.mark_line(strokeWidth=2).encode(strokeDash=dash)] if has_lines else []
     if any(row.get("low") is not None for row in rows):
-        whole = "isValid(datum.low) && isValid(datum.high)"
-        ends = base.transform_filter(whole).mark_rule(strokeWidth=1.5)
-        parts.append(ends.encode(y=y.of(alt.Y, "low"), y2="high"))
+        intervals = base.transform_filter(_HAS_INTERVAL).mark_rule(strokeWidth=1.5)
+        parts.append(intervals.encode(y=y.of(alt.Y, "low"), y2="high"))
     parts.append(base.mark_point(filled=True, size=55).encode(shape=shape(look), tooltip="tip:N"))
     return layers(*parts, *_level(reference, alt.Y), height=height, picked=picked)
 
@@ -215,32 +216,32 @@ def ranking(
     y = alt.Y("label:N", sort=None, title=None, axis=alt.Axis(labelColor="var(--ink)"))
     tips = alt.Chart(values(rows)).encode(y=y, color=colour(look), tooltip="tip:N")
     at = x.of(alt.X, "x")
-    whole = tips.transform_filter("isValid(datum.low) && isValid(datum.high)")
-    ends = whole.mark_rule(strokeWidth=2 - 0.5 * bars).encode(x=x.of(alt.X, "low"), x2="high")
+    intervals = tips.transform_filter(_HAS_INTERVAL).mark_rule(strokeWidth=2 - 0.5 * bars)
+    intervals = intervals.encode(x=x.of(alt.X, "low"), x2="high")
     if bars:
         marks = tips.mark_bar(cornerRadius=2, height=alt.RelativeBandSize(0.66))
         marks = marks.encode(x=at, x2=alt.value(0))
-        ends = ends.encode(color=alt.value("var(--ink)"))
+        intervals = intervals.encode(color=alt.value("var(--ink)"))
     else:
         marks = tips.mark_point(filled=True, size=90, opacity=1).encode(x=at)
     texts = tips.transform_calculate(end="isValid(datum.high) ? datum.high : datum.x").mark_text(
         align="left", dx=7, opacity=alt.ExprRef(f"width && width < {300 if bars else 480} ? 0 : 1")
     )
     texts = texts.encode(x=x.of(alt.X, "end"), text="text:N", color=alt.value("var(--ink)"))
-    chart = alt.layer(marks, ends, texts, *_level(reference, alt.X))
+    chart = alt.layer(marks, intervals, texts, *_level(reference, alt.X))
     return chart.properties(height=step * len(dict.fromkeys(row["label"] for row in rows)))
 
 
 def _level(reference: tuple[str, float] | None, channel: type[alt.X] | type[alt.Y]) -> list[Any]:
     if reference is None:
         return []
-    field, place = "y", dict[str, Any](x=4, align="left", dy=-7)
+    field, text_place = "y", dict[str, Any](x=4, align="left", dy=-7)
     if channel is alt.X:
-        field, place = "x", {"y": -6, "align": "right"}
+        field, text_place = "x", {"y": -6, "align": "right"}
     base = alt.Chart(values([{"level": reference[1], "name": reference[0]}]))
     base = base.encode(**{field: channel("level:Q")})  # type: ignore[arg-type]
     line = base.mark_rule(strokeDash=[6, 4], strokeWidth=1.5, color="var(--original)")
-    return [line, base.mark_text(color="var(--original)", **place).encode(text="name:N")]
+    return [line, base.mark_text(color="var(--original)", **text_place).encode(text="name:N")]
 
 
 def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
@@ -252,13 +253,13 @@ def save(chart: alt.TopLevelMixin, path: Path, description: str = "") -> None:
             temporary.write_bytes(vl_convert.vegalite_to_png(plain, scale=2))
         else:
             svg = vl_convert.vegalite_to_svg(plain)
-            opening, end, rest = svg.partition(">")
+            start, end, content = svg.partition(">")
             title = f"<title>{_escaped(description)}</title>" if description else ""
-            temporary.write_text(opening + end + title + rest, encoding="utf-8")
+            temporary.write_text(start + end + title + content, encoding="utf-8")
 
 
 def save_panels(pictures: Sequence[Picture], *paths: Path, columns: int = 2) -> None:
-    """Write pictures in a grid of `columns` columns, with one legend."""
+    """Write pictures as one image, a grid of `columns` columns with one legend."""
     panels = [picture.chart.properties(width=320, title=picture.heading) for picture in pictures]
     chart = alt.concat(*panels, columns=columns).resolve_scale(
         color="shared", shape="shared", strokeDash="shared"
@@ -272,7 +273,8 @@ def _escaped(text: str) -> str:
 
 
 def _declaration(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    declared: dict[str, Any] = chart.to_dict(validate=False)  # a test does, it takes seconds
+    # Validation takes seconds; a test does it.
+    declared: dict[str, Any] = chart.to_dict(validate=False)
     del declared["$schema"]
     if "mark" in declared or "layer" in declared:  # several charts side by side do not stretch
         declared["autosize"] = {"type": "fit-x", "contains": "padding"}

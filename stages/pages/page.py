@@ -41,7 +41,7 @@ _TEMPLATES.filters |= {"sha256": _sha256, "cell": as_cell}
 
 
 def render(template: str, *, has_charts: bool = True, **content: Any) -> str:
-    """The page of the template at a path in the checkout, with this content.
+    """The page from the template at a path in the checkout, with this content.
 
     Every text is escaped. With `has_charts` the page contains the script that draws charts.
     """

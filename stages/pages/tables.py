@@ -98,7 +98,7 @@ class Table:
         return text.getvalue()
 
     def print(self) -> None:
-        """Draw the table on the terminal, with a line between groups."""
+        """Print the table on the terminal, with a line between groups."""
         table = TerminalTable(
             box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
         )  # fmt: skip
@@ -116,7 +116,7 @@ class Table:
                 )
         console = Console()
         if not console.is_terminal:
-            # Nothing is cut off in a log; rich assumes 80 characters for a file.
+            # Cut off nothing in a log; rich assumes 80 characters for a file.
             unbounded = console.options.update(max_width=_WIDEST)
             width = Measurement.get(console, unbounded, table).maximum
             console = Console(width=max(width, console.width))
@@ -139,5 +139,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """The text, escaped so that it ends neither the cell of Markdown nor the row."""
+    """The text of a Markdown cell, escaped so that it does not end the cell or the row."""
     return text.replace("|", "\\|").replace("\n", " ")

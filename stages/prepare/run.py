@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +42,28 @@ def run(
 ) -> dict[str, Any]:
     """Write train/, calibration/, tokenizer/ and statistics.json below `work_dir`.
 
-    Tokenised shards are kept in `work_dir`/tokens until everything is written, so that a killed run
+    Tokenised shards stay in `work_dir`/tokens until everything is written, so that a killed run
     resumes where it stopped. Raises UserError, with file and place, when a source or the tokenizer
     is missing or damaged.
     """
     allow_open_files()
-    written = Statistics.finished(work_dir)
-    if written is None:
+    statistics = Statistics.finished(work_dir)
+    if statistics is None:
         model = config.model
         spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         tokenizer = load_tokenizer(spec)
         calibration = _calibration(config, tokenizer, work_dir)
         config.check_inputs()
-        statistics = write_training_data(config, spec, work_dir)
+        training_data = write_training_data(config, spec, work_dir)
         tokenizer.save_pretrained(work_dir / TOKENIZER)
         hashes = file_hashes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
         config.check_inputs()
-        written = Statistics(**statistics, calibration=calibration, sha256=hashes)
-        written.write(work_dir)
+        statistics = Statistics(**training_data, calibration=calibration, sha256=hashes)
+        statistics.write(work_dir)
     remove(work_dir / "tokens")
     return {
-        **written.model_dump(include={"documents", "tokens", "sequences", "bytes_per_token"}),
-        "calibration_examples": written.calibration["examples"],
+        **statistics.model_dump(include={"documents", "tokens", "sequences", "bytes_per_token"}),
+        "calibration_examples": statistics.calibration["examples"],
     }
 
 
@@ -72,14 +72,14 @@ def allow_open_files() -> None:
 
     The files of tokens stay open until they are packed: 2.5B tokens are some thousand files.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     # macOS says unlimited, but allows no more than OPEN_MAX.
-    allowed = 10_240 if most == resource.RLIM_INFINITY else most
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    limit = 10_240 if hard_limit == resource.RLIM_INFINITY else hard_limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
 
 
 def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """Why the first document of a source cannot be read.
+    """Reasons why the first document of a source cannot be read.
 
     Sources on the hub, and those whose tokenizer may be there, are not checked.
     """
@@ -140,6 +140,35 @@ def write_training_data(
     with progress(sequences, "packing", "sequences") as bar:
         packed = _checked(pack(mix(streams, weights, tokens), length), spec, bar)
         write_dataset(work_dir / PACKED_DATA, packed, sequences, length)
+    _warn_of_small_shares(streams, weights, tokens)
+    shares = {stream.name: stream.tokens / tokens for stream in streams}
+    return {
+        "documents": sum(stream.documents for stream in streams),
+        "tokens": tokens,
+        "sequences": sequences,
+        "sequence_length": length,
+        # Counted as read: repeated sources count several times.
+        "bytes_per_token": sum(shares[t.source.name] * t.bytes_per_token for t in tokenised),
+        "sources": {
+            t.source.name: {
+                "documents": stream.documents,
+                "tokens": stream.tokens,
+                "share": shares[t.source.name],
+                "target_share": t.source.weight / sum(weights),
+                "tokens_available": t.tokens,
+                "epochs": stream.epochs,
+                "bytes_per_token": t.bytes_per_token,
+                "left_out": t.left_out,
+                "lengths": t.length_histogram(),
+            }
+            for t, stream in zip(tokenised, streams, strict=True)
+        },
+    }
+
+
+def _warn_of_small_shares(
+    streams: Sequence[DocumentStream], weights: Sequence[float], tokens: int
+) -> None:
     for stream, weight in zip(streams, weights, strict=True):
         share, target = stream.tokens / tokens, weight / sum(weights)
         if share < target / 2:  # the other sources' long documents used up the tokens
@@ -151,31 +180,6 @@ def write_training_data(
                 100 * share,
                 100 * target,
             )
-    return {
-        "documents": sum(stream.documents for stream in streams),
-        "tokens": tokens,
-        "sequences": sequences,
-        "sequence_length": length,
-        # Counted as read: repeated sources count several times.
-        "bytes_per_token": sum(
-            stream.tokens / tokens * t.bytes_per_token
-            for t, stream in zip(tokenised, streams, strict=True)
-        ),
-        "sources": {
-            t.source.name: {
-                "documents": stream.documents,
-                "tokens": stream.tokens,
-                "share": stream.tokens / tokens,
-                "target_share": t.source.weight / sum(weights),
-                "tokens_available": t.tokens,
-                "epochs": stream.epochs,
-                "bytes_per_token": t.bytes_per_token,
-                "left_out": t.left_out,
-                "lengths": t.length_histogram(),
-            }
-            for t, stream in zip(tokenised, streams, strict=True)
-        },
-    }
 
 
 def _source(config: SourceConfig) -> Source:

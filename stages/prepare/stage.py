@@ -161,7 +161,7 @@ class PrepareConfig(Section):
 
     @property
     def sequences(self) -> int:
-        """Number of packed sequences: as many whole ones as fit in `train_tokens`."""
+        """Number of packed sequences: the fewest that hold `train_tokens`."""
         return math.ceil(self.train_tokens / self.sequence_length)
 
 
@@ -171,7 +171,7 @@ TOKENIZER = "tokenizer"
 
 
 class Statistics(WorkSummary):
-    """prepare/statistics.json: what the training data and the calibration set hold."""
+    """prepare/statistics.json: sizes of the training data and the calibration set."""
 
     FILE = "statistics.json"
 
@@ -205,10 +205,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         if not kind.needs_path and source.path:
             yield f"{where}: a source of kind {source.kind} takes no path"
         if kind.needs_tokenizer != (source.tokenizer is not None):
-            needing = [name for name, kind in KINDS.items() if kind.needs_tokenizer]
-            yield f"{where}: tokenizer is needed by kind {', '.join(needing)} and by no other kind"
+            names = [name for name, kind in KINDS.items() if kind.needs_tokenizer]
+            yield f"{where}: tokenizer is needed by kind {', '.join(names)} and by no other kind"
         yield from _dataset_faults(where, source)
-        yield from _place_faults(where, source, loaded.output_root)
+        yield from _output_faults(where, source, loaded.output_root)
         yield from _filter_faults(where, source)
 
 
@@ -228,15 +228,15 @@ def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
             )
 
 
-def _place_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str]:
-    """Fault of a source whose folder contains the run's output."""
+def _output_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str]:
+    """A fault if the source's folder contains the run's output."""
     kind = KINDS[source.kind]
     if not source.path or kind.needs_tokenizer or not ".jsonl".endswith(kind.suffixes):
         return  # the source does not read .jsonl, which a run writes
-    folder, inner = Path(os.path.realpath(source.path)), Path(os.path.realpath(root))
-    if not folder.is_dir() or not inner.is_relative_to(folder):
+    folder, output = Path(os.path.realpath(source.path)), Path(os.path.realpath(root))
+    if not folder.is_dir() or not output.is_relative_to(folder):
         return
-    if not any(name.startswith(".") for name in inner.relative_to(folder).parts):
+    if not any(name.startswith(".") for name in output.relative_to(folder).parts):
         yield (
             f"{where}.path: {source.path} holds runtime.output_root, {root}, whose files would be "
             "read as documents while a run writes them; move one of the two, or name the "

@@ -48,7 +48,7 @@ POINTS = Axis("Needle average (points of 100)", domain=(0.0, 108.0), values=rang
 
 
 def averages(results: Results) -> Picture | None:
-    """Averages of the search's hybrid, its rivals and the original; None without scores."""
+    """Needle averages of the search's hybrid, its rivals and the original; None without scores."""
     label = METHODS[results.search.mask.method].label
     hybrid, trained = results.checkpoint(HYBRID), results.trained
     models = [(rival.label, "rival", rival.suite) for rival in results.rivals]
@@ -56,12 +56,12 @@ def averages(results: Results) -> Picture | None:
     models += [(f"{label}, trained", "trained", trained.suite)] if trained else []
     if not models:
         return None
-    rows = [ranked(name, series, *interval_of(suite)) for name, series, suite in models]
+    rows = [ranking_row(name, series, *interval_of(suite)) for name, series, suite in models]
     text = ", ".join(f"{row['label']} {row['text']}" for row in rows) + _original_text(results)
     return Picture("standing", ranking(rows, POINTS, LOOK, reference=_original(results)), text)
 
 
-def ranked(
+def ranking_row(
     label: str, series: str, average: float, low: float, high: float, kind: str = "interval"
 ) -> dict[str, Any]:
     """A row of a ranking: an average in points with its interval."""
@@ -102,9 +102,9 @@ def against_original(results: Results) -> list[Picture]:
 def head_mask(search: Search) -> Picture:
     """Layers (x) by KV heads (y), with a colour for full heads and for those of each window."""
     mask, sliding = search.mask.mask, search.mask.mask.swa_kv_heads
-    several = len(search.windows) > 1
     kinds: dict[Window | None, str] = {None: "full"}
-    kinds |= {window: f"W = {window.size:,}" if several else "sliding" for window in search.windows}
+    for window in search.windows:
+        kinds[window] = "sliding" if len(search.windows) == 1 else f"W = {window.size:,}"
     rows = [
         {"x": layer, "y": head, "series": kind, "tip": f"layer {layer}, KV head {head}: {kind}"}
         for layer, row in enumerate(mask.windows_per_layer(search.mask.windows))
@@ -117,10 +117,10 @@ def head_mask(search: Search) -> Picture:
         x=x, y=alt.Y("y:O", title="KV head", scale=alt.Scale(padding=0.08)),
         color=colour(look), tooltip="tip:N",
     )  # fmt: skip
-    above = alt.Chart(values(counts)).mark_text(y=-9, fontWeight="bold", fontSize=11)
+    numbers = alt.Chart(values(counts)).mark_text(y=-9, fontWeight="bold", fontSize=11)
     text = ", ".join(f"{layer}: {len(heads)}" for layer, heads in enumerate(sliding))
     text = f"{search.sliding} of {search.total} KV heads slide. Sliding heads by layer: {text}."
-    chart = alt.layer(cells, above.encode(x=x, text="text:N"))
+    chart = alt.layer(cells, numbers.encode(x=x, text="text:N"))
     return Picture("mask", chart.properties(height=24 * search.mask.num_key_value_heads), text)
 
 
@@ -132,24 +132,24 @@ _LAYER_PANELS = (
 )
 
 
-def layers_probed(search: Search) -> list[Picture]:
-    """Each quantity of Algorithms 1 and 2 by layer; empty if no layer was probed."""
+def layer_importance(search: Search) -> list[Picture]:
+    """A chart by layer of each quantity of Algorithms 1 and 2; empty if the search has none."""
     pictures = []
     for field, label, colour_name, heading in _LAYER_PANELS:
-        importance = sorted(search.summary.layer_importance, key=lambda row: row.layer)
+        layer_rows = sorted(search.summary.layer_importance, key=lambda row: row.layer)
         rows = [
             {"x": row.layer, "y": value, "tip": f"layer {row.layer}: {label.lower()} {value:.4g}"}
-            for row in importance if (value := getattr(row, field)) is not None
+            for row in layer_rows if (value := getattr(row, field)) is not None
         ]  # fmt: skip
         if not rows:
             continue
         high = max(abs(row["y"]) for row in rows)
-        whole = (0.0, 1.0) if field != "drop" else None
+        domain = (0.0, 1.0) if field != "drop" else None
         is_small = field == "drop" and high < 0.02
         form: AxisForm = "number" if field == "weight" or is_small else "share"
         chart = alt.Chart(values(rows)).mark_bar(color=f"var(--{colour_name})").encode(
             x=alt.X("x:O", title="Layer", axis=alt.Axis(labelAngle=0)),
-            y=Axis(label, form, zero=True, domain=whole).of(alt.Y, "y"),
+            y=Axis(label, form, zero=True, domain=domain).of(alt.Y, "y"),
             tooltip="tip:N",
         )  # fmt: skip
         text = ", ".join(f"{row['x']}: {row['y']:.3g}" for row in rows)
@@ -187,15 +187,15 @@ def training_loss(steps: Sequence[TrainingStep]) -> Picture:
          "tip": f"{format_count(step.tokens)} tokens: {step.loss:.3f}"}
         for step in steps
     ]  # fmt: skip
-    reach = max(1, len(rows) // 25)
+    reach = max(1, len(rows) // 25)  # steps on each side of the running mean
     base = alt.Chart(values(rows)).encode(x=Axis("Training tokens", "count").of(alt.X, "x"))
     y = Axis("Loss (nats per token)")
-    each = base.mark_line(opacity=0.35, strokeWidth=1, point={"size": 14, "opacity": 0.35})
+    logged = base.mark_line(opacity=0.35, strokeWidth=1, point={"size": 14, "opacity": 0.35})
     mean = base.transform_window(mean="mean(y)", frame=[-reach, reach]).mark_line()
-    hue = alt.value("var(--hybrid)")
+    line_colour = alt.value("var(--hybrid)")
     chart = layers(
-        each.encode(y=y.of(alt.Y, "y"), color=hue, tooltip="tip:N"),
-        mean.encode(y=y.of(alt.Y, "mean"), color=hue), height=280,
+        logged.encode(y=y.of(alt.Y, "y"), color=line_colour, tooltip="tip:N"),
+        mean.encode(y=y.of(alt.Y, "mean"), color=line_colour), height=280,
     )  # fmt: skip
     text = (
         f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
@@ -218,21 +218,21 @@ def windows(results: Results) -> Picture | None:
         method, size = named_window(model.name) or (None, 0)
         # A rival that failed at the search's window may have scores at others.
         by_mask.setdefault(METHODS[method or searched.method].label, {})[size] = model.suite
-    rows: list[dict[str, Any]] = [
-        {"series": label, "x": size, **dict(zip(("y", "low", "high"), ends, strict=True)),
-         "tip": f"{label}, W = {size:,}: {format_score(ends[0])}, interval {format_score(ends[1])} "
-         f"to {format_score(ends[2])}"}
-        for label, by_size in by_mask.items() for size, suite in sorted(by_size.items())
-        for ends in [interval_of(suite)]
-    ]  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    texts = []
+    for label, by_size in by_mask.items():
+        for size, suite in sorted(by_size.items()):
+            average, low, high = interval_of(suite)
+            interval = f"{format_score(low)} to {format_score(high)}"
+            tip = f"{label}, W = {size:,}: {format_score(average)}, interval {interval}"
+            row = {"series": label, "x": size, "y": average, "low": low, "high": high, "tip": tip}
+            rows.append(row)
+        scores = (f"{format_score(by_size[n].average)} at {n:,}" for n in sorted(by_size))
+        texts.append(f"{label} {', '.join(scores)}")
     sizes = sorted({row["x"] for row in rows})
     axis = Axis("Window (tokens, log)", "length", log=True, values=sizes)
     look = styles(by_mask, {method_label: LOOK["untrained"]})
-    text = "; ".join(
-        f"{label} "
-        + ", ".join(f"{format_score(by[size].average)} at {size:,}" for size in sorted(by))
-        for label, by in by_mask.items()
-    )
+    text = "; ".join(texts)
     y = Axis("Needle average (points)", domain=(0.0, 105.0))
     chart = curves(rows, axis, y, look, reference=_original(results))
     return Picture("windows", chart, f"{text}{_original_text(results)}")
@@ -240,28 +240,28 @@ def windows(results: Results) -> Picture | None:
 
 def positions(results: Results) -> list[Picture]:
     """Loss by position of the original, the untrained hybrid and the last checkpoint."""
-    tables, last = results.scores.positions, results.scores.last_trained
-    names = {ORIGINAL: "original", HYBRID: "untrained", last: "trained"}
-    shown = {
-        str(label_of(str(n))).lower(): (tables[n], LOOK[k]) for n, k in names.items() if n in tables
-    }
+    tables = results.scores.positions
+    kinds = {ORIGINAL: "original", HYBRID: "untrained", results.scores.last_trained: "trained"}
+    models = {str(name): kind for name, kind in kinds.items() if name in tables}
+    labels = {name: label_of(name).lower() for name in models}
+    look = {labels[name]: LOOK[kind] for name, kind in models.items()}
     pictures = []
-    for name, field, title, heading in (
+    for picture, field, title, heading in (
         ("positions", "loss", "Loss (nats per token)", ""),
         ("positions-difference", "difference", "Difference (nats per token)",
          "Less the original's loss, on the same documents"),
     ):  # fmt: skip
-        bins = {label: getattr(losses, field) for label, (losses, _) in shown.items()}
+        bins = {name: losses for name in models if (losses := getattr(tables[name], field))}
+        if not bins:
+            continue
         rows = [
-            row for label, losses in bins.items() if losses
-            for row in _bins(label, shown[label][0].edges, losses)
-        ]  # fmt: skip
-        if rows:
-            look = {label: style for label, (_, style) in shown.items() if bins[label]}
-            axis = Axis("Position (tokens, log)", "length", log=True)
-            ends = (f"{label} {losses[-1].mean:.3f}" for label, losses in bins.items() if losses)
-            chart = curves(rows, axis, Axis(title), look)
-            pictures.append(Picture(name, chart, f"In the last bin: {', '.join(ends)}.", heading))
+            row
+            for name, losses in bins.items()
+            for row in _bins(labels[name], tables[name].edges, losses)
+        ]
+        ends = [f"{labels[name]} {losses[-1].mean:.3f}" for name, losses in bins.items()]
+        chart = curves(rows, Axis("Position (tokens, log)", "length", log=True), Axis(title), look)
+        pictures.append(Picture(picture, chart, f"In the last bin: {', '.join(ends)}.", heading))
     return pictures
 
 
@@ -286,31 +286,32 @@ def cache_by_length(cache: CacheSize) -> Picture:
     rows: list[dict[str, Any]] = [
         {
             "series": series,
-            "x": at,
-            "y": size,
-            "tip": f"{series}, {format_length(at)}: "
-            f"{format_bytes(size)}, {size / cache.original(at):.0%} of the original",
+            "x": length,
+            "y": (size := bytes_at(length)),
+            "tip": f"{series}, {format_length(length)}: "
+            f"{format_bytes(size)}, {size / cache.original(length):.0%} of the original",
         }
         for series, bytes_at in (("original", cache.original), ("hybrid", cache.dynamic))
-        for at in lengths
-        for size in [bytes_at(at)]
+        for length in lengths
     ]
-    low, high = (math.log2(rows[len(lengths)]["y"]), math.log2(rows[len(lengths) - 1]["y"]))
+    # From the hybrid's smallest cache to the original's largest.
+    low, high = math.log2(rows[len(lengths)]["y"]), math.log2(rows[len(lengths) - 1]["y"])
     powers = [2.0**power for power in range(math.ceil(low), math.floor(high) + 1, 2)]
     x = Axis("Context (tokens, log)", "length", log=True, values=lengths)
     y = Axis("KV cache (bytes, log)", "bytes", log=True, values=powers)
     edges = [max(window.past, lengths[0]) for window in cache.sliding]
     texts = ["window full"] + [""] * (len(edges) - 1)  # label at the widest window
-    lines = [{"x": x, "text": text} for x, text in zip(edges, texts, strict=True)]
-    full = alt.Chart(values(lines))
-    marks = full.mark_rule(strokeDash=[2, 3], color="var(--soft)").encode(x="x:Q")
-    marks += full.mark_text(y="height", dy=-8, dx=6, align="left").encode(x="x:Q", text="text:N")
+    lines = [{"x": edge, "text": text} for edge, text in zip(edges, texts, strict=True)]
+    base = alt.Chart(values(lines))
+    marks = base.mark_rule(strokeDash=[2, 3], color="var(--soft)").encode(x="x:Q")
+    marks += base.mark_text(y="height", dy=-8, dx=6, align="left").encode(x="x:Q", text="text:N")
     look = {"original": LOOK["original"], "hybrid": LOOK["trained"]}
-    at, last = format_length(lengths[-1]), lengths[-1]
+    longest = lengths[-1]
     return Picture(
         "cache", curves(rows, x, y, look) + marks,
-        f"At {at} tokens the original holds {format_bytes(cache.original(last))}, the hybrid "
-        f"{format_bytes(cache.dynamic(last))}.", "Cache of one sequence",
+        f"At {format_length(longest)} tokens the original holds "
+        f"{format_bytes(cache.original(longest))}, the hybrid "
+        f"{format_bytes(cache.dynamic(longest))}.", "Cache of one sequence",
     )  # fmt: skip
 
 
@@ -359,8 +360,8 @@ def stage_times(seconds: Sequence[tuple[str, float]]) -> Picture:
 def extent(numbers: Sequence[float]) -> tuple[float, float]:
     """Smallest and largest value with a non-zero margin on both sides."""
     low, high = min(numbers), max(numbers)
-    room = 0.06 * (high - low) or max(abs(high) * 0.06, 1e-6)
-    return low - room, high + room
+    margin = 0.06 * (high - low) or max(abs(high) * 0.06, 1e-6)
+    return low - margin, high + margin
 
 
 def _original(results: Results) -> tuple[str, float] | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bosch.analysis import intervals
 from bosch.search.methods import METHODS
-from stages.evaluate.scores import HYBRID, MARGIN, ORIGINAL, Against, named_rival, power
+from stages.evaluate.scores import HYBRID, MARGIN, ORIGINAL, PairedComparison, named_rival, power
 from stages.evaluate.tables import against
 from stages.formats import (
     format_bytes,
@@ -21,7 +21,7 @@ from stages.formats import (
     signed,
 )
 from stages.measure.stage import Point
-from stages.report.results import Results, Scored, label_of
+from stages.report.results import Results, SampleScores, label_of
 from stages.report.stage import ReportConfig
 from stages.report.verdict import final_model
 from stages.train.stage import checkpoint_name, checkpoint_tokens
@@ -51,38 +51,40 @@ def choose(results: Results) -> Choice | None:
     if not models:
         return None
     # Models without one of the suites, or with fewer samples, are left out.
-    whole = _layout(max(subtasks.values(), key=lambda subtask: sum(map(len, subtask.values()))))
-    complete = [name for name in models if _layout(subtasks[name]) == whole]
+    largest = max(subtasks.values(), key=lambda scores: sum(map(len, scores.values())))
+    complete = [name for name in models if _layout(subtasks[name]) == _layout(largest)]
     if len(complete) == 1:
-        what = "scores" if len(models) == 1 else "scores in all tasks"
-        return Choice(complete[0], f"the only one with {what}", complete[0])
+        scored = "scores" if len(models) == 1 else "scores in all tasks"
+        return Choice(complete[0], f"the only one with {scored}", complete[0])
     models = complete
     means = {name: round(_mean(subtasks[name]), 9) for name in models}
     losses = {name: _last_loss(results, name) for name in models}
     best = max(models, key=lambda name: (means[name], -losses[name][0]))
-    first, second = list(subtasks[best].values()), label_of(best).lower()
-    near_but_for_loss = False
+    best_scores = list(subtasks[best].values())
+    exceeds_loss = False
     for name in models[: models.index(best)]:
-        difference = intervals.compare(list(subtasks[name].values()), first).difference
-        if 100 * difference.low > -MARGIN:
-            if losses[name][0] > losses[best][1]:
-                near_but_for_loss = True
-                continue
-            mean, low, high = (100 * value for value in difference)
-            reason = f"the earliest shown to be within {MARGIN:g} points of the best, the {second}"
-            ends = interval(low, high, 1)
-            return Choice(name, f"{reason}: {signed(mean, 1)} {ends}", best)
-    earlier = models.index(best) > 0
-    ties = sum(mean == means[best] for mean in means.values())
-    if ties == 1:
+        difference = intervals.compare(list(subtasks[name].values()), best_scores).difference
+        if 100 * difference.low <= -MARGIN:
+            continue
+        if losses[name][0] > losses[best][1]:
+            exceeds_loss = True
+            continue
+        mean, low, high = (100 * value for value in difference)
+        reason = (
+            f"the earliest shown to be within {MARGIN:g} points of the best, the "
+            f"{label_of(best).lower()}: {signed(mean, 1)} {interval(low, high, 1)}"
+        )
+        return Choice(name, reason, best)
+    ties = [name for name in models if means[name] == means[best]]
+    if len(ties) == 1:
         reason = "the highest score"
-    elif len({losses[name][0] for name in models if means[name] == means[best]}) == 1:
-        reason = f"{ties} have the highest score, it is the earliest"
+    elif len({losses[name][0] for name in ties}) == 1:
+        reason = f"{len(ties)} have the highest score, it is the earliest"
     else:
-        reason = f"{ties} have the highest score, it has the lowest loss at the last positions"
-    if near_but_for_loss:
+        reason = f"{len(ties)} have the highest score, it has the lowest loss at the last positions"
+    if exceeds_loss:
         reason += f"; those within {MARGIN:g} points of it before lose more at the last positions"
-    elif earlier and ties == 1:
+    elif models[0] != best and len(ties) == 1:
         reason += f"; no earlier one is shown to be within {MARGIN:g} points of it"
     return Choice(best, reason, best)
 
@@ -95,32 +97,34 @@ def _last_loss(results: Results, model: str) -> tuple[float, float]:
     table = results.scores.positions.get(model)
     if table is None or not table.difference:
         return 0.0, math.inf
-    last = table.difference[-1]
-    return last.mean, math.inf if last.high is None else last.high
+    last_bin = table.difference[-1]
+    return last_bin.mean, math.inf if last_bin.high is None else last_bin.high
 
 
-def overall(results: Results, model: str, other: str = ORIGINAL) -> tuple[int, Against] | None:
+def overall(
+    results: Results, model: str, baseline: str = ORIGINAL
+) -> tuple[int, PairedComparison] | None:
     """Number of tasks and lengths of all suites, and the model compared with another model.
 
     Every task at every length weighs the same. None if they have no samples in common.
     """
-    samples, base = results.samples.get(model, {}), results.samples.get(other, {})
-    common = [at for at in samples if len(samples[at]) == len(base.get(at, ()))]
+    scores, base = results.samples.get(model, {}), results.samples.get(baseline, {})
+    common = [key for key in scores if len(scores[key]) == len(base.get(key, ()))]
     if not common:
         return None
-    return len(common), Against.model_validate(against([(samples[at], base[at]) for at in common]))
+    table = against([(scores[key], base[key]) for key in common])
+    return len(common), PairedComparison.model_validate(table)
 
 
 def comparisons(results: Results) -> str | None:
-    """Sentences on the gain by the search before and after training, and the smallest budget."""
+    """Sentences on the search's gain over rivals, and on the smallest budget near the original."""
     return " ".join([*_over_rivals(results), *_smallest_budget(results)]) or None
 
 
 def _over_rivals(results: Results) -> Iterator[str]:
     """The search's hybrid minus each rival on the same samples, after equal training."""
-    shown = [rival.name for rival in results.rivals]  # by needle score
-    others = (name for name in results.samples if name not in shown)
-    for name in (*shown, *others):
+    names = [rival.name for rival in results.rivals]  # by needle score
+    for name in dict.fromkeys([*names, *results.samples]):
         trained = named_rival(name)
         if name not in METHODS and trained is None:
             continue
@@ -140,7 +144,7 @@ def _smallest_budget(results: Results) -> Iterator[str]:
     Tests in a fixed order that stop at the first failure need no correction for multiple tests.
     """
     names = results.budget_models(final_model(results))
-    shares = {budget.kv_slots: budget.share for budget in results.served.budgets}
+    shares = {budget.kv_slots: budget.share for budget in results.materialized.budgets}
     tested = [(slots, overall(results, names[slots])) for slots in sorted(names, reverse=True)]
     scored = [(slots, outcome[1]) for slots, outcome in tested if outcome is not None]
     if len(scored) < 2 or not _original_answers(results):
@@ -157,17 +161,17 @@ def _smallest_budget(results: Results) -> Iterator[str]:
     )
 
 
-def _points(result: Against) -> str:
+def _points(result: PairedComparison) -> str:
     ends = interval(result.difference_low, result.difference_high, 1)
     return f"{signed(result.difference, 1)} points {ends}"
 
 
-def _than_original(result: Against) -> str:
+def _than_original(result: PairedComparison) -> str:
     ends = interval(result.difference_low, result.difference_high, 1)
     if round(result.difference, 1) == 0:
         return f"as the original does, within {ends} points,"
-    much = "less" if result.difference < 0 else "more"
-    return f"{abs(result.difference):.1f} points {much} than the original {ends}"
+    direction = "less" if result.difference < 0 else "more"
+    return f"{abs(result.difference):.1f} points {direction} than the original {ends}"
 
 
 def headline(results: Results, section: ReportConfig) -> str | None:
@@ -199,9 +203,9 @@ def headline(results: Results, section: ReportConfig) -> str | None:
     advice = "Ship"
     if difference.difference_high < -MARGIN:
         advice = f"Ship none yet: even the best loses more than {MARGIN:g} points. It is"
-    what = f"the {label_of(choice.model).lower()} ({choice.reason})"
-    much = f"it scores {_than_original(difference)} over {tasks}"
-    return f"{advice} {what}: {much} ({power(difference).removeprefix('; ')}), {cost}"
+    model = f"the {label_of(choice.model).lower()} ({choice.reason})"
+    scores = f"it scores {_than_original(difference)} over {tasks}"
+    return f"{advice} {model}: {scores} ({power(difference).removeprefix('; ')}), {cost}"
 
 
 def _original_answers(results: Results) -> bool:
@@ -214,11 +218,11 @@ def _cache(results: Results) -> str:
     lengths += [length for scores in results.needle for length in scores.suite.by_length]
     cache = results.cache
     if not any(lengths):
-        before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
-        return f"takes {now} of KV cache per token instead of {before}"
-    at = max(lengths)
-    share = cache.dynamic(at) / cache.original(at)
-    return f"takes {format_share(share)} of the original's KV cache at {format_length(at)}"
+        before, after = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
+        return f"takes {after} of KV cache per token instead of {before}"
+    longest = max(lengths)
+    share = cache.dynamic(longest) / cache.original(longest)
+    return f"takes {format_share(share)} of the original's KV cache at {format_length(longest)}"
 
 
 def _speed(points: Sequence[Point]) -> Iterator[str]:
@@ -238,12 +242,14 @@ def _speed(points: Sequence[Point]) -> Iterator[str]:
         decode = point.over_original.decode_tokens_per_second
         texts.append((prefill, decode, at))
     if texts:
-        (prefill, decode, at), *others = texts
-        more = "; ".join(f"{first:.2f} and {second:.2f} {place}" for first, second, place in others)
-        yield (
+        (prefill, decode, at), *shorter = texts
+        text = (
             f"prefills at {prefill:.2f} and decodes at {decode:.2f} times the original's speed {at}"
-            + (f" ({more})" if more else "")
         )
+        if shorter:
+            speeds = (f"{first:.2f} and {second:.2f} {place}" for first, second, place in shorter)
+            text += f" ({'; '.join(speeds)})"
+        yield text
 
 
 def _cost(results: Results, section: ReportConfig) -> str:
@@ -257,10 +263,11 @@ def _cost(results: Results, section: ReportConfig) -> str:
     return f"the run took {hours:,.2f} GPU hours{money}{note}"
 
 
-def _layout(subtasks: Scored) -> list[tuple[tuple[str, str, int], int]]:
-    return [(at, len(scores)) for at, scores in subtasks.items()]
+def _layout(subtasks: SampleScores) -> list[tuple[tuple[str, str, int], int]]:
+    """The tasks and lengths with their numbers of samples."""
+    return [(key, len(scores)) for key, scores in subtasks.items()]
 
 
-def _mean(subtasks: Scored) -> float:
+def _mean(subtasks: SampleScores) -> float:
     means = [intervals.mean_of(scores) for scores in subtasks.values()]
     return sum(means) / len(means)

@@ -44,7 +44,7 @@ def _row(name: str, folder: Path) -> list[str]:
         verdict = summary.get("headline") or summary["verdict"] or ""
         return [link, verdict, *_cells(summary), created[:16].replace("T", " ")]
     except (RunError, LookupError, TypeError, ValueError, AttributeError) as error:
-        # Written by an older version, or damaged: the other runs are still shown.
+        # The summary is damaged or of an older version; the other runs are shown.
         return [link, f"cannot be read: {error}", *[""] * (len(_HEADER) - 2)]
 
 
@@ -60,7 +60,7 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         summary["method"],
         format_share(summary["swa_ratio"]),
         windows_text([Window(n) for n in summary.get("window_sizes") or [summary["window_size"]]]),
-        *(format_score(needle[which]) for which in ("original", "hybrid", "trained")),
+        *(format_score(needle[name]) for name in ("original", "hybrid", "trained")),
         Cell(cached, value=cache["after"]),
         Cell(f"{hours:,.2f}", value=hours) if hours else "",
         cost[0] if cost else "",

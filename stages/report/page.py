@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ class SuitePart(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One headline number, a link to `target`; without a value `more` has the reason."""
+    """One headline number with a link to `target`; `more` explains it, or why there is none."""
 
     name: str
     value: str
@@ -82,7 +83,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
     return render(
         _TEMPLATE, title=provenance.title, subtitle=provenance.subtitle, results=results,
         provenance=provenance, headline=headline(results, section), verdict=verdict(results),
-        comparisons=comparisons(results), words=words(results), speed=speed_table(results),
+        comparisons=comparisons(results), words=glossary(results), speed=speed_table(results),
         missing=scores.notes(NEEDLE, FAILED_MODELS), tiles=list(_tiles(results)),
         why_no_score=_why_no_score(results, is_trained=False), averages=charts.averages(results),
         share=format_share(results.search.sliding / results.search.total),
@@ -90,7 +91,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         front=front_picture(results.search.front) if results.search.front else None,
         front_table=front_table(results.search.front) if results.search.front else None,
         traces=[picture for picture in traces if picture is not None],
-        layers=charts.layers_probed(results.search), search_facts=_search_facts(results),
+        layers=charts.layer_importance(results.search), search_facts=_search_facts(results),
         recovery=charts.recovery(results) if results.needle else None,
         loss=charts.training_loss(training) if training else None,
         score_tables=[score_table(scored) for scored in [*results.needle, *results.rivals]],
@@ -112,7 +113,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
     yield _score_tile("Hybrid, trained", results.scores.last_trained, results, "hybrid")
     model = final_model(results)
     for row in differences(results, model):
-        if row.name != suite_title(NEEDLE):  # which has tiles of its own
+        if row.name != suite_title(NEEDLE):  # the needle scores have their tiles above
             value = signed(row.mean, 1 if row.unit == "points" else 2)
             more = f"against the original, 95 % interval {row.text.partition(' ')[2]}"
             colour = "untrained" if model == HYBRID else "hybrid"
@@ -126,7 +127,7 @@ def _tiles(results: Results) -> Iterable[Tile]:
     value = f"{format_bytes(cache.original_per_token)} → {format_bytes(cache.per_token)}"
     windows = f"and at most {format_bytes(cache.sliding_bytes)} for the windows"
     yield Tile("KV cache per token", value, windows)
-    if (budget := results.served.budget) is not None:
+    if (budget := results.materialized.budget) is not None:
         value = f"{format_bytes(budget.original)} → {format_bytes(budget.bytes)}"
         yield Tile(f"KV cache at {format_length(budget.tokens)}", value, budget_text(budget))
     heads = f"{search.sliding} of {search.total} KV heads"
@@ -135,8 +136,8 @@ def _tiles(results: Results) -> Iterable[Tile]:
     reach = f"and {sinks} sink tokens" if sinks else "the token itself included"
     if search.mask.sink_bias is not None:
         reach += "; a learned sink bias in each sliding query head"
-    several = "s" if len(search.windows) > 1 else ""
-    yield Tile(f"Window{several} (W)", search.window_sizes, reach, "tokens")
+    plural = "s" if len(search.windows) > 1 else ""
+    yield Tile(f"Window{plural} (W)", search.window_sizes, reach, "tokens")
 
 
 def _score_tile(name: str, model: str | None, results: Results, colour: str) -> Tile:
@@ -171,8 +172,8 @@ def _why_no_score(results: Results, *, is_trained: bool) -> str:
 _NATS = ("nats", "the unit of loss: at +0.1 the right token is about a tenth less probable")
 
 
-def words(results: Results) -> list[tuple[str, str]]:
-    """Terms of the first screen with their meanings."""
+def glossary(results: Results) -> list[tuple[str, str]]:
+    """Terms of the page's first screen with their meanings."""
     names = dict.fromkeys([results.search.mask.method, *(rival.method for rival in results.rivals)])
     return [
         *((METHODS[name].label, METHODS[name].about) for name in names),
@@ -213,7 +214,7 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
     anchors, gradients = summary.anchors, summary.gradients
     reused, cost = summary.reused_evaluations, summary.reused_full_forward_equivalents
     score, log_likelihood = results.search.score_and_log_likelihood
-    known = f"{reused:,}, which cost {cost:,.1f} full passes there"
+    reuse = f"{reused:,}, which cost {cost:,.1f} full passes there"
     return [
         ("Method", results.search.mask.method),
         ("Anchor, every head sliding", _or_dash(anchors.all_sliding, format_share)),
@@ -221,7 +222,7 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
         ("Score of the final mask", format_share(score)),
         ("Log-likelihood of the final mask", f"{log_likelihood:,.4g} nats"),
         ("Masks evaluated", f"{summary.evaluations:,}"),
-        *([("Of them known from other searches", known)] if reused else []),
+        *([("Of them known from other searches", reuse)] if reused else []),
         *([("Gradients taken", f"{gradients:,}")] if gradients else []),
         ("Model work", f"{summary.full_forward_equivalents:,.1f} full passes over D"),
         ("Model work without any reuse",
@@ -232,27 +233,29 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
 
 
 def filters(models: Iterable[Mapping[str, SuiteScores]]) -> dict[str, list[str]]:
-    """Tasks and lengths that have a score, for menus."""
+    """Tasks and lengths that have a score, for the page's filter."""
     tables = [suite.tasks for suites in models for suite in suites.values()]
-    lengths = {length for tasks in tables for by in tasks.values() for length in by if length}
+    tasks = dict.fromkeys(task for table in tables for task in table)
+    lengths = set().union(*(scores for table in tables for scores in table.values()))
     return {
-        "task": list(dict.fromkeys(task for tasks in tables for task in tasks)),
-        "length": [format_length(length) for length in sorted(lengths)],
+        "task": list(tasks),
+        "length": [format_length(length) for length in sorted(lengths) if length],
     }
 
 
 def other_suites(results: Results) -> list[SuitePart]:
     """The suites without charts."""
     scores = results.scores
-    shown = [*(name for suites in scores.checkpoints.values() for name in suites), *scores.missing]
+    names = [*itertools.chain(*scores.checkpoints.values()), *scores.missing]
     parts = []
-    for name in dict.fromkeys(shown):
+    for name in dict.fromkeys(names):
         if name in (NEEDLE, FAILED_MODELS):
             continue
-        by_model = {m: suites[name] for m, suites in scores.checkpoints.items() if name in suites}
+        by_model = {
+            model: suites[name] for model, suites in scores.checkpoints.items() if name in suites
+        }
         tables = [score_table(NeedleScores(*item), name) for item in by_model.items()]
-        lengths = {at for suite in by_model.values() for by in suite.tasks.values() for at in by}
-        if lengths == {0}:
+        if set().union(*map(_lengths, by_model.values())) == {0}:
             tables = [task_table(name, by_model)]
         parts.append(SuitePart(suite_title(name), tables, scores.notes(name)))
     return parts
@@ -261,14 +264,12 @@ def other_suites(results: Results) -> list[SuitePart]:
 def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
     """Tasks by lengths of one checkpoint, each cell tinted by its score and with its interval."""
     suite = scores.suite
-    lengths = sorted({length for by in suite.tasks.values() for length in by})
+    lengths = sorted(_lengths(suite))
     header = ["task", *(Cell(format_length(at), length=format_length(at)) for at in lengths)]
     rows = [
-        [
-            Cell(task, task=task),
-            *(_score(by.get(at), anchor(scores.name, name, task, at)) for at in lengths),
-        ]
-        for task, by in suite.tasks.items()
+        [Cell(task, task=task)]
+        + [_score(by_length.get(at), anchor(scores.name, name, task, at)) for at in lengths]
+        for task, by_length in suite.tasks.items()
     ]
     groups = [Group(rows)]
     if suite.by_length:
@@ -276,6 +277,10 @@ def score_table(scores: NeedleScores, name: str = NEEDLE) -> Table:
         groups.append(Group([["all tasks", *means]], is_total=True))
     note = f"average {format_score(scores.average)}{power(suite.against_original)}"
     return Table(scores.label, header, groups, note=note)
+
+
+def _lengths(suite: SuiteScores) -> set[int]:
+    return set().union(*suite.tasks.values())
 
 
 def _score(score: MeanScore | None, target: str) -> Cell:
@@ -288,43 +293,38 @@ def _score(score: MeanScore | None, target: str) -> Cell:
 
 def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
     """Tasks without lengths, and averages of groups, of each model in the suite `name`."""
-    rows = [
-        [
-            Cell(task, task=task),
-            *(
-                _score(suite.tasks.get(task, {}).get(0), anchor(model, name, task, 0))
-                for model, suite in suites.items()
-            ),
-        ]
-        for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks)
-    ]
+    rows = []
+    for task in dict.fromkeys(task for suite in suites.values() for task in suite.tasks):
+        scores = {model: suite.tasks.get(task, {}).get(0) for model, suite in suites.items()}
+        cells = [_score(score, anchor(model, name, task, 0)) for model, score in scores.items()]
+        rows.append([Cell(task, task=task), *cells])
     totals = []
-    for group in dict.fromkeys(name for suite in suites.values() for name in suite.groups):
-        means = {name: suite.groups.get(group) for name, suite in suites.items()}
-        most = max((mean for mean in means.values() if mean), key=lambda mean: len(mean.tasks))
-        label = f"{group} ({len(most.tasks)} of {most.of} tasks)"
-        totals.append([label, *(_score(mean, anchor(name)) for name, mean in means.items())])
+    for group in dict.fromkeys(group for suite in suites.values() for group in suite.groups):
+        means = {model: suite.groups.get(group) for model, suite in suites.items()}
+        largest = max((mean for mean in means.values() if mean), key=lambda mean: len(mean.tasks))
+        label = f"{group} ({len(largest.tasks)} of {largest.of} tasks)"
+        totals.append([label, *(_score(mean, anchor(model)) for model, mean in means.items())])
     header = ["task", *(label_of(name) for name in suites)]
     return Table("", header, [Group(rows), Group(totals, is_total=True)])
 
 
 def budget_table(results: Results) -> Table | None:
     """The budgets that the hybrid serves, with needle averages; None if there is only one."""
-    served, trained = results.served, final_model(results)
-    if not served.budgets:
+    hybrid = results.materialized
+    if not hybrid.budgets:
         return None
-    models = list(dict.fromkeys((HYBRID, trained)))
+    models = list(dict.fromkeys((HYBRID, final_model(results))))
     scores = {model: results.budget_scores(model) for model in models}
     header = [
-        f"KV slots at {served.context:,} tokens",
+        f"KV slots at {hybrid.context:,} tokens",
         "of the original's",
         "full KV heads",
         "KV cache",
         *(label_of(model) for model in models),
     ]
     rows = []
-    for budget in served.budgets:
-        chosen = " (chosen)" if budget.kv_slots == served.kv_budget else ""
+    for budget in hybrid.budgets:
+        chosen = " (chosen)" if budget.kv_slots == hybrid.kv_budget else ""
         suites = [scores[model][budget.kv_slots] for model in models]
         cells = [
             mark(suite.against_original) + with_interval(*charts.interval_of(suite))
@@ -345,13 +345,13 @@ def budget_table(results: Results) -> Table | None:
 
 
 def budget_text(budget: BudgetedCache) -> str:
-    """Share and engine of a budget, and whether the mask is within it."""
+    """The cache's share of the original's, the engine, and whether the budget is kept."""
     text = f"{budget.bytes / budget.original:.1%} of the original's, in {budget.engine}"
     text += f" on each of {budget.ranks} ranks" if budget.ranks > 1 else ""
     if budget.allowed is None:
         return text
-    over = "more than the" if budget.bytes > budget.allowed else "within the"
-    return f"{text}, {over} {format_bytes(budget.allowed)} of the budget"
+    relation = "more than" if budget.bytes > budget.allowed else "within"
+    return f"{text}, {relation} the {format_bytes(budget.allowed)} of the budget"
 
 
 def front_table(front: Front) -> Table:
@@ -387,7 +387,7 @@ def cache_table(cache: CacheSize) -> Table:
         for at in charts.cache_lengths(cache)[::2]
     ]
     sizes.append(("each further token", cache.original_per_token, cache.per_token))
-    rows = [(at, *_sizes(before, now)) for at, before, now in sizes]
+    rows = [(length, *_sizes(original, hybrid)) for length, original, hybrid in sizes]
     header = ("context (tokens)", "original", "hybrid", "share")
     return Table.of_rows("Computed from the head mask, not measured", header, rows)
 
@@ -398,10 +398,12 @@ def _sizes(original: float, hybrid: float) -> list[str]:
 
 def served_table(results: Results) -> Table | str:
     """Cache of a request in vLLM on each tensor-parallel rank; a sentence if it is not served."""
-    file, rows = results.search.mask, []
+    rows: list[list[str]] = []
     title = "One request in vLLM, on each tensor-parallel rank; computed, not measured"
     for engine in (LARGE_GPU, CPU):
-        plans = served_bytes(results.cache, file, engine, served_tokens(results.positions))
+        plans = served_bytes(
+            results.cache, results.search.mask, engine, served_tokens(results.positions)
+        )
         if isinstance(plans, str):
             return f"{title}: {plans}"
         for served in plans:

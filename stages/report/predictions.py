@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from data_prep.tasks.samples import TAIL_CHARACTERS
 from stages.formats import format_length, format_score
 from stages.pages.tables import Table
-from stages.report.results import Place, label_of
+from stages.report.results import ScoreKey, label_of
 
 _MAX_CHARACTERS = 400  # shown of an output
 
@@ -38,7 +38,7 @@ def anchor(*place: str | int) -> str:
 
 
 def samples_by_model(
-    predictions: Mapping[Place, Iterable[Mapping[str, Any]]],
+    predictions: Mapping[ScoreKey, Iterable[Mapping[str, Any]]],
 ) -> list[ModelSamples]:
     """The samples by model and score, for the macro `predictions`."""
     models: dict[str, ModelSamples] = {}

@@ -47,19 +47,18 @@ def collect_provenance(config: StageConfig[ReportConfig], results: Results) -> P
             row
             for stage, manifest in results.manifests.items()
             if manifest.summary
-            for row in flatten(_found(stage, manifest, results), stage)
+            for row in flatten(_summary(stage, manifest, results), stage)
         ],
     )
 
 
-def _found(stage: str, manifest: Manifest, results: Results) -> dict[str, Any]:
-    """What a stage found; a search for a front has written another point's scores than chosen."""
-    names = "best_score", "best_log_likelihood"
-    chosen = dict(zip(names, results.search.score_and_log_likelihood, strict=True))
-    return {
-        name: chosen.get(name, value) if stage == "search" else value
-        for name, value in manifest.summary.items()
-    }
+def _summary(stage: str, manifest: Manifest, results: Results) -> dict[str, Any]:
+    """A stage's summary; that of a search for a front gets the scores of the chosen point."""
+    if stage != "search":
+        return manifest.summary
+    score, log_likelihood = results.search.score_and_log_likelihood
+    chosen = {"best_score": score, "best_log_likelihood": log_likelihood}
+    return {name: chosen.get(name, value) for name, value in manifest.summary.items()}
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -80,32 +79,34 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 def _origin(config: StageConfig[ReportConfig], results: Results) -> list[tuple[str, str]]:
     rows = [("Model", format_path(config.model.path)), ("Seed", str(config.seed))]
-    rows.append(("Parameters", f"{results.served.parameters:,}"))
+    rows.append(("Parameters", f"{results.materialized.parameters:,}"))
     corpus = flatten(results.scores.corpus) if results.scores.corpus is not None else ()
     rows += [(f"Text of the evaluation, {name}", value) for name, value in corpus]
-    rows += [(f"Stage {name}", _origin_of(each)) for name, each in results.manifests.items()]
+    rows += [
+        (f"Stage {name}", _manifest_facts(manifest)) for name, manifest in results.manifests.items()
+    ]
     rows += [(f"Stage {name}", "not part of this recipe") for name in results.absent]
     return rows
 
 
-def _origin_of(manifest: Manifest) -> str:
+def _manifest_facts(manifest: Manifest) -> str:
     facts = [f"key {manifest.key[:12]}"]
     if manifest.git_commit:
         changed = ", with local changes" if manifest.git_commit.endswith("+") else ""
         facts.append(f"commit {manifest.git_commit[:12]}{changed}")
-    named = {
+    fields = {
         "created": manifest.created,
         "Python": manifest.python,
         "processes:": manifest.processes,
         "GPUs:": manifest.gpus,
     }
-    return ", ".join([*facts, *(f"{name} {value}" for name, value in named.items() if value)])
+    return ", ".join([*facts, *(f"{name} {value}" for name, value in fields.items() if value)])
 
 
 def _versions(results: Results) -> list[tuple[str, str]]:
-    """Package versions over all stages; each different version once."""
+    """Packages with their distinct versions over all stages."""
     versions: dict[str, dict[str, None]] = {}
     for manifest in results.manifests.values():
         for name, version in manifest.packages.items():
             versions.setdefault(name, {})[version] = None
-    return [(name, ", ".join(each)) for name, each in sorted(versions.items())]
+    return [(name, ", ".join(distinct)) for name, distinct in sorted(versions.items())]

@@ -38,7 +38,7 @@ from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
 from stages.train.stage import TrainingStep, checkpoint_tokens, read_metrics
 
 # Stages that evaluate models.
-_ANSWERING = ("original", "evaluate")
+_EVALUATING = ("original", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Search:
 
     @classmethod
     def read(cls, searched: Path, materialized: Path) -> Search:
-        """From the published directories of the stages search and materialize."""
+        """Read the published directories of the stages search and materialize."""
         front, mask = None, searched / HEAD_MASK
         if exists(materialized / FRONT):
             front = Front.load(materialized / FRONT)
@@ -76,9 +76,9 @@ class Search:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """The heads' windows from the widest down; the menu if no head slides."""
-        menu, choices = self.mask.windows, self.mask.mask.choices
-        return tuple(w for choice, w in enumerate(menu, 1) if (choices == choice).any()) or menu
+        """The windows of sliding heads from the widest down; the menu if no head slides."""
+        menu, used = self.mask.windows, set(self.mask.mask.choices.flat)
+        return tuple(window for choice, window in enumerate(menu, 1) if choice in used) or menu
 
     @property
     def heads(self) -> dict[Window | None, int]:
@@ -144,18 +144,18 @@ class NeedleScores:
 
 
 # Checkpoint, suite, task, length.
-Place = tuple[str, str, str, int]
+ScoreKey = tuple[str, str, str, int]
 # The suite of the headline scores and the charts.
 NEEDLE = "needle"
-# Samples that the page shows for each.
+# Samples that the page shows for each score.
 SHOWN_SAMPLES = 3
 
 
 def collect_predictions(
     records: Iterable[Mapping[str, Any]],
-) -> dict[Place, list[Mapping[str, Any]]]:
-    """The `SHOWN_SAMPLES` samples with the lowest scores of each cell."""
-    cells: dict[Place, list[Mapping[str, Any]]] = {}
+) -> dict[ScoreKey, list[Mapping[str, Any]]]:
+    """The `SHOWN_SAMPLES` samples with the lowest scores behind each score."""
+    cells: dict[ScoreKey, list[Mapping[str, Any]]] = {}
     for record in records:
         if "score" not in record:
             continue
@@ -168,7 +168,7 @@ def collect_predictions(
 
 
 # Scores in [0, 1] of one model by suite, task and length, in the order of the samples.
-Scored = Mapping[tuple[str, str, int], list[float]]
+SampleScores = Mapping[tuple[str, str, int], list[float]]
 
 
 def collect_scores(
@@ -202,14 +202,14 @@ class Results:
     needle: list[NeedleScores]
     rivals: list[NeedleScores]
     windows: list[NeedleScores]
-    served: MaterializeSummary
+    materialized: MaterializeSummary
     scores: Scores
     statistics: dict[str, Any]
     present: frozenset[str]
     absent: tuple[str, ...]
     manifests: Mapping[str, Manifest]
-    predictions: Mapping[Place, list[Mapping[str, Any]]]
-    samples: Mapping[str, Scored]
+    predictions: Mapping[ScoreKey, list[Mapping[str, Any]]]
+    samples: Mapping[str, SampleScores]
     efficiency: Efficiency | None
     cached_answers: int
 
@@ -220,14 +220,16 @@ class Results:
 
     def budget_scores(self, model: str) -> dict[int, SuiteScores | None]:
         """Needle scores of a model by the KV slots of its budgets; None: not scored."""
-        known, names = self.scores.checkpoints, self.budget_models(model)
-        return {slots: known.get(name, {}).get(NEEDLE) for slots, name in names.items()}
+        tables = self.scores.checkpoints
+        names = self.budget_models(model).items()
+        return {slots: tables.get(name, {}).get(NEEDLE) for slots, name in names}
 
     def budget_models(self, model: str) -> dict[int, str]:
         """Names in scores.json of a model at its budgets, by their KV slots."""
-        names = {b.kv_slots: budget_name(model, b.share) for b in self.served.budgets}
-        if self.served.kv_budget in names:
-            names[self.served.kv_budget] = model
+        budgets = self.materialized.budgets
+        names = {budget.kv_slots: budget_name(model, budget.share) for budget in budgets}
+        if self.materialized.kv_budget in names:
+            names[self.materialized.kv_budget] = model
         return names
 
     def checkpoint(self, name: str | None) -> NeedleScores | None:
@@ -287,12 +289,12 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
         needle=needle,
         rivals=rivals,
         windows=windows,
-        served=materialized,
+        materialized=materialized,
         scores=scores,
         predictions=collect_predictions(_answers(inputs)),
         samples=collect_scores(_answers(inputs), scores),
         cached_answers=sum(
-            Scores.read(inputs[stage]).cached_answers for stage in _ANSWERING if stage in inputs
+            Scores.read(inputs[stage]).cached_answers for stage in _EVALUATING if stage in inputs
         ),
         efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
         statistics=Statistics.read(inputs["prepare"]).content,
@@ -319,16 +321,16 @@ def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
 def served_bytes(
     cache: CacheSize, file: HeadMaskFile, engine: Engine, lengths: Sequence[int]
 ) -> list[ServedCache] | str:
-    """Bytes of one request in vLLM on each rank, by ranks and length; or why it is impossible."""
+    """Bytes of one request in vLLM on each rank, by ranks and length, or why it is not served."""
     if file.sinks:
-        return "not served, because vLLM has no sinks of a sliding head."
+        return "not materialized, because vLLM has no sinks of a sliding head."
     heads = file.num_key_value_heads
     has_other_layers = any(
         window.bytes_per_head != cache.bytes_per_head or window.heads % heads
         for window in cache.own_windows
     )
     if cache.state_bytes or has_other_layers:
-        return "not served by the plugin, because of layers of other kinds."
+        return "not materialized by the plugin, because of layers of other kinds."
     return list(
         served_caches(
             engine_heads(file.mask.heads_per_layer(file.windows)),
@@ -341,7 +343,7 @@ def served_bytes(
 
 
 def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
-    for stage in _ANSWERING:
+    for stage in _EVALUATING:
         if stage in inputs:
             yield from read_samples(inputs[stage])
 
@@ -349,13 +351,13 @@ def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 def _needle_scores(
     scores: Scores,
 ) -> tuple[list[NeedleScores], list[NeedleScores], list[NeedleScores]]:
-    """Models of the search, hybrids of rivals, and untrained hybrids at other windows.
+    """Scores of the search's models, of rivals, and of untrained hybrids at other windows.
 
-    The first are the original, the untrained hybrid, and checkpoints in the order of training.
-    Rivals are in ascending order of their score, with trained rivals last.
+    The search's models are the original, the untrained hybrid, and checkpoints in the order of
+    training. Rivals are in ascending order of their score, with trained rivals last.
     """
-    known = scores.checkpoints.items()
-    models = [NeedleScores(name, suites[NEEDLE]) for name, suites in known if NEEDLE in suites]
+    tables = scores.checkpoints.items()
+    models = [NeedleScores(name, suites[NEEDLE]) for name, suites in tables if NEEDLE in suites]
     rivals = [model for model in models if model.name in METHODS or named_rival(model.name)]
     windows = [model for model in models if named_window(model.name)]
     others = rivals + windows

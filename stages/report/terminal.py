@@ -27,6 +27,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
     original, hybrid = results.checkpoint("original"), results.checkpoint("hybrid")
     trained, search, cache = results.trained, results.search, results.cache
     sizes = [window.size for window in search.windows[::-1]]
+    budget = results.materialized.budget
     return {
         "title": title,
         "model": search.mask.model,
@@ -51,7 +52,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
                 if results.windows
                 else {}
             ),
-            **({"budgets": _budgets(results)} if results.served.budgets else {}),
+            **({"budgets": _budgets(results)} if results.materialized.budgets else {}),
             "trained": trained.average if trained else None,
             "trained_tokens": trained.tokens if trained else None,
         },
@@ -59,7 +60,7 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "window_size": sizes[-1],
         **({"window_sizes": sizes} if len(sizes) > 1 else {}),
         "sinks": search.mask.sinks,
-        **({} if results.served.budget is None else {"budget": results.served.budget.model_dump()}),
+        **({} if budget is None else {"budget": budget.model_dump()}),
         **({} if search.front is None else {"point": search.front.chosen}),
         **({"sink": "bias"} if search.mask.sink_bias is not None else {}),
         "kv_cache_bytes_per_token": {
@@ -84,7 +85,7 @@ def _budgets(results: Results) -> list[dict[str, Any]]:
             "share": budget.share,
             "average": suite.average if (suite := scores[budget.kv_slots]) is not None else None,
         }
-        for budget in results.served.budgets
+        for budget in results.materialized.budgets
     ]
 
 
@@ -103,7 +104,7 @@ def print_summary(results: Results, summary: dict[str, Any]) -> None:
 
 def _rows(results: Results) -> list[tuple[str, str]]:
     search, cache = results.search, results.cache
-    before, now = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
+    before, after = format_bytes(cache.original_per_token), format_bytes(cache.per_token)
     share = f"{search.sliding / search.total:.3g}"
     scores = results.scores.checkpoints.values()
     rows = [
@@ -112,7 +113,7 @@ def _rows(results: Results) -> list[tuple[str, str]]:
         for row in _averages(results, suite)
     ]
     rows += [
-        ("KV cache per token", f"{before} → {now}"),
+        ("KV cache per token", f"{before} → {after}"),
         ("KV cache of the windows, at most", format_bytes(cache.sliding_bytes)),
         *_budget(results),
         ("Sliding KV heads (ρ)", f"{share} ({search.sliding} of {search.total})"),
@@ -124,14 +125,14 @@ def _rows(results: Results) -> list[tuple[str, str]]:
         for budget in budgets
         if budget["average"] is not None
     ]
-    if others := [budget["share"] for budget in budgets if budget["average"] is None]:
-        rows.append(("Other shares of the KV slots, not scored", ", ".join(others)))
+    if unscored := [budget["share"] for budget in budgets if budget["average"] is None]:
+        rows.append(("Other shares of the KV slots, not scored", ", ".join(unscored)))
     rows += [(f"Time, {stage}", format_seconds(value)) for stage, value in results.stage_seconds]
     return rows
 
 
 def _budget(results: Results) -> list[tuple[str, str]]:
-    if (budget := results.served.budget) is None:
+    if (budget := results.materialized.budget) is None:
         return []
     sizes = f"{format_bytes(budget.original)} → {format_bytes(budget.bytes)}"
     return [(f"KV cache at {budget.tokens:,} tokens ({budget.engine})", sizes)]
@@ -141,14 +142,15 @@ def _averages(results: Results, suite: str) -> Iterator[tuple[str, str]]:
     """A suite's averages of all models, in the order of the pipeline."""
     name = results.scores.last_trained
     tokens = checkpoint_tokens(name) if name is not None else None
-    after = f" after {format_count(tokens)} tokens" if tokens else ""
-    what = f"{suite_title(suite)} average"
-    yield f"{what}, original", _score(results, suite, ORIGINAL)
+    training = f" after {format_count(tokens)} tokens" if tokens else ""
+    title = f"{suite_title(suite)} average"
+    yield f"{title}, original", _score(results, suite, ORIGINAL)
     for rival in results.rivals if suite == NEEDLE else ():
-        yield f"{what}, {rival.label}", format_score(rival.average)
-    yield f"{what}, hybrid untrained", _score(results, suite, HYBRID)
+        yield f"{title}, {rival.label}", format_score(rival.average)
+    yield f"{title}, hybrid untrained", _score(results, suite, HYBRID)
     is_trained = "train" in results.present
-    yield f"{what}, hybrid trained{after}", _score(results, suite, name) if is_trained else ABSENT
+    score = _score(results, suite, name) if is_trained else ABSENT
+    yield f"{title}, hybrid trained{training}", score
 
 
 def _score(results: Results, suite: str, name: str | None) -> str:

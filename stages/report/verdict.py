@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from stages.evaluate.scores import HYBRID, Against, SuiteScores
+from stages.evaluate.scores import HYBRID, PairedComparison, SuiteScores
 from stages.evaluate.suites import suite_title
 from stages.formats import format_length, interval, signed
 from stages.report.results import NEEDLE, Results, label_of
 
-# A ratio with a wider interval says less than the difference.
+# Percent; with a wider interval the difference is stated instead of the ratio.
 _WIDEST_RATIO = 100.0
 
 
 class Difference(NamedTuple):
-    """A model minus the original; ends are None without an interval, `against` for a loss."""
+    """A model minus the original; without an interval `low` and `high` are None.
+
+    `against` is the comparison of scores; None for a loss.
+    """
 
     name: str
     unit: Literal["points", "nats"]
     mean: float
     low: float | None
     high: float | None
-    against: Against | None = None
+    against: PairedComparison | None = None
 
     @classmethod
-    def of_scores(cls, name: str, against: Against) -> Difference:
+    def of_scores(cls, name: str, against: PairedComparison) -> Difference:
         ends = against.difference_low, against.difference_high
         return cls(name, "points", against.difference, *ends, against)
 
@@ -38,7 +41,7 @@ class Difference(NamedTuple):
         return f"{mean} {interval(self.low, self.high, digits)}"
 
     @property
-    def is_shown(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
@@ -57,15 +60,15 @@ def differences(results: Results, model: str) -> list[Difference]:
     ]
     table = results.scores.positions.get(model)
     if table is not None and table.difference:
-        last = table.difference[-1]
+        last_bin = table.difference[-1]
         first, end = table.edges[-2:]
         name = f"Loss at tokens {first:,} to {end - 1:,}"
-        rows.append(Difference(name, "nats", last.mean, last.low, last.high))
+        rows.append(Difference(name, "nats", last_bin.mean, last_bin.low, last_bin.high))
     return rows
 
 
 def verdict(results: Results) -> str | None:
-    """What the hybrid keeps of the original in all suites, as text; None without scores."""
+    """Sentences on the hybrid's differences to the original; None without scores."""
     model = final_model(results)
     suites = results.scores.checkpoints.get(model, {})
     failure = results.scores.failed_models.get(model)
@@ -77,12 +80,12 @@ def verdict(results: Results) -> str | None:
         sentences += _needle_sentence(results, needle, kind_of(model))
     for row in differences(results, model):
         if row.against is None:
-            undecided = "" if row.is_shown else "; the documents do not decide whether it differs"
+            note = "" if row.is_significant else "; the documents do not decide whether it differs"
             if row.low is None:
-                undecided = "; the documents are too few to tell"
-            sentences.append(f"{row.name}: {row.text} nats against the original{undecided}.")
+                note = "; the documents are too few to tell"
+            sentences.append(f"{row.name}: {row.text} nats against the original{note}.")
         elif row.name != suite_title(NEEDLE):
-            end = _what_shows(row.against)
+            end = _undecided_note(row.against)
             sentences.append(f"{row.name}: {row.text} points against the original{end}.")
     return " ".join(sentences) or None
 
@@ -104,11 +107,11 @@ def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[s
         outcome = f"keeps {ratio:.1f} % [{low:.1f}, {high:.1f}] of the original's score"
     return [
         f"At {format_length(length)} the {name} hybrid {outcome} with {share:.2f} of its KV cache"
-        f"{_what_shows(against)}."
+        f"{_undecided_note(against)}."
     ]
 
 
-def _what_shows(against: Against) -> str:
+def _undecided_note(against: PairedComparison) -> str:
     """The end of a sentence on an undecided comparison."""
     if against.relation != "undecided":
         return ""

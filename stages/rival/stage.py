@@ -10,7 +10,7 @@ from pydantic import Field
 from bosch.search.methods import UnsearchedName
 from stages.fields import Section
 from stages.materialize.stage import STAGE as MATERIALIZE
-from stages.search.stage import attention_mends
+from stages.search.stage import attention_corrections
 from stages.stage import LoadedRecipe, Stage
 from stages.train.stage import TrainConfig
 
@@ -32,9 +32,9 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
-def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
-    mends = attention_mends(loaded.recipe[RivalConfig].method, loaded.info)
-    return {"rival": mends} if mends else {}
+def _key_corrections(loaded: LoadedRecipe) -> dict[str, Any]:
+    corrections = attention_corrections(loaded.recipe[RivalConfig].method, loaded.info)
+    return {"rival": corrections} if corrections else {}
 
 
 STAGE = Stage(
@@ -49,7 +49,7 @@ STAGE = Stage(
     # The search's hybrid is trained first.
     after=("train",),
     model="weights",
-    choices=_mended,
+    choices=_key_corrections,
     checks=_faults,
     cost="stages.materialize.cost:cost",
 )

@@ -28,28 +28,32 @@ CacheType = Literal["float32", "bfloat16", "float16", "float8"]
 CACHE_BYTES = {**BYTES, "float8": 1}
 
 
-def _at(number: Callable[[str], object], most: float, what: str) -> BeforeValidator:
-    """A field type for `NUMBER @ TOKENS`; normalises suffixes: `0.25 @ 32768`."""
+def _amount_at(
+    parse_amount: Callable[[str], object], largest: float, expected: str
+) -> BeforeValidator:
+    """A validator of `AMOUNT @ TOKENS` that writes suffixes out: `0.25 @ 32k` is `0.25 @ 32768`."""
 
-    def read(value: object) -> object:
+    def validate(value: object) -> object:
         first, _, second = (part.strip() for part in str(value).partition("@"))
         try:
-            amount, tokens = number(first), fields.parse_count(second)
+            amount, tokens = parse_amount(first), fields.parse_count(second)
         except ValueError:
             amount = tokens = None
         if not isinstance(tokens, int) or not 0 < tokens <= fields.MOST:
             amount = None
-        if not isinstance(amount, int | float) or not 0 < amount <= most:
-            raise ValueError(f"expected {what}, found {value!r:.60}")
+        if not isinstance(amount, int | float) or not 0 < amount <= largest:
+            raise ValueError(f"expected {expected}, found {value!r:.60}")
         return f"{amount!r} @ {tokens}"
 
-    return BeforeValidator(read)
+    return BeforeValidator(validate)
 
 
 _ShareAt = Annotated[
-    str, _at(fields.parse_number, 1, "a share of at most 1 and its context, like 0.25 @ 32k")
+    str, _amount_at(fields.parse_number, 1, "a share of at most 1 and its context, like 0.25 @ 32k")
 ]
-_SizeAt = Annotated[str, _at(fields.parse_bytes, 2**60, "a size and its context, like 2GiB @ 32k")]
+_SizeAt = Annotated[
+    str, _amount_at(fields.parse_bytes, 2**60, "a size and its context, like 2GiB @ 32k")
+]
 
 
 class Budget(fields.Section):
@@ -84,7 +88,7 @@ class Budget(fields.Section):
     window; default: the plugin's value on a large GPU."""
 
     @model_validator(mode="after")
-    def _some_amount(self) -> Self:
+    def _check_amount(self) -> Self:
         (names,) = self.ALTERNATIVES
         if all(getattr(self, name) is None for name in names):
             raise ValueError(f"names no amount; set one of {', '.join(names)}")
@@ -110,11 +114,11 @@ class Budget(fields.Section):
 
 
 @dataclass(frozen=True)
-class Price:
-    """Bytes of the KV cache of one request of `tokens` tokens in a budget's engine; no torch.
+class EngineCache:
+    """The KV cache of one request of `tokens` tokens in a budget's engine; needs no torch.
 
-    `rows` of its methods are the heads by window of each layer with full attention in the base
-    model. Layers that slide in the base model are counted, states of fixed size are not.
+    `rows` are the heads by window of each layer with full attention in the base model. Layers that
+    slide in the base model are counted, states of fixed size are not.
     """
 
     budget: Budget
@@ -123,18 +127,18 @@ class Price:
     tokens: int
 
     @property
-    def _number(self) -> int:
+    def _itemsize(self) -> int:
         return CACHE_BYTES[self.budget.cache_dtype or self.dtype]
 
     @cached_property
     def original(self) -> int:
         """Bytes of the original model's cache."""
-        return self.of([{None: self.kinds.heads}] * len(self.kinds.full))
+        return self.bytes_of([{None: self.kinds.heads}] * len(self.kinds.full))
 
-    def of(self, rows: Sequence[LayerHeads]) -> int:
-        """A hybrid's cache in bytes (vLLM: on a rank); UserError if ranks cannot share a layer."""
+    def bytes_of(self, rows: Sequence[LayerHeads]) -> int:
+        """Bytes of a hybrid's cache (vLLM: per rank); UserError if ranks cannot share a layer."""
         if self.budget.engine == "generate":
-            size = CacheSize.of(rows, self.kinds, self._number, state_bytes=0)
+            size = CacheSize.of(rows, self.kinds, self._itemsize, state_bytes=0)
             return size.dynamic(self.tokens)
         own_windows: list[vllm_plan.EngineHeads] = [
             {w: self.kinds.heads} for w in self.kinds.windows.values()
@@ -143,10 +147,10 @@ class Price:
         plan = vllm_plan.module_plan(layers, self.budget.ranks)
         in_flight = self.budget.tokens_in_flight or engine.tokens_in_flight(plan.sliding_windows)
         request = vllm_plan.Request(self.tokens, self.budget.block_size, in_flight)
-        return plan.request_bytes(request, 2 * self.kinds.head_dim * self._number)
+        return plan.request_bytes(request, 2 * self.kinds.head_dim * self._itemsize)
 
     @property
-    def most(self) -> int:
+    def allowed_bytes(self) -> int:
         """Bytes that the budget allows; for ratio and keep the original's."""
         if self.budget.kv_cache is not None:
             share = Fraction(str(self.budget.amount))  # the float of 0.57 is less than 0.57
@@ -159,27 +163,28 @@ class Price:
         counts = even_counts(len(self.kinds.full), heads, sliding)
         return [{None: full, window: heads - full} for full in counts]
 
-    def fewest_sliding(self, window: Window, most: int, granularity: int) -> int | None:
-        """Fewest evenly spread sliding heads, by `granularity`, within `most` bytes; or None."""
+    def fewest_sliding(self, window: Window, most_bytes: int, granularity: int) -> int | None:
+        """The fewest sliding heads within `most_bytes`, a multiple of `granularity`; or None."""
         units = range(0, len(self.kinds.full) * self.kinds.heads + 1, granularity)
-        fits = (n for n in units if self.of(self.with_sliding(n, window)) <= most)
+        fits = (n for n in units if self.bytes_of(self.with_sliding(n, window)) <= most_bytes)
         return next(fits, None)
 
     @property
-    def on(self) -> str:
-        """Where the bytes are held, as text."""
+    def ranks_text(self) -> str:
+        """The end of a phrase about the bytes, if each rank has this many."""
         return f" on each of {self.budget.ranks} ranks" if self.budget.ranks > 1 else ""
 
-    def text(self, held: int) -> str:
-        """Bytes as text, with the share of the original's."""
+    def text(self, size: int) -> str:
+        """`size` bytes as text, with their share of the original's."""
         return (
-            f"{format_bytes(held)}{self.on} of the original's {format_bytes(self.original)} at "
-            f"{self.tokens:,} tokens ({held / self.original:.1%}, {self.budget.engine})"
+            f"{format_bytes(size)}{self.ranks_text} of the original's "
+            f"{format_bytes(self.original)} at {self.tokens:,} tokens "
+            f"({size / self.original:.1%}, {self.budget.engine})"
         )
 
 
 def engine_faults(budget: Budget, kinds: DecoderLayers, sinks: int) -> Iterator[str]:
-    """Why a budget's engine does not support sliding heads of the model."""
+    """Reasons why a budget's engine does not support sliding heads of the model."""
     where = "search.budget.engine: vllm"
     if budget.engine != "vllm":
         for name in ("ranks", "block_size", "tokens_in_flight"):
@@ -213,19 +218,22 @@ def keep_fault(keep: float, examples: int) -> str | None:
     return f"{reason}; choose that or less, or {enough:,} examples"
 
 
-def sliding_ratio(price: Price, window: Window, granularity: int) -> float:
-    """rho of the fewest sliding heads for a budget in bytes; UserError if even all do not fit."""
-    heads = len(price.kinds.full) * price.kinds.heads
-    if price.budget.ratio is not None:
-        return price.budget.ratio
-    sliding = price.fewest_sliding(window, price.most, granularity)
+def sliding_ratio(cache: EngineCache, window: Window, granularity: int) -> float:
+    """rho of a budget: its ratio, or that of the fewest sliding heads within its bytes.
+
+    Raises UserError if even the cache with all heads sliding is larger.
+    """
+    heads = len(cache.kinds.full) * cache.kinds.heads
+    if cache.budget.ratio is not None:
+        return cache.budget.ratio
+    sliding = cache.fewest_sliding(window, cache.allowed_bytes, granularity)
     if sliding is None:
-        least = price.of(price.with_sliding(heads, window))
-        share = named_share(least, price.original)
+        least = cache.bytes_of(cache.with_sliding(heads, window))
+        share = named_share(least, cache.original)
         raise UserError(
-            f"search.budget.{price.budget.name}: {format_bytes(price.most)} is less than the "
-            f"{format_bytes(least)} that all heads with a window of {window} hold at "
-            f"{price.tokens:,} tokens ({price.budget.engine}, {share} of the original's); "
+            f"search.budget.{cache.budget.name}: {format_bytes(cache.allowed_bytes)} is less "
+            f"than the {format_bytes(least)} that all heads with a window of {window} hold at "
+            f"{cache.tokens:,} tokens ({cache.budget.engine}, {share} of the original's); "
             "choose more, or a smaller window"
         )
     assert swa_budget(heads, sliding / heads) == sliding

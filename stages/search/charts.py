@@ -28,7 +28,7 @@ from stages.pages.charts import (
 )
 from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary, TracePoint
 
-# A phase's name above the picture and in the legend, and its points' style; else its own name.
+# By phase: its name above the picture and in the legend, and the style of its points.
 PHASES = {
     "anchors": ("Anchors", "anchors", Style("ink")),
     "layer_importance": ("Algorithm 1", "Algorithm 1, layer importance", Style("seventh")),
@@ -63,18 +63,19 @@ def write_front(front: Front, folder: Path) -> None:
 def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     """Score or log-likelihood of all complete evaluations, phases shaded; None without any."""
     points = [point for point in summary.trace if _is_finite(getattr(point, quantity))]
-    whole = [point for point in points if not point.is_bound]
-    if not whole:
+    complete = [point for point in points if not point.is_bound]
+    if not complete:
         return None
-    rows = [_row(point, quantity, _names(point.phase)[1]) for point in whole]
-    final = next((point for point in reversed(whole) if point.mask == mask), None)
+    rows = [_row(point, quantity, _names(point.phase)[1]) for point in complete]
+    final = next((point for point in reversed(complete) if point.mask == mask), None)
     rows += [] if final is None else [_row(final, quantity, _FINAL)]
-    known = {label: style for _, label, style in PHASES.values()}
-    look = styles([*known, *(_names(point.phase)[1] for point in whole)], known)
+    phase_styles = {label: style for _, label, style in PHASES.values()}
+    labels = (_names(point.phase)[1] for point in complete)
+    look = styles([*phase_styles, *labels], phase_styles)
     look |= {_FINAL: Style("fifth", "diamond"), _BEST: Style("ink")}
     best = list(_best(points)) if quantity == "score" else []
-    named = {row["series"] for row in [*rows, *best]}
-    look = {label: style for label, style in look.items() if label in named}
+    present = {row["series"] for row in [*rows, *best]}
+    look = {label: style for label, style in look.items() if label in present}
     picked = picker()
     # Zooming is bound to the scales of the first layer, so the axes belong there.
     ends = points[0].step - 0.5, points[-1].step + 0.5
@@ -89,8 +90,8 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     stairs = stairs.encode(x=x, y=y, color=colour(look), detail="run:N")
     chart = layers(dots, *_bands(points), *([stairs] if best else []), height=300, picked=picked)
     name = "trace" if quantity == "score" else "trace-ll"
-    drawn = [getattr(point, quantity) for point in whole]
-    text = f"{len(points)} evaluations, from {min(drawn):.4g} to {max(drawn):.4g}."
+    numbers = [getattr(point, quantity) for point in complete]
+    text = f"{len(points)} evaluations, from {min(numbers):.4g} to {max(numbers):.4g}."
     heading = "Score" if quantity == "score" else "Log-likelihood of the answers"
     return Picture(name, chart, text, f"{heading} over evaluations")
 
@@ -120,8 +121,8 @@ def front_picture(front: Front) -> Picture:
     ends = [math.log2(row["x"]) for row in (rows[0], rows[-1])]
     powers = [2.0**power for power in range(math.ceil(ends[0]), math.floor(ends[1]) + 1)]
     x = Axis(f"KV cache at {front.context:,} tokens (bytes, log)", "bytes", log=True, values=powers)
-    what = "held-out examples" if "low" in rows[0] else "calibration examples"
-    y = Axis(f"Score on {what}, exact match", "share", domain=(-0.03, 1.03))
+    examples = "held-out examples" if "low" in rows[0] else "calibration examples"
+    y = Axis(f"Score on {examples}, exact match", "share", domain=(-0.03, 1.03))
     line = alt.Chart(values(rows)).mark_line(color="var(--hybrid)", opacity=0.5)
     chart = curves(rows, x, y, look, has_lines=False)
     chart += line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
@@ -152,7 +153,7 @@ def _bands(points: list[TracePoint]) -> list[alt.Chart]:
         first, last = steps[0][0] - 0.5, steps[-1][0] + 0.5
         name = _names(phase)[0] if last - first > 0.06 * len(points) else ""
         bands.append({"x": first, "x2": last, "name": name, "shade": index % 2})
-        starts += [{"x": b - 0.5} for (_, old), (b, new) in pairwise(steps) if old != new]
+        starts += [{"x": step - 0.5} for (_, old), (step, new) in pairwise(steps) if old != new]
     base = alt.Chart(values(bands))
     middle = base.transform_calculate(x="(datum.x + datum.x2) / 2")
     return [

@@ -12,18 +12,18 @@ from bosch.front import Front
 from bosch.search.allotment import spaced_slots
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
-from stages.search.budget import HELD_OUT_EVERY, Price
+from stages.search.budget import HELD_OUT_EVERY, EngineCache
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 
 
-def point_slots(section: SearchConfig, price: Price) -> tuple[int, ...]:
-    """KV slots, at `price.tokens` tokens, of a front's points, ascending."""
-    least, most = section.slot_range(price)
+def point_slots(section: SearchConfig, cache: EngineCache) -> tuple[int, ...]:
+    """KV slots, at `cache.tokens` tokens, of a front's points, ascending."""
+    least, most = section.slot_range(cache)
     if section.points is not None:
         return tuple(round(share * most) for share in section.points)
-    return tuple(sorted({*spaced_slots(least, price.tokens, most)}))
+    return tuple(sorted({*spaced_slots(least, cache.tokens, most)}))
 
 
 def budget_rows(
@@ -36,57 +36,58 @@ def budget_rows(
     recipe, kinds = loaded.recipe, shape_of(loaded).kinds
     search = recipe[SearchConfig]
     context = recipe[PrepareConfig].calibration.length
-    price = search.front_price(kinds, recipe.model.dtype, context)
+    cache = search.front_cache(kinds, recipe.model.dtype, context)
     heads, window = len(kinds.full) * kinds.heads, search.menu[-1]
-    least, most = search.slot_range(price)
-    saved = max(1, price.tokens - window.held(price.tokens))
-    # KV slots of its points and of both ends: all heads at the narrowest window, and the original.
-    slots_of_front = {least, *point_slots(search, price), most}
-    held = sorted({slots - (slots - least) % saved for slots in slots_of_front})
+    least, most = search.slot_range(cache)
+    saved = max(1, cache.tokens - window.held(cache.tokens))
+    # The front's points, all heads at the narrowest window, and the original, in whole heads.
+    slots_of_front = {least, *point_slots(search, cache), most}
+    sizes = sorted({slots - (slots - least) % saved for slots in slots_of_front})
     if budgets == "all":
-        named = held[:-1]
+        chosen = sizes[:-1]
     else:
-        named = sorted({_slots_of(budget, held) for budget in budgets})
-    return {slots: price.with_sliding(heads - (slots - least) // saved, window) for slots in named}
+        chosen = sorted({_slots_of(budget, sizes) for budget in budgets})
+    return {slots: cache.with_sliding(heads - (slots - least) // saved, window) for slots in chosen}
 
 
 def _slots_of(budget: int | float, sizes: Sequence[int]) -> int:
-    """KV slots of a budget as in `budget_slots`: numbers up to 1 are shares, larger ones slots."""
+    """KV slots of a budget as in `budget_slots`: a number up to 1 is a share."""
     if budget > 1:
         return int(budget)
     most = budget * sizes[-1] * (1 + 1e-12)
     return max((slots for slots in sizes if slots <= most), default=sizes[0])
 
 
-def chosen_point(front: Front, price: Price) -> int:
+def chosen_point(front: Front, cache: EngineCache) -> int:
     """The index of the point that a budget chooses.
 
     Of the points within the budget, the one with the best score, then the best log-likelihood. With
     `keep`, the smallest point for which the lower limits of its held-out score and of all larger
     points' scores reach that share of the original's. Raises UserError if there is none.
     """
-    if price.budget.keep is not None:
-        return _kept(front, price.budget.keep)
+    if cache.budget.keep is not None:
+        return _keeping_point(front, cache.budget.keep)
     masks = [front.mask(index) for index in range(len(front.points))]
-    sizes = [price.of(mask.heads_per_layer(front.windows)) for mask in masks]
-    ratio = price.budget.ratio
+    sizes = [cache.bytes_of(mask.heads_per_layer(front.windows)) for mask in masks]
+    ratio = cache.budget.ratio
     if ratio is None:
-        fitting = [index for index, size in enumerate(sizes) if size <= price.most]
+        fitting = [index for index, size in enumerate(sizes) if size <= cache.allowed_bytes]
     else:
         least = ratio * (1 - 1e-12)
         fitting = [index for index, mask in enumerate(masks) if mask.swa_ratio >= least]
     if not fitting:
         raise UserError(
-            f"search.budget.{price.budget.name}: the smallest point of the front holds "
-            f"{price.text(min(sizes))}, more than the {format_bytes(price.most)} that are allowed"
+            f"search.budget.{cache.budget.name}: the smallest point of the front holds "
+            f"{cache.text(min(sizes))}, more than the {format_bytes(cache.allowed_bytes)} that are "
+            "allowed"
         )
     points = front.points
     return max(fitting, key=lambda i: (points[i].score, points[i].log_likelihood, -i))
 
 
-def _kept(front: Front, keep: float) -> int:
-    *points, last = front.points
-    original = last.held_out_score
+def _keeping_point(front: Front, keep: float) -> int:
+    *points, largest_point = front.points
+    original = largest_point.held_out_score
     if not points or original is None or front.mask(len(points)).num_sliding:
         raise UserError(
             "search.budget.keep: the front has no held-out scores; take more "
@@ -98,17 +99,17 @@ def _kept(front: Front, keep: float) -> int:
             f"can be kept of its score; take more prepare.calibration.examples (one in "
             f"{HELD_OUT_EVERY} is held out), or name a size"
         )
-    # From the largest down to the first that fails (fixed-sequence testing): to take the smallest
-    # of all that pass would be wrong more often with more points.
+    # Fixed-sequence testing, from the largest down to the first that fails: taking the smallest of
+    # all that pass would be wrong more often with more points.
     lows = [point.held_out_low or 0.0 for point in points]
     passing = [*itertools.takewhile(lambda low: low >= keep * original, reversed(lows))]
     if passing:
         return len(lows) - len(passing)
     largest, low = points[-1], lows[-1]
-    kept = int(1000 * (low / original)) / 1000  # rounded down: a larger value would be refused
+    possible = int(1000 * (low / original)) / 1000  # rounded down: a larger value would be refused
     raise UserError(
         f"search.budget.keep: no layout is known to keep {keep:g} of the original's held-out score "
         f"of {original:.3g}: the largest, of {largest.kv_slots:,} KV slots, scores "
         f"{largest.held_out_score:.3g}, at least {low:.3g} by its one-sided limit; choose "
-        f"{kept:g} or less, or take more prepare.calibration.examples"
+        f"{possible:g} or less, or take more prepare.calibration.examples"
     )

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
 from bosch.objective.batches import examples_by_round
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
+from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.exchange import pass_values
 from stages.formats import counted, format_bytes, format_flops, format_hours
@@ -29,33 +29,35 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     (evaluations,) = _most_evaluations(loaded, shape, [search.method])
-    examples, length = _searched(recipe, search.method), calibration.length
+    examples, length = _searched_examples(recipe, search.method), calibration.length
     per_evaluation = _evaluation_flops(recipe, shape, search.method)
     batch = recipe.runtime.eval_batch_size
     batches = _batches_by_round(recipe, search.method)
     sharded = recipe.runtime.search_parallel == "tensor"
     split = recipe.runtime.search_parallel == "context"
-    number = BYTES[recipe.model.dtype]
+    itemsize = BYTES[recipe.model.dtype]
     shards = processes if sharded else 1
-    weights = number * shape.parameters / shards
+    weights = itemsize * shape.parameters / shards
     rows = min(batch, examples)
     sharing, attention = processes if split else 1, recipe.runtime.attention
-    sizes = ActivationSizes.of(shape, number, shards, sharing, attention)
+    sizes = ActivationSizes.of(shape, itemsize, shards, sharing, attention)
     passes = sizes.plain_pass(rows * length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
     # Weights are moved to the GPUs one by one, from mapped files that all processes of a node
     # share; on a CPU each process has a copy.
-    host = number * shape.parameters if devices.on_gpu else weights * devices.local_processes
+    host = itemsize * shape.parameters if devices.on_gpu else weights * devices.local_processes
     facts = [
         f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
         f"in {counted(sum(batches), 'batch', 'batches')}",
         f"{format_flops(per_evaluation)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
-        _reuse(recipe, sizes, examples if sharded or split else math.ceil(examples / processes)),
+        _reuse_fact(
+            recipe, sizes, examples if sharded or split else math.ceil(examples / processes)
+        ),
         f"host memory while loading: {format_bytes(host)} a node",
     ]
-    facts += _budget(recipe, shape)
+    facts += _budget_facts(recipe, shape)
     jobs = _search_jobs(recipe, search.method)
     if sharded:
         facts.append(f"one model sharded over {processes} processes")
@@ -66,7 +68,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             )
         jobs = (processes,)
     elif split:
-        facts.append(_exchanged(recipe, shape, processes))
+        facts.append(_exchange_fact(recipe, shape, processes))
         jobs = (processes,)
     elif jobs == batches:
         facts.append(
@@ -79,46 +81,46 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     return replace(result, facts=[*facts, _hours_of_methods(loaded, result, devices)])
 
 
-def _exchanged(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
+def _exchange_fact(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
     """Bytes that the processes send each other for an example."""
-    search, number = recipe[SearchConfig], BYTES[recipe.model.dtype]
+    search, itemsize = recipe[SearchConfig], BYTES[recipe.model.dtype]
     split = ContextSplit.padded(recipe[PrepareConfig].calibration.length, processes)
 
-    def sent(row: LayerHeads) -> float:
-        return float(number * pass_values(shape, [row] * shape.full_layers, split))
+    def sent(*kinds: Window | None) -> float:
+        """Bytes of a pass in which every KV head has each of these windows (None: full)."""
+        row = dict.fromkeys(kinds, shape.key_value_heads)
+        return float(itemsize * pass_values(shape, [row] * shape.full_layers, split))
 
-    heads = shape.key_value_heads
-    full: LayerHeads = {None: heads}
-    every = dict.fromkeys((None, *search.menu), heads)
     return (
         f"each example split over {processes} processes, which send each other "
-        f"{format_bytes(sent(dict.fromkeys(search.menu[-1:], heads)))} of it in a pass with every "
-        f"head sliding, {format_bytes(sent(full))} with every head full, and up to "
-        f"{format_bytes(3 * sent(every))} in a gradient"
+        f"{format_bytes(sent(search.menu[-1]))} of it in a pass with every "
+        f"head sliding, {format_bytes(sent(None))} with every head full, and up to "
+        f"{format_bytes(3 * sent(None, *search.menu))} in a gradient"
     )
 
 
-def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
+def _budget_facts(recipe: Recipe, shape: DecoderShape) -> list[str]:
     """Remarks on a budget in bytes, the original's cache, and the points of a front."""
     search, length = recipe[SearchConfig], recipe[PrepareConfig].calibration.length
     if search.budget is None:
         return []
     heads = shape.full_layers * shape.key_value_heads
-    price = search.price(shape.kinds, recipe.model.dtype, length)
+    cache = search.engine_cache(shape.kinds, recipe.model.dtype, length)
     facts = []
-    if price.budget.tokens is not None:
-        facts.append(f"search.budget.{price.budget.name} allows {price.text(price.most)}")
+    if cache.budget.tokens is not None:
+        facts.append(f"search.budget.{cache.budget.name} allows {cache.text(cache.allowed_bytes)}")
     if METHODS[search.method].finds_front:
-        front = search.front_price(shape.kinds, recipe.model.dtype, length)
+        front = search.front_cache(shape.kinds, recipe.model.dtype, length)
         shares = [slots / (heads * front.tokens) for slots in point_slots(search, front)]
         facts.append(
             f"a front of {counted(len(shares), 'point')}, {shares[0]:.1%} to {shares[-1]:.1%} of "
             "the slots of full layers; the original holds "
-            f"{format_bytes(front.original)}{front.on} at {front.tokens:,} tokens"
+            f"{format_bytes(front.original)}{front.ranks_text} at {front.tokens:,} tokens"
         )
-        if price.budget.keep is not None:
+        if cache.budget.keep is not None:
             facts.append("which point search.budget.keep takes is unknown: all heads count as full")
-        held_out = recipe[PrepareConfig].calibration.examples - _searched(recipe, search.method)
+        held_out = recipe[PrepareConfig].calibration.examples
+        held_out -= _searched_examples(recipe, search.method)
         facts.append(f"held out to score the points: {counted(held_out, 'example')}")
     elif search.stated_ratio is None:
         sliding = round(heads * search.ratio_for(shape.kinds, recipe.model.dtype))
@@ -126,26 +128,26 @@ def _budget(recipe: Recipe, shape: DecoderShape) -> list[str]:
     return facts
 
 
-def _searched(recipe: Recipe, method: str) -> int:
+def _searched_examples(recipe: Recipe, method: str) -> int:
     """Calibration examples of an evaluation: all except those held out for a front."""
     examples = recipe[PrepareConfig].calibration.examples
     return examples - examples // HELD_OUT_EVERY if METHODS[method].finds_front else examples
 
 
 def _evaluation_flops(recipe: Recipe, shape: DecoderShape, method: str) -> float:
-    """Operations of an all-full evaluation, nothing reused; its logits are too few to matter."""
+    """Operations of an evaluation with all heads full and no reuse, without its few logits."""
     length = recipe[PrepareConfig].calibration.length
-    return shape.forward_flops(_searched(recipe, method) * length, length, logits=0)
+    return shape.forward_flops(_searched_examples(recipe, method) * length, length, logits=0)
 
 
 def _batches_by_round(recipe: Recipe, method: str) -> tuple[int, ...]:
     """Batches of each round over the examples that a method searches on."""
-    examples, batch = _searched(recipe, method), recipe.runtime.eval_batch_size
+    examples, batch = _searched_examples(recipe, method), recipe.runtime.eval_batch_size
     return tuple(math.ceil(len(indices) / batch) for indices in examples_by_round(examples))
 
 
 def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
-    """Batches that a method measures together: a round, or all if nothing can end early."""
+    """Batches that a method evaluates together: those of a round, or all if none ends early."""
     batches = _batches_by_round(recipe, method)
     in_rounds = METHODS[method].gradients or (
         recipe[SearchConfig].race and "race" in METHODS[method].settings
@@ -153,26 +155,26 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
     return batches if in_rounds else (sum(batches),)
 
 
-def _reuse(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
+def _reuse_fact(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
     """Bytes that reuse stores for a layer and a process's examples, and the share that fits."""
     windows = len(recipe[SearchConfig].menu)
     entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length, windows)
-    room = recipe.runtime.reuse_memory
+    memory = recipe.runtime.reuse_memory
     kinds = "both kinds" if windows == 1 else f"all {1 + windows} kinds"
     fact = (
         f"reuse: the input of a layer and its attention of {kinds}, "
         f"{format_bytes(entry)} for {counted(examples, 'example')} of a process; "
         "runtime.reuse_memory "
     )
-    if isinstance(room, int):
-        return fact + f"holds {min(1.0, room / entry):.0%} of it"
+    if isinstance(memory, int):
+        return fact + f"holds {min(1.0, memory / entry):.0%} of it"
     return fact + "is the memory left after one gradient pass"
 
 
 def _most_evaluations(
     loaded: LoadedRecipe, shape: DecoderShape, methods: Iterable[str]
 ) -> list[int]:
-    """The upper bounds in the table of methods, for the recipe's settings."""
+    """The most evaluations of each method with the recipe's settings."""
     search = loaded.recipe[SearchConfig]
     ratio = search.ratio_for(shape.kinds, loaded.recipe.model.dtype)
     settings = search.settings(loaded.recipe.seed, ratio)

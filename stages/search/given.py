@@ -25,12 +25,12 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
         settings = search.settings(loaded.recipe.seed, search.ratio_for(kinds, dtype))
         mask = given_mask(shape, settings)
-        price = search.price(kinds, dtype, 1)
-        held = price.of(mask.heads_per_layer(search.menu))
-        if search.stated_ratio is None and held > price.most:
+        cache = search.engine_cache(kinds, dtype, 1)
+        size = cache.bytes_of(mask.heads_per_layer(search.menu))
+        if search.stated_ratio is None and size > cache.allowed_bytes:
             yield (
-                f"search.budget.{price.budget.name}: allows {format_bytes(price.most)}, and "
-                f"{search.mask} holds {price.text(held)}"
+                f"search.budget.{cache.budget.name}: allows {format_bytes(cache.allowed_bytes)}, "
+                f"and {search.mask} holds {cache.text(size)}"
             )
         file = HeadMaskFile.load(str(search.mask))
     except UserError as fault:

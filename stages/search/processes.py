@@ -37,7 +37,7 @@ def numerics(
     shards: int = 1,
     parts: int = 1,
 ) -> str:
-    """A line with all that a result's last bits depend on: device, kernels, batches, code.
+    """Everything that the last bits of a result depend on, as text: device, kernels, batches, code.
 
     `version` is the stage's; `shards` processes share one model, `parts` split each sequence.
     """

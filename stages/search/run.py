@@ -35,7 +35,7 @@ from bosch.search.runs import find_mask
 from stages.context import StageConfig
 from stages.formats import format_bytes
 from stages.prepare.stage import CALIBRATION
-from stages.search.budget import HELD_OUT_EVERY, Price
+from stages.search.budget import HELD_OUT_EVERY, EngineCache
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
 from stages.search.live import BEST, LiveView, SinkBias, mask_file
@@ -82,12 +82,12 @@ def run(
         kinds = decoder_layers(objective.model.config)
         # Without a context in the recipe, bytes are counted at the longest example.
         longest = objective.calibration.max_length
-        price_of = section.front_price if method.finds_front else section.price
-        price = price_of(kinds, config.model.dtype, longest)
+        cache_of = section.front_cache if method.finds_front else section.engine_cache
+        cache = cache_of(kinds, config.model.dtype, longest)
         ratio = 1.0 if method.finds_front else section.ratio_for(kinds, config.model.dtype)
         settings = section.settings(config.seed, ratio)
         evaluator = Evaluator(objective, log)
-        evaluator.slot_budgets = budgets_in_slots(section, price)
+        evaluator.slot_budgets = budgets_in_slots(section, cache)
         with contextlib.ExitStack() as stack:
             if ranks.is_first:
                 total = method.most_evaluations(settings, *objective.shape)
@@ -99,22 +99,22 @@ def run(
                 result = find_mask(section.method, evaluator, settings)
             except (KeyboardInterrupt, LostRankError):
                 if log.path is not None:
-                    _log_progress_so_far(evaluator, work_dir)
+                    _log_stopped_search(evaluator, work_dir)
                 raise
         summary = summary_of(evaluator, result, time.perf_counter() - started)
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
-            _write_results(work_dir, config, summary, result, price, sink_bias)
+            _write_results(work_dir, config, summary, result, cache, sink_bias)
     names = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     return {name: summary[name] for name in names}
 
 
-def budgets_in_slots(section: SearchConfig, price: Price) -> SlotBudgets:
+def budgets_in_slots(section: SearchConfig, cache: EngineCache) -> SlotBudgets:
     """KV slots of a front's points; masks are nested with the one in the middle."""
     if not METHODS[section.method].finds_front:
-        return SlotBudgets(price.tokens)
-    slots = point_slots(section, price)
-    return SlotBudgets(price.tokens, slots, slots[len(slots) // 2])
+        return SlotBudgets(cache.tokens)
+    slots = point_slots(section, cache)
+    return SlotBudgets(cache.tokens, slots, slots[len(slots) // 2])
 
 
 def _evaluation_log(
@@ -153,15 +153,16 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
 
 
 def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
-    """Set and return the sink bias: the mask's, the stopped search's, or estimated; or None."""
+    """Set and return the sink bias: from the mask, a stopped search, or estimated; None without."""
     if section.sink is None:
         return None
-    given = HeadMaskFile.load(str(section.mask)).sink_bias if section.method == "given" else None
-    recorded = None
+    mask_bias, recorded = None, None
+    if section.method == "given":
+        mask_bias = HeadMaskFile.load(str(section.mask)).sink_bias
     if objective.ranks.is_first:
-        lines = Journal(work_dir / _SINK_BIAS).read_new(lambda entry: entry["values"])
-        recorded = lines[-1] if lines else None
-    values: SinkBias | None = given or objective.ranks.from_first(recorded)
+        entries = Journal(work_dir / _SINK_BIAS).read_new(lambda entry: entry["values"])
+        recorded = entries[-1] if entries else None
+    values: SinkBias | None = mask_bias or objective.ranks.from_first(recorded)
     if values is None:
         return fit_sink_bias(objective)
     set_sink_bias(objective.model, values)
@@ -190,7 +191,7 @@ def _write_results(
     config: StageConfig[SearchConfig],
     summary: dict[str, Any],
     result: SearchResult,
-    price: Price,
+    cache: EngineCache,
     sink_bias: SinkBias | None,
 ) -> None:
     published = SearchSummary.check(summary, "summary")
@@ -199,9 +200,9 @@ def _write_results(
         file = mask_file(config, result.mask, result.evaluation.score, sink_bias)
         file.save(work_dir / HEAD_MASK)
         if config.section.stated_ratio is None:
-            _log_bytes(price, file)
+            _log_bytes(cache, file)
     else:
-        _write_front(work_dir, config, result.front, price)
+        _write_front(work_dir, config, result.front, cache)
     write_traces(published, result.mask.key, work_dir)
     for name in (BEST, _SINK_BIAS):
         (work_dir / name).unlink(missing_ok=True)
@@ -215,25 +216,26 @@ def _write_results(
 
 
 def _write_front(
-    work_dir: Path, config: StageConfig[SearchConfig], front: Front, price: Price
+    work_dir: Path, config: StageConfig[SearchConfig], front: Front, cache: EngineCache
 ) -> None:
     """Write front.json, in bytes of the budget's engine; materialize chooses the point."""
     seed = config.seed if config.section.seed is None else config.section.seed
     front = replace(front, model=config.model.path, seed=seed, chosen=None)
-    front = front.priced(lambda mask: price.of(mask.heads_per_layer(front.windows)))
+    front = front.priced(lambda mask: cache.bytes_of(mask.heads_per_layer(front.windows)))
     front.save(work_dir / FRONT)
     write_front(front, work_dir)
     logger.info("a front of %d points at %d tokens", len(front.points), front.context)
 
 
-def _log_bytes(price: Price, file: HeadMaskFile) -> None:
+def _log_bytes(cache: EngineCache, file: HeadMaskFile) -> None:
     """Log the bytes of a mask: a mask uneven over the layers may exceed the budget in vLLM."""
-    held = price.of(file.mask.heads_per_layer(file.windows))
-    log = logger.warning if held > price.most else logger.info
-    log("the mask holds %s, search.budget allows %s", price.text(held), format_bytes(price.most))
+    size = cache.bytes_of(file.mask.heads_per_layer(file.windows))
+    log = logger.warning if size > cache.allowed_bytes else logger.info
+    allowed = format_bytes(cache.allowed_bytes)
+    log("the mask holds %s, search.budget allows %s", cache.text(size), allowed)
 
 
-def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
+def _log_stopped_search(evaluator: Evaluator, work_dir: Path) -> None:
     """Log the score and the file of a stopped search's best mask."""
     evaluations = evaluator.costs()["evaluations"]
     advice = f"{evaluations:.0f} evaluations are kept, the same command resumes"
@@ -242,12 +244,12 @@ def _log_progress_so_far(evaluator: Evaluator, work_dir: Path) -> None:
         logger.warning("search stopped before its first mask on budget; %s", advice)
         return
     _, evaluation = best
-    worth = f"{evaluation.score:.4f} (log-likelihood {evaluation.log_likelihood:.4f}"
-    ends = {point.subproblem: point.score for point in evaluator.trace if point.phase == "anchors"}
-    worth += "".join(f", {name} {value:.4f}" for name, value in ends.items()) + ")"
+    scores = f"{evaluation.score:.4f} (log-likelihood {evaluation.log_likelihood:.4f}"
+    anchors = [point for point in evaluator.trace if point.phase == "anchors"]
+    scores += "".join(f", {point.subproblem} {point.score:.4f}" for point in anchors) + ")"
     logger.warning(
         "search stopped; the best mask on budget so far scores %s and is kept in %s; %s",
-        worth,
+        scores,
         work_dir / BEST,
         advice,
     )

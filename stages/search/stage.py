@@ -22,7 +22,7 @@ from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, r
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
-from stages.search.budget import Budget, Price, engine_faults, keep_fault, sliding_ratio
+from stages.search.budget import Budget, EngineCache, engine_faults, keep_fault, sliding_ratio
 from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
 
 
@@ -107,7 +107,7 @@ class SearchConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_home(cls, values: Any) -> Any:
+    def _default_window(cls, values: Any) -> Any:
         """`windows` takes the place of the default `window_size`."""
         if isinstance(values, dict) and values.get("windows") is not None:
             return {"window_size": None, **values}
@@ -116,19 +116,19 @@ class SearchConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _some_menu(self) -> Self:
+    def _check_menu(self) -> Self:
         _ = self.menu  # raises ValueError
         return self
 
     @model_validator(mode="after")
-    def _some_budget(self) -> Self:
+    def _check_budget(self) -> Self:
         if self.swa_ratio is None and self.budget is None:
             names = ", ".join(Budget.ALTERNATIVES[0])
             raise ValueError(f"names no budget; set swa_ratio, or one of {names} under budget")
         return self
 
     def settings(self, seed: int, ratio: float | None = None) -> SearchSettings:
-        """The library's settings; `seed` and `ratio` (of `ratio_for`) count where none is set."""
+        """The library's settings; `seed` and `ratio` are used where the section has none."""
         values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
         values["buckets"] = tuple(self.buckets)
         values["seed"] = seed if self.seed is None else self.seed
@@ -177,41 +177,42 @@ class SearchConfig(Section):
         return self.model_copy(update=changes)
 
     def in_key(self) -> dict[str, Any]:
-        """Leaves out the amount of a front's budget, which only chooses a point."""
+        """The values without the amount of a front's budget, which only chooses a point."""
         values = super().in_key()
         if METHODS[self.method].finds_front:
             counted = self.chosen_budget.model_dump(mode="json")
             values |= {"budget": counted | dict.fromkeys(Budget.ALTERNATIVES[0])}
         return values
 
-    def price(self, kinds: DecoderLayers, dtype: str, context: int) -> Price:
-        """The price of masks; `context` is used if the budget has none, `dtype` is the model's."""
+    def engine_cache(self, kinds: DecoderLayers, dtype: str, context: int) -> EngineCache:
+        """The cache in the budget's engine; `context` is used if the budget has none."""
         budget = self.chosen_budget
-        return Price(budget, kinds, dtype, budget.tokens or budget.context or context)
+        return EngineCache(budget, kinds, dtype, budget.tokens or budget.context or context)
 
-    def front_price(self, kinds: DecoderLayers, dtype: str, context: int) -> Price:
-        """As `price`, at the context at which a front counts caches."""
+    def front_cache(self, kinds: DecoderLayers, dtype: str, context: int) -> EngineCache:
+        """As `engine_cache`, at the context at which a front counts caches."""
         budget = self.chosen_budget
-        return Price(budget, kinds, dtype, budget.context or budget.tokens or context)
+        return EngineCache(budget, kinds, dtype, budget.context or budget.tokens or context)
 
-    def slot_range(self, price: Price) -> tuple[int, int]:
-        """KV slots of all heads at the smallest window and of the original, at `price.tokens`."""
-        heads = len(price.kinds.full) * price.kinds.heads
-        return heads * self.menu[-1].held(price.tokens), heads * price.tokens
+    def slot_range(self, cache: EngineCache) -> tuple[int, int]:
+        """KV slots of all heads at the smallest window and of the original, at `cache.tokens`."""
+        heads = len(cache.kinds.full) * cache.kinds.heads
+        return heads * self.menu[-1].held(cache.tokens), heads * cache.tokens
 
     @property
     def chosen_budget(self) -> Budget:
-        """The budget, also of swa_ratio."""
+        """The budget; swa_ratio is one with a ratio."""
         return self.budget or Budget(ratio=self.swa_ratio)
 
     def ratio_for(self, kinds: DecoderLayers, dtype: str) -> float:
-        """rho: as stated, else of the mask, else the least within the bytes, or UserError."""
+        """rho: as stated, of the given mask, or from the budget's bytes; raises UserError."""
         if self.stated_ratio is not None:
             return self.stated_ratio
         if self.method == "given":
             rows = self._given_rows(kinds)
             return 1 - sum(row[None] for row in rows) / (len(rows) * kinds.heads)
-        return sliding_ratio(self.price(kinds, dtype, 1), self.menu[-1], self.head_granularity)
+        cache = self.engine_cache(kinds, dtype, 1)
+        return sliding_ratio(cache, self.menu[-1], self.head_granularity)
 
     def kv_heads(self, kinds: DecoderLayers, dtype: str) -> list[LayerHeads]:
         """KV heads of each layer by window: of the given mask, else spread evenly.
@@ -259,7 +260,7 @@ class LayerImportance(Record):
 
 
 class TracePoint(Record):
-    """One evaluation; `is_bound`: it ended early. `best_score` is None before a whole one."""
+    """One evaluation; `is_bound`: it ended early. `best_score`: of the complete ones so far."""
 
     step: int
     phase: str
@@ -332,9 +333,9 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"{SINK_TOKENS} tokens, of which {where} = {length:,} has none; raise it or lower "
             "search.window_size"
         )
-    yield from _budget(loaded)
-    yield from _parallel(loaded, search)
-    yield from _attention(loaded)
+    yield from _budget_faults(loaded)
+    yield from _parallel_faults(loaded, search)
+    yield from _attention_faults(loaded)
 
 
 def window_faults(windows: Sequence[Window], field: str, path: str, length: int) -> Iterator[str]:
@@ -347,7 +348,7 @@ def window_faults(windows: Sequence[Window], field: str, path: str, length: int)
             )
 
 
-def _budget(loaded: LoadedRecipe) -> Iterator[str]:
+def _budget_faults(loaded: LoadedRecipe) -> Iterator[str]:
     """Budgets that the method does not use, or that no mask of the model fits."""
     search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].budget
     if budget is not None and budget.keep is not None and not METHODS[search.method].finds_front:
@@ -362,7 +363,7 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
     if search.points is not None and not METHODS[search.method].finds_front:
         yield f"search.points: method {search.method} finds one mask; leave them out"
     if search.stated_ratio is not None:
-        yield from _ratio(search, search.stated_ratio)
+        yield from _ratio_faults(search, search.stated_ratio)
     if loaded.info is None:
         return
     try:
@@ -370,17 +371,17 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         if not kinds.full:  # the model's checks report it
             return
         length = loaded.recipe[PrepareConfig].calibration.length
-        price = search.price(kinds, loaded.recipe.model.dtype, length)
-        faults = [*engine_faults(price.budget, price.kinds, search.sinks)]
-        if price.budget.tokens is not None:
-            faults += _no_cheaper(search, price)
-        if price.budget.engine == "vllm" and loaded.info.takes_more_than_text:
+        cache = search.engine_cache(kinds, loaded.recipe.model.dtype, length)
+        faults = [*engine_faults(cache.budget, cache.kinds, search.sinks)]
+        if cache.budget.tokens is not None:
+            faults += _window_cost_faults(search, cache)
+        if cache.budget.engine == "vllm" and loaded.info.takes_more_than_text:
             faults += [
                 "search.budget.engine: vllm does not serve this model: it takes more than text"
             ]
         if METHODS[search.method].finds_front and not faults:
-            front_price = search.front_price(kinds, loaded.recipe.model.dtype, length)
-            faults = [*_front_faults(search, front_price)]
+            front_cache = search.front_cache(kinds, loaded.recipe.model.dtype, length)
+            faults = [*_front_faults(search, front_cache)]
         yield from faults
         if faults or (search.method == "given" and search.stated_ratio is None):
             return
@@ -388,37 +389,37 @@ def _budget(loaded: LoadedRecipe) -> Iterator[str]:
         field = "search.swa_ratio" if search.budget is None else "search.budget.ratio"
         check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity, field)
         if search.stated_ratio is None:
-            yield from _ratio(search, ratio)
+            yield from _ratio_faults(search, ratio)
     except UserError as error:
         yield str(error)
 
 
-def _no_cheaper(search: SearchConfig, price: Price) -> Iterator[str]:
+def _window_cost_faults(search: SearchConfig, cache: EngineCache) -> Iterator[str]:
     """Windows that save no cache."""
     for window in search.menu:
-        if window.held(price.tokens) >= price.tokens:
+        if window.held(cache.tokens) >= cache.tokens:
             yield (
                 f"{search.menu_field}: {window} is no cheaper than a full head at the "
-                f"{price.tokens:,} tokens of search.budget; leave it out"
+                f"{cache.tokens:,} tokens of search.budget; leave it out"
             )
 
 
-def _front_faults(search: SearchConfig, price: Price) -> Iterator[str]:
+def _front_faults(search: SearchConfig, cache: EngineCache) -> Iterator[str]:
     """Points that a front cannot have."""
-    yield from _no_cheaper(search, price)
-    if search.points is None and len(price.kinds.full) * price.kinds.heads == 1:
+    yield from _window_cost_faults(search, cache)
+    if search.points is None and len(cache.kinds.full) * cache.kinds.heads == 1:
         yield "search.method: front has no points where the model has one KV head in all"
-    least, most = search.slot_range(price)
+    least, most = search.slot_range(cache)
     for share in search.points or ():
         if share < least / most or round(share * most) >= most:
             yield (
-                f"search.points: {share:g} of the KV cache at {price.tokens:,} tokens is no point; "
+                f"search.points: {share:g} of the KV cache at {cache.tokens:,} tokens is no point; "
                 f"choose from {named_share(least, most)}, all heads at {search.menu[-1]}, "
                 "to below 1"
             )
 
 
-def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
+def _ratio_faults(search: SearchConfig, ratio: float) -> Iterator[str]:
     if "buckets" not in METHODS[search.method].settings:  # does not use buckets
         return
     low, high = min(search.buckets), max(search.buckets)
@@ -431,8 +432,8 @@ def _ratio(search: SearchConfig, ratio: float) -> Iterator[str]:
         )
 
 
-def _parallel(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
-    """Why the processes of a run cannot share a search as the recipe asks."""
+def _parallel_faults(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
+    """Reasons why the processes cannot share a search as the recipe asks."""
     field, world = "runtime.search_parallel", loaded.world
     parallel = loaded.recipe.runtime.search_parallel
     if parallel == "tensor" and world.nodes > 1:
@@ -454,7 +455,7 @@ def _parallel(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
         yield f"{field}: search.sink is estimated on whole examples; set data, or leave it out"
 
 
-def _attention(loaded: LoadedRecipe) -> Iterator[str]:
+def _attention_faults(loaded: LoadedRecipe) -> Iterator[str]:
     recipe = loaded.recipe
     requests = {}
     if recipe.runtime.search_parallel == "context":
@@ -483,36 +484,36 @@ def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
         return {}
 
 
-# Families whose gradients' cost was miscounted: the same budget now allows another number of them.
-_RECOUNTED = (
+# Families for which the cost of gradients was corrected: a budget allows another number of them.
+_RECOUNTED_FAMILIES = (
     "afmoe", "beam", "biogpt", "cohere", "cohere2", "cohere2_moe", "gemma4", "gemma4_text",
     "gemma4_unified_text", "gpt_neox", "granitemoehybrid", "granitemoeshared", "hyperclovax",
     "laguna", "lfm3", "nemotron_h", "opt", "phi", "stablelm",
 )  # fmt: skip
 
 
-def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Part of the key that separates masks from those before a correction that changed them."""
+def _key_corrections(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Parts of the key that keep masks apart from those made before a correction of the search."""
     search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].chosen_budget
-    mends = attention_mends(search.method, loaded.info)
+    corrections = attention_corrections(search.method, loaded.info)
     if METHODS[search.method].kind == "profile" and budget.tokens and budget.context:
-        mends |= {"slots_at": budget.tokens}
+        corrections |= {"slots_at": budget.tokens}
     if search.method == "learned_gates" and search.head_granularity > 1:
-        mends |= {"counts_gradient_of_units": True}
+        corrections |= {"counts_gradient_of_units": True}
     if search.method == "given" and len(search.menu) > 1:
-        mends |= {"keeps_given_mask": True}
+        corrections |= {"keeps_given_mask": True}
     family = loaded.info.config.get("model_type") if loaded.info is not None else None
     method = METHODS[search.method]
-    if method.gradients and method.searches and family in _RECOUNTED:
-        mends |= {"counts_gradients": True}
-    return {"search": mends} if mends else {}
+    if method.gradients and method.searches and family in _RECOUNTED_FAMILIES:
+        corrections |= {"counts_gradients": True}
+    return {"search": corrections} if corrections else {}
 
 
-def attention_mends(method: str, info: ModelInfo | None) -> dict[str, Any]:
-    """Capped scores and extra logits of the model, which old rankings and profiles left out."""
+def attention_corrections(method: str, info: ModelInfo | None) -> dict[str, Any]:
+    """Part of the key for caps and extra logits, which rankings and profiles once ignored."""
     reads = {"softcap", "head_logits"} if METHODS[method].reads_attention else set()
-    found = sorted(reads & _needs_of_model(info).keys())
-    return {"reads": found} if found else {}
+    needs = sorted(reads & _needs_of_model(info).keys())
+    return {"reads": needs} if needs else {}
 
 
 STAGE = Stage(
@@ -525,7 +526,7 @@ STAGE = Stage(
     needs=("prepare",),
     model="weights",
     distributed=True,
-    choices=_mended,
+    choices=_key_corrections,
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",

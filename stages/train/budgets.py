@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-# Steps of a cycle for the smallest and for the largest budget; each budget between them has one.
-# The smallest has the most to learn, and gains little from the steps of the others.
+# Steps of a cycle for the smallest and for the largest budget; each budget between has one. The
+# smallest has the most to learn, and gains little from the steps of the others.
 SMALLEST, LARGEST = 3, 2
 _STREAM = 21  # of random numbers, separate from the data order's
 
@@ -38,9 +38,9 @@ class BudgetDraw:
         """KV slots of the budget of step `step` (from 1)."""
         import numpy as np  # not needed by every command that reads a recipe
 
-        number, place = divmod(step - 1, len(self._cycle))
-        order = np.random.default_rng([self.seed, _STREAM, number]).permutation(len(self._cycle))
-        return self._cycle[order[place]]
+        cycle, position = divmod(step - 1, len(self._cycle))
+        order = np.random.default_rng([self.seed, _STREAM, cycle]).permutation(len(self._cycle))
+        return self._cycle[order[position]]
 
 
 def mean_over_budgets(values: Mapping[int, float]) -> float:

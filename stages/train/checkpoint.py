@@ -27,16 +27,16 @@ from bosch.model.tensor_parallel import whole_weight
 from stages.fields import bytes_of
 from stages.materialize.model_card import note_training
 from stages.train.stage import CHECKPOINTS, LoraConfig, checkpoint_name
-from stages.train.storage import copy_companions, disk_errors, processes, rank, wait
+from stages.train.storage import copy_other_files, disk_errors, processes, rank, wait
 from stages.train.trainable import is_adapter, merged
 
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
 def save_model(model: Any, folder: Path, max_shard_size: str) -> None:
-    """As `model.save_pretrained`, with memory for one file at a time.
+    """Save the model as `model.save_pretrained` does, with memory for one file at a time.
 
-    `save_pretrained` itself splits the experts of all layers first, which takes a second model.
+    `save_pretrained` first splits the experts of all layers, which takes twice the memory.
     """
     model.save_pretrained(folder, state_dict={})
     for empty in folder.glob("*.safetensors"):
@@ -74,15 +74,15 @@ class CheckpointWriter:
         model card names `trained`, the tokens of whole steps, which may differ from `tokens`.
         """
         writing = self._directory / "writing"
-        first = rank() == 0
+        is_first = rank() == 0
         with disk_errors(f"checkpoint {checkpoint_name(tokens)}", self._directory.parent):
-            if first:
+            if is_first:
                 remove(writing)
                 writing.mkdir(parents=True)
             wait()
             sizes = self.write_weights(model, writing, lora)
             wait()
-            if first:
+            if is_first:
                 _name_files(writing, sizes)
             if averaged:
                 wait()
@@ -90,18 +90,18 @@ class CheckpointWriter:
                 files = sorted(writing.glob("*.safetensors"))
                 average_into(files[rank() :: processes()], earlier)
                 wait()
-            if first:
-                copy_companions(self._model_dir, writing)
+            if is_first:
+                copy_other_files(self._model_dir, writing)
                 note_training(writing, trained or tokens, averaged=1 + len(averaged))
                 replace(writing, self._directory / checkpoint_name(tokens))
 
     def write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
-        """Write each group's files on its process; returns the totals for the index."""
-        left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+        """Write the weights, each process its groups; returns the totals for the index."""
+        not_saved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
         state = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
-            if name not in left_out
+            if name not in not_saved
         }
         self._in_float32 = {*kept_in_float32(model)}
         groups = self._groups(state)
@@ -132,14 +132,14 @@ class CheckpointWriter:
         for name in state:
             match = _LAYER.match(name)
             layers.setdefault(match[0] if match else "", []).append(name)
-        most = bytes_of(self._max_shard_size)  # transformers' own reader takes no 2.5GB
+        limit = bytes_of(self._max_shard_size)  # transformers' own reader takes no 2.5GB
         groups: list[list[str]] = [[]]
-        room = most
+        room = limit
         for names in layers.values():
             size = sum(self._bytes(name, state[name]) for name in names if not is_adapter(name))
             if groups[-1] and size > room:
                 groups.append([])
-                room = most
+                room = limit
             groups[-1] += names
             room -= size
         return groups
@@ -211,25 +211,27 @@ def _count(value: Any) -> int:
     return int(getattr(value, "ds_numel", value.numel()))
 
 
-def average_into(files: Sequence[Path], others: Sequence[Path]) -> None:
-    """Replace the weights in `files` by their mean with the files of the same names in `others`.
+def average_into(files: Sequence[Path], checkpoints: Sequence[Path]) -> None:
+    """Replace the weights in `files` by their mean with the same files of `checkpoints`.
 
-    `others` are model directories, checkpoints of the same training, so their files hold the same
-    tensors. Only floating-point tensors are averaged, one at a time in float32. Raises RunError
-    when the files do not hold the same tensors.
+    `checkpoints` are folders of the same training, so their files hold the same tensors. Only
+    floating-point tensors are averaged, one at a time in float32. Raises RunError when the files do
+    not hold the same tensors.
     """
     for file in files:
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
         averaged = load_file(file)  # memory-mapped; changed tensors are copies
-        weights = [load_file(p) if (p := other / file.name).is_file() else {} for other in others]
-        for other, there in zip(others, weights, strict=True):
-            if there.keys() != averaged.keys():
-                raise RunError(f"{other / file.name}: holds other weights than {file}")
+        weights = []
+        for checkpoint in checkpoints:
+            path = checkpoint / file.name
+            weights.append(load_file(path) if path.is_file() else {})
+            if weights[-1].keys() != averaged.keys():
+                raise RunError(f"{path}: holds other weights than {file}")
         for name, value in averaged.items():
             if value.is_floating_point():
-                total = sum((there[name].float() for there in weights), value.float())
-                averaged[name] = (total / (1 + len(others))).to(value.dtype)
+                total = sum((tensors[name].float() for tensors in weights), value.float())
+                averaged[name] = (total / (1 + len(weights))).to(value.dtype)
             else:
                 averaged[name] = value.clone()
         save_file(averaged, file, metadata=metadata)

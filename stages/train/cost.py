@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bosch.budget import LayerHeads, window_shares
+from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.fields import bytes_of
@@ -17,7 +18,7 @@ from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
 from stages.train.budgets import mean_over_budgets
-from stages.train.fit import Budget, planned_rows, remedy, training_budget
+from stages.train.fit import MemoryBudget, planned_rows, remedy, training_budget
 from stages.train.footprint import (
     load_host_bytes,
     restart_point_bytes,
@@ -35,17 +36,15 @@ EXPERTS_EFFICIENCY = 0.0565
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """All steps of the recipe; recomputation counts as work."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    train, search = recipe[TrainConfig], recipe[SearchConfig]
-    processes, local, on_gpu = devices.processes, devices.local_processes, devices.on_gpu
+    train, processes = recipe[TrainConfig], devices.processes
     steps, on = train.optimizer_steps, counted(processes, "process", "processes")
     tokens, length = steps * train.batch_tokens, recipe[PrepareConfig].sequence_length
     runtime, budget = recipe.runtime, None
     faults = list(batch_faults(train, runtime, length, processes))
     if not faults:
-        budget = training_budget(loaded, processes, devices.memory, on_gpu)
+        budget = training_budget(loaded, processes, devices.memory, devices.on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
-    mask_heads = search.kv_heads(shape.kinds, recipe.model.dtype)
     layouts = planned_rows(loaded, shape)
     budget_flops = {
         slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
@@ -54,28 +53,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     flops = mean_over_budgets(budget_flops)
     original_flops = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
-    checkpoints = len(train.checkpoint_steps)
-    materialize = recipe[MaterializeConfig]
-    number = BYTES[materialize.dtype]
-    saved = float(checkpoints * shape.parameters * number)
-    computed = 2 if train.mixed_precision == "bf16" else 4
-    host = load_host_bytes(shape.parameters, number, computed, runtime.sharding, local, on_gpu)
-    point = restart_point_bytes(shape, train, runtime.sharding)
-    restart = 2 * point  # the older is kept until the newer is complete
-    # A copy of the state of a node's processes; without sharding of the first process only.
-    writing = point * (1.0 if runtime.sharding == "none" else local / processes)
-    # Each process holds one file of a checkpoint that is written or averaged.
-    file = bytes_of(materialize.max_shard_size)
-    files = float(min(shape.parameters * number, file * local))
+    saved, restart, storage_facts = _storage(loaded, runtime, devices)
     facts = [
         f"{counted(steps, 'step')} of {train.batch_tokens:,} tokens = {tokens:,} tokens",
         f"{counted(train.batch_tokens // length, 'sequence')} a step on {on}",
         f"{format_flops(flops)} without recomputation: {flops / original_flops:.0%} of the "
         "original's",
-        f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
-        f"restart points are written, {format_bytes(files)} while checkpoints are",
-        f"on disk {counted(checkpoints, 'checkpoint')} ({format_bytes(saved)}) and at most two "
-        f"restart points ({format_bytes(restart)})",
+        *storage_facts,
     ]
     if len(budget_flops) > 1:
         least, most = min(budget_flops.values()), max(budget_flops.values())
@@ -86,34 +70,71 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         )
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
-    again = (flops + unneeded) / 3
-    if runtime.checkpointing == "attention":  # matrix products alone: attention's output is saved
-        again = 2.0 * shape.active_parameters * tokens
-    again -= 2.0 * shape.table * tokens  # layers are computed again, the output head is not
-    done = flops + again * (runtime.checkpointing != "none") + teacher
+    computed = flops + teacher
+    if runtime.checkpointing != "none":
+        computed += _recomputed_flops(shape, runtime, flops + unneeded, tokens)
     efficiency = devices.efficiency or (EXPERTS_EFFICIENCY if shape.experts else EFFICIENCY)
-    facts.append(f"an MFU of {efficiency * (flops + teacher) / done:.2g} is assumed")
+    facts.append(f"an MFU of {efficiency * (flops + teacher) / computed:.2g} is assumed")
     if shape.experts and not devices.efficiency:
         facts.append(
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
+    mask_heads = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     for fact, score_flops in _scores(loaded, mask_heads, processes):
         facts.append(fact)
-        done += score_flops
+        computed += score_flops
     if budget is None:
         facts.append(f"does not run on {on}: {faults[0]}")
     else:
         facts += _exchange_facts(loaded, runtime, processes, layouts)
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
-    return Cost(done, saved + restart, facts, jobs, efficiency, removed=restart)
+    return Cost(computed, saved + restart, facts, jobs, efficiency, removed=restart)
+
+
+def _recomputed_flops(
+    shape: DecoderShape, runtime: Runtime, training_flops: float, tokens: int
+) -> float:
+    """Operations of the layers that are computed again; the output head is not."""
+    forward = training_flops / 3
+    if runtime.checkpointing == "attention":  # only matrix products: attention's output is saved
+        forward = 2.0 * shape.active_parameters * tokens
+    return forward - 2.0 * shape.table * tokens
+
+
+def _storage(
+    loaded: LoadedRecipe, runtime: Runtime, devices: Devices
+) -> tuple[float, float, list[str]]:
+    """Bytes on disk of checkpoints and of restart points, and remarks on host memory and disk."""
+    shape, train = shape_of(loaded), loaded.recipe[TrainConfig]
+    materialize, local = loaded.recipe[MaterializeConfig], devices.local_processes
+    itemsize, checkpoints = BYTES[materialize.dtype], len(train.checkpoint_steps)
+    saved = float(checkpoints * shape.parameters * itemsize)
+    host = load_host_bytes(
+        shape.parameters, itemsize, 2 if train.mixed_precision == "bf16" else 4,
+        runtime.sharding, local, devices.on_gpu,
+    )  # fmt: skip
+    point = restart_point_bytes(shape, train, runtime.sharding)
+    # A copy of the state of a node's processes; without sharding of the first process only.
+    writing = point * (1.0 if runtime.sharding == "none" else local / devices.processes)
+    # Each process holds one file of a checkpoint that is written or averaged.
+    file = bytes_of(materialize.max_shard_size)
+    files = float(min(shape.parameters * itemsize, file * local))
+    restart = 2 * point  # the older is kept until the newer is complete
+    facts = [
+        f"host memory a node: {format_bytes(host)} while loading, {format_bytes(writing)} while "
+        f"restart points are written, {format_bytes(files)} while checkpoints are",
+        f"on disk {counted(checkpoints, 'checkpoint')} ({format_bytes(saved)}) and at most two "
+        f"restart points ({format_bytes(restart)})",
+    ]
+    return saved, restart, facts
 
 
 def _scores(
     loaded: LoadedRecipe, layers: Sequence[LayerHeads], processes: int
 ) -> Iterator[tuple[str, float]]:
-    """Scores during training for a mask of `layers`: remarks and operations of each."""
+    """Remarks and operations of the scores during training, for a mask of `layers`."""
     runtime, prepare = loaded.recipe.runtime, loaded.recipe[PrepareConfig]
     steps = loaded.recipe[TrainConfig].optimizer_steps
     groups = max(1, processes // runtime.context_parallel)
@@ -136,7 +157,7 @@ def _scores(
 
 
 def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """As `cost`, for the rival's hybrid, which is trained for one budget only."""
+    """The cost of training the rival's hybrid, for one budget."""
     train = loaded.recipe[TrainConfig].model_copy(update={"budgets": None})
     recipe = loaded.recipe.model_copy(update={"train": train})
     return cost(replace(loaded, recipe=recipe), devices)
@@ -166,8 +187,8 @@ def _exchange_facts(
     )
 
 
-def _memory_facts(loaded: LoadedRecipe, budget: Budget, devices: Devices) -> Iterator[str]:
-    """Memory of a process in training by what holds it, and whether it fits."""
+def _memory_facts(loaded: LoadedRecipe, budget: MemoryBudget, devices: Devices) -> Iterator[str]:
+    """Memory of a process in training by its use, and whether it fits."""
     chosen = budget.runtime.checkpointing
     if chosen != loaded.recipe.runtime.checkpointing:
         yield f"runtime.checkpointing = auto is {chosen} with this memory"

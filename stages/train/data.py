@@ -34,26 +34,26 @@ class PackedSequences:
         self.prepared = len(self._table)
         self.sequence_length = len(self._table[0]["input_ids"]) if self.prepared else 0
         self._order = np.arange(self.prepared)
-        self._needed = self.prepared
+        self._read_count = self.prepared
 
     def arrange(self, schedule: Schedule, seed: int) -> None:
         """Set the order, and the part of it that `schedule` reads.
 
         Raises UserError when fewer tokens are prepared than the run needs.
         """
-        needed = schedule.steps * schedule.sequences
-        if needed > self.prepared:
+        read_count = schedule.steps * schedule.sequences
+        if read_count > self.prepared:
             raise UserError(
-                f"train.total_tokens needs {needed * self.sequence_length:,} tokens and "
+                f"train.total_tokens needs {read_count * self.sequence_length:,} tokens and "
                 f"{self.prepared * self.sequence_length:,} are prepared; raise "
                 "prepare.train_tokens (each token is read once) or lower train.total_tokens"
             )
         generator = np.random.default_rng([seed, _ORDER_STREAM])
         self._order = generator.permutation(self.prepared)
-        self._needed = needed
+        self._read_count = read_count
 
     def __len__(self) -> int:
-        return self._needed
+        return self._read_count
 
     def tokens_by_source(self, start: int, stop: int, count: int) -> np.ndarray:
         """Tokens of each of `count` sources in the items [start, stop), [count] int64."""
@@ -68,13 +68,13 @@ class PackedSequences:
 
         Raises UserError when there are fewer.
         """
-        if self.prepared - self._needed < count:
+        if self.prepared - self._read_count < count:
             raise UserError(
                 f"runtime.heldout_sequences = {count}, and training leaves "
-                f"{self.prepared - self._needed} of the prepared sequences unread; raise "
-                f"prepare.train_tokens to {(self._needed + count) * self.sequence_length:,}"
+                f"{self.prepared - self._read_count} of the prepared sequences unread; raise "
+                f"prepare.train_tokens to {(self._read_count + count) * self.sequence_length:,}"
             )
-        return [self[index] for index in range(self._needed, self._needed + count)]
+        return [self[index] for index in range(self._read_count, self._read_count + count)]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._table[int(self._order[index])]

@@ -41,7 +41,7 @@ class SpikeRule:
         self._factor = train.spike_factor
         # In a short run half of the steps, since skipped steps train nothing.
         self._in_a_row, self._in_all = (
-            min(most, math.ceil(steps / 2)) for most in (MAX_BAD_IN_A_ROW, MAX_BAD_REMEMBERED)
+            min(limit, math.ceil(steps / 2)) for limit in (MAX_BAD_IN_A_ROW, MAX_BAD_REMEMBERED)
         )
         # Norm (None: not finite), and whether the step was bad. Spikes count in the median, so that
         # steps after a lasting rise are not spikes.
@@ -86,15 +86,15 @@ class SpikeRule:
         return None
 
 
-def step_timeout(seconds: Sequence[float], most: float) -> float:
+def step_timeout(seconds: Sequence[float], longest: float) -> float:
     """Minutes after which a process waiting in a step considers another process lost.
 
     `TIMEOUT_FACTOR` times the median of the last steps' `seconds`, at least `MIN_STEP_TIMEOUT` and
-    at most `most` minutes; `most` before `_MIN_TIMED` steps.
+    at most `longest` minutes; `longest` before `_MIN_TIMED` steps.
     """
     if len(seconds) < _MIN_TIMED:
-        return most
-    return min(most, max(MIN_STEP_TIMEOUT, TIMEOUT_FACTOR * statistics.median(seconds) / 60))
+        return longest
+    return min(longest, max(MIN_STEP_TIMEOUT, TIMEOUT_FACTOR * statistics.median(seconds) / 60))
 
 
 class RestartTimer:
@@ -113,14 +113,14 @@ class RestartTimer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _receive(self, number: int, frame: Any) -> None:
         self._signalled = True
 
     def decide(self, step: int) -> tuple[bool, bool]:

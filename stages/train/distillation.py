@@ -1,4 +1,4 @@
-"""Distillation from the full-attention model: KL divergence without whole logits matrices.
+"""Distillation from the full-attention model: KL divergence, computed in chunks of tokens.
 
 Shapes: B sequences of a micro-batch, T tokens of one, N = B·T, C hidden size, V vocabulary.
 """
@@ -22,7 +22,7 @@ from bosch.model.tensor_parallel import whole_weight
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
 from stages.train.footprint import chunk_tokens
-from stages.train.loss import IGNORED, HeadLoss, Measure, head_loss, noted
+from stages.train.loss import IGNORED, HeadLoss, Measure, head_loss, recording
 from stages.train.stage import TrainConfig
 
 
@@ -122,17 +122,16 @@ class TeacherLoss:
     ) -> Tensor:
         labels = targets.flatten()
         chunk = chunk_tokens(head.weight.shape[0], distilled=True)
-        every = torch.arange(len(labels), device=labels.device)
+        positions = torch.arange(len(labels), device=labels.device)
         if self._tokens < 1:
             values = torch.empty(len(labels), device=labels.device)
-
             with torch.no_grad():
-                head_loss(head, states, config, noted(divergence, every, values), chunk)
-            every_one = values.view_as(targets), targets != IGNORED
+                head_loss(head, states, config, recording(divergence, positions, values), chunk)
+            values, valid = values.view_as(targets), targets != IGNORED
             if self._split is None:
-                chosen = largest(*every_one, self._tokens).flatten()
+                chosen = largest(values, valid, self._tokens).flatten()
             else:
-                values, valid = (self._split.whole(part) for part in every_one)
+                values, valid = self._split.whole(values), self._split.whole(valid)
                 chosen = self._split.local(largest(values, valid, self._tokens)).flatten()
         else:
             chosen = labels != IGNORED
@@ -141,11 +140,11 @@ class TeacherLoss:
 
         def chunk_loss(logits: Tensor, chunk: slice) -> Tensor:
             chunk_rows = rows[chunk]
-            differs = (divergence(logits, chunk_rows) * chosen[chunk_rows]).sum() / self._tokens
+            chosen_sum = (divergence(logits, chunk_rows) * chosen[chunk_rows]).sum() / self._tokens
             if self._weight == 1:
-                return differs
+                return chosen_sum
             entropy = nn.functional.cross_entropy(logits, labels[chunk_rows], reduction="sum")
-            return self._weight * differs + (1 - self._weight) * entropy
+            return self._weight * chosen_sum + (1 - self._weight) * entropy
 
         return head_loss(head, states[rows], config, chunk_loss, chunk)
 

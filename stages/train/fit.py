@@ -31,7 +31,7 @@ _FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """Memory that each training process needs under `runtime`, and the bytes it may use."""
 
     runtime: Runtime
@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def need(self) -> float:
-        """Bytes that are certain to be needed."""
+        """Bytes that are certain to be needed, without the margin."""
         return self.memory.peak + self.overhead
 
     @property
@@ -54,7 +54,7 @@ class Budget:
 
     @property
     def fits(self) -> bool:
-        """Whether `need` fits, with or without the margin."""
+        """Whether `need` fits; the margin may be missing."""
         return self.need <= self.capacity
 
     @property
@@ -72,7 +72,9 @@ class Budget:
         return f"{total}: fits"
 
 
-def training_budget(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> Budget:
+def training_budget(
+    loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool
+) -> MemoryBudget:
     """The memory of a recipe's training on `processes`.
 
     Raises UserError where the batch cannot be divided among them.
@@ -81,7 +83,7 @@ def training_budget(loaded: LoadedRecipe, processes: int, capacity: float, on_gp
     train, shape = recipe[TrainConfig], shape_of(loaded)
     rows = planned_rows(loaded, shape)
     layers = rows[max(rows)]  # the largest budget takes the most memory
-    return budget_of(train, recipe.runtime, length, shape, processes, capacity, on_gpu, layers)
+    return memory_budget(train, recipe.runtime, length, shape, processes, capacity, on_gpu, layers)
 
 
 def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[LayerHeads]]:
@@ -96,7 +98,7 @@ def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[La
     return {0: recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)}
 
 
-def budget_of(
+def memory_budget(
     train: TrainConfig,
     runtime: Runtime,
     length: int,
@@ -105,28 +107,29 @@ def budget_of(
     capacity: float,
     on_gpu: bool,
     layers: Sequence[LayerHeads] = (),
-) -> Budget:
+) -> MemoryBudget:
     """The memory of training; `runtime.checkpointing: auto` takes the first setting that fits.
 
     `layers` as for `training_memory`. Raises UserError where the batch cannot be divided.
     """
     schedule = make_schedule(train, runtime, length, processes, on_gpu)
 
-    def budget(checkpointing: str) -> Budget:
-        settled = runtime.model_copy(update={"checkpointing": checkpointing})
+    def budget(checkpointing: str) -> MemoryBudget:
+        chosen = runtime.model_copy(update={"checkpointing": checkpointing})
         # `auto` is sdpa on a CPU; on a GPU it is a backend with a fused kernel, if one fits.
-        attends = {} if on_gpu or runtime.attention != "auto" else {"attention": "sdpa"}
+        attention = {} if on_gpu or runtime.attention != "auto" else {"attention": "sdpa"}
         memory = training_memory(
-            shape, train, settled.model_copy(update=attends), processes=processes,
+            shape, train, chosen.model_copy(update=attention), processes=processes,
             tokens=schedule.micro_batch_size * length, accumulation=schedule.accumulation,
             length=length, layers=layers,
         )  # fmt: skip
-        return Budget(settled, memory, capacity, on_gpu)
+        return MemoryBudget(chosen, memory, capacity, on_gpu)
 
     if runtime.checkpointing != "auto":
         return budget(runtime.checkpointing)
-    ways = [budget(way) for way in CHECKPOINTING if not any(checkpointing_faults(runtime, way))]
-    return next((way for way in ways if way.is_safe), ways[-1])
+    possible = [name for name in CHECKPOINTING if not any(checkpointing_faults(runtime, name))]
+    budgets = [budget(name) for name in possible]
+    return next((candidate for candidate in budgets if candidate.is_safe), budgets[-1])
 
 
 def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) -> str:
@@ -135,14 +138,14 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
     Where none fits with the margin on these processes, the first that may fit.
     """
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
-    splits = loaded.info is None or split_fault(loaded.info.loaded) is None
+    can_split = loaded.info is None or split_fault(loaded.info.loaded) is None
     may_fit = ""
-    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, splits, on_gpu):
+    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, can_split, on_gpu):
         if may_fit and count > processes:
             break
         if any(batch_faults(train, runtime, length, count)):
             continue
-        budget = budget_of(train, runtime, length, shape_of(loaded), count, capacity, on_gpu)
+        budget = memory_budget(train, runtime, length, shape_of(loaded), count, capacity, on_gpu)
         if budget.is_safe:
             return f"it fits with {' and '.join(names)}"
         if budget.fits and not may_fit:
@@ -154,11 +157,11 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
 
 
 def _alternatives(
-    runtime: Runtime, processes: int, splits: bool, on_gpu: bool
+    runtime: Runtime, processes: int, can_split: bool, on_gpu: bool
 ) -> Iterator[tuple[list[str], Runtime, int]]:
     """Changes of `runtime` that leave results as they are, with the processes that they need.
 
-    In order of processes, then of `context_parallel`, then of the number of changes. `splits`:
+    In order of processes, then of `context_parallel`, then of the number of changes. `can_split`:
     sequences of this model can be split over processes.
     """
     changes: dict[str, dict[str, object]] = {}
@@ -171,8 +174,8 @@ def _alternatives(
     if on_gpu and not runtime.offload_activations:  # a CPU has its activations in host memory
         changes["runtime.offload_activations=true"] = {"offload_activations": True}
     sharing = [runtime.context_parallel]
-    splits = splits and not lacking(runtime.attention, {"chunks": "they are split"})
-    if splits and runtime.sharding != "deepspeed" and not runtime.compile:
+    can_split = can_split and not lacking(runtime.attention, {"chunks": "they are split"})
+    if can_split and runtime.sharding != "deepspeed" and not runtime.compile:
         sharing += [n for n in (2, 4, 8, 16, 32) if n > runtime.context_parallel]
     for factor, split in itertools.product((1, 2, 4, 8, 16, 32), sharing):
         count = processes * factor
@@ -193,10 +196,10 @@ def _alternatives(
                     yield names, changed, count
 
 
-def refuse_what_cannot_fit(loaded: LoadedRecipe) -> None:
-    """Raise UserError before anything runs where training is certain not to fit on this machine.
+def refuse_excess_memory(loaded: LoadedRecipe) -> None:
+    """Raise UserError, before anything runs, if training is certain not to fit on this machine.
 
-    Nothing is refused where the memory cannot be read, or the model's shape is not known.
+    Nothing is refused if the memory cannot be read, or the model's shape is not known.
     """
     capacity = memory_here(loaded.world)
     if loaded.info is None or capacity is None:

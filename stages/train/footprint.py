@@ -148,33 +148,34 @@ def exchanged_bytes(
 ) -> list[tuple[float, float]]:
     """Bytes of other processes' keys and values in a process, for each of `split_layers`.
 
-    First those that autograd keeps of the forward pass, then those that the backward pass adds: the
-    gradients of both chunks' keys from attention, spread over the sequence, and their sum.
+    The first number is what autograd saves in the forward pass, the second what the backward pass
+    adds: the gradients of both chunks' keys from attention, spread over the sequence, and their
+    sum.
     """
 
-    def tokens_held(row: LayerHeads) -> tuple[int, int]:
-        """Tokens, summed over the heads of a layer, of the kept and of the added bytes."""
-        kept = added = 0
+    def head_tokens(row: LayerHeads) -> tuple[int, int]:
+        """Tokens summed over the heads of a layer: in saved keys, and in added gradients."""
+        saved = added = 0
         for window, heads in row.items():
             if window is None:
-                kept += heads * split.length
+                saved += heads * split.length
                 added += 3 * heads * split.length
             else:
-                seen = max(
+                visible = max(
                     sum((c + 1) * split.chunk - split.halo_start(c, window)
                         for c in split.chunks_of(rank))
                     for rank in range(split.ranks)
                 )  # fmt: skip
-                kept += heads * seen
-                added += heads * seen
-        return kept, added
+                saved += heads * visible
+                added += heads * visible
+        return saved, added
 
-    held = []
+    sizes = []
     for row, head_dim in split_layers(shape, layers):
         per_token = element_bytes * 2 * head_dim * sequences
-        kept, added = tokens_held(row)
-        held.append((float(per_token * kept), float(per_token * added)))
-    return held
+        saved, added = head_tokens(row)
+        sizes.append((float(per_token * saved), float(per_token * added)))
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,12 @@ class TrainingMemory:
     @property
     def peak(self) -> float:
         """The largest sum held at once."""
-        held = self.parameters + self.optimizer + self.layer_inputs + self.gathered
-        held += self.teacher
+        always = self.parameters + self.optimizer + self.layer_inputs + self.gathered
+        always += self.teacher
         layer = self.layer + self.attention + self.exchanged
         backward = self.gradients + max(layer, self.tables)
-        return held + max(backward, self.loss + self.gradients * self.accumulates - self.ahead)
+        loss = self.loss + self.gradients * self.accumulates - self.ahead
+        return always + max(backward, loss)
 
     @property
     def breakdown(self) -> dict[str, float]:
@@ -266,27 +268,16 @@ def training_memory(
     if runtime.sharding == "deepspeed":
         # Weights for computation, in addition to the master copy.
         optimizer += element_bytes * parameters / shards
-    layer_gradients = own_gradients = tables = 0.0
+    whole = _Whole(0.0)
     if sharded:
-        # The head (and a separate input table) during the whole step, and two layers, one ahead.
-        whole_tables = (1 if shape.tied else 2) * shape.table
-        gathered: float = element_bytes * (whole_tables + 2 * shape.layer_parameters)
-        # A layer's share with gradients: frozen weights have none.
-        layer_share = trained_in_layers(shape, train) / (shape.parameters - shape.tables)
-        # Whole gradients in float32, to be summed over the processes: those of a layer stay until
-        # those of the next are ready, which come after that layer's activations are freed.
-        trained_layer = layer_share * shape.layer_parameters
-        layer_gradients = _FLOAT32 * trained_layer + tables_trained * element_bytes * shape.table
-        own_gradients = element_bytes * trained_layer
-        if accumulation == 1:  # at the peak two layers and the input table have none
-            late = 2 * trained_layer + tables_trained * (not shape.tied) * shape.table
-            gradients -= min(gradients, float32_bytes(round(late), shards))
-        tables = tables_trained * (element_bytes + _FLOAT32) * shape.tables
+        whole = _whole_when_sharded(shape, train)
+        if accumulation == 1:
+            gradients -= min(gradients, float32_bytes(round(whole.late_parameters), shards))
     else:
-        casts = train.mixed_precision == "bf16"  # autocast copies what it casts
-        gathered = element_bytes * (parameters - shape.expert_parameters) if casts else 0.0
+        if train.mixed_precision == "bf16":  # autocast copies what it casts
+            whole = _Whole(float(element_bytes * (parameters - shape.expert_parameters)))
         if processes > 1:  # DistributedDataParallel's buckets have the size of all gradients
-            gathered += float32_bytes(trained, 1)
+            whole = _Whole(whole.gathered + float32_bytes(trained, 1))
     teacher, distilled = 0.0, train.teacher != "none"
     if distilled:
         teacher = element_bytes * shape.parameters / shards
@@ -300,20 +291,51 @@ def training_memory(
         gradients=gradients,
         optimizer=optimizer,
         layer_inputs=activations.layer_inputs,
-        gathered=gathered,
-        layer=max(activations.layer, own_gradients) + layer_gradients,
+        gathered=whole.gathered,
+        layer=max(activations.layer, whole.computed_gradients) + whole.layer_gradients,
         attention=tokens * element_bytes * 2.0 * (shape.query_size + 2 * shape.key_value_size),
         loss=(
             liger_loss_bytes(*loss_sizes)
             if fused
             else loss_bytes(*loss_sizes, distilled, shape.capped)
         ),
-        tables=tables,
+        tables=whole.table_gradients,
         teacher=teacher,
         exchanged=activations.exchanged,
         accumulates=accumulation > 1,
         offloaded=activations.offloaded,
         ahead=element_bytes * shape.layer_parameters if runtime.sharding == "fsdp" else 0.0,
+    )
+
+
+class _Whole(NamedTuple):
+    """Bytes of weights and gradients that are not sharded at a time; see `TrainingMemory`."""
+
+    gathered: float
+    layer_gradients: float = 0.0  # float32, of a layer and the output table
+    computed_gradients: float = 0.0  # of a layer, in the precision of its computation
+    table_gradients: float = 0.0
+    late_parameters: float = 0.0  # those without gradients yet at the peak of a step
+
+
+def _whole_when_sharded(shape: DecoderShape, train: TrainConfig) -> _Whole:
+    """Whole weights and gradients under FSDP or DeepSpeed."""
+    element_bytes = _element_bytes(train)
+    trains_tables = trained_parameters(shape, train) == shape.parameters
+    # The head (and a separate input table) during the whole step, and two layers, one ahead.
+    whole_tables = (1 if shape.tied else 2) * shape.table
+    # A layer's share with gradients: frozen weights have none.
+    layer_share = trained_in_layers(shape, train) / (shape.parameters - shape.tables)
+    trained_layer = layer_share * shape.layer_parameters
+    return _Whole(
+        gathered=element_bytes * (whole_tables + 2 * shape.layer_parameters),
+        # In float32, to be summed over the processes: those of a layer stay until those of the next
+        # are ready, which come after that layer's activations are freed.
+        layer_gradients=_FLOAT32 * trained_layer + trains_tables * element_bytes * shape.table,
+        computed_gradients=element_bytes * trained_layer,
+        table_gradients=trains_tables * (element_bytes + _FLOAT32) * shape.tables,
+        # Two layers and the input table, with a single micro-batch.
+        late_parameters=2 * trained_layer + trains_tables * (not shape.tied) * shape.table,
     )
 
 
@@ -334,28 +356,28 @@ def _activations(
     exchanged: Sequence[tuple[float, float]],
     scores: Sequence[float],
 ) -> _Activations:
-    """The bytes that autograd keeps of a micro-batch of `tokens`; for `exchanged` see
-    `exchanged_bytes`.
+    """The bytes that autograd keeps of a micro-batch of `tokens`.
 
-    `scores` are the bytes of each layer's attention scores, if they are kept.
+    `exchanged` is the result of `exchanged_bytes`, `scores` are the bytes of each layer's attention
+    scores, if they are kept.
     """
     element_bytes = _element_bytes(train)
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = element_bytes if runtime.sharding != "none" else _FLOAT32
     # Autocast casts no experts, which compute in their weights' type.
     mlp = residual if shape.experts else element_bytes
-    saved = tokens * _saved_by_a_layer(shape, element_bytes, residual, mlp, train)
+    saved = tokens * _saved_bytes_per_token(shape, element_bytes, residual, mlp, train)
     # Gradients on the way through the MLP and the norms.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     # Layers with states have a recurrence, as torch computes it: kernels take less.
     blocks = shape.blocks(element_bytes) if shape.kinds.states else None
     if runtime.checkpointing == "none":
-        kept, added = zip(*exchanged, strict=True)
-        held = shape.layers * saved + sum(kept) + sum(scores)
+        saved_keys, added = zip(*exchanged, strict=True)
+        layer_inputs = shape.layers * saved + sum(saved_keys) + sum(scores)
         if blocks is not None:
-            held += shape.layers * tokens * blocks.others
+            layer_inputs += shape.layers * tokens * blocks.others
             backward = max(backward, tokens * blocks.added)
-        return _Activations(held, backward, max(added))
+        return _Activations(layer_inputs, backward, max(added))
     assert runtime.checkpointing != "auto"
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # except those of the recomputed layer
@@ -384,10 +406,12 @@ def _scores(
     group = heads // shape.key_value_heads
     rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
     own_windows: list[LayerHeads] = [{Window(size): heads} for size in shape.kinds.windows.values()]
-    every = [{window: group * count for window, count in row.items()} for row in rows]
+    query_heads = [{window: group * count for window, count in row.items()} for row in rows]
     return [
-        sum(shape.score_bytes(n, length, window, element_bytes) for window, n in row.items())
-        for row in [*every, *own_windows]
+        sum(
+            shape.score_bytes(count, length, window, element_bytes) for window, count in row.items()
+        )
+        for row in [*query_heads, *own_windows]
     ]
 
 
@@ -427,10 +451,10 @@ def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> fl
     return 0.0
 
 
-def _saved_by_a_layer(
+def _saved_bytes_per_token(
     shape: DecoderShape, element_bytes: int, residual: int, mlp: int, train: TrainConfig
 ) -> float:
-    """Bytes per token that autograd keeps of one decoder layer; its heads as Qwen3's.
+    """Bytes per token that autograd keeps of one decoder layer with norms of heads like Qwen3's.
 
     Each norm keeps its input in float32, its result, and the copy of the result for the next maps;
     queries and keys are kept before and after norm and rotation, values and outputs once; the MLP

@@ -37,7 +37,7 @@ from stages.train.decisions import RestartTimer, SpikeRule, step_timeout
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
 from stages.train.optimizer import set_learning_rate
-from stages.train.parallel import layout
+from stages.train.parallel import sharding_layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
 from stages.train.storage import RestartPoints, disk_errors, restart_step
@@ -108,7 +108,7 @@ class Loop:
             self.save(is_due)
             if self.step == first + 1 and self.metrics_log is not None:
                 logger.info(
-                    "peak of two steps: %s (on a CPU, of all it holds), by plan %s of tensors",
+                    "peak memory in two steps: %s (on a CPU of the whole process), planned: %s",
                     format_bytes(peak_memory()), format_bytes(self.planned_memory),
                 )  # fmt: skip
         self.restarts.wait()
@@ -149,7 +149,8 @@ class Loop:
                 start = (self.step - 1) * schedule.sequences + index * size
                 rows = [self.data[row] for row in range(start, start + size)]
                 batch = self.collate(rows)
-                batches.append({n: v.to(self.accelerator.device) for n, v in batch.items()})
+                device = self.accelerator.device
+                batches.append({name: value.to(device) for name, value in batch.items()})
             predicted = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches)
             # A number, since FSDP would round a tensor among the model's inputs to bf16.
             return batches, int(self.accelerator.gather(predicted).sum()) // sharing
@@ -162,12 +163,12 @@ class Loop:
         total = torch.zeros((), device=self.accelerator.device)
         layouts = layouts_of(self.unwrapped)
         # The backward pass divides by the number of processes and, in accelerate, of micro-batches.
-        means_over = self.accelerator.num_processes * self.schedule.accumulation
+        divisor = self.accelerator.num_processes * self.schedule.accumulation
         for batch in batches:
             with self.accelerator.accumulate(self.model):
                 with self.offload_activations():
                     loss = self.loss_of(batch, predicted)
-                self.accelerator.backward(loss * means_over)
+                self.accelerator.backward(loss * divisor)
             total += loss.detach()
         # Checkpointing recomputes attention with the current layout, which must not have changed.
         assert layouts_of(self.unwrapped) == layouts, "the layout changed within a step"
@@ -176,8 +177,8 @@ class Loop:
     def offload_activations(self) -> AbstractContextManager[Any]:
         """With runtime.offload_activations, save tensors for the backward pass in host memory.
 
-        With recomputation these are the inputs of layers. transformers' own offloading pins memory,
-        which needs a GPU.
+        With recomputation these are the inputs of layers. The offloading of transformers pins
+        memory, which needs a GPU.
         """
         if not self.runtime.offload_activations:
             return nullcontext()
@@ -246,9 +247,9 @@ class Loop:
 
     def log(self, loss: float, norm: float, skipped: bool, scores: dict[str, Any]) -> None:
         """Record the step's time, for `step_timeout`, and write its line of the metrics."""
-        seconds, spent = self.stopwatch.read()
-        checkpoints = spent.get("checkpoint", 0.0)
-        seconds = max(seconds - checkpoints - spent.get("scores", 0.0), 1e-9)
+        seconds, by_name = self.stopwatch.read()
+        checkpoints = by_name.get("checkpoint", 0.0)
+        seconds = max(seconds - checkpoints - by_name.get("scores", 0.0), 1e-9)
         self._seconds.append(seconds)
         if self.metrics_log is None:
             return
@@ -261,7 +262,7 @@ class Loop:
                 mfu=self.flops[self.budget] / seconds / peak if peak else None,
                 memory=peak_memory(),
                 source_tokens=self.sources.until(self.step * self.schedule.sequences) or None,
-                data_seconds=round(spent.get("data", 0.0), 3),
+                data_seconds=round(by_name.get("data", 0.0), 3),
                 checkpoint_seconds=round(checkpoints, 3),
             )  # fmt: skip
 
@@ -270,20 +271,20 @@ class Loop:
 
         In this order a run killed in between repeats the step and rewrites both.
         """
-        runtime, last = self.runtime, self.step == self.schedule.steps
+        runtime, is_last = self.runtime, self.step == self.schedule.steps
         limit = collectives_within(runtime.timeout_minutes, afterwards=self.step_timeout)
         with self.stopwatch.timed("checkpoint"), limit:
             for tokens, at_step in self.schedule.checkpoint_steps.items():
                 if at_step == self.step:
-                    self.write_checkpoint(tokens, self._averaged_with(tokens) if last else [])
+                    averaged = self._earlier_checkpoints(tokens) if is_last else []
+                    self.write_checkpoint(tokens, averaged)
             self.restarts.check()
-            if is_due and not last:
-                # Without sharding all processes have the same weights, and the first one writes
-                # them.
-                idle = runtime.sharding == "none" and not self.accelerator.is_main_process
-                state = {} if idle else self.state()
+            if is_due and not is_last:
+                # Without sharding all processes have the same weights; the first one writes them.
+                writes = runtime.sharding != "none" or self.accelerator.is_main_process
+                state = self.state() if writes else {}
                 self.restarts.save(
-                    state, self.step, layout(runtime, self.train), runtime.timeout_minutes
+                    state, self.step, sharding_layout(runtime, self.train), runtime.timeout_minutes
                 )
 
     def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
@@ -301,7 +302,7 @@ class Loop:
         with disk_errors("a checkpoint's record", self.restarts.directory.parent):
             self.restarts.record_checkpoint(tokens)
 
-    def _averaged_with(self, tokens: int) -> list[int]:
+    def _earlier_checkpoints(self, tokens: int) -> list[int]:
         """Token counts of the checkpoints with which the final one, of `tokens`, is averaged."""
         count = (self.train.averaged_checkpoints or 1) - 1
         earlier = sorted(n for n in self.schedule.checkpoint_steps if n < tokens)
@@ -319,10 +320,9 @@ class Loop:
         spikes = json.dumps(self.spikes.state)
         if self.runtime.sharding == "deepspeed":
             optimizer_state = self.model.optimizer.state_dict()
-            if not optimizer_state["optimizer_state_dict"][
-                "state"
-            ]:  # AdamW has none before the first step
-                optimizer_state["optimizer_state_dict"]["state"] = {
+            adamw_state = optimizer_state["optimizer_state_dict"]
+            if not adamw_state["state"]:  # AdamW has none before the first step
+                adamw_state["state"] = {
                     number: {
                         "step": torch.zeros((), device=part.device),
                         "exp_avg": torch.zeros_like(part),

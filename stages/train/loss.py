@@ -53,27 +53,27 @@ class _ChunkedHead(torch.autograd.Function):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         leaves = [weight, *([] if bias is None else [bias])]
-        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 : 1 + len(leaves)]]
-        used = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        needs_grad = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 : 1 + len(leaves)]]
+        cast = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
         # Sums over chunks in float32: bf16 would lose small terms.
         sums: list[Any] = [
             torch.zeros_like(leaf, dtype=torch.float32) if leaf.requires_grad else None
             for leaf in leaves
         ]
-        state_gradient = torch.empty_like(states) if needed[0] else None
+        state_gradient = torch.empty_like(states) if needs_grad[0] else None
         total = torch.zeros((), dtype=torch.float32, device=states.device)
         for first in range(0, len(states), chunk):
             rows = slice(first, first + chunk)
             with torch.enable_grad(), torch.autocast(device, enabled=False):
-                chunk_states = states[rows].detach().to(dtype).requires_grad_(needed[0])
-                logits = chunk_states @ used[0].t()
+                chunk_states = states[rows].detach().to(dtype).requires_grad_(needs_grad[0])
+                logits = chunk_states @ cast[0].t()
                 if bias is not None:
-                    logits = logits + used[1]
+                    logits = logits + cast[1]
                 loss = chunk_loss(scaled_logits(config, logits.float()), rows)
                 del logits
             total += loss.detach()
-            inputs = [chunk_states, *used]
-            indices = [index for index, need in enumerate(needed) if need]
+            inputs = [chunk_states, *cast]
+            indices = [index for index, needed in enumerate(needs_grad) if needed]
             if not indices:
                 continue
             gradients = torch.autograd.grad(loss, [inputs[index] for index in indices])
@@ -86,15 +86,15 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.gradients = [
             state_gradient,
             *(
-                None if s is None else s.to(leaf.dtype)
-                for s, leaf in zip(sums, leaves, strict=True)
+                None if gradient is None else gradient.to(leaf.dtype)
+                for gradient, leaf in zip(sums, leaves, strict=True)
             ),
         ]
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients = [None if g is None else g.mul_(factor) for g in ctx.gradients]
+        gradients = [None if grad is None else grad.mul_(factor) for grad in ctx.gradients]
         del ctx.gradients
         gradients += [None] * (3 - len(gradients))
         return (*gradients, None, None, None)
@@ -133,7 +133,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
 
 
-def noted(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
+def recording(measure: Measure, labels: Tensor, values: Tensor) -> ChunkLoss:
     """A loss of 0 that writes the `measure` of every token to `values` [N]."""
 
     def chunk_loss(logits: Tensor, rows: slice) -> Tensor:
@@ -168,11 +168,11 @@ def install_loss(
     distillation: BatchLoss | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> None:
-    """Make `model` return its loss alone, from a forward pass without cache and without logits.
+    """Make `model` return only its loss, from a forward pass without cache and without logits.
 
     The head computes the loss in its forward pass, so that FSDP and DeepSpeed gather its weight as
-    for any module. Liger's kernel is used if it supports the family's logits; for scaled logits
-    (Cohere, Granite) and `distillation` the loss is computed in chunks.
+    for any module. With `liger` its kernel computes the loss, except for scaled logits (Cohere,
+    Granite) and `distillation`, for which it is computed in chunks.
 
     With a `measure` the forward pass returns its values [B, T] instead of the loss. With
     `context_parallel` it takes whole sequences and computes this process's tokens; the loss is
@@ -202,12 +202,12 @@ def install_loss(
         if context_parallel is not None:
             rows, length = targets.shape
             position_ids = context_parallel.begin(rows, length, position_ids, targets.device)
-            input_ids, targets = (context_parallel.local(x) for x in (input_ids, targets))
+            input_ids, targets = (context_parallel.local(ids) for ids in (input_ids, targets))
         flat = targets.flatten()
         loss_of: HeadLoss
         values = torch.zeros(flat.shape if measure else 0, device=flat.device)
         if measure is not None:
-            loss_of = partial(head_loss, config=config, chunk_loss=noted(measure, flat, values))
+            loss_of = partial(head_loss, config=config, chunk_loss=recording(measure, flat, values))
         elif distillation is not None:
             loss_of = distillation(config, input_ids, targets, position_ids)
         elif fused:

@@ -1,4 +1,4 @@
-"""Training speed, metrics.jsonl and dashboards, truncated to the restart point."""
+"""metrics.jsonl and dashboards of training, and its speed and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from stages.train.stage import METRICS, TrainConfig, TrainingStep
 
 logger = logging.getLogger(__name__)
 
-_WORTH_SAYING = 1.0  # minimum seconds for data or saving to be logged
+_MIN_LOGGED_SECONDS = 1.0  # minimum seconds for data or saving to be logged
 
 
 class MetricsLog:
@@ -74,8 +74,8 @@ class MetricsLog:
     @property
     def final_loss(self) -> float | None:
         """Loss of the schedule's last step; None if its record is lost, or it was not finite."""
-        last = self.records[-1] if self.records else None
-        return last["loss"] if last and last["step"] == self._schedule.steps else None
+        record = self.records[-1] if self.records else None
+        return record["loss"] if record and record["step"] == self._schedule.steps else None
 
     @property
     def seconds(self) -> float:
@@ -83,7 +83,7 @@ class MetricsLog:
         return self._seconds_before + time.monotonic() - self._started
 
     def begin(self) -> None:
-        """Start the clock: speed and remaining time leave out the loading."""
+        """Start the clock, so that speed and remaining time do not include loading."""
         self._started = time.monotonic()
 
     def write(self, step: int, loss: float, grad_norm: float, **values: Any) -> None:
@@ -99,15 +99,15 @@ class MetricsLog:
         }
         self.records.append(record)
         self._journal.append(record)
-        drawn = {
+        scalars = {
             f"train/{name}": float(value)
             for name, value in numbers(record)
             if name not in ("step", "tokens", "seconds")
         }
-        for name, value in drawn.items():
+        for name, value in scalars.items():
             self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
-            self._wandb.log({**drawn, "train/step": step})
+            self._wandb.log({**scalars, "train/step": step})
         self._log_line(record)
 
     def _log_line(self, record: dict[str, Any]) -> None:
@@ -174,9 +174,9 @@ def _details(record: dict[str, Any]) -> str:
     if "memory" in record:
         notes.append(f"{record['memory'] / 2**30:.1f} GiB")
     for name in ("data", "checkpoint"):
-        spent = record.get(f"{name}_seconds", 0.0)
-        if spent >= _WORTH_SAYING:
-            notes.append(f"{name} {format_seconds(spent)}")
+        seconds = record.get(f"{name}_seconds", 0.0)
+        if seconds >= _MIN_LOGGED_SECONDS:
+            notes.append(f"{name} {format_seconds(seconds)}")
     if "needle_score" in record:
         notes.append(f"needle score {record['needle_score']:.3f}")
     if "heldout_loss" in record:
@@ -189,18 +189,18 @@ def _details(record: dict[str, Any]) -> str:
 def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> dict[int | None, float]:
     """Operations of a step on a hybrid of `config`, forward and backward, without recomputation.
 
-    By the KV slots of several budgets, and under None for the active budget. A teacher's forward
+    The key is the KV slots of a budget, None for the active one. A teacher's forward
     pass is included. A packed sequence counts as one document; under document masking there are
     fewer operations.
     """
     shape, tokens, length = DecoderShape.of(config), schedule.batch_tokens, schedule.sequence_length
-    more = -unneeded_flops(shape, train, tokens)
+    extra = -unneeded_flops(shape, train, tokens)
     if train.teacher != "none":
-        more += shape.forward_flops(tokens, length)
+        extra += shape.forward_flops(tokens, length)
     rows_of: dict[int | None, Rows] = {None: heads_by_window(config)}
     rows_of |= kv_budgets(config).items()
     return {
-        budget: shape.training_flops(tokens, length, window_shares(rows)) + more
+        budget: shape.training_flops(tokens, length, window_shares(rows)) + extra
         for budget, rows in rows_of.items()
     }
 
@@ -225,7 +225,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._elsewhere: dict[str, float] = defaultdict(float)
+        self._by_name: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -234,12 +234,12 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._elsewhere[name] += time.monotonic() - started
+            self._by_name[name] += time.monotonic() - started
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last reading, in total and by name; restarts the count."""
-        now = time.monotonic()
-        seconds, elsewhere = now - self._started, dict(self._elsewhere)
-        self._started = now
-        self._elsewhere.clear()
-        return seconds, elsewhere
+        read_at = time.monotonic()
+        seconds, by_name = read_at - self._started, dict(self._by_name)
+        self._started = read_at
+        self._by_name.clear()
+        return seconds, by_name

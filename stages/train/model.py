@@ -50,6 +50,7 @@ def load_for_training(
     model: ModelConfig,
     train: TrainConfig,
     runtime: Runtime,
+    *,
     seed: int = 0,
     distillation: TeacherLoss | None = None,
     backend: str = "auto",
@@ -92,8 +93,9 @@ def load_for_training(
     if context_parallel is not None:
         context_parallel.install(loaded)
     if runtime.checkpointing in ("attention", "full"):
-        keeps = runtime.checkpointing == "attention"
-        recompute_activations(loaded, BACKENDS[resolve_backend(backend)].kernel if keeps else "")
+        saves_attention = runtime.checkpointing == "attention"
+        kernel = BACKENDS[resolve_backend(backend)].kernel if saves_attention else ""
+        recompute_activations(loaded, kernel)
     if runtime.compile:  # one by one: equal layers share a graph, and FSDP stays outside
         _raise_graph_limit(loaded.config)
         for layer in loaded.get_decoder().layers:
@@ -109,11 +111,11 @@ def use_grouped_experts(model: Any) -> None:
     if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
         return
     model.set_experts_implementation(_GROUPED)
-    used = getattr(model.config, "_experts_implementation", None)
-    if used != _GROUPED:
+    implementation = getattr(model.config, "_experts_implementation", None)
+    if implementation != _GROUPED:
         raise RunError(
-            f"transformers computes the experts of {type(model).__name__} by {used}, not by "
-            f"{_GROUPED}, which training needs"
+            f"transformers computes the experts of {type(model).__name__} by {implementation}, "
+            f"not by {_GROUPED}, which training needs"
         )
 
 
@@ -149,7 +151,7 @@ def recompute_activations(model: Any, saved: str = "") -> None:
         # option.
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             options["respect_saved_tensors_hooks"] = False
-    # The method's name since transformers 5.23, and the one before.
+    # The method's names since transformers 5.23 and before.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     next(getattr(model, name) for name in names if hasattr(model, name))(options)
 
@@ -228,7 +230,7 @@ def check_liger_runs(model: Any) -> None:
 def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> None:
     """Shard `model`, whose parameters are on the meta device, and fill it with `weights`.
 
-    So no process holds all of them in float32. Only the first process has `weights`, in their saved
+    No process holds all weights in float32. Only the first process has `weights`, in their saved
     precision and with their saved names, and sends them one by one.
     """
     # By the layers in the model: transformers' list may name others, or none.
@@ -239,7 +241,7 @@ def shard_and_fill(accelerator: Any, model: Any, weights: dict[str, Tensor]) -> 
 
 
 def shard_teacher(teacher: Any, weights: dict[str, Tensor], device: torch.device) -> None:
-    """As `shard_and_fill`, for a model that is not trained: layer by layer, in its precision."""
+    """Shard and fill a model that is not trained, layer by layer, in its own precision."""
     teacher.tie_weights()  # one parameter for both tables, before it is sharded
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in teacher.get_decoder().layers:
@@ -260,7 +262,7 @@ def _fill(model: Any, weights: dict[str, Tensor], device: torch.device) -> None:
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
         saved = model.state_dict().keys()
         for name, buffer in model.named_buffers():
-            if name in saved:  # others are computed, not read
+            if name in saved:  # other buffers are computed
                 if dist.get_rank() == 0:
                     buffer.copy_(weights.pop(saved_name(name)))
                 dist.broadcast(buffer, 0)

@@ -41,10 +41,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [parameter for name, parameter in trained if name in decayed_names]
-    others = [parameter for name, parameter in trained if name not in decayed_names]
+    not_decayed = [parameter for name, parameter in trained if name not in decayed_names]
     return [
         {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
 
 

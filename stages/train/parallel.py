@@ -32,7 +32,7 @@ from stages.train.schedule import Schedule
 from stages.train.stage import TrainConfig
 from stages.versions import require_package
 
-# torch renamed it in 2.13, which accelerate does not know yet.
+# torch renamed `broadcast_buffers` in 2.13; accelerate still uses the old name.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
 
 
@@ -46,7 +46,7 @@ def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
     return ContextParallel(group)
 
 
-def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
+def sharding_layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
     """Settings that a restart point must share with the run that resumes from it.
 
     They include the number of processes if shards cannot be split differently: those of DeepSpeed,
@@ -58,9 +58,9 @@ def layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
 
 
 def check_sharding_possible(runtime: Runtime) -> None:
-    """Refuse a sharding that cannot run here.
+    """Raise UserError for a sharding that cannot run here.
 
-    Raises UserError when DeepSpeed is not installed, or there is only one process.
+    DeepSpeed may not be installed, or there may be only one process.
     """
     if runtime.sharding == "none":
         return
@@ -91,7 +91,7 @@ def make_accelerator(
 
     `hidden` is the hidden size of its text decoder.
     """
-    forget()
+    reset_accelerate()
     on_gpu, sharding = torch.cuda.is_available(), runtime.sharding
     if world_size() > 1:
         backend, timeout = "nccl" if on_gpu else "gloo", timedelta(minutes=runtime.timeout_minutes)
@@ -124,7 +124,7 @@ def make_accelerator(
 
 
 def least_memory(device: torch.device) -> float:
-    """Bytes that each process may hold (the minimum of all): of a GPU, or its share of the host.
+    """Bytes that every process may hold: the smallest GPU, or share of a host's memory.
 
     Infinite if the host's memory cannot be read.
     """
@@ -206,7 +206,7 @@ def check_sharding_runs(model: Any, runtime: Runtime) -> None:
 def _actual_sharding(model: Any) -> str:
     if isinstance(model, FSDPModule):
         names: Any = model.named_parameters()  # type: ignore[attr-defined]
-        whole = [n for n, p in names if not isinstance(p, DTensor)]
+        whole = [name for name, value in names if not isinstance(value, DTensor)]
         return "fsdp" if not whole else f"fsdp with {whole[0]} not sharded"
     if type(model).__name__ == "DeepSpeedEngine":
         stage = model.zero_optimization_stage()
@@ -220,13 +220,13 @@ def _actual_sharding(model: Any) -> str:
     return "none"
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Leave the process group and reset accelerate's state, so that another stage can start."""
-    forget()
+    reset_accelerate()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def forget() -> None:
+def reset_accelerate() -> None:
     """Reset accelerate's state of this process, for which there is no public function."""
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -30,7 +30,7 @@ from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
-from stages.train.fit import budget_of
+from stages.train.fit import memory_budget
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, step_flops
 from stages.train.model import (
@@ -75,7 +75,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     if (project := config.runtime.wandb_project) is not None:
         require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
     restarts = RestartPoints(work_dir, config.section)
-    restarts.check_layout(parallel.layout(config.runtime, config.section))
+    restarts.check_layout(parallel.sharding_layout(config.runtime, config.section))
     loop = build_loop(config, inputs, work_dir, restarts)
     try:
         with loop.timer.signals(), partners_alive():
@@ -99,7 +99,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
         restarts.remove()
     with partners_alive():
         wait()
-    parallel.leave()
+    parallel.leave_process_group()
 
 
 def build_loop(
@@ -126,7 +126,7 @@ def build_loop(
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
     accelerator = parallel.make_accelerator(train, config.runtime, schedule, shape.hidden)
-    budget = budget_of(
+    budget = memory_budget(
         train, config.runtime, schedule.sequence_length, shape, world_size(),
         parallel.least_memory(accelerator.device), torch.cuda.is_available(), layers,
     )  # fmt: skip
@@ -138,15 +138,15 @@ def build_loop(
         remove(work_dir / TrainingSummary.FILE)
     with partners_alive():
         accelerator.wait_for_everyone()
-        restarts.rehearse(runtime.timeout_minutes)
+        restarts.check_shared_disk(runtime.timeout_minutes)
         point = restarts.latest()
     model, optimizer = _prepared_model(config, model_dir, accelerator, untrained)
-    log, prepare = None, config.upstream.get("prepare")
+    metrics_log, prepare = None, config.upstream.get("prepare")
     max_shard_size = config.upstream_section(MaterializeConfig).max_shard_size
     sources = prepare.sources if isinstance(prepare, PrepareConfig) else []
     if accelerator.is_main_process:
-        done = restart_step(point) if point else 0
-        log = MetricsLog(work_dir, schedule, done, runtime.wandb_project)
+        done_steps = restart_step(point) if point else 0
+        metrics_log = MetricsLog(work_dir, schedule, done_steps, runtime.wandb_project)
     loop = Loop(
         accelerator=accelerator,
         model=model,
@@ -162,7 +162,7 @@ def build_loop(
         checkpoint_writer=CheckpointWriter(
             work_dir, model_dir, saved_dtype(model_dir), max_shard_size
         ),
-        metrics_log=log,
+        metrics_log=metrics_log,
         needles=make_needle_watch(config, inputs["prepare"]),
         held_out=make_held_out_watch(data, collate_rows, runtime),
         budgets=budgets,
@@ -199,8 +199,8 @@ def _prepared_model(
             teacher, train.teacher_weight, train.teacher_tokens, context_parallel
         )
     model: Any = load_for_training(
-        model_dir, config.model, train, runtime, config.seed, distillation, backend, device,
-        context_parallel, untrained,
+        model_dir, config.model, train, runtime, seed=config.seed, distillation=distillation,
+        backend=backend, device=device, context_parallel=context_parallel, untrained=untrained,
     )  # fmt: skip
     if runtime.sharding == "fsdp":
         weights = read_weights()
@@ -213,8 +213,8 @@ def _prepared_model(
     if runtime.sharding == "fsdp":
         # accelerate matches weights by data pointer, which is the same for all empty shards.
         groups = parameter_groups(model, train.weight_decay)
-        for group, whole in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = whole["params"]
+        for group, sharded in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = sharded["params"]
     parallel.check_sharding_runs(model, runtime)
     if context_parallel is not None:
         context_parallel.check(accelerator.unwrap_model(model))

@@ -1,4 +1,4 @@
-"""The steps and batches of a training run: arithmetic over the recipe, no torch.
+"""The steps and batches of a training run, computed from the recipe without torch.
 
 A step is one optimiser update over `batch_tokens` tokens: `sequences` packed sequences, split
 evenly over the processes (or groups of processes that share a sequence) and, within one, over
@@ -48,8 +48,8 @@ class Schedule:
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps + 1) / (self.steps - self.warmup_steps + 1)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+        progress = (step - self.warmup_steps + 1) / (self.steps - self.warmup_steps + 1)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine
 
 
@@ -65,12 +65,12 @@ def make_schedule(
     sequences = train.batch_tokens // sequence_length
     steps = train.optimizer_steps
     own_sequences = sequences // (world_size // runtime.context_parallel)
-    micro = _micro_batch(runtime, own_sequences, sequence_length, on_gpu)
+    micro_batch_size = _micro_batch_size(runtime, own_sequences, sequence_length, on_gpu)
     return Schedule(
         sequence_length=sequence_length,
         sequences=sequences,
-        micro_batch_size=micro,
-        accumulation=own_sequences // micro,
+        micro_batch_size=micro_batch_size,
+        accumulation=own_sequences // micro_batch_size,
         steps=steps,
         warmup_steps=share_of(steps, train.warmup_ratio),
         min_lr_ratio=train.min_lr_ratio,
@@ -78,10 +78,11 @@ def make_schedule(
     )
 
 
-def _micro_batch(runtime: Runtime, sequences: int, sequence_length: int, on_gpu: bool) -> int:
+def _micro_batch_size(runtime: Runtime, sequences: int, sequence_length: int, on_gpu: bool) -> int:
     if runtime.micro_batch_size != "auto":
         return runtime.micro_batch_size
     if on_gpu:
         return 1
     largest = max(1, _CPU_MICRO_BATCH_TOKENS // sequence_length)
-    return max(m for m in range(1, min(largest, sequences) + 1) if sequences % m == 0)
+    sizes = range(1, min(largest, sequences) + 1)
+    return max(size for size in sizes if sequences % size == 0)

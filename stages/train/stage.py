@@ -115,10 +115,13 @@ class TrainConfig(Section):
         Counts after the last whole step belong to the last step: 2.5B tokens in steps of 2M end at
         2,499,805,184 (1,192 steps, as in the paper).
         """
-        last = max(self.optimizer_steps, 1)
-        steps = {n: min(-(-n // self.batch_tokens), last) for n in self.checkpoint_tokens}
-        if last not in steps.values():
-            steps[self.total_tokens] = last
+        last_step = max(self.optimizer_steps, 1)
+        steps = {
+            tokens: min((tokens + self.batch_tokens - 1) // self.batch_tokens, last_step)
+            for tokens in self.checkpoint_tokens
+        }
+        if last_step not in steps.values():
+            steps[self.total_tokens] = last_step
         return steps
 
 
@@ -210,28 +213,28 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     search = recipe[SearchConfig]
     yield from window_faults(search.menu, search.menu_field, "prepare.sequence_length", length)
     yield from position_faults(loaded, "prepare.sequence_length", length)
-    yield from _batches(loaded, train)
-    yield from _held_out(recipe.runtime, recipe[PrepareConfig], train)
-    yield from _checkpoints(train)
-    yield from _deepspeed(train, recipe.runtime, recipe[MaterializeConfig].dtype)
+    yield from _batch_and_token_faults(loaded, train)
+    yield from _held_out_faults(recipe.runtime, recipe[PrepareConfig], train)
+    yield from _checkpoint_faults(train)
+    yield from _deepspeed_faults(train, recipe.runtime, recipe[MaterializeConfig].dtype)
     if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
         yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
     if train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         yield "train.optimizer: adamw_8bit needs torchao; install it, or set adamw"
     if train.budgets is not None:
         yield from front_faults(loaded, "train.budgets", train.budgets)
-    yield from _attention(loaded, train)
-    yield from _documents(loaded, train)
+    yield from _attention_faults(loaded, train)
+    yield from _document_faults(loaded, train)
     if loaded.info is not None and loaded.info.config.get("output_router_logits"):
         yield f"model.path: {ROUTER_LOSS}"
     yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)
-    yield from _split(loaded)
+    yield from _split_faults(loaded)
 
 
 def batch_faults(
     train: TrainConfig, runtime: Runtime, sequence_length: int, world_size: int
 ) -> Iterator[str]:
-    """Why a batch does not split evenly over `world_size` processes, or exceeds the run."""
+    """Faults of batches that do not split evenly over the processes, or exceed the run."""
     sharing = runtime.context_parallel
     if world_size % sharing:
         yield (
@@ -266,7 +269,7 @@ def batch_faults(
         )
 
 
-def _batches(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+def _batch_and_token_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
     prepare, runtime = loaded.recipe[PrepareConfig], loaded.recipe.runtime
     size = loaded.world.size
     if size == 1:  # the run is only planned; a real one would fail at its start
@@ -280,7 +283,7 @@ def _batches(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
         )
 
 
-def _held_out(runtime: Runtime, prepare: PrepareConfig, train: TrainConfig) -> Iterator[str]:
+def _held_out_faults(runtime: Runtime, prepare: PrepareConfig, train: TrainConfig) -> Iterator[str]:
     tokens = train.optimizer_steps * train.batch_tokens
     tokens += runtime.heldout_sequences * prepare.sequence_length
     if runtime.heldout_every_steps is not None and prepare.train_tokens < tokens:
@@ -291,7 +294,7 @@ def _held_out(runtime: Runtime, prepare: PrepareConfig, train: TrainConfig) -> I
         )
 
 
-def _checkpoints(train: TrainConfig) -> Iterator[str]:
+def _checkpoint_faults(train: TrainConfig) -> Iterator[str]:
     if max(train.checkpoint_tokens, default=0) > train.total_tokens:
         yield (
             f"train.checkpoint_tokens: ends at {train.checkpoint_tokens[-1]:,}, "
@@ -313,18 +316,18 @@ def _checkpoints(train: TrainConfig) -> Iterator[str]:
         )
 
 
-def _deepspeed(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
+def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
     """Settings that DeepSpeed, which holds weights and updates them itself, does not support."""
     if runtime.sharding != "deepspeed":
         return
-    asked = {
+    unsupported = {
         "train.teacher": train.teacher != "none",
         "train.lora": train.lora is not None,
         "train.optimizer": train.optimizer != "adamw",
         "runtime.context_parallel": runtime.context_parallel > 1,
     }
-    for field, is_asked in asked.items():
-        if is_asked:
+    for field, is_set in unsupported.items():
+        if is_set:
             yield f"{field}: it does not run under runtime.sharding = deepspeed; set fsdp or none"
     if train.freeze != "none" and train.mixed_precision == "bf16" and saved != "bfloat16":
         yield (
@@ -338,7 +341,7 @@ def _deepspeed(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str
         )
 
 
-def _split(loaded: LoadedRecipe) -> Iterator[str]:
+def _split_faults(loaded: LoadedRecipe) -> Iterator[str]:
     runtime = loaded.recipe.runtime
     if runtime.context_parallel == 1:
         return
@@ -352,20 +355,20 @@ def _split(loaded: LoadedRecipe) -> Iterator[str]:
         yield f"runtime.context_parallel: the model cannot be split: {fault}; set 1"
 
 
-def checkpointing_faults(runtime: Runtime, way: str) -> Iterator[str]:
-    """Why activations cannot be recomputed in the given way of `CHECKPOINTING`, or that of auto."""
-    if way == "none" and runtime.offload_activations:
+def checkpointing_faults(runtime: Runtime, setting: str) -> Iterator[str]:
+    """Faults of a `setting` of `CHECKPOINTING`; auto has none."""
+    if setting == "none" and runtime.offload_activations:
         yield (
             "runtime.offload_activations: what goes to host memory are the inputs of layers that "
             "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
         )
-    if way == "attention":
+    if setting == "attention":
         requests = {"saved_outputs": "runtime.checkpointing = attention saves its outputs"}
         for message in lacking(runtime.attention, requests):
             yield f"runtime.attention: {message}, or runtime.checkpointing = full"
 
 
-def _documents(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+def _document_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
     if not train.document_masking or loaded.info is None:
         return
     family = known_family(loaded.info.loaded)
@@ -376,7 +379,7 @@ def _documents(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
         )
 
 
-def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
+def _attention_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
     requests = {}
     sharing = loaded.recipe.runtime.context_parallel
     if sharing > 1:
@@ -390,7 +393,7 @@ def _attention(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]:
         yield f"runtime.attention: {message}"
 
 
-def _mended(loaded: LoadedRecipe) -> dict[str, Any]:
+def _key_corrections(loaded: LoadedRecipe) -> dict[str, Any]:
     """Part of the key for families whose norms had weight decay up to version 9."""
     family = loaded.info.config.get("model_type") if loaded.info is not None else None
     return {"train": {"norms_decay": False}} if family in ("hyperclovax", "nemotron_h") else {}
@@ -406,9 +409,9 @@ STAGE = Stage(
     # Also checks the evaluation before days of training.
     after=("original",),
     distributed=True,
-    choices=_mended,
+    choices=_key_corrections,
     checks=_faults,
     cost="stages.train.cost:cost",
-    refusal="stages.train.fit:refuse_what_cannot_fit",
+    refusal="stages.train.fit:refuse_excess_memory",
     timed=(METRICS,),
 )

@@ -37,7 +37,7 @@ from stages.train.stage import CHECKPOINTS, TrainConfig, checkpoint_name
 
 logger = logging.getLogger(__name__)
 
-# None: a single process needs no group.
+# A single process needs no process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 T = TypeVar("T")
@@ -75,11 +75,10 @@ class RestartPoints:
         self._pending: Future[None] | None = None
 
     def check_layout(self, layout: dict[str, object]) -> None:
-        """Refuse shards that this run cannot read, by the newest point with a layout.
+        """Raise UserError if this run cannot read the shards of the newest point with a layout.
 
-        The point may still be damaged. Raises UserError when it was written with another
-        `runtime.sharding` or, if shards cannot be split differently, by another number of
-        processes.
+        It was written with another `runtime.sharding` or, if shards cannot be split differently, by
+        another number of processes. The point may still be damaged.
         """
         points = [(point, saved) for point in self._points() if (saved := _layout(point))]
         for point, saved in points[:1]:
@@ -101,7 +100,7 @@ class RestartPoints:
         wait()
         faults = {}
         for point in points:
-            fault = next(filter(None, _from_all(self._fault(point))), None)
+            fault = next(filter(None, _from_all_processes(self._fault(point))), None)
             if fault is None:
                 break
             faults[point] = fault
@@ -147,7 +146,7 @@ class RestartPoints:
             if fault is not None:
                 return folder, fault
             try:
-                for name in share(hashes):
+                for name in own_share(hashes):
                     if files.file_digest(folder / name) != hashes[name]:
                         return folder, f"{name} has other content"
             except OSError as error:
@@ -180,7 +179,7 @@ class RestartPoints:
                 f"and is now {aside.name}"
             ) from error
 
-    def make_room(self) -> None:
+    def remove_old_points(self) -> None:
         """Before writing a point, remove all points except the newest, and unfinished files."""
         files.make_folder(self.directory)
         unreadable = self.directory.glob(f"{_UNREADABLE}*")
@@ -197,44 +196,44 @@ class RestartPoints:
         """
         self.wait()
         if rank() == 0:
-            self.make_room()
-        self._open(minutes)
+            self.remove_old_points()
+        self._make_group(minutes)
         with disk_errors("a restart point", self.directory):
-            written = dcp.async_save(state, checkpoint_id=self.writing, process_group=self._group)
-        assert isinstance(written, Future)
-        self._pending = self._publisher.submit(self._publish, written, step, layout)
+            future = dcp.async_save(state, checkpoint_id=self.writing, process_group=self._group)
+        assert isinstance(future, Future)
+        self._pending = self._publisher.submit(self._publish, future, step, layout)
 
-    def rehearse(self, minutes: float) -> None:
+    def check_shared_disk(self, minutes: float) -> None:
         """Have every process write a tensor and read that of the next process.
 
-        So a disk that is not writable or not shared ends the run before anything is loaded.
-        `minutes` as for `save`. Raises RunError.
+        Raises RunError, before anything is loaded, if the disk is not writable or not shared.
+        `minutes` as for `save`.
         """
-        place = self.directory / "rehearsal"
-        other = (rank() + 1) % processes()
-        received = {f"process-{other}": torch.full((1,), -1)}
-        self._open(minutes)
+        folder = self.directory / "rehearsal"
+        next_rank = (rank() + 1) % processes()
+        received = {f"process-{next_rank}": torch.full((1,), -1)}
+        self._make_group(minutes)
         with disk_errors("a restart point", self.directory.parent):
             sample = {f"process-{rank()}": torch.full((1,), rank())}
-            dcp.save(sample, checkpoint_id=place, process_group=self._group)
+            dcp.save(sample, checkpoint_id=folder, process_group=self._group)
         try:
-            dcp.load(received, checkpoint_id=place, process_group=self._group)
+            dcp.load(received, checkpoint_id=folder, process_group=self._group)
         except CheckpointException as error:  # raised on all processes if any failed
             raise RunError(
-                f"not every process can read what all have written below {place}: "
+                f"not every process can read what all have written below {folder}: "
                 "runtime.output_root has to be on a disk that all nodes share"
             ) from error
-        assert received[f"process-{other}"].item() == other
+        assert received[f"process-{next_rank}"].item() == next_rank
         wait(self._group)
         if rank() == 0:
-            files.remove(place)
+            files.remove(folder)
 
-    def _open(self, minutes: float) -> None:
+    def _make_group(self, minutes: float) -> None:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
 
-    def _publish(self, written: Future[Any], step: int, layout: dict[str, object]) -> None:
-        written.result()
+    def _publish(self, saving: Future[Any], step: int, layout: dict[str, object]) -> None:
+        saving.result()
         self.publish(step, layout)
 
     def publish(self, step: int, layout: dict[str, object]) -> None:
@@ -244,7 +243,7 @@ class RestartPoints:
             record = {"step": step, "layout": layout, "sha256": hashes}
             files.write_json(self.writing / _RECORD, record)
             files.replace(self.writing, self.directory / f"step-{step}")
-        wait(self._group)  # else another process could begin the next point in this folder
+        wait(self._group)  # so that no process begins the next point in this folder
 
     def check(self) -> None:
         """Raise the error of writing a point, if any."""
@@ -289,8 +288,8 @@ class RestartPoints:
     def _points(self) -> list[Path]:
         """All points, complete or not, the newest first."""
         names = filter(_POINT.fullmatch, files.names_in(self.directory))
-        named = [self.directory / name for name in names]
-        points = [path for path in named if files.is_folder(path) and not path.is_symlink()]
+        paths = [self.directory / name for name in names]
+        points = [path for path in paths if files.is_folder(path) and not path.is_symlink()]
         return sorted(points, key=restart_step, reverse=True)
 
     def _checkpoint(self, name: str) -> Path:
@@ -314,18 +313,20 @@ def hash_together(folder: Path, group: dist.ProcessGroup | None = None) -> dict[
         files.remove_empty_folders(folder)
     wait(group)
     digests = {}
-    for name in share(list(files.files_below(folder))):
+    for name in own_share(list(files.files_below(folder))):
         files.sync(folder / name)
         digests[name] = files.file_digest(folder / name)
-    hashes = {name: digest for part in _from_all(digests, group) for name, digest in part.items()}
+    hashes: dict[str, str] = {}
+    for part in _from_all_processes(digests, group):
+        hashes |= part
     if rank() == 0:
         for directory, _, _ in os.walk(folder):
             files.sync(Path(directory))
     return dict(sorted(hashes.items()))
 
 
-def share(names: Iterable[str]) -> list[str]:
-    """This process's `names`; they are distributed in turn."""
+def own_share(names: Iterable[str]) -> list[str]:
+    """This process's part of `names`, which are dealt to the processes in turn."""
     return sorted(names)[rank() :: processes()]
 
 
@@ -344,7 +345,7 @@ def wait(group: dist.ProcessGroup | None = None) -> None:
         dist.barrier(group)
 
 
-def _from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def _from_all_processes(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every process, in the order of their ranks."""
     if not dist.is_initialized():
         return [value]
@@ -365,13 +366,13 @@ def _layout(point: Path) -> dict[str, object] | None:
     return saved if isinstance(saved, dict) and {"sharding", "processes"} <= saved.keys() else None
 
 
-def copy_companions(model_dir: Path, place: Path) -> None:
+def copy_other_files(model_dir: Path, folder: Path) -> None:
     """Copy all files of `model_dir` except the weights: configuration, tokenizer and others."""
     for path in model_dir.iterdir():
         if path.is_dir():
-            shutil.copytree(path, place / path.name, dirs_exist_ok=True)
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         elif not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(path, place / path.name)
+            shutil.copyfile(path, folder / path.name)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -382,12 +383,11 @@ def _cause(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def disk_errors(what: str, directory: Path) -> Iterator[None]:
-    """Context for writing: errors name `what` could not be written, and the free space.
+def disk_errors(content: str, directory: Path) -> Iterator[None]:
+    """Context for writing: errors name the `content` that was not written, and the free space.
 
     Errors of connections and GPUs, which may occur while writing, pass unchanged. Raises RunError
-    for errors of the file system, DiskFullError if no space is left; torch's archive writer then
-    only reports an unexpected position.
+    for errors of the file system, DiskFullError if no space is left.
     """
     from safetensors import SafetensorError
 
@@ -397,12 +397,13 @@ def disk_errors(what: str, directory: Path) -> Iterator[None]:
         cause = _cause(error)
         if connection_broke(cause) or is_out_of_memory(cause) or "CUDA error" in str(cause):
             raise cause from None
-        there = next(
+        existing = next(
             folder for folder in (directory, *directory.absolute().parents) if folder.is_dir()
         )
-        free, reason = shutil.disk_usage(there).free, " ".join(str(cause).split())
-        torch_alone = not isinstance(cause, OSError) and files.almost_full(directory)
-        kind = DiskFullError if is_disk_full(cause) or torch_alone else RunError
+        free, reason = shutil.disk_usage(existing).free, " ".join(str(cause).split())
+        # torch's archive writer reports a full disk only as an unexpected position.
+        hidden = not isinstance(cause, OSError) and files.almost_full(directory)
+        kind = DiskFullError if is_disk_full(cause) or hidden else RunError
         raise kind(
-            f"cannot write {what} below {directory} ({free / 1e9:.2f} GB free): {reason}"
+            f"cannot write {content} below {directory} ({free / 1e9:.2f} GB free): {reason}"
         ) from error

@@ -21,7 +21,7 @@ from stages.versions import require_package
 _ADAPTER = "default"  # peft's name of a model's only adapter
 _A, _B = f"lora_A.{_ADAPTER}.weight", f"lora_B.{_ADAPTER}.weight"
 # Mamba's layers use this linear map's weight without calling it: an adapter would have no effect.
-_READ = "dt_proj"
+_UNCALLED = "dt_proj"
 _BASE = re.compile(r"\.base_layer(?=\.(weight|bias)$)")
 
 
@@ -44,7 +44,7 @@ def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str]
     """
     if train.lora is not None:
         _add_adapters(model, train.lora, attention_only=train.freeze == "attention_only")
-        for module in attention_modules(model):  # one number a head, too small for an adapter
+        for module in attention_modules(model):  # one number per head, too small for an adapter
             if (bias := getattr(module, SINK_BIAS, None)) is not None:
                 bias.requires_grad_(True)
     elif train.freeze == "attention_only":
@@ -52,8 +52,13 @@ def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str]
         for module in attention_modules(model):
             module.requires_grad_(True)
     else:  # training data is text: image modules get no gradient
-        reading = (model.get_decoder(), model.get_output_embeddings())
-        trained = {id(p) for module in reading if module is not None for p in module.parameters()}
+        text_modules = (model.get_decoder(), model.get_output_embeddings())
+        trained = {
+            id(parameter)
+            for module in text_modules
+            if module is not None
+            for parameter in module.parameters()
+        }
         for name, parameter in model.named_parameters():
             if id(parameter) not in trained or name in untrained:
                 parameter.requires_grad_(False)
@@ -71,7 +76,7 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
         # A router may be a linear map that returns several values.
         if id(module) in inside
         and getattr(type(module), "forward", None) is nn.Linear.forward
-        and name.rpartition(".")[2] != _READ
+        and name.rpartition(".")[2] != _UNCALLED
     ]
     if not targets:
         raise UserError("train.lora: the model has no linear map that could take an adapter")

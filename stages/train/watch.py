@@ -73,14 +73,14 @@ class NeedleWatch(_Watch[tuple[list[int], int]]):
         for (ids, answer_length), is_new in self._own_samples(model):
             # Padding at the end changes nothing before it, and makes chunks equal for the processes
             # that share a sample.
-            after = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
-            input_ids = torch.tensor([ids + ids[-1:] * after], device=device)
+            padding = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
+            input_ids = torch.tensor([ids + ids[-1:] * padding], device=device)
             labels = torch.full_like(input_ids, IGNORED)
             answer = slice(len(ids) - answer_length, len(ids))
             labels[:, answer] = input_ids[:, answer]
             wrong = model(input_ids=input_ids, labels=labels, measure=mistakes)["values"]
             correct += is_first_of_group and is_new and not wrong.any().item()
-        return summed(correct, device).item() / len(self._samples)
+        return sum_over_processes(correct, device).item() / len(self._samples)
 
 
 class HeldOutWatch(_Watch[Batch]):
@@ -93,19 +93,22 @@ class HeldOutWatch(_Watch[Batch]):
     def score(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Fields of `TrainingStep`; called on every process."""
         sums = torch.zeros(2, _PARTS, dtype=torch.float64)
-        routers = [m for m in model.modules() if type(m).__name__.endswith(_ROUTERS)]
+        routers = [module for module in model.modules() if type(module).__name__.endswith(_ROUTERS)]
         routed: list[list[Tensor]] = [[] for _ in routers]
 
-        def note(number: int, module: Any, args: Any, output: Any) -> None:
+        def record(number: int, module: Any, args: Any, output: Any) -> None:
             routed[number].append(_routing(module, output))
 
-        hooks = [m.register_forward_hook(partial(note, n)) for n, m in enumerate(routers)]
+        hooks = [
+            router.register_forward_hook(partial(record, number))
+            for number, router in enumerate(routers)
+        ]
         for batch, is_new in self._own_samples(model):
             inputs = {name: value.to(device) for name, value in batch.items()}
             losses = model(**inputs, measure=token_losses)["values"][0].cpu()
             if not is_new:
-                for router in routed:
-                    router[-1].zero_()
+                for passes in routed:
+                    passes[-1].zero_()
             elif rank() % self._sharing == 0:  # all processes that share a sequence have its losses
                 predicted = batch["labels"][0, 1:] != IGNORED
                 parts = (values.tensor_split(_PARTS) for values in (losses[:-1], predicted))
@@ -113,7 +116,7 @@ class HeldOutWatch(_Watch[Batch]):
                     sums[:, part] += torch.stack([loss.double().sum(), counts.sum()])
         for hook in hooks:
             hook.remove()
-        sums = summed(sums, device)
+        sums = sum_over_processes(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {}
         if count:  # a 0 without predictions would look like the best loss
@@ -123,7 +126,7 @@ class HeldOutWatch(_Watch[Batch]):
             ]
         if routers:
             layers = [torch.stack(passes).double().sum(0) for passes in routed]
-            totals = summed(torch.stack(layers), device)
+            totals = sum_over_processes(torch.stack(layers), device)
             loads = totals[:, 2:]
             fields["router_entropy"] = (totals[:, 0] / totals[:, 1]).mean().item()
             fields["expert_load"] = (loads.amax(1) / loads.mean(1)).max().item()
@@ -131,17 +134,17 @@ class HeldOutWatch(_Watch[Batch]):
 
 
 def _routing(router: Any, output: Any) -> Tensor:
-    """Sum of entropies, N and tokens per expert, from a router's logits [N, E], choices [N, k]."""
+    """From a router's logits [N, E] and choices [N, k]: sum of entropies, N, tokens per expert."""
     logits, chosen = output[0].float(), output[-1]
     if type(router).__name__ != "Gemma4TextRouter":  # its first output is probabilities
         logits = torch.softmax(logits, dim=-1)
     entropy = torch.special.entr(logits).sum()
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
-    head = torch.stack([entropy, entropy.new_tensor(len(logits))])
-    return torch.cat([head, counts]).cpu()
+    entropy_and_count = torch.stack([entropy, entropy.new_tensor(len(logits))])
+    return torch.cat([entropy_and_count, counts]).cpu()
 
 
-def summed(values: Tensor, device: torch.device) -> Tensor:
+def sum_over_processes(values: Tensor, device: torch.device) -> Tensor:
     """The sum over all processes, on the CPU."""
     if processes() > 1:
         values = values.to(device)
@@ -152,7 +155,7 @@ def summed(values: Tensor, device: torch.device) -> Tensor:
 def make_held_out_watch(
     data: PackedSequences, collate: Collate, runtime: Runtime
 ) -> HeldOutWatch | None:
-    """The watch of the recipe's runtime section, if it has one."""
+    """The watch of held-out sequences of the recipe's runtime section, if it has one."""
     every = runtime.heldout_every_steps
     if every is None:
         return None
@@ -161,7 +164,7 @@ def make_held_out_watch(
 
 
 def make_needle_watch(config: StageConfig[TrainConfig], prepared: Path) -> NeedleWatch | None:
-    """As `make_held_out_watch`, for needles.
+    """The watch of needles of the recipe's runtime section, if it has one.
 
     Raises UserError when the essay folder is missing or damaged.
     """

@@ -26,7 +26,7 @@ from bosch.progress import progress
 from bosch.window import Window
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel
 from stages.evaluate.models import load_evaluated
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Suite
@@ -152,7 +152,7 @@ def test_shared_examples_are_computed_once(tmp_path: Path, task: Any) -> None:
     distinct = beginning + sum(len(row) - beginning for row in ids)
 
     counts = _count_tokens(model)
-    evaluated = Evaluated("hybrid", ModelConfig(path=str(folder)))
+    evaluated = EvaluatedModel("hybrid", ModelConfig(path=str(folder)))
     with progress(len(prompts), "evaluation", "samples") as bar:
         suite.run(evaluated, model, bar)
     assert len(answers.read(evaluated, subtask)) == len(prompts)

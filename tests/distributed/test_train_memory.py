@@ -180,7 +180,7 @@ def measured_load(case: str, work_dir: str, changes: str) -> None:
         nonlocal before
         gc.collect()
         meter.restart()
-        before = meter.now()
+        before = meter.in_use()
         return load(*args, **options)
 
     run.load_for_training = load_from_here
@@ -189,6 +189,6 @@ def measured_load(case: str, work_dir: str, changes: str) -> None:
     run.parallel.check_sharding_runs = lambda *parts: None
     loop = run.build_loop(config, inputs, work, RestartPoints(work, config.section))
     gc.collect()
-    held = {"peak": meter.peak() - before, "kept": meter.now() - before}
+    held = {"peak": meter.peak() - before, "kept": meter.in_use() - before}
     held["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in loop.model.parameters())
     say(work, held)

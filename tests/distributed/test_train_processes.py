@@ -33,7 +33,7 @@ from stages.train import decisions
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.footprint import restart_point_bytes
 from stages.train.loop import Loop
-from stages.train.parallel import leave, make_accelerator
+from stages.train.parallel import leave_process_group, make_accelerator
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
@@ -371,7 +371,7 @@ def gradient_sums(sharding: str) -> None:
         ]
     shipped, *in_bf16 = gradients
     assert shipped == _PASSES * (256 + 1) / 2 and shipped not in in_bf16, gradients
-    leave()
+    leave_process_group()
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])

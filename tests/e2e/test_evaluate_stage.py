@@ -23,7 +23,7 @@ from data_prep.documents.calibration import CalibrationNeedles
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import models, rivals, selected, suite
 from stages.evaluate import run as evaluate
-from stages.evaluate.answers import Evaluated
+from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.scores import Scores, named_budget, read_samples
 from stages.evaluate.stage import EvaluateConfig
 from stages.kv_budgets import share_names
@@ -251,7 +251,7 @@ def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monke
 def test_a_hybrid_needs_the_memory_of_one_model(stages) -> None:
     file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
     config = _config(SECTION, stages / "model")
-    one = Evaluated("hybrid", config.model, mask=file)
+    one = EvaluatedModel("hybrid", config.model, mask=file)
     with TensorBytes() as held:
         hybrid = models.load_evaluated(config, one, torch.device("cpu"))
     weights = [weight.nbytes for weight in hybrid.state_dict().values()]
@@ -295,7 +295,7 @@ def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, mo
     }  # fmt: skip
     model = ModelConfig(path=str(tmp_path / "materialize" / "model"), dtype="float32")
     every = evaluate.at_other_budgets(
-        Evaluated("hybrid", model, "abc"), EvaluateConfig(budgets="all")
+        EvaluatedModel("hybrid", model, "abc"), EvaluateConfig(budgets="all")
     )
     assert [(model.kv_budget, model.identity) for model in every] == [
         (slots[0], f"abc-{slots[0]}"), (slots[2], f"abc-{slots[2]}"),
@@ -317,4 +317,4 @@ def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, mo
     ]  # fmt: skip
     with pytest.raises(UserError, match="a single head layout"):
         single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
-        evaluate.at_other_budgets(Evaluated("hybrid", single), EvaluateConfig(budgets="all"))
+        evaluate.at_other_budgets(EvaluatedModel("hybrid", single), EvaluateConfig(budgets="all"))

@@ -19,7 +19,7 @@ from data_prep.tasks.longbench import category_means
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import selected
 from stages.evaluate import suite as suites
-from stages.evaluate.answers import AnswerFolder, Evaluated, ModelError
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.scores import Scores, SelectedScores, read_samples
 from stages.evaluate.stage import EvaluateConfig
@@ -134,7 +134,7 @@ def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch
         assert {
             number: request.args[0] for number, [request] in suite.requests(subtask).items()
         } == prompts
-        evaluated = Evaluated("original", ModelConfig(path=str(folder / "model")))
+        evaluated = EvaluatedModel("original", ModelConfig(path=str(folder / "model")))
         with progress(4, "evaluation", "samples") as bar:
             suite.run(evaluated, model, bar)
         found = answers.read(evaluated, subtask)
@@ -252,10 +252,10 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
         own = [ModelConfig(path=str(models[name]), dtype="float32") for name in names]
         return evaluate_models(
             StageConfig(EvaluateConfig(needle=None, **section), own[0], 1, Runtime()),
-            list(map(Evaluated, names, own)),
+            list(map(EvaluatedModel, names, own)),
             TokenizerSpec(str(folder / "model")),
             tmp_path / f"alone-{work}",
-            kind=SelectedScores,
+            scores_type=SelectedScores,
         )
 
     for suite, part in section.items():

@@ -380,7 +380,9 @@ def test_layers_are_recomputed_if_memory_is_short(
 ) -> None:
     """By runtime.checkpointing = auto. The disk is tested before the model is loaded."""
     rehearsed: list[float] = []
-    monkeypatch.setattr(RestartPoints, "rehearse", lambda self, minutes: rehearsed.append(minutes))
+    monkeypatch.setattr(
+        RestartPoints, "check_shared_disk", lambda self, minutes: rehearsed.append(minutes)
+    )
     monkeypatch.setattr("stages.train.parallel.least_memory", lambda device: 1.0)
     loop = build_loop(
         stage_config(train={"total_tokens": 128, "checkpoint_tokens": []}),

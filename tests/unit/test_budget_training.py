@@ -278,7 +278,7 @@ def test_planned_memory_is_that_of_the_largest_budget(
         seen.append(arguments[-1])
         raise UserError("seen")
 
-    monkeypatch.setattr("stages.train.run.budget_of", stop)
+    monkeypatch.setattr("stages.train.run.memory_budget", stop)
     for budgets in (None, "all"):
         with pytest.raises(UserError, match=r"^seen$"):
             train_here(case, tmp_path, train={**SHORT, "budgets": budgets})

@@ -18,7 +18,7 @@ from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from stages.search.budget import Budget, Price, sliding_ratio
+from stages.search.budget import Budget, EngineCache, sliding_ratio
 from stages.search.stage import SearchConfig
 from tests.pipeline_case import Case
 from tests.tools.vllm_planner import RECORD, layers_of
@@ -69,9 +69,9 @@ def test_invalid_budgets_are_refused(values: dict[str, Any]) -> None:
         Budget(**values)
 
 
-def _price(most: str | None = None, tokens: int = 100, **values: Any) -> Price:
+def _engine_cache(most: str | None = None, tokens: int = 100, **values: Any) -> EngineCache:
     amount = {"bytes": f"{most} @ {tokens}"} if most else {"ratio": 1.0}
-    return Price(Budget(**amount, **values), _KINDS, "float32", tokens)
+    return EngineCache(Budget(**amount, **values), _KINDS, "float32", tokens)
 
 
 @given(
@@ -86,33 +86,33 @@ def test_the_fewest_sliding_heads_fit_a_budget(
 ) -> None:
     """Compared with trying every number of sliding heads."""
     budget = Budget(kv_cache=f"{share} @ 100", engine=engine, tokens_in_flight=16)
-    price = Price(budget, _KINDS, "float32", 100)
+    cache = EngineCache(budget, _KINDS, "float32", 100)
     own = Window(window, sinks if engine == "generate" else 0)
-    held = {n: price.of(price.with_sliding(n, own)) for n in range(0, 17, granularity)}
-    assert held[0] == price.original
-    fitting = [n for n, size in held.items() if size <= share * price.original]
-    found = price.fewest_sliding(own, price.most, granularity)
+    held = {n: cache.bytes_of(cache.with_sliding(n, own)) for n in range(0, 17, granularity)}
+    assert held[0] == cache.original
+    fitting = [n for n, size in held.items() if size <= share * cache.original]
+    found = cache.fewest_sliding(own, cache.allowed_bytes, granularity)
     assert found == (fitting[0] if fitting else None)
 
 
 def test_a_share_that_fits_exactly_is_allowed() -> None:
     """Although in floats 0.57 * 100 is 56.99999999999999."""
     for hundredths, context in product(range(1, 101), (99, 100)):
-        price = Price(
+        cache = EngineCache(
             Budget(kv_cache=f"{hundredths / 100} @ {context}"), _KINDS, "float32", context
         )
-        assert price.most == hundredths * price.original // 100, hundredths
+        assert cache.allowed_bytes == hundredths * cache.original // 100, hundredths
 
 
 @pytest.mark.parametrize("tokens", [7, 97, 997, 99_991])
 def test_the_share_named_in_a_refusal_is_enough(tokens: int) -> None:
     window = Window(3)
     with pytest.raises(UserError, match=r"choose more, or a smaller window") as refused:
-        sliding_ratio(_price("1B", tokens), window, 1)
+        sliding_ratio(_engine_cache("1B", tokens), window, 1)
     share = re.search(r"generate, (\S+) of the original's", str(refused.value))
     assert share is not None
-    price = Price(Budget(kv_cache=f"{share[1]} @ {tokens}"), _KINDS, "float32", tokens)
-    assert sliding_ratio(price, window, 1) == 1
+    cache = EngineCache(Budget(kv_cache=f"{share[1]} @ {tokens}"), _KINDS, "float32", tokens)
+    assert sliding_ratio(cache, window, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,11 @@ def test_vllms_own_planner_reserves_the_planned_bytes(row: dict[str, Any]) -> No
         ratio=0.5, engine="vllm", ranks=one["ranks"], block_size=one["block_size"],
         tokens_in_flight=one["tokens_in_flight"],
     )  # fmt: skip
-    price = Price(budget, kinds, {2: "bfloat16", 4: "float32"}[one["itemsize"]], one["tokens"])
+    cache = EngineCache(
+        budget, kinds, {2: "bfloat16", 4: "float32"}[one["itemsize"]], one["tokens"]
+    )
     rows = [{size and Window(size): count for size, count in layer.items()} for layer in layers]
-    assert price.of(rows) == row["planner"]["request_bytes"]
+    assert cache.bytes_of(rows) == row["planner"]["request_bytes"]
 
 
 def _search(case: Case, *overrides: str) -> SearchConfig:

@@ -60,7 +60,7 @@ FRONT = {
 def case(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
     # Pages without the pictures that need no script, and without that script.
     monkeypatch.setattr(template, "library", lambda: "")
-    monkeypatch.setattr(Picture, "still", lambda picture, width: "")
+    monkeypatch.setattr(Picture, "svg", lambda picture, width: "")
     return case
 
 

@@ -86,7 +86,7 @@ def test_a_saved_restart_point_exists_and_is_complete(tmp_path: Path) -> None:
             checkpoint.mkdir(parents=True, exist_ok=True)
             (checkpoint / "model.safetensors").write_text("weights")
             points.record_checkpoint(16)
-        points.make_room()
+        points.remove_old_points()
         points.writing.mkdir(parents=True)
         (points.writing / "__0_0.distcp").write_text(f"state {step}" * 50)
         points.publish(step, {"sharding": "none", "processes": 1})

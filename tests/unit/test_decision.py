@@ -315,14 +315,14 @@ def test_the_smallest_budget_near_the_original_is_named(
         ServedBudget(kv_slots=slots, share=share, full_kv_heads=1, cache_bytes=1)
         for slots, share in zip((750, 500, 250, 125), shares, strict=True)
     ]
-    served = results.served.model_copy(update={"budgets": budgets, "kv_budget": 250})
+    served = results.materialized.model_copy(update={"budgets": budgets, "kv_budget": 250})
     names = [model if share == "25 %" else budget_name(model, share) for share in shares]
     made = with_answers(results, {ORIGINAL: 400, **dict(zip(names, right, strict=True))}, 400)
-    sentence = comparisons(replace(made, served=served, rivals=[]))
+    sentence = comparisons(replace(made, materialized=served, rivals=[]))
     assert words in str(sentence)
     assert comparisons(replace(made, rivals=[])) is None
     alone = with_answers(results, {ORIGINAL: 400, names[0]: right[0]}, 400)
-    assert comparisons(replace(alone, served=served, rivals=[])) is None
+    assert comparisons(replace(alone, materialized=served, rivals=[])) is None
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from bosch.analysis.intervals import Documents, compare, effective_count, mean_o
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask, TaskGroup, forget_answers
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask, TaskGroup, forget_answers
 from stages.evaluate.models import write_tables
-from stages.evaluate.scores import SAMPLES, Against, Scores, read_samples
+from stages.evaluate.scores import SAMPLES, PairedComparison, Scores, read_samples
 from stages.evaluate.suite import Suite
 from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import (
@@ -134,7 +134,7 @@ def test_an_interval_decides_between_lower_close_and_unknown(
     low: float, high: float, relation: str
 ) -> None:
     ends = {"difference_low": low, "difference_high": high}
-    assert Against(samples=9, difference=low, p_value=0.5, **ends).relation == relation
+    assert PairedComparison(samples=9, difference=low, p_value=0.5, **ends).relation == relation
 
 
 FOUR, THREE, HALF = [1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]
@@ -255,7 +255,7 @@ def test_a_named_group_counts_as_one_subtask() -> None:
         ((Rule("absent"), by_size), (400 / 6 + 50) / 2),
         ((), 100 * 1.75 / 3),
     ):
-        groups = {"group": TaskGroup(("a", "b"), rules, is_asked=True)}
+        groups = {"group": TaskGroup(("a", "b"), rules, is_named=True)}
         table = suite_table(PARTS, None, groups, METRICS)
         assert table["average"] == pytest.approx(expected)
         assert table["by_length"]["0"]["score"] == pytest.approx(expected)
@@ -266,7 +266,7 @@ def test_groups_without_a_score_have_no_row() -> None:
     groups = {
         "none of its tasks": TaskGroup(("d",)),
         "no metric": TaskGroup(TASKS, (Rule("absent"),)),
-        "no share": TaskGroup(("c",), (Rule("f1", ["strict"]),), is_asked=True),
+        "no share": TaskGroup(("c",), (Rule("f1", ["strict"]),), is_named=True),
     }
     table = suite_table(PARTS, None, groups, METRICS)
     assert table["groups"] == {} and table["average"] == pytest.approx(100 * 1.75 / 3)
@@ -304,8 +304,8 @@ class Answered(Suite):
     def answer(self, *_: Any) -> Any: ...
 
 
-def model(name: str) -> Evaluated:
-    return Evaluated(name, ModelConfig(path=f"/models/{name}"))
+def model(name: str) -> EvaluatedModel:
+    return EvaluatedModel(name, ModelConfig(path=f"/models/{name}"))
 
 
 def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **more: Any) -> Suite:
@@ -366,8 +366,8 @@ def test_scores_of_models_and_reasons_for_missing_ones(tmp_path: Path) -> None:
     suite = answered(
         folder, scores, missing={"absent": "no file"},
         groups={
-            "both": TaskGroup(group, (rule,), is_asked=True),
-            "other": TaskGroup(group, (Rule("f1"),), is_asked=True),
+            "both": TaskGroup(group, (rule,), is_named=True),
+            "other": TaskGroup(group, (Rule("f1"),), is_named=True),
             "silent": TaskGroup(group, (Rule("f1"),)),
         },
     )  # fmt: skip
@@ -512,7 +512,7 @@ def test_answers_are_stored_by_the_models_identity_and_the_task(
     """Names may be paths: two models' names may end alike, and a needle set names its tasks."""
     run, other = (AnswerFolder(tmp_path / name, tmp_path / "pool", 0) for name in "ab")
     places = [
-        (Evaluated(name, ModelConfig(path="m"), identity), Subtask(task, 1))
+        (EvaluatedModel(name, ModelConfig(path="m"), identity), Subtask(task, 1))
         for name, identity in (("../x", "1"), ("/x", None), ("x", None), ("x", "2"))
         for task in ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
     ]
@@ -531,7 +531,7 @@ def test_answers_are_stored_by_the_models_identity_and_the_task(
 def test_answers_of_a_model_are_deleted_at_all_its_budgets(tmp_path: Path) -> None:
     folder, subtask = AnswerFolder(tmp_path / "own", tmp_path, 0), Subtask("task", 0)
     names = ["a1", "a1-12", "a1-c0ffee", "a12", "b"]
-    every = {name: Evaluated(name, ModelConfig(path="m"), name) for name in names}
+    every = {name: EvaluatedModel(name, ModelConfig(path="m"), name) for name in names}
     for one in every.values():
         folder.journal(one, subtask).append({"index": 0, "score": 1.0})
     forget_answers(tmp_path, ["a1", "none"])

@@ -23,7 +23,7 @@ from pipeline.run.status import differences
 from pipeline.run.store import Store
 from stages.report.page import front_table
 from stages.search import run as search
-from stages.search.budget import Budget, Price
+from stages.search.budget import Budget, EngineCache
 from stages.search.charts import front_picture
 from stages.search.choice import chosen_point, point_slots
 from stages.search.stage import SearchConfig
@@ -51,8 +51,8 @@ def _front(points: list[tuple[int, float, float, float]] = _POINTS) -> Front:
     return Front.of(made, _MENU, _CONTEXT, model="m")
 
 
-def _price(**budget: Any) -> Price:
-    return Price(Budget(**budget), _KINDS, "float32", _CONTEXT)
+def _engine_cache(**budget: Any) -> EngineCache:
+    return EngineCache(Budget(**budget), _KINDS, "float32", _CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def _price(**budget: Any) -> Price:
     ids=str,
 )
 def test_a_budget_selects_a_point(budget: dict[str, Any], chosen: int) -> None:
-    assert chosen_point(_front(), _price(**budget)) == chosen
+    assert chosen_point(_front(), _engine_cache(**budget)) == chosen
 
 
 def test_a_ratio_of_sliding_heads_is_met_despite_rounding() -> None:
@@ -87,17 +87,17 @@ def test_a_ratio_of_sliding_heads_is_met_despite_rounding() -> None:
         for row, score in (([1] * 10, 0.1), ([0] * 9 + [1], 0.9), ([0] * 10, 1.0))
     ]
     front = Front.of(points, _MENU[:1], _CONTEXT, model="m")
-    assert chosen_point(front, _price(ratio=0.1)) == 1
+    assert chosen_point(front, _engine_cache(ratio=0.1)) == 1
 
 
 def test_equal_scores_are_decided_by_log_likelihood_and_keep_is_relative() -> None:
     front = _front()
     likelier = replace(front.points[2], log_likelihood=-0.5)
     front = replace(front, points=(*front.points[:2], likelier, front.points[3]))
-    assert chosen_point(front, _price(kv_cache="0.9 @ 100")) == 2
+    assert chosen_point(front, _engine_cache(kv_cache="0.9 @ 100")) == 2
     # 0.7 is more than 0.71 times 0.8.
     worse = _front([*_POINTS[:-1], (4, 1.0, 0.8, 0.7)])
-    assert chosen_point(worse, _price(keep=0.71)) == 1
+    assert chosen_point(worse, _engine_cache(keep=0.71)) == 1
 
 
 def test_with_many_bad_points_keep_fails_in_at_most_5_percent_of_runs() -> None:
@@ -110,7 +110,7 @@ def test_with_many_bad_points_keep_fails_in_at_most_5_percent_of_runs() -> None:
             right = int(draws.binomial(held_out, 0.799))
             points.append((full, 1.0, *share(right / held_out, held_out, 0.05)[:2]))
         try:
-            chosen_point(_front([*points, (4, 1.0, 1.0, 0.95)]), _price(keep=0.8))
+            chosen_point(_front([*points, (4, 1.0, 1.0, 0.95)]), _engine_cache(keep=0.8))
             wrong += 1
         except UserError:
             pass
@@ -121,33 +121,33 @@ def test_a_budget_that_no_point_meets_is_refused_with_the_best_point() -> None:
     with pytest.raises(
         UserError, match=r"the largest, of 856 KV slots, scores 0\.9, .* choose 0\.856 or less"
     ):
-        chosen_point(_front(), _price(keep=0.9))
+        chosen_point(_front(), _engine_cache(keep=0.9))
     with pytest.raises(UserError, match=r"search\.budget\.kv_cache: the smallest point .*7\.0%"):
-        chosen_point(_front(), _price(kv_cache="0.05 @ 100"))
+        chosen_point(_front(), _engine_cache(kv_cache="0.05 @ 100"))
     unscored = replace(
         _front().points[-1], held_out_score=None, held_out_low=None, held_out_high=None
     )
     front = replace(_front(), points=(*_front().points[:-1], unscored))
     for one in (front, _front(_POINTS[:-1])):  # and without the original
         with pytest.raises(UserError, match="has no held-out scores"):
-            chosen_point(one, _price(keep=0.5))
+            chosen_point(one, _engine_cache(keep=0.5))
     lost = _front([*_POINTS[:-1], (4, 1.0, 0.0, 0.0)])
     with pytest.raises(UserError, match="original answers none of the examples held out"):
-        chosen_point(lost, _price(keep=0.5))
+        chosen_point(lost, _engine_cache(keep=0.5))
 
 
 def test_points_are_between_the_smallest_window_and_the_original() -> None:
     section = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32])
-    slots = point_slots(section, _price(ratio=0.5))
+    slots = point_slots(section, _engine_cache(ratio=0.5))
     assert len(slots) == 8 and slots[0] > 16 * 7 and slots[-1] < 16 * 100
     assert np.ptp(np.diff(np.log(slots))) < 0.05
     named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25, 0.57])
-    assert point_slots(named, _price(ratio=0.5)) == (160, 400, 912)
-    assert search.budgets_in_slots(named, _price(ratio=0.5)) == SlotBudgets(
+    assert point_slots(named, _engine_cache(ratio=0.5)) == (160, 400, 912)
+    assert search.budgets_in_slots(named, _engine_cache(ratio=0.5)) == SlotBudgets(
         100, (160, 400, 912), 400
     )
     one = named.by_method("bosch")
-    assert search.budgets_in_slots(one, _price(ratio=0.5)) == SlotBudgets(100)
+    assert search.budgets_in_slots(one, _engine_cache(ratio=0.5)) == SlotBudgets(100)
 
 
 def test_the_picture_and_the_table_mark_the_chosen_point() -> None:

@@ -14,7 +14,7 @@ from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.evaluate.answers import ModelError
-from stages.evaluate.generation import Numbers, Question, check_numbers, decode, generate
+from stages.evaluate.generation import NanCheck, Question, decode, generate, refuse_nan
 from tests import nolima_case
 from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
 from tests.tiny_data import tiny_tokenizer
@@ -180,12 +180,12 @@ def test_a_single_nan_logit_is_found() -> None:
     whole = torch.zeros(2, 5)
     faulty = whole.clone()
     faulty[1, 3] = torch.nan
-    check_numbers(whole)
+    refuse_nan(whole)
     with pytest.raises(ModelError, match="no numbers"):
-        check_numbers(faulty)
-    numbers = Numbers()
-    numbers.check()
+        refuse_nan(faulty)
+    nan_check = NanCheck()
+    nan_check.check()
     for logits in (whole, faulty, whole):
-        assert numbers(torch.zeros(2, 1), logits) is logits
+        assert nan_check(torch.zeros(2, 1), logits) is logits
     with pytest.raises(ModelError, match="no numbers"):
-        numbers.check()
+        nan_check.check()

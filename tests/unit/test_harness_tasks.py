@@ -104,7 +104,7 @@ def test_a_group_expands_to_lm_evals_tasks(manager: TaskManager, name: str) -> N
     assert ours.groups.keys() == scored.keys()
     for one, group in scored.items():
         assert set(ours.groups[one].tasks) == {task.task_name for task in group.get_all_tasks()}
-        assert ours.groups[one].is_asked == (one == name)
+        assert ours.groups[one].is_named == (one == name)
 
 
 @pytest.mark.usefixtures("stubs")

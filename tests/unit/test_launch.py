@@ -149,7 +149,7 @@ def test_a_stage_stopped_by_a_signal_has_saved_its_work_only_with_the_right_stat
         return end
 
     child = SimpleNamespace(wait=wait, send_signal=signals.append)
-    monkeypatch.setattr(launcher, "children_end", lambda *_: nullcontext(child))
+    monkeypatch.setattr(launcher, "run_command", lambda *_: nullcontext(child))
     with pytest.raises(error):
         launch({"stage": "search", "work_dir": str(worker)}, World())
     assert signals == [signal.SIGUSR1]
@@ -177,7 +177,7 @@ def test_a_child_that_remains_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{stubborn} time.sleep(600)", -signal.SIGKILL),
     ):
         env = {**os.environ, "BOSCH_WORK_DIR": f"/none/{os.getpid()}"}
-        with launcher.children_end([sys.executable, "-c", code], env) as child:
+        with launcher.run_command([sys.executable, "-c", code], env) as child:
             child.stdout.readline()
         assert child.returncode == status
 

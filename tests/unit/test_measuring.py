@@ -41,10 +41,10 @@ from stages.measure.measured_model import (
 )
 from stages.measure.process import check_kernels
 from stages.measure.results import (
+    add_original_ratios,
     figures,
     point_of,
     results_table,
-    set_against_original,
 )
 from stages.measure.stage import MeasureSettings
 from tests.front_case import nested_front
@@ -176,10 +176,10 @@ def test_memory_of_a_process_is_what_the_system_reports_in_bytes(
     with mmap.mmap(-1, large) as block:  # memory freed to malloc may stay in the process
         for page in range(0, large, mmap.PAGESIZE):
             block[page] = 1
-    assert meter.now() == pytest.approx(psutil.Process().memory_info().rss, abs=little)
-    assert meter.peak() - meter.now() == pytest.approx(large, abs=little)
+    assert meter.in_use() == pytest.approx(psutil.Process().memory_info().rss, abs=little)
+    assert meter.peak() - meter.in_use() == pytest.approx(large, abs=little)
     meter.restart()
-    assert 0 <= meter.peak() - meter.now() < little
+    assert 0 <= meter.peak() - meter.in_use() < little
     limits: list[Any] = []
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
     process.limit_memory(torch.device("cpu"), large)
@@ -389,7 +389,7 @@ def test_points_are_medians_and_ratios_to_the_original() -> None:
         point_of(ORIGINAL, 20, 2, [{"out_of_memory": "no room"}]),
         point_of(HYBRID, 20, 2, [run(1.0)]),
     ]
-    set_against_original(points)
+    add_original_ratios(points)
     assert points[0]["memory_p90_bytes"] == 99 and "over_original" not in points[0]
     assert points[1]["over_original"] == {
         "prefill_tokens_per_second": 4, "decode_tokens_per_second": 4, "memory_peak_bytes": 0.5,

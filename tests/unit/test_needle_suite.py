@@ -12,13 +12,13 @@ import pytest
 from bosch.errors import UserError
 from data_prep.tasks.samples import SampleFolder
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel
 from stages.evaluate.suites.needle import NeedleEvaluation
 from stages.evaluate.suites.needle import suite as needle_suite
 from stages.evaluate.suites.needle.suite import NeedleSuite
 
 TASKS = ["niah_single_2", "niah_multikey_1"]
-MODEL = Evaluated("original", ModelConfig(path="model"))
+MODEL = EvaluatedModel("original", ModelConfig(path="model"))
 STOP = SimpleNamespace(update=lambda *_, **__: None)
 
 
@@ -62,7 +62,7 @@ def test_samples_need_as_much_disk_as_planned(suite: Any, tmp_path: Path) -> Non
         suite(rank).prepare()
     files = [path for path in (tmp_path / "samples").rglob("*") if path.is_file()]
     work, _ = suite().section.work()
-    planned = sum(one.kept for one in work)
+    planned = sum(part.stored_bytes for part in work)
     assert 0.6 * planned < sum(path.stat().st_size for path in files) <= planned
 
 

@@ -27,7 +27,7 @@ from stages.cost import Cost, Devices, memory_here
 from stages.shape import shape_of, stored_shape
 from stages.stage import LoadedRecipe, ModelInfo, World
 from stages.train import fit
-from stages.train.fit import refuse_what_cannot_fit, remedy, training_budget
+from stages.train.fit import refuse_excess_memory, remedy, training_budget
 from tests.pipeline_case import Case
 
 SHAPE = {
@@ -329,10 +329,10 @@ def test_the_suggestion_does_not_split_sequences_that_attention_needs_whole() ->
 def test_a_run_that_does_not_fit_is_refused_before_it_starts(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refuse_what_cannot_fit(_load(case))
+    refuse_excess_memory(_load(case))
     case.change_config(num_hidden_layers=400, hidden_size=2**18, layer_types=None)
     with pytest.raises(UserError, match=r"training needs .* on each of 1 process"):
-        refuse_what_cannot_fit(_load(case))
+        refuse_excess_memory(_load(case))
     assert main(["run", str(case.file)]) == 2
     assert "training needs" in capsys.readouterr().err
     assert not (case.runs / "store").exists()
@@ -357,12 +357,12 @@ def test_offloaded_inputs_that_the_host_cannot_hold_are_refused(
     offloaded = training_budget(loaded, 2, 1e15, False).memory.offloaded
     monkeypatch.setattr(fit, "memory_here", lambda world: 1e15)
     monkeypatch.setattr(fit, "host_memory", lambda: 2 * offloaded)
-    refuse_what_cannot_fit(loaded)
+    refuse_excess_memory(loaded)
     monkeypatch.setattr(fit, "host_memory", lambda: 2 * offloaded - 1)
     with pytest.raises(UserError, match=r"runtime\.offload_activations = true puts"):
-        refuse_what_cannot_fit(loaded)
+        refuse_excess_memory(loaded)
     monkeypatch.setattr(fit, "memory_here", lambda world: None)
-    refuse_what_cannot_fit(loaded)
+    refuse_excess_memory(loaded)
 
 
 def test_memory_of_this_machine_is_the_smallest_gpus_or_a_share_of_the_hosts(

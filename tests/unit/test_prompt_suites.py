@@ -31,7 +31,7 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.text import encode_prompt
 from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, Evaluated, Subtask
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import generate
 from stages.evaluate.prompt_suite import PromptSample, PromptSuite
@@ -387,7 +387,7 @@ def test_the_longest_right_answer_limits_all_answers_of_a_subtask(
         yield [(question, rows[question.index]["answer"]) for question in questions[::-1]]
 
     monkeypatch.setattr(suite, "generated", generated)
-    model = Evaluated("original", ModelConfig(path="x"))
+    model = EvaluatedModel("original", ModelConfig(path="x"))
     suite.run(model, None, SimpleNamespace(update=lambda *_, **__: None))
     assert limits == [([23, 99], 99)]
     for index, record in suite.answers.read(model, suite.subtasks[0]).items():
@@ -577,7 +577,9 @@ def test_helmet_prompts_equal_upstreams(folder: Path) -> None:
     )
     examples = {tuple(re.findall(r"Title: Island (\d)", text)[:2]) for text in texts["kilt_nq"]}
     assert len(examples) > 1  # other ones for another question
-    popular = [helmet.keep(HELMET_TASKS["kilt_popqa_3"], {"s_pop": views}) for views in (999, 1000)]
+    popular = [
+        helmet.is_used(HELMET_TASKS["kilt_popqa_3"], {"s_pop": views}) for views in (999, 1000)
+    ]
     assert popular == [True, False]
     for text in texts["kilt_popqa_3"]:
         *others, own = re.findall(r"Title: Island (\d)", text)

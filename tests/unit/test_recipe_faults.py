@@ -16,7 +16,7 @@ import pytest
 from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import apply_overrides, load_recipe
-from pipeline.recipe.processes import find_world, without_others
+from pipeline.recipe.processes import find_world, without_other_processes
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.fields import (
@@ -583,7 +583,7 @@ def test_there_is_one_process_per_gpu_by_default(
 def test_stages_do_not_get_variables_of_other_launchers(name: str) -> None:
     kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "ib0",
             "OMP_NUM_THREADS": "4", "SLURM_JOB_ID": "7", "HF_HOME": "/h", "SIZE": "1"}  # fmt: skip
-    assert without_others({**kept, name: "2"}) == kept
+    assert without_other_processes({**kept, name: "2"}) == kept
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_chart_file_contains_its_colours_and_its_description(tmp_path: Path) -
     assert float(root.attrib["width"]) < 1.5 * float(root.attrib["height"])  # two rows of two
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     # On a page they come from the style sheet.
-    assert "var(--hybrid)" in picture.still(470)
+    assert "var(--hybrid)" in picture.svg(470)
 
 
 @pytest.mark.parametrize(("ends", "drawn"), [((None, None), 0), ((None, 1.0), 1), ((0.5, 1.0), 1)])

@@ -80,7 +80,7 @@ def inputs(published: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
 def only_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out pictures and the chart script, which take most of a second to make."""
     monkeypatch.setattr(template, "library", lambda: "")
-    monkeypatch.setattr(Picture, "still", lambda picture, width: "")
+    monkeypatch.setattr(Picture, "svg", lambda picture, width: "")
     monkeypatch.setattr("altair.utils.schemapi.DEBUG_MODE", False)  # validates every part
 
 
@@ -143,7 +143,7 @@ def test_texts_are_escaped_in_markup_and_in_charts(page: str) -> None:
     look = charts.styles(["</script><b>"])
     picture = Picture("one", charts.curves([row], axis, axis, look), "one.")
     assert "<" not in picture.json and json.loads(picture.json)
-    still = picture.still(470)
+    still = picture.svg(470)
     assert "<b>" not in still and "<u>" not in still
     assert "aria-label" not in still  # of each mark: the figure has one for all
 
@@ -187,7 +187,7 @@ def test_every_chart_is_valid_vega_lite(results: Results) -> None:
     search = results.search
     pictures = [
         charts.averages(results), *charts.against_original(results), charts.head_mask(search),
-        charts.layers_probed(search)[0], charts.recovery(results),
+        charts.layer_importance(search)[0], charts.recovery(results),
         charts.training_loss(results.training or []), charts.positions(results)[0],
         charts.cache_by_length(results.cache), charts.document_lengths(results.statistics),
         trace(search.summary, "", "score"), charts.stage_times(results.stage_seconds),
@@ -642,10 +642,10 @@ def test_damaged_inputs_are_named(
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "is_shown"),
+    ("low", "high", "is_significant"),
     [(0.0, 0.2, False), (-0.2, 0.0, False), (0.01, 0.2, True), (-0.2, -0.01, True)],
 )
 def test_an_interval_that_ends_at_0_is_not_significant(
-    low: float, high: float, is_shown: bool
+    low: float, high: float, is_significant: bool
 ) -> None:
-    assert Difference("", "nats", (low + high) / 2, low, high).is_shown == is_shown
+    assert Difference("", "nats", (low + high) / 2, low, high).is_significant == is_significant

@@ -18,7 +18,7 @@ from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Cost, Devices
 from stages.evaluate import run as evaluate
-from stages.evaluate.answers import Evaluated
+from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import (
     budget_name,
@@ -146,7 +146,7 @@ def test_the_original_is_scored_under_its_identity(
         lambda *given: calls.append(given) or SimpleNamespace(averages={"original": 0.5}),
     )  # fmt: skip
     assert original.run(config, {}, tmp_path) == {"original": 0.5}
-    evaluated = Evaluated("original", model, "hash")
+    evaluated = EvaluatedModel("original", model, "hash")
     assert calls == [(config, [evaluated], TokenizerSpec("org/name", "abc", True), tmp_path)]
 
 

@@ -261,7 +261,7 @@ def test_samples_are_stored_by_all_that_they_depend_on(tmp_path, tokenizer, data
     paths = {folder("cwe").path, replace(folder("cwe"), tokenizer=tiny_tokenizer()).path}
     for name, value in (
         ("words_identity", lambda: "others"), ("sentences_identity", lambda: "others"),
-        ("_GENERATOR", 99), ("_MORE", {"cwe": 99}),
+        ("_GENERATOR", 99), ("_TASK_INCREMENTS", {"cwe": 99}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(samples, name, value)

@@ -836,7 +836,7 @@ class _Checks:
 )
 def test_only_the_frozen_process_is_named(counts: Any, who: str | None) -> None:
     heart, said = object.__new__(Heartbeat), []
-    heart._minutes, heart._interval, heart._lost = 1, 6, said.append
+    heart._minutes, heart._interval, heart._on_lost = 1, 6, said.append
     heart._counts, heart._exchanges = [0, 0, 0], 0
     checks = _Checks(heart, counts)
     heart._ending = cast(Any, checks)

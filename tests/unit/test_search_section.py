@@ -12,9 +12,9 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.recipe.load import load_recipe
-from stages.search.budget import Budget, Price, keep_fault, sliding_ratio
+from stages.search.budget import Budget, EngineCache, keep_fault, sliding_ratio
 from stages.search.live import mask_file
-from stages.search.stage import STAGE, SearchConfig, attention_mends
+from stages.search.stage import STAGE, SearchConfig, attention_corrections
 from stages.stage import ModelInfo
 from tests.hybrid_case import small_config
 from tests.pipeline_case import Case
@@ -231,24 +231,26 @@ KINDS = DecoderLayers(
     ],
 )
 def test_bytes_that_a_budget_allows(values: dict[str, object], most: int, text: str) -> None:
-    price = Price(Budget(**values), KINDS, "float32", 100)
-    assert price.most == most
-    assert text in price.text(price.original // 2)
+    cache = EngineCache(Budget(**values), KINDS, "float32", 100)
+    assert cache.allowed_bytes == most
+    assert text in cache.text(cache.original // 2)
 
 
 def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
     """A head of W = 11 saves 90 of 100 tokens; twelve heads and the layer's own are 1,219."""
     for share, granularity, sliding in ((1.0, 1, 0), (0.93, 1, 1), (0.925, 1, 2), (0.93, 2, 2)):
-        price = Price(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
-        assert sliding_ratio(price, Window(11), granularity) == sliding / 12
-    assert sliding_ratio(Price(Budget(ratio=0.3), KINDS, "float32", 100), Window(11), 1) == 0.3
-    price = Price(Budget(kv_cache="0.1 @ 100"), KINDS, "float32", 100)
+        cache = EngineCache(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
+        assert sliding_ratio(cache, Window(11), granularity) == sliding / 12
+    assert (
+        sliding_ratio(EngineCache(Budget(ratio=0.3), KINDS, "float32", 100), Window(11), 1) == 0.3
+    )
+    cache = EngineCache(Budget(kv_cache="0.1 @ 100"), KINDS, "float32", 100)
     with pytest.raises(UserError, match=r"all heads with a window of 11 hold at 100 tokens"):
-        sliding_ratio(price, Window(11), 1)
+        sliding_ratio(cache, Window(11), 1)
 
 
 @pytest.mark.parametrize(
-    ("budget", "price", "front_price"),
+    ("budget", "cache", "front_cache"),
     [
         ({"kv_cache": "0.5 @ 512", "context": 256}, 512, 256),
         ({"kv_cache": "0.5 @ 512"}, 512, 512),
@@ -257,11 +259,11 @@ def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
     ],
 )
 def test_lengths_at_which_budgets_and_fronts_are_counted(
-    budget: dict[str, object], price: int, front_price: int
+    budget: dict[str, object], cache: int, front_cache: int
 ) -> None:
     search = SearchConfig(method="front", windows=[8, 32], budget=Budget(**budget))
-    assert search.price(KINDS, "float32", 100).tokens == price
-    assert search.front_price(KINDS, "float32", 100).tokens == front_price
+    assert search.engine_cache(KINDS, "float32", 100).tokens == cache
+    assert search.front_cache(KINDS, "float32", 100).tokens == front_cache
 
 
 def test_overrides_may_change_the_method_and_its_settings() -> None:
@@ -367,5 +369,5 @@ def test_a_search_whose_gradients_cost_differently_has_another_key(
 
 def test_rankings_of_capped_logits_have_another_key(case: Case) -> None:
     info = ModelInfo(small_config("gemma2").to_dict())
-    assert attention_mends("dcam", info) == {"reads": ["softcap"]}
-    assert attention_mends("bosch", info) == {} == attention_mends("dcam", None)
+    assert attention_corrections("dcam", info) == {"reads": ["softcap"]}
+    assert attention_corrections("bosch", info) == {} == attention_corrections("dcam", None)

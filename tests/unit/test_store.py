@@ -183,7 +183,7 @@ def test_added_files_are_moved_out_without_the_output(store: Store) -> None:
         (folder / "new").mkdir()
         (folder / "new" / "file").touch()
         (folder / "link").symlink_to("nowhere")
-        assert store.set_added_aside("search", KEY) == ["link", "model.safetensors", "new"]
+        assert store.set_added_files_aside("search", KEY) == ["link", "model.safetensors", "new"]
         assert store.damage("search", KEY, store.hasher()) is None
     aside = store.root / "damaged" / "search" / f"{KEY}.added"
     assert [p.read_text() for p in aside.rglob("*.safetensors")] == ["other weights"] * 2

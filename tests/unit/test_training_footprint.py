@@ -13,7 +13,7 @@ from bosch.model.families import DecoderLayers
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
-from stages.train.fit import budget_of
+from stages.train.fit import memory_budget
 from stages.train.footprint import (
     chunk_tokens,
     exchanged_bytes,
@@ -269,7 +269,9 @@ def test_extra_logits_are_kept_on_a_cpu_if_auto_is_sdpa() -> None:
     needs = {}
     for on_gpu, attention in product((False, True), ("auto", "sdpa")):
         runtime = Runtime(checkpointing="none", attention=attention)
-        needs[on_gpu, attention] = budget_of(train, runtime, TOKENS, HEAD_LOGITS, 1, 1e9, on_gpu)
+        needs[on_gpu, attention] = memory_budget(
+            train, runtime, TOKENS, HEAD_LOGITS, 1, 1e9, on_gpu
+        )
     peaks = {name: need.memory.peak for name, need in needs.items()}
     assert peaks[False, "auto"] == peaks[False, "sdpa"] == peaks[True, "sdpa"] > peaks[True, "auto"]
     assert needs[False, "auto"].runtime.attention == "auto"

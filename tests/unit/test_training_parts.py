@@ -233,7 +233,7 @@ def restart_points(folder: Path, **train: Any) -> RestartPoints:
 
 
 def save_point(points: RestartPoints, step: int, sharding: str = "none") -> Path:
-    points.make_room()
+    points.remove_old_points()
     points.writing.mkdir(parents=True)
     (points.writing / "__0_0.distcp").write_text(f"state {step}")
     points.publish(step, {"sharding": sharding, "processes": 2})
@@ -259,7 +259,7 @@ def test_only_the_latest_two_complete_restart_points_are_kept(tmp_path: Path) ->
     assert (latest / "__0_0.distcp").read_text() == "state 104"
     there = {path.name for path in points.directory.iterdir()}
     assert there == {"step-104", "step-16", "writing"}
-    points.make_room()
+    points.remove_old_points()
     assert [path.name for path in points.directory.iterdir()] == ["step-104"]
 
 
@@ -369,7 +369,7 @@ def test_a_failed_background_write_of_a_restart_point_is_raised_at_the_next_chec
     tmp_path: Path,
 ) -> None:
     points = restart_points(tmp_path, checkpoint_tokens=[])
-    points.make_room()
+    points.remove_old_points()
     points._pending = Future()
     points.check()
     points._pending.set_exception(OSError(28, "No space left on device"))
@@ -384,7 +384,7 @@ def test_a_failed_background_write_of_a_restart_point_is_raised_at_the_next_chec
 
 def test_a_checkpoint_without_its_record_of_hashes_is_not_published(tmp_path: Path) -> None:
     points, checkpoint = checkpointed(tmp_path, 200)
-    points.make_room()
+    points.remove_old_points()
     with pytest.raises(RunError, match=r"tokens-25600\.json is missing or damaged"):
         points.checkpoint_hashes()
     (checkpoint / "empty").mkdir()  # no hash covers an empty folder
@@ -403,7 +403,7 @@ def test_each_file_of_a_restart_point_is_hashed_by_one_process(
     shares = []
     for rank in range(16):
         monkeypatch.setattr(storage, "rank", lambda rank=rank: rank)
-        shares.append(storage.share(names))
+        shares.append(storage.own_share(names))
     dealt = [name for share in shares for name in share]
     assert sorted(dealt) == sorted(names) and max(map(len, shares)) == 2
 
@@ -435,14 +435,14 @@ def test_a_full_disk_is_reported_in_one_sentence(
         raise error
 
     points = restart_points(tmp_path, checkpoint_tokens=[])
-    points.rehearse(1.0)
+    points.check_shared_disk(1.0)
     assert not list(points.directory.iterdir())
     monkeypatch.setattr(storage.dcp, "save", full)
     message = (
         r"cannot write a restart point below [^:]*GB free\): \[Errno 28\] No space left on device$"
     )
     with pytest.raises(RunError, match=message):
-        points.rehearse(1.0)
+        points.check_shared_disk(1.0)
 
 
 def test_every_process_waits_until_a_restart_point_is_in_place(
@@ -468,7 +468,7 @@ def test_a_disk_that_nodes_do_not_share_is_named(
 
     monkeypatch.setattr(storage.dcp, "load", elsewhere)
     with pytest.raises(RunError, match=r"^not every process .* a disk that all nodes share$"):
-        points.rehearse(1.0)
+        points.check_shared_disk(1.0)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +522,7 @@ def test_restart_points_that_cannot_be_resharded_fix_the_number_of_processes(
     sharding: Any, optimizer: Any, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    found = parallel.layout(Runtime(sharding=sharding), TrainConfig(optimizer=optimizer))
+    found = parallel.sharding_layout(Runtime(sharding=sharding), TrainConfig(optimizer=optimizer))
     assert found == {"sharding": sharding, "processes": 3, "fixed": fixed}
 
 
@@ -947,13 +947,13 @@ def test_a_step_writes_its_checkpoints_before_its_restart_point(
         schedule=SimpleNamespace(steps=4, checkpoint_steps={10: 2, 20: 3, 25: 3, 40: 4}),
         step_timeout=1.0, stopwatch=Stopwatch(),
         write_checkpoint=lambda *given: calls.append(given),
-        _averaged_with=lambda tokens: [tokens - 1], state=lambda: {"a": 1},
+        _earlier_checkpoints=lambda tokens: [tokens - 1], state=lambda: {"a": 1},
         restarts=SimpleNamespace(
             check=lambda: calls.append("check"), save=lambda *given: calls.append(given)
         ),
         accelerator=SimpleNamespace(is_main_process=is_first),
     )  # fmt: skip
-    point = (state, 3, parallel.layout(loop.runtime, loop.train), 9)
+    point = (state, 3, parallel.sharding_layout(loop.runtime, loop.train), 9)
     Loop.save(loop, True)
     assert calls == [(20, []), (25, []), "check", point]
     calls.clear()
@@ -990,7 +990,7 @@ def test_leaving_ends_the_process_group(tmp_path: Path) -> None:
     for _ in range(2):
         file = (tmp_path / "store").as_uri()
         parallel.dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)
-        parallel.leave()
+        parallel.leave_process_group()
         assert not parallel.dist.is_initialized()
         (tmp_path / "store").unlink(missing_ok=True)
-    parallel.leave()
+    parallel.leave_process_group()

@@ -352,7 +352,7 @@ def test_processes_score_every_needle_once_in_equally_many_passes(
     """Processes that share a sample compute it in whole chunks; only one of them counts it."""
     samples = [([length] * length, 2) for length in (5, 6, 8, 9, 11)]
     monkeypatch.setattr(watching, "processes", lambda: processes)
-    monkeypatch.setattr(watching, "summed", lambda values, device: values)
+    monkeypatch.setattr(watching, "sum_over_processes", lambda values, device: values)
     total, read = 0.0, []
     for rank in range(processes):
         monkeypatch.setattr(watching, "rank", lambda rank=rank: rank)
@@ -448,7 +448,7 @@ def test_a_sequence_that_is_run_again_counts_once(monkeypatch: pytest.MonkeyPatc
     alone = HeldOutWatch(batches[1:2], 1).score(model, device)
     for name, value in (("processes", 2), ("rank", 1)):
         monkeypatch.setattr(watching, name, lambda value=value: value)
-    monkeypatch.setattr(watching, "summed", lambda values, device: values)
+    monkeypatch.setattr(watching, "sum_over_processes", lambda values, device: values)
     score = HeldOutWatch(batches, 1).score(model, device)
     assert "expert_load" in alone and score.keys() == alone.keys()
     for name, value in alone.items():

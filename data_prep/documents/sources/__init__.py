@@ -3,8 +3,8 @@
 A part is a bounded piece of one source: some text files, a byte range of a JSONL file, a row group,
 a shard. Its documents depend only on the part, so the number of workers does not matter.
 
-A kind of source is a file in this folder whose `KIND` finds, checks and reads the documents. Free
-of heavy imports, for recipes' keys and checks; numpy and pyarrow are imported when parts are read.
+A kind of source is a file in this folder whose `KIND` finds, checks and reads the documents. It
+imports numpy and pyarrow only when parts are read, so that keys and checks of recipes are fast.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Part:
 class Kind:
     """A kind of source.
 
-    `about` describes it in the recipe's reference. `needs_path`: its documents are in files, in a
-    folder those that end with one of `suffixes`. `has_fields`: they are records with further
-    fields. `needs_tokenizer`: they are tokens of another model. `is_dataset`: it has subsets and
-    splits. `is_endless`: it generates documents without end, in the order of its parts.
+    `about` describes it in the recipe's reference. `needs_path`: its documents are in files; of a
+    folder those are read that end with one of `suffixes`. `has_fields`: they are records with
+    further fields. `needs_tokenizer`: they are tokens of another model. `is_dataset`: it has
+    subsets and splits. `is_endless`: it generates documents without end, in the order of its parts.
     """
 
     about = ""
@@ -144,8 +144,8 @@ def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part
         yield from kind.parts(source, seed, sequence_length)
         return
     parts = list(kind.parts(source, seed, sequence_length))
-    draw = importlib.import_module("numpy").random.default_rng([seed, 0])
-    for index in draw.permutation(len(parts)):
+    rng = importlib.import_module("numpy").random.default_rng([seed, 0])
+    for index in rng.permutation(len(parts)):
         yield parts[index]
 
 

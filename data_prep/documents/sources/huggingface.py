@@ -18,7 +18,7 @@ class _HuggingFace(Kind):
         return not is_local(path)
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
-        return [Part((), at) for at in range(_dataset(source).num_shards)]
+        return [Part((), number) for number in range(_dataset(source).num_shards)]
 
     def read(self, part: Part, source: Source) -> Any:
         where = f"source {source.name}: dataset {source.path}, split {source.split}"

@@ -20,9 +20,9 @@ class _Mds(Kind):
 
     def files(self, where: str, path: str) -> list[Path]:
         """The index files; only the merged index if a folder has one."""
-        place = Path(path).expanduser()
-        roots = [place] if place.is_dir() else map(Path, glob.glob(str(place), recursive=True))
-        indices = {file for root in roots for file in files_below(root) if file.name == INDEX}
+        root = Path(path).expanduser()
+        roots = [root] if root.is_dir() else map(Path, glob.glob(str(root), recursive=True))
+        indices = {file for folder in roots for file in files_below(folder) if file.name == INDEX}
         if not indices:
             raise UserError(f"{where}: there is no {INDEX} below {path}; expected MDS shards")
         folders = {index.parent for index in indices}
@@ -33,7 +33,7 @@ class _Mds(Kind):
         indices = self.files(where, path)
         shards = ((index.parent, shard) for index in indices for shard in read_index(index))
         return indices + [
-            shard.file(place)[0] for place, shard in shards if not shard.raw_data.hashes
+            shard.file(folder)[0] for folder, shard in shards if not shard.raw_data.hashes
         ]
 
     def check_file(self, where: str, file: Path) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _PART_BYTES = 2**20
 # Many installations lack the tests, and some of these files have odd encodings.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class _PythonDocs(Kind):
@@ -29,7 +29,7 @@ class _PythonDocs(Kind):
         files = sorted(
             path
             for path in library.rglob("*.py")
-            if not _LEFT_OUT.intersection(path.relative_to(library).parts[:-1])
+            if not _EXCLUDED_FOLDERS.intersection(path.relative_to(library).parts[:-1])
         )
         if not files:
             raise UserError(

@@ -98,7 +98,7 @@ def run_comparison(
     )
 
     def runner_of(combination: Combination) -> Runner:
-        """A new runner for each use, which reads the hashes that others have saved."""
+        """A new runner for each use: it reads the hashes that earlier ones have saved."""
         run_options = RunOptions(wait=options.wait)
         runner = Runner(_recipe_of(loaded, combination, options), run_options, launcher)
         runner.hasher.save()
@@ -112,13 +112,14 @@ def run_comparison(
     results: dict[Combination, Result] = {}
     failures: dict[Combination, str] = {}
     comparison = replace(comparison, results=results, failures=failures)
-    started, done = time.monotonic(), 0
+    started, finished = time.monotonic(), 0
     for number, combination in enumerate(combinations, start=1):
         runner = runner_of(combination)
         if pending[combination]:
-            rest = sum(bool(pending[each]) for each in combinations[number - 1 :])
-            left = f"{len(combinations)}{_left(time.monotonic() - started, done, rest)}"
-            print(f"compare: {combination} (combination {number} of {left})", flush=True)
+            remaining = sum(bool(pending[later]) for later in combinations[number - 1 :])
+            estimate = _time_left(time.monotonic() - started, finished, remaining)
+            text = f"combination {number} of {len(combinations)}{estimate}"
+            print(f"compare: {combination} ({text})", flush=True)
         try:
             ran = runner.run() > 0
         except (UserError, RunError) as error:
@@ -128,7 +129,7 @@ def run_comparison(
             failures[combination] = str(error)
             print(f"compare: {combination}: {error}", file=sys.stderr, flush=True)
             continue
-        done += bool(pending[combination])
+        finished += bool(pending[combination])
         if loaded.world.node_rank == 0:
             results[combination] = read_result(runner)
             write_predictions(comparison, combination)
@@ -140,18 +141,18 @@ def run_comparison(
 
 
 def _stopped_in_shared_work(runner: Runner) -> bool:
-    """Whether a run has stopped in a stage that all combinations share."""
+    """Whether a run has failed in a stage that all combinations share."""
     states = [state for state in runner.states() if state.node.name in runner.chosen]
     first = next((state.node.name for state in states if state.state != "cached"), "search")
     return "search" not in (first, *upstream_of(first, runner.nodes))
 
 
-def _left(seconds: float, done: int, rest: int) -> str:
-    """An estimate of the time left after `done` combinations; empty before the first."""
-    if not done:
+def _time_left(seconds: float, finished: int, remaining: int) -> str:
+    """An estimate of the time left after `finished` combinations; empty before the first."""
+    if not finished:
         return ""
-    left = format_seconds(seconds / done * rest)
-    return f", about {left} left for {counted(rest, 'combination')}"
+    text = format_seconds(seconds / finished * remaining)
+    return f", about {text} left for {counted(remaining, 'combination')}"
 
 
 def _pending(runner: Runner) -> list[str]:
@@ -184,12 +185,12 @@ def _combinations(loaded: LoadedRecipe, options: CompareOptions) -> list[Combina
     return combinations
 
 
-def _seeds_of(method: str, named: Sequence[int], default: int) -> Sequence[int]:
+def _seeds_of(method: str, seeds: Sequence[int], default: int) -> Sequence[int]:
     """Seeds with which a method is run; a single one if it is deterministic."""
     entry = methods.METHODS[method]
     if not entry.seeded:
         return [default]
-    return named or [default + i for i in range(entry.seeds)]
+    return seeds or [default + i for i in range(entry.seeds)]
 
 
 def _search_of(recipe: Recipe, combination: Combination) -> SearchConfig:
@@ -199,8 +200,8 @@ def _search_of(recipe: Recipe, combination: Combination) -> SearchConfig:
     if methods.METHODS[combination.method].finds_front:
         budget = search.chosen_budget
         amount = dict.fromkeys(Budget.ALTERNATIVES[0]) | {"ratio": combination.ratio}
-        counted = {"context": budget.context or budget.tokens}
-        changes = {"swa_ratio": None, "budget": budget.model_copy(update=amount | counted)}
+        context = {"context": budget.context or budget.tokens}
+        changes = {"swa_ratio": None, "budget": budget.model_copy(update=amount | context)}
     if not combination.own_seed:
         changes["seed"] = combination.seed
     return search.by_method(combination.method).model_copy(update=changes).completed(recipe)

@@ -85,7 +85,7 @@ class ScoreRow:
 class SampleScores:
     """Scores in [0, 1] of the samples of a suite, by task and length in `places`.
 
-    `weights` are those of a subtask's samples, with a mean of 1, since documents may have several.
+    `weights` of a subtask's samples have a mean of 1: a document may have several samples.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -193,8 +193,8 @@ class Comparison:
 
     def results_of(self, method: str, ratio: float) -> list[Result]:
         """Results of all seeds of one method at one ratio."""
-        wanted, results = (method, ratio), self.results.items()
-        return [result for run, result in results if (run.method, run.ratio) == wanted]
+        results, key = self.results.items(), (method, ratio)
+        return [result for run, result in results if (run.method, run.ratio) == key]
 
     def averages(self, models: Models, method: str, ratio: float, suite: str) -> list[ScoreRow]:
         return [row for _, row in self.rows(models, method, ratio) if row.place == (suite, "", 0)]
@@ -204,7 +204,9 @@ class Comparison:
         samples = []
         for result in self.results_of(method, ratio):
             scores, place = result.samples.get((models, suite)), (models, suite, "")
-            averages = [r.score for r in result.rows if (r.models, r.suite, r.task) == place]
+            averages = [
+                row.score for row in result.rows if (row.models, row.suite, row.task) == place
+            ]
             if scores is None or not averages or abs(scores.average - averages[0]) > 0.01:
                 return []
             samples.append(scores)
@@ -236,16 +238,16 @@ class Comparison:
         corrected = intervals.holm([test.p_value for *_, test in tests], pairs)
         return [
             AgainstHighest(
-                suite,
-                models,
-                ratio,
-                highest,
-                method,
-                100 * test.mean,
-                100 * test.low,
-                100 * test.high,
-                test.p_value,
-                p_holm,
+                suite=suite,
+                models=models,
+                ratio=ratio,
+                highest=highest,
+                method=method,
+                difference=100 * test.mean,
+                low=100 * test.low,
+                high=100 * test.high,
+                p_value=test.p_value,
+                p_holm=p_holm,
             )
             for (ratio, highest, method, test), p_holm in zip(tests, corrected, strict=True)
         ]
@@ -261,8 +263,8 @@ class Comparison:
         tasks = Counter((combination, row.suite) for combination, row in rows)
         scores: dict[tuple[str, str, int], tuple[Combination, ScoreRow]] = {}
         for combination, row in rows:
-            known = scores.get(row.place)
-            if known is None or tasks[combination, row.suite] > tasks[known[0], row.suite]:
+            present = scores.get(row.place)
+            if present is None or tasks[combination, row.suite] > tasks[present[0], row.suite]:
                 scores[row.place] = combination, row
         return scores
 
@@ -282,11 +284,11 @@ class Comparison:
 
 @functools.cache
 def _difference(
-    samples: tuple[SampleScores, ...], other: tuple[SampleScores, ...]
+    samples: tuple[SampleScores, ...], best: tuple[SampleScores, ...]
 ) -> intervals.CrossedTest:
-    """Test of two methods over seeds on the same samples; cached for all tables."""
-    first, second = (np.stack([sample.values for sample in side]) for side in (samples, other))
-    return intervals.crossed_test(first, second, samples[0].counts, samples[0].weights)
+    """Test of a method against the best on the same samples, over seeds; cached for all tables."""
+    values, best_values = (np.stack([s.values for s in seeds]) for seeds in (samples, best))
+    return intervals.crossed_test(values, best_values, samples[0].counts, samples[0].weights)
 
 
 def group_of(method: str) -> str:
@@ -366,11 +368,11 @@ def paper_scores(recipe: Recipe) -> dict[str, dict[float, dict[str, float]]]:
     """
     search, evaluate = recipe[SearchConfig], recipe.get(EvaluateConfig)
     by_ratio = _published().get(Path(recipe.model.path).name)
-    is_other = search.window.size != 1024 or search.sinks or search.sink is not None
-    if by_ratio is None or evaluate is None or is_other:
+    has_other_window = search.window.size != 1024 or search.sinks or search.sink is not None
+    if by_ratio is None or evaluate is None or has_other_window:
         return {}
     scores = {float(ratio): methods for ratio, methods in by_ratio.items()}
-    return {name: scores for name, suite in evaluate.suites.items() if suite.is_papers}
+    return {name: scores for name, suite in evaluate.suites.items() if suite.matches_paper}
 
 
 @functools.cache

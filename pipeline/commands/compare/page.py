@@ -27,7 +27,7 @@ from stages.formats import format_length, format_score, signed, with_interval
 from stages.pages.charts import Picture, ranking, save_panels
 from stages.pages.page import render
 from stages.pages.tables import Cell, Group, Table
-from stages.report.charts import LOOK, POINTS, ranked
+from stages.report.charts import LOOK, POINTS, ranking_row
 from stages.report.predictions import anchor, samples_by_model
 from stages.report.results import SHOWN_SAMPLES, collect_predictions
 from stages.train.stage import checkpoint_name
@@ -70,7 +70,7 @@ def write_comparison(comparison: Comparison) -> None:
         "ratios": comparison.ratios,
         "with_training": comparison.with_training,
         "complete": comparison.is_complete,
-        "combinations": [_record(comparison, each) for each in comparison.combinations],
+        "combinations": [_record(comparison, run) for run in comparison.combinations],
         "tests": [
             asdict(test)
             for suite, models in product(comparison.suites, _KINDS)
@@ -95,8 +95,8 @@ def _record(comparison: Comparison, combination: Combination) -> dict[str, Any]:
 def write_predictions(comparison: Comparison, combination: Combination) -> None:
     """Write the page with a finished combination's predictions; replaces an earlier one."""
     path = comparison.folder / _predictions_file(comparison, combination)
-    for old in path.parent.glob("predictions-*.html"):
-        old.unlink()
+    for earlier in path.parent.glob("predictions-*.html"):
+        earlier.unlink()
     stages = [path.parent / name for name in ("original", "evaluate")]
     records = collect_predictions(record for stage in stages for record in read_samples(stage))
     text = render(
@@ -136,8 +136,8 @@ def page(comparison: Comparison) -> str:
 
 def _unfinished(comparison: Comparison) -> Iterator[str]:
     if not comparison.is_complete:
-        done, combinations = len(comparison.results), len(comparison.combinations)
-        yield f"{done} of {combinations} combinations are finished."
+        finished, combinations = len(comparison.results), len(comparison.combinations)
+        yield f"{finished} of {combinations} combinations are finished."
 
 
 def _pictures(comparison: Comparison, suite: str) -> Iterator[Picture]:
@@ -152,7 +152,7 @@ def _pictures(comparison: Comparison, suite: str) -> Iterator[Picture]:
             average = _average(comparison, models, method, ratio, suite)
             if average is not None:
                 label = METHODS[method].label + (", trained" if models == "trained" else "")
-                bars.append(ranked(label, models, *average))
+                bars.append(ranking_row(label, models, *average))
         if bars:
             bars.sort(key=lambda row: row["x"])
             chart = ranking(bars, axis, LOOK, reference=level, step=26)
@@ -166,13 +166,13 @@ def score_tables(comparison: Comparison) -> Iterator[Table]:
     trained = [
         result.trained_tokens for result in comparison.results.values() if result.trained_tokens
     ]
-    words = {
+    descriptions = {
         "untrained": "without training",
         "trained": "after training" + (f" on {trained[0]:,} tokens" if trained else ""),
     }
     kinds = _KINDS[: 1 + comparison.with_training]
     for number, (suite, models) in enumerate(product(comparison.suites, kinds), start=1):
-        title = f"Table {number}: {suite} average, {words[models]}"
+        title = f"Table {number}: {suite} average, {descriptions[models]}"
         yield _score_table(comparison, models, suite, title)
 
 
@@ -180,9 +180,9 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
     paper = comparison.paper.get(suite, {}) if models == "untrained" else {}
     _, original = comparison.originals.get((suite, "", 0), (None, None))
     # The original does not depend on the ratio, so every column has the same score.
-    of_original = format_score(None)
+    original_text = format_score(None)
     if original is not None:
-        of_original = with_interval(original.score, original.low, original.high)
+        original_text = with_interval(original.score, original.low, original.high)
     tests = comparison.tests(models, suite)
     header = ["Method"]
     rows = {ORIGINAL: ["Original"]} | {name: [METHODS[name].label] for name in comparison.methods}
@@ -196,7 +196,7 @@ def _score_table(comparison: Comparison, models: Models, suite: str, title: str)
         }
         scored = [method for method, average in averages.items() if average is not None]
         marks = _marks([test for test in tests if test.ratio == ratio], scored)
-        rows[ORIGINAL].append(of_original)
+        rows[ORIGINAL].append(original_text)
         for method, average in averages.items():
             rows[method].append(Cell(_average_text(average), marks.get(method, 0)))
         if ratio in paper:
@@ -264,7 +264,7 @@ def significance_tables(comparison: Comparison) -> Iterator[Table]:
         tests = comparison.tests(models, suite)
         groups = [
             Group(list(map(_test_row, rows)), f"ρ = {ratio:g}, against {METHODS[highest].label}")
-            for (ratio, highest), rows in groupby(tests, lambda one: (one.ratio, one.highest))
+            for (ratio, highest), rows in groupby(tests, lambda test: (test.ratio, test.highest))
         ]
         if groups:
             title = f"Against the highest: {suite} average, {models}"
@@ -274,8 +274,8 @@ def significance_tables(comparison: Comparison) -> Iterator[Table]:
 def _test_row(test: AgainstHighest) -> list[str]:
     ends = f"{signed(test.low, 1)} to {signed(test.high, 1)}"
     p_value = "< 0.001" if test.p_holm < 0.001 else f"{test.p_holm:.3f}"
-    shown = "yes" if test.is_lower else "no"
-    return [METHODS[test.method].label, signed(test.difference, 1), ends, p_value, shown]
+    is_lower = "yes" if test.is_lower else "no"
+    return [METHODS[test.method].label, signed(test.difference, 1), ends, p_value, is_lower]
 
 
 def task_tables(comparison: Comparison) -> Iterator[Table]:
@@ -295,13 +295,13 @@ def task_tables(comparison: Comparison) -> Iterator[Table]:
                 _, task, length = place
                 at = format_length(length) if length else ""
                 name = Cell(f"{task} at {at}" if at else task, task=task, length=at)
-                at_place = [[originals[place]] if place in originals else []]
+                columns = [[originals[place]] if place in originals else []]
                 for scored in by_method.values():
-                    at_place.append([pair for pair in scored if pair[1].place == place])
-                rows.append([name, *(_task_cell(comparison, scores) for scores in at_place)])
+                    columns.append([pair for pair in scored if pair[1].place == place])
+                rows.append([name, *(_task_cell(comparison, scores) for scores in columns)])
             if rows:
-                title, anchored = f"ρ = {ratio:g}, {models}", f"tasks-{ratio:g}-{models}"
-                yield Table(title, header, [Group(rows)], 1, name=anchored)
+                title, table_id = f"ρ = {ratio:g}, {models}", f"tasks-{ratio:g}-{models}"
+                yield Table(title, header, [Group(rows)], 1, name=table_id)
 
 
 def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRow]]) -> Cell:
@@ -316,8 +316,8 @@ def _task_cell(comparison: Comparison, rows: Sequence[tuple[Combination, ScoreRo
         [(_, row)] = rows
         interval = f"{format_score(row.low)}–{format_score(row.high)}"
         return Cell(text, 0, targets[0], [(interval, "")], share)
-    more = [(format_score(s), target) for s, target in zip(scores, targets, strict=True)]
-    return Cell(text, 0, "", more, share)
+    links = list(zip(map(format_score, scores), targets, strict=True))
+    return Cell(text, 0, "", links, share)
 
 
 def _target(comparison: Comparison, combination: Combination, row: ScoreRow) -> str:
@@ -333,14 +333,14 @@ def csv_table(comparison: Comparison) -> Table:
     """Every score of the original and of every combination by task and length, with intervals."""
     names = [field.name for field in fields(ScoreRow)]
     header = ("method", "swa_ratio", "seed", *names, *(f"cache_{name}" for name in _ENGINES))
-    whole: Mapping[str, float] = dict.fromkeys(_ENGINES, 1.0)
+    original_cache: Mapping[str, float] = dict.fromkeys(_ENGINES, 1.0)
     scored: list[tuple[tuple[object, ...], ScoreRow, Mapping[str, float]]] = [
-        ((ORIGINAL, 0.0, ""), row, whole) for _, row in comparison.originals.values()
+        ((ORIGINAL, 0.0, ""), row, original_cache) for _, row in comparison.originals.values()
     ]
     for run, row in (pair for models in _KINDS for pair in comparison.rows(models)):
         scored.append(((run.method, run.ratio, run.seed), row, comparison.results[run].cache))
     lines = [
-        [str(cell) for cell in (*setting, *astuple(row), *(cache.get(n, "") for n in _ENGINES))]
+        [*map(str, (*setting, *astuple(row))), *(str(cache.get(name, "")) for name in _ENGINES)]
         for setting, row, cache in scored
         if row.task
     ]
@@ -401,7 +401,7 @@ def _cost_row(label: str, ratio: float, results: Sequence[Result]) -> list[str]:
     return [
         label,
         f"{ratio:g}",
-        *(f"{statistics.fmean(s):.1%}" if len(s) == len(results) else "–" for s in shares),
+        *(f"{statistics.fmean(row):.1%}" if len(row) == len(results) else "–" for row in shares),
         f"{score:.3f}",
         f"{likelihood:.3f}",
         f"{mean('evaluations'):,.0f}",

@@ -22,20 +22,21 @@ _SCORE = Axis("held-out score", domain=(-0.03, 1.03))
 def landscapes(
     by_ratio: Mapping[float, tuple[Mapping[HeadMask, Evaluation], Mapping[str, list[Standing]]]],
 ) -> list[Picture]:
-    """Log-likelihood of all masks in falling order, with the methods' masks on that curve."""
+    """Log-likelihood of all masks in descending order, with the methods' masks on that curve."""
     pictures = []
     for ratio, (landscape, standings) in by_ratio.items():
-        nats = np.sort([_missing(e.log_likelihood) for e in landscape.values()]).tolist()
-        everything = [{"x": rank, "y": value} for rank, value in enumerate(nats, start=1)]
+        losses = [_positive(evaluation.log_likelihood) for evaluation in landscape.values()]
+        nats = np.sort(losses).tolist()
+        all_masks = [{"x": rank, "y": value} for rank, value in enumerate(nats, start=1)]
         rows = [
-            {"series": method, "x": rank.log_likelihood_rank, "y": _missing(rank.log_likelihood),
+            {"series": method, "x": rank.log_likelihood_rank, "y": _positive(rank.log_likelihood),
              "tip": f"{method}: rank {rank.log_likelihood_rank:,}, {rank.log_likelihood:.4g} nats"}
             for method, ranks in standings.items() for rank in ranks
         ]  # fmt: skip
         x = Axis("rank by log-likelihood", "whole", log=True)
         y = Axis("− log-likelihood (nats)", log=True, reverse=True)
         chart = curves(rows, x, y, styles(standings), has_lines=False)
-        line = alt.Chart(values(everything)).mark_line(color="var(--soft)", opacity=0.5)
+        line = alt.Chart(values(all_masks)).mark_line(color="var(--soft)", opacity=0.5)
         chart += line.encode(x=x.of(alt.X, "x"), y=y.of(alt.Y, "y"))
         heading = f"ρ = {ratio:g}, {len(nats):,} masks"
         pictures.append(Picture(f"landscape-{ratio:g}", chart, f"{heading}.", heading))
@@ -55,7 +56,7 @@ def cost_curves(points: Sequence[Measured], ratios: Sequence[float]) -> list[Pic
                 passes = point.cost("full_forward_equivalents")
                 setting = point.setting
                 if y.log:
-                    ends = tuple(map(_missing, ends))
+                    ends = tuple(map(_positive, ends))
                 budget = "" if setting.budget is None else f", κ = {setting.budget}"
                 tip = f"{setting.method}{budget}: {ends[0]:.3g}, {passes:.3g} full passes"
                 row = {"series": setting.method, "x": passes, "tip": tip}
@@ -117,6 +118,6 @@ def jaccard_maps(
     return pictures
 
 
-def _missing(log_likelihood: float) -> float:
+def _positive(log_likelihood: float) -> float:
     """Distance of a log-likelihood from 0, for a log axis."""
     return max(_MIN_NATS, -log_likelihood)

@@ -28,8 +28,8 @@ STUDIES = ("optimality", "cost", "stability", "turnover", "granularity", "headbe
 _DOCS = ROOT / "docs" / "notes" / "study"
 
 _ONE_WINDOW = "bosch"  # a method with one window
-# Options that only one study reads.
-_OF_ONE = {"sizes": "stability", "granularities": "granularity", "with_training": "headbench"}
+# Options that only one study reads, with that study.
+_STUDIES = {"sizes": "stability", "granularities": "granularity", "with_training": "headbench"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     search = loaded.recipe[SearchConfig].by_method(_ONE_WINDOW)
     recipe = loaded.recipe.model_copy(update={"search": search})
     require_one_node("study", loaded.world)
-    for name in sorted(options.model_fields_set & _OF_ONE.keys()):
-        if arguments.study != _OF_ONE[name]:
-            option = f"--{name.replace('_', '-')}: study {_OF_ONE[name]} reads it"
+    for name in sorted(options.model_fields_set & _STUDIES.keys()):
+        if arguments.study != _STUDIES[name]:
+            option = f"--{name.replace('_', '-')}: study {_STUDIES[name]} reads it"
             raise UserError(f"{option}, {arguments.study} does not")
     if options.with_training and loaded.recipe.get(TrainConfig) is None:
         raise UserError("--with-training: the recipe has no section train")

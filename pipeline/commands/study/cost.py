@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.commands.study import charts
 from pipeline.commands.study.page import StudyResult
 from pipeline.commands.study.runs import Measured, measured
-from pipeline.commands.study.studied_model import OURS, Setting, StudiedModel, variants
+from pipeline.commands.study.studied_model import BOSCH_PLUS, Setting, StudiedModel, variants
 from stages.formats import counted
 from stages.pages.tables import Table
 
@@ -56,7 +56,9 @@ def _reference(points: Sequence[Measured], ratio: float) -> Measured | None:
 
 
 def _of(points: Sequence[Measured], method: str, ratio: float) -> list[Measured]:
-    return [p for p in points if (p.setting.method, p.setting.ratio) == (method, ratio)]
+    return [
+        point for point in points if (point.setting.method, point.setting.ratio) == (method, ratio)
+    ]
 
 
 def _table(ratio: float, points: Sequence[Measured]) -> Table:
@@ -88,11 +90,11 @@ def _cost_to_reach(points: Sequence[Measured], ratios: Sequence[float]) -> Table
     )  # fmt: skip
     rows = []
     for ratio in ratios:
-        base, ours = _reference(points, ratio), _of(points, OURS, ratio)
-        if base is None or not ours:
+        base, plus = _reference(points, ratio), _of(points, BOSCH_PLUS, ratio)
+        if base is None or not plus:
             continue
         goal = _median_score(base)
-        good_enough = [point for point in ours if _median_score(point) >= goal]
+        good_enough = [point for point in plus if _median_score(point) >= goal]
         cheapest = min(good_enough, key=lambda point: point.cost(_PASSES), default=None)
         reached = ["no budget tried", "", "", ""]
         if cheapest is not None:
@@ -112,7 +114,7 @@ def _record(point: Measured, base: Measured | None) -> dict[str, Any]:
     means = {name: values.mean(axis=1).tolist() for name, values in point.results.items()}
     costs = {name: point.cost(name) for name in _COSTS}
     record = point.record("held_out_", budget_per_layer=point.setting.budget, **costs)
-    return record | {f"{name}_of_each_seed": each for name, each in means.items()} | differences
+    return record | {f"{name}_of_each_seed": mean for name, mean in means.items()} | differences
 
 
 def _text(model: StudiedModel) -> str:

@@ -75,8 +75,8 @@ def _table(ratio: float, pairs: list[tuple[Measured, Measured]]) -> Table:
 
 def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
     options = model.options
-    named = ", ".join(f"ρ = {ratio:g} at g = {size}" for ratio, size in absent)
-    left_out = f" No mask has {named}." if absent else ""
+    ratios = ", ".join(f"ρ = {ratio:g} at g = {size}" for ratio, size in absent)
+    exclusions = f" No mask has {ratios}." if absent else ""
     layers, heads = model.shape
     return (
         f"`{model.label}`, {layers} layers of {heads} KV heads, "
@@ -86,5 +86,5 @@ def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
         "Methods with gradients form units of heads with similar gradients at the original "
         "model, rankings and profiles of heads with similar scores, all others of neighbouring "
         "heads. Brackets: 95 % intervals over seeds and examples; "
-        f"differences are paired by example.{left_out}"
+        f"differences are paired by example.{exclusions}"
     )

@@ -25,14 +25,14 @@ from pipeline.commands.study.studied_model import Results, Setting, StudiedModel
 from stages.formats import counted, format_length
 from stages.pages.charts import Picture, ranking
 from stages.pages.tables import Cell, Table
-from stages.report.charts import LOOK, POINTS, ranked
+from stages.report.charts import LOOK, POINTS, ranking_row
 from stages.train.stage import TrainConfig
 
 # Sinks of uniform windows; StreamingLLM (arXiv 2309.17453) needs four. arXiv 2608.28444 proposes
 # untrained windows of this kind as baseline for linear attention.
 _SINKS = 4
-# Context for the cache in vLLM.
-_SERVED = 32 * 1024
+# Tokens of a request for the cache in vLLM.
+_SERVED_TOKENS = 32 * 1024
 _UNTRAINED, _TRAINED = "untrained", "trained"
 
 
@@ -158,7 +158,9 @@ def cache_shares(
     if window_menu(windows)[0].sinks or layers.windows or layers.states:
         return share, None
     served = next(
-        served_caches(engine_heads(rows), size.bytes_per_head, engine=LARGE_GPU, lengths=[_SERVED])
+        served_caches(
+            engine_heads(rows), size.bytes_per_head, engine=LARGE_GPU, lengths=[_SERVED_TOKENS]
+        )
     )
     return share, None if served.refusal else served.hybrid / served.original
 
@@ -193,9 +195,8 @@ def records_of(rows: Sequence[Row], ratio: float, kinds: Sequence[str]) -> list[
     ]  # fmt: skip
     for kind in kinds:
         prefix = "" if kind == _UNTRAINED else f"{kind}_"
-        for record, columns in zip(
-            records, _tested([row.of(kind) for row in at_ratio]), strict=True
-        ):
+        tested = _tested([row.of(kind) for row in at_ratio])
+        for record, columns in zip(records, tested, strict=True):
             record.update({f"{prefix}{name}": value for name, value in columns.items()})
     return records
 
@@ -206,9 +207,9 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
     Since the examples determined the best, each test is corrected as one among all pairs.
     """
     best = max(range(len(scores)), key=lambda number: scores[number].mean())
-    others = [number for number in range(len(scores)) if number != best]
-    tests = {number: crossed_test(scores[number], scores[best]) for number in others}
-    pairs = len(scores) * len(others) // 2
+    rivals = [number for number in range(len(scores)) if number != best]
+    tests = {number: crossed_test(scores[number], scores[best]) for number in rivals}
+    pairs = len(scores) * len(rivals) // 2
     p_values = holm([test.p_value for test in tests.values()], pairs)
     corrected = dict(zip(tests, p_values, strict=True))
     columns: list[dict[str, Any]] = []
@@ -228,7 +229,8 @@ def _tested(scores: Sequence[Results]) -> list[dict[str, Any]]:
 
 
 def table_of(ratio: float, records: Sequence[dict[str, Any]], kinds: Sequence[str]) -> Table:
-    header = ["selector", "how", "κ", "full passes", "cache", f"vLLM, {format_length(_SERVED)}"]
+    served = f"vLLM, {format_length(_SERVED_TOKENS)}"
+    header = ["selector", "how", "κ", "full passes", "cache", served]
     at_ratio = [record for record in records if record["swa_ratio"] == ratio]
     rows: list[list[str | Cell]] = [
         [
@@ -248,7 +250,7 @@ def table_of(ratio: float, records: Sequence[dict[str, Any]], kinds: Sequence[st
         p_values = [record[f"{prefix}p_holm"] for record in at_ratio]
         near = [value is None or value >= LEVEL for value in p_values]
         for row, record, is_near in zip(rows, at_ratio, near, strict=True):
-            rank = 0 if not is_near else 1 if sum(near) == 1 else 2
+            rank = (1 if sum(near) == 1 else 2) if is_near else 0
             estimate = Estimate(*(record[f"{prefix}{bound}"] for bound in ("score", "low", "high")))
             row += [
                 Cell(interval_text(estimate), rank),
@@ -268,7 +270,7 @@ def _picture(ratio: float, rows: Sequence[Row], kind: str) -> Picture:
     at_ratio = [row for row in rows if row.ratio == ratio]
     for row in sorted(at_ratio, key=lambda row: float(row.of(kind).mean())):
         mean, low, high = crossed_mean(row.of(kind), is_score=True).for_charts
-        bars.append(ranked(row.label, kind, 100 * mean, 100 * low, 100 * high))
+        bars.append(ranking_row(row.label, kind, 100 * mean, 100 * low, 100 * high))
     axis = POINTS._replace(title="Held-out score (points of 100)")
     text = ", ".join(f"{bar['label']} {bar['text']}" for bar in bars)
     chart = ranking(bars, axis, LOOK, step=26)

@@ -46,8 +46,8 @@ def study(model: StudiedModel) -> StudyResult:
     tables = [_anchor_table(model)]
     for ratio in options.ratios:
         log = evaluation_log(model, "calibration", calibration)
-        landscape = _enumerated(model, ratio, calibration, log, "calibration set")
-        held_out_landscape = _enumerated(
+        landscape = _enumerate(model, ratio, calibration, log, "calibration set")
+        held_out_landscape = _enumerate(
             model, ratio, held_out, evaluation_log(model, "held-out", held_out), "held-out set"
         )
         searches = {
@@ -57,10 +57,10 @@ def study(model: StudiedModel) -> StudyResult:
             ]
             for method, budget in variants(options.methods, options.budgets)
         }
-        standings, held_out_standings = (
-            {name: [standing(run.mask, masks) for run in runs] for name, runs in searches.items()}
-            for masks in (landscape, held_out_landscape)
-        )
+        standings, held_out_standings = {}, {}
+        for method, runs in searches.items():
+            standings[method] = [standing(run.mask, landscape) for run in runs]
+            held_out_standings[method] = [standing(run.mask, held_out_landscape) for run in runs]
         evaluations = {
             method: median(run.costs["evaluations"] for run in runs)
             for method, runs in searches.items()
@@ -73,8 +73,8 @@ def study(model: StudiedModel) -> StudyResult:
             "methods": {
                 method: {
                     "evaluations": evaluations[method],
-                    "calibration": [asdict(s) for s in standings[method]],
-                    "held_out": [asdict(s) for s in held_out_standings[method]],
+                    "calibration": [*map(asdict, standings[method])],
+                    "held_out": [*map(asdict, held_out_standings[method])],
                 }
                 for method in searches
             },
@@ -102,14 +102,14 @@ def evaluation_log(model: StudiedModel, name: str, examples: Any) -> EvaluationL
     return EvaluationLog(file, model.objective(examples).context)
 
 
-def _enumerated(
-    model: StudiedModel, ratio: float, examples: Any, log: EvaluationLog, what: str
+def _enumerate(
+    model: StudiedModel, ratio: float, examples: Any, log: EvaluationLog, set_name: str
 ) -> Landscape:
-    """Evaluations of all masks on budget; caches layers that the next mask shares."""
+    """Evaluate all masks on budget; layers that a mask shares with the next are computed once."""
     objective = model.objective(examples)
     masks = list(masks_on_budget(*model.shape, ratio))
     missing = [mask for mask in masks if log.get(mask) is None]
-    with progress(len(missing), f"all masks at {ratio:g}, {what}", "masks") as bar:
+    with progress(len(missing), f"all masks at {ratio:g}, {set_name}", "masks") as bar:
         for mask, following in pairwise([*missing, missing[-1]] if missing else []):
             log.append(mask, objective.evaluate(mask, _shared(mask, following)), "enumeration")
             bar.update()
@@ -123,8 +123,9 @@ def _shared(mask: HeadMask, following: HeadMask) -> int:
 
 
 def _optimum(landscape: Landscape) -> dict[str, Any]:
-    scores = np.array([e.score for e in landscape.values()])
-    likelihoods = np.array([e.log_likelihood for e in landscape.values()])
+    evaluations = landscape.values()
+    scores = np.array([evaluation.score for evaluation in evaluations])
+    likelihoods = np.array([evaluation.log_likelihood for evaluation in evaluations])
     best = max(landscape, key=lambda mask: landscape[mask].log_likelihood)
     return {
         "masks": len(landscape),
@@ -160,12 +161,12 @@ def _table(
     )  # fmt: skip
     rows = []
     for method, method_standings in standings.items():
-        other = held_out_standings[method]
+        held_out = held_out_standings[method]
         cells = [method, f"{evaluations[method]:g}"]
         for measure in ("score", "log_likelihood"):
             ranks = [getattr(s, f"{measure}_rank") for s in method_standings]
             cells += [_ranks(ranks), _gap(method_standings, measure)]
-        rows.append([*cells, _gap(other, "score"), _gap(other, "log_likelihood")])
+        rows.append([*cells, _gap(held_out, "score"), _gap(held_out, "log_likelihood")])
     return Table.of_rows(title, header, rows)
 
 

@@ -35,9 +35,8 @@ def publish(result: StudyResult, folder: Path, command: str, docs: Path | None =
     files = [page]
     if result.records:
         files.append(folder / f"{result.name}.csv")
-        cells = [
-            ["" if v is None else str(v) for v in record.values()] for record in result.records
-        ]
+        rows = [record.values() for record in result.records]
+        cells = [["" if value is None else str(value) for value in row] for row in rows]
         write_text(files[-1], Table.of_rows("", list(result.records[0]), cells).csv())
     images = []
     for name, pictures in result.figures.items():

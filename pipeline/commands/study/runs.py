@@ -32,15 +32,15 @@ class Measured:
 
     def difference(self, measure: str, base: Measured) -> Estimate:
         """Difference from another setting on the same examples."""
-        results, other = self.results[measure], base.results[measure]
-        return crossed_difference(results, other, is_score=measure == "score")
+        results, base_results = self.results[measure], base.results[measure]
+        return crossed_difference(results, base_results, is_score=measure == "score")
 
     def cost(self, name: str) -> float:
         return median(run.costs[name] for run in self.runs)
 
-    def record(self, prefix: str = "", **more: Any) -> dict[str, Any]:
-        """Method, ratio, `more`, and the mean of each measure."""
-        record = {"method": self.setting.method, "swa_ratio": self.setting.ratio, **more}
+    def record(self, prefix: str = "", **entries: Any) -> dict[str, Any]:
+        """Method, ratio, `entries`, and the mean of each measure."""
+        record = {"method": self.setting.method, "swa_ratio": self.setting.ratio, **entries}
         means = {f"{prefix}{measure}": self.mean(measure)._asdict() for measure in _MEASURES}
         return record | means
 
@@ -57,9 +57,10 @@ class Measured:
             digits = _DIGITS[measure]
             cells.append(interval_text(self.mean(measure), digits))
             if is_compared:
-                is_other = base is not None and base is not self
-                more = self.difference(measure, base) if is_other else None  # type: ignore[arg-type]
-                cells.append("" if more is None else interval_text(more, digits))
+                text = ""
+                if base is not None and base is not self:
+                    text = interval_text(self.difference(measure, base), digits)
+                cells.append(text)
         return cells
 
 
@@ -72,9 +73,9 @@ def measured(
         for setting in settings:
             runs = []
             for seed in range(seeds):
-                before = len(model.finished)
+                count = len(model.finished)
                 runs.append(model.search(setting, seed))
-                bar.update(free=len(model.finished) == before)
+                bar.update(free=len(model.finished) == count)
             held_out: tuple[Results, ...] = ()
             if has_held_out:
                 values = np.stack([model.held_out(run.mask, setting.menu) for run in runs])
@@ -91,7 +92,7 @@ def held_out_mean(results: Results, measure: str) -> Estimate:
 
 
 def interval_text(estimate: Estimate, digits: int = 3) -> str:
-    """`0.812 [0.775, 0.849]`; what rounds to 0 has no sign."""
+    """`0.812 [0.775, 0.849]`; a value that rounds to 0 has no sign."""
     mean = f"{estimate.mean:z.{digits}f}"
     if estimate.low is None or estimate.high is None:
         return f"{mean} [too few]"

@@ -80,9 +80,9 @@ def _rankings(model: StudiedModel) -> list[dict[str, Any]]:
                 runs = []
                 for seed in range(options.seeds):
                     setting, set_seed = Setting(_STAGE_ONE, ratio, budget), 0 if same_set else seed
-                    before = len(model.finished)
+                    count = len(model.finished)
                     runs.append(model.search(setting, seed, calibration_seed=set_seed))
-                    bar.update(free=len(model.finished) == before)
+                    bar.update(free=len(model.finished) == count)
                 records += [
                     _stability(ratio, budget, same_set, measure, runs)
                     for measure in ("score", "log_likelihood")
@@ -95,7 +95,7 @@ def _stability(
 ) -> dict[str, Any]:
     drops = [importances(run, measure) for run in runs]
     # Rounded, so that equal differences of floats compare equal.
-    result = ranking_stability([[round(d, 9) for d in run] for run in drops])
+    result = ranking_stability([[round(drop, 9) for drop in run] for run in drops])
     return {
         "swa_ratio": ratio,
         "budget_per_layer": budget,
@@ -126,21 +126,21 @@ def _rank_table(records: Sequence[dict[str, Any]]) -> Table:
         "pairs without an order", "layers tied",
     )  # fmt: skip
     rows = []
-    for r in records:
+    for record in records:
         mean = ends = "–"
-        if r["mean"] is not None:
-            mean, ends = f"{r['mean']:.2f}", f"{r['least']:.2f} to {r['most']:.2f}"
-        of_set = "the same" if r["same_calibration_set"] else "of each seed"
+        if record["mean"] is not None:
+            mean = f"{record['mean']:.2f}"
+            ends = f"{record['least']:.2f} to {record['most']:.2f}"
         rows.append(
             [
-                f"{r['swa_ratio']:g}",
-                str(r["budget_per_layer"]),
-                of_set,
-                r["measure"].replace("_", "-"),
+                f"{record['swa_ratio']:g}",
+                str(record["budget_per_layer"]),
+                "the same" if record["same_calibration_set"] else "of each seed",
+                record["measure"].replace("_", "-"),
                 mean,
                 ends,
-                str(r["undefined_pairs"]),
-                f"{r['tied']:.0%}",
+                str(record["undefined_pairs"]),
+                f"{record['tied']:.0%}",
             ]
         )
     return Table.of_rows("Agreement of Algorithm 1's layer importances over seeds", header, rows)

@@ -1,6 +1,6 @@
 """The model under study: its calibration sets, searches and held-out scores, computed once.
 
-E held-out examples.
+E is the number of held-out examples.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from stages.train.stage import TrainConfig, checkpoint_folders
 
 logger = logging.getLogger(__name__)
 
-# At equal kappa it makes at most a tenth of the published procedure's evaluations.
-OURS = "bosch_plus"
+# At equal kappa this method makes at most a tenth of the published procedure's evaluations.
+BOSCH_PLUS = "bosch_plus"
 
 Results = npt.NDArray[np.float64]
 
@@ -104,13 +104,13 @@ def variants(methods: Sequence[str], budgets: Sequence[int]) -> list[tuple[str, 
         if not METHODS[method].searches:
             pairs.append((method, None))
             continue
-        more = (10 * max(budgets),) if method == OURS else ()
-        pairs += [(method, budget) for budget in (*budgets, *more)]
+        largest = (10 * max(budgets),) if method == BOSCH_PLUS else ()
+        pairs += [(method, budget) for budget in (*budgets, *largest)]
     return pairs
 
 
 def _changed_settings(settings: SearchSettings) -> Record:
-    """Settings that differ from the defaults, so that results stay valid when options are added."""
+    """Settings that differ from the defaults, so that new options do not change results' keys."""
     defaults = asdict(SearchSettings(swa_ratio=settings.swa_ratio))
     changed = {name: value for name, value in asdict(settings).items() if value != defaults[name]}
     return {**changed, "swa_ratio": settings.swa_ratio, "seed": settings.seed}
@@ -150,7 +150,7 @@ class StudiedModel:
         folder.mkdir(parents=True, exist_ok=True)
         self.finished = FinishedWork(folder / "results.jsonl")
         if len(self.finished):
-            logger.info("%d results are known already", len(self.finished))
+            logger.info("%d results exist already", len(self.finished))
         self._sets: dict[tuple[SeedSpace, int, int], CalibrationSet] = {}
         self._objectives: dict[tuple[str, Windows | None], Objective] = {}
 
@@ -182,35 +182,35 @@ class StudiedModel:
         """Teacher-forced questions of the recipe's tasks and length, or of the examples file."""
         key = space, seed, count
         if key not in self._sets and self._file is not None:
-            self._sets[key] = self._drawn(self._file, space, seed, count)
+            self._sets[key] = self._file_examples(self._file, space, seed, count)
         if key not in self._sets:
-            form = self.recipe[PrepareConfig].calibration
+            config = self.recipe[PrepareConfig].calibration
             records = forced_records(
-                form.tasks, count, form.length, space, seed, self._tokenizer, self._words
+                config.tasks, count, config.length, space, seed, self._tokenizer, self._words
             )
             self._sets[key] = CalibrationSet.from_records(record for _, record in records)
         return self._sets[key]
 
-    def _drawn(
+    def _file_examples(
         self, file: CalibrationSet, space: SeedSpace, seed: int, count: int
     ) -> CalibrationSet:
         """The file's last examples for evaluation, `count` others at random for calibration.
 
         Raises UserError if the file has too few of either.
         """
-        rest = len(file) - self.options.held_out
+        remaining = len(file) - self.options.held_out
         least = self.recipe[PrepareConfig].calibration.examples
         if space == "calibration":
             least = count
-        if rest < least:
+        if remaining < least:
             raise UserError(
                 f"--examples: {self.options.examples} holds {len(file)} examples, too few for "
                 f"{self.options.held_out} to hold out (--held-out) and {least} to calibrate on "
                 "(prepare.calibration.examples, or --sizes)"
             )
         if space == "evaluation":
-            return CalibrationSet(file.examples[rest:])
-        shuffled = Random(seed).sample(file.examples[:rest], rest)
+            return CalibrationSet(file.examples[remaining:])
+        shuffled = Random(seed).sample(file.examples[:remaining], remaining)
         return CalibrationSet(tuple(shuffled[:count]))
 
     @cached_property
@@ -220,21 +220,21 @@ class StudiedModel:
             return None
         examples = CalibrationSet.load(Path(path), "name another file")
         largest = max(max(example.input_ids) for example in examples.examples)
-        if largest >= (words := text_config(self.model.config).vocab_size):
+        if largest >= (vocabulary := text_config(self.model.config).vocab_size):
             raise UserError(
                 f"--examples: {path} has the token id {largest:,}, the model's vocabulary ends at "
-                f"{words - 1:,}; expected examples in its own tokens"
+                f"{vocabulary - 1:,}; expected examples in its own tokens"
             )
         return examples
 
     @property
     def about_examples(self) -> str:
         """Size and kind of the calibration sets and of the held-out examples, for pages."""
-        form, path = self.recipe[PrepareConfig].calibration, self.options.examples
-        sets = f"calibration sets of {counted(form.examples, 'example')}"
+        config, path = self.recipe[PrepareConfig].calibration, self.options.examples
+        sets = f"calibration sets of {counted(config.examples, 'example')}"
         if path is None:
-            sets += f" of {form.length} tokens"
-            kind = f" of the same length and tasks ({', '.join(form.tasks)})"
+            sets += f" of {config.length} tokens"
+            kind = f" of the same length and tasks ({', '.join(config.tasks)})"
         else:
             sets += f" of up to {self.held_out_set.max_length} tokens from {model_label(path)}"
             kind = " of the same file"
@@ -250,8 +250,8 @@ class StudiedModel:
             self._objectives[key] = self._new_objective(examples, window)
         return self._objectives[key]
 
-    def _new_objective(self, examples: CalibrationSet, other: Windows | None = None) -> Objective:
-        window, runtime = other or self.window, self.recipe.runtime
+    def _new_objective(self, examples: CalibrationSet, window: Windows | None) -> Objective:
+        window, runtime = window or self.window, self.recipe.runtime
         return Objective(
             self.model, examples, window, batch_size=runtime.eval_batch_size,
             reuse_bytes=reuse_bytes(runtime, self.model, window, examples, Ranks()),
@@ -299,15 +299,15 @@ class StudiedModel:
         if menu is not None:
             key |= {**_windows_key(menu), "slots": self.slots(ratio)}
         key |= self._choices(method, settings.head_granularity)
-        under_way = self.folder / f"under-way-{digest_of(key)}.jsonl"
+        unfinished = self.folder / f"under-way-{digest_of(key)}.jsonl"
         record = self.finished.once(
-            key, lambda: self._run_search(method, settings, calibration, menu, log, under_way)
+            key, lambda: self._run_search(method, settings, calibration, menu, log, unfinished)
         )
-        under_way.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         return SearchOutcome(**{**record, "mask": HeadMask.from_key(record["mask"])})
 
     def _choices(self, method: str, head_granularity: int) -> Record:
-        """What tells the stage's masks of a method from those before a mend, in its key too."""
+        """The search stage's `choices` for a method, so that corrected code gets another key."""
         assert SEARCH.choices is not None
         changes = {"method": method, "head_granularity": head_granularity, "budget": None}
         section = self.recipe[SearchConfig].model_copy(update=changes)
@@ -379,7 +379,7 @@ class StudiedModel:
         path = self.folder / "masks" / f"{name}.json"
         file.save(path)
         sizes = [window.size for window in menu[::-1]]
-        several = len(menu) > 1
+        has_several = len(menu) > 1
         changes = {
             "method": "given",
             "mask": str(path.resolve()),
@@ -388,8 +388,8 @@ class StudiedModel:
             "points": None,
             "head_granularity": 1,
             "sinks": menu[0].sinks,
-            "windows": sizes if several else None,
-            "window_size": None if several else sizes[0],
+            "windows": sizes if has_several else None,
+            "window_size": None if has_several else sizes[0],
         }
         sections = {
             "name": f"{self.recipe.name}/study/trained/{name}",
@@ -414,9 +414,9 @@ class StudiedModel:
         calibration: CalibrationSet,
         menu: tuple[Window, ...] | None,
         log: EvaluationLog | None,
-        under_way: Path,
+        unfinished: Path,
     ) -> Record:
-        """Run a search, with its evaluations in `under_way`, from which it can resume.
+        """Run a search, with its evaluations in `unfinished`, from which it can resume.
 
         Unless evaluations are shared, it reuses nothing of other searches, so that its costs are
         those of an independent run.
@@ -425,14 +425,14 @@ class StudiedModel:
             objective = self.objective(calibration, menu)
         else:
             objective = self._new_objective(calibration, menu)
-            log = EvaluationLog(under_way, objective.context)
+            log = EvaluationLog(unfinished, objective.context)
         # Processor time, since other processes may slow a search down.
         clock = time.process_time if self.model.device.type == "cpu" else time.perf_counter
         started = clock()
         slots = None
         if menu is not None:
-            tokens, chosen = self.held_out_set.max_length, self.slots(settings.swa_ratio)
-            slots = SlotBudgets(tokens, (chosen,), chosen)
+            tokens, count = self.held_out_set.max_length, self.slots(settings.swa_ratio)
+            slots = SlotBudgets(tokens, (count,), count)
         run = run_method(method, objective, settings, log=log, slot_budgets=slots)
         # Passes before a stop happened before this start.
         seconds = clock() - started + run.costs["earlier_seconds"]

@@ -33,7 +33,7 @@ def study(model: StudiedModel) -> StudyResult:
     searches = [method for method in options.methods if METHODS[method].searches]
     swaps = [_swap(model, method, pair, masks) for method in searches for pair in pairs]
     distances = {
-        ratio: mean_distances({m: masks[m][ratio] for m in options.methods})
+        ratio: mean_distances({method: masks[method][ratio] for method in options.methods})
         for ratio in options.ratios
     }
     data = {
@@ -43,8 +43,8 @@ def study(model: StudiedModel) -> StudyResult:
         "methods": list(options.methods),
         "jaccard": {f"{ratio:g}": matrix.tolist() for ratio, matrix in distances.items()},
         "masks": {
-            method: {f"{ratio:g}": [mask.key for mask in group] for ratio, group in ratios.items()}
-            for method, ratios in masks.items()
+            method: {f"{ratio:g}": [mask.key for mask in group] for ratio, group in groups.items()}
+            for method, groups in masks.items()
         },
     }
     return StudyResult(
@@ -70,14 +70,15 @@ def _masks(model: StudiedModel) -> Masks:
 def _turnover(method: str, pair: tuple[float, float], masks: Masks) -> dict[str, Any]:
     small, large = pair
     pairs = zip(masks[method][small], masks[method][large], strict=True)
-    turnovers = [turnover(a, b) for a, b in pairs]
+    turnovers = [turnover(*pair_of_masks) for pair_of_masks in pairs]
+    normalised = crossed_mean([entry.normalised for entry in turnovers])
     most = turnovers[0].maximum  # equal for all masks on these budgets
     return {
         "method": method,
         "small": small,
         "large": large,
-        "turnover": crossed_mean([t.share for t in turnovers]).within(0.0, most)._asdict(),
-        "normalised": crossed_mean([t.normalised for t in turnovers]).within(0.0, 1.0)._asdict(),
+        "turnover": crossed_mean([entry.share for entry in turnovers]).within(0.0, most)._asdict(),
+        "normalised": normalised.within(0.0, 1.0)._asdict(),
         "most": most,
     }
 
@@ -87,18 +88,19 @@ def _swap(
 ) -> dict[str, Any]:
     """Held-out results of A_l and A'_l; the draws of A' are averaged within a seed."""
     small, large = masks[method][pair[0]], masks[method][pair[1]]
-    before = np.stack([model.held_out(mask) for mask in large])  # [S, E, 2]
-    swaps = [[swapped(a, b, n) for n in range(_SWAPS)] for a, b in zip(small, large, strict=True)]
-    changed = np.stack([np.mean([model.held_out(a) for a in draws], axis=0) for draws in swaps])
-    is_same = all({*draws} == {mask} for mask, draws in zip(large, swaps, strict=True))
+    pairs = zip(small, large, strict=True)
+    swaps = [[swapped(*pair_of_masks, draw) for draw in range(_SWAPS)] for pair_of_masks in pairs]
+    results = np.stack([model.held_out(mask) for mask in large])  # [S, E, 2]
+    swapped_results = np.stack([np.mean([*map(model.held_out, draws)], axis=0) for draws in swaps])
+    has_turnover = any({*draws} != {mask} for mask, draws in zip(large, swaps, strict=True))
     record: dict[str, Any] = {"method": method, "small": pair[0], "large": pair[1]}
     for column, name in enumerate(("score", "log_likelihood")):
-        mine, theirs = before[:, :, column], changed[:, :, column]
+        original, changed = results[:, :, column], swapped_results[:, :, column]
+        record[name] = held_out_mean(original, name)._asdict()
+        record[f"swapped_{name}"] = held_out_mean(changed, name)._asdict()
         is_score = name == "score"
-        record[name] = held_out_mean(mine, name)._asdict()
-        record[f"swapped_{name}"] = held_out_mean(theirs, name)._asdict()
-        lost = crossed_difference(mine, theirs, is_score=is_score, has_paired_seeds=True)
-        if is_same:  # without turnover the difference is 0
+        lost = crossed_difference(original, changed, is_score=is_score, has_paired_seeds=True)
+        if not has_turnover:
             lost = Estimate(0.0, 0.0, 0.0)
         record[f"{name}_lost"] = lost._asdict()
     return record
@@ -107,13 +109,13 @@ def _swap(
 def _turnover_table(records: Sequence[dict[str, Any]]) -> Table:
     rows = [
         [
-            r["method"],
-            f"{r['small']:g} → {r['large']:g}",
-            interval_text(Estimate(**r["turnover"])),
-            f"{r['most']:.3f}",
-            interval_text(Estimate(**r["normalised"])),
+            record["method"],
+            f"{record['small']:g} → {record['large']:g}",
+            interval_text(Estimate(**record["turnover"])),
+            f"{record['most']:.3f}",
+            interval_text(Estimate(**record["normalised"])),
         ]
-        for r in records
+        for record in records
     ]
     return Table.of_rows("Turnover", ("method", "ρ", "T", "T_max", "T̃"), rows)
 
@@ -122,12 +124,12 @@ def _swap_table(records: Sequence[dict[str, Any]]) -> Table:
     scores = "score", "swapped_score", "score_lost"
     rows = [
         [
-            r["method"],
-            f"{r['small']:g} → {r['large']:g}",
-            *(interval_text(Estimate(**r[name])) for name in scores),
-            interval_text(Estimate(**r["log_likelihood_lost"]), 2),
+            record["method"],
+            f"{record['small']:g} → {record['large']:g}",
+            *(interval_text(Estimate(**record[name])) for name in scores),
+            interval_text(Estimate(**record["log_likelihood_lost"]), 2),
         ]
-        for r in records
+        for record in records
     ]
     header = ("method", "ρ", "score of A", "score of A′", "score lost", "log-likelihood lost")
     return Table.of_rows(f"Swap test, {_SWAPS} draws of A′ for each seed", header, rows)

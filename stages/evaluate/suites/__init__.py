@@ -10,11 +10,11 @@ import pkgutil
 
 from stages.evaluate.section import SuiteSection
 
-_FOUND: dict[str, type[SuiteSection]] = {
+_SECTIONS: dict[str, type[SuiteSection]] = {
     module.name: importlib.import_module(f"{__name__}.{module.name}").SUITE
     for module in pkgutil.iter_modules(__path__)
 }
-SUITES = dict(sorted(_FOUND.items(), key=lambda item: item[1].rank))
+SUITES = dict(sorted(_SECTIONS.items(), key=lambda item: item[1].rank))
 
 
 def suite_title(name: str) -> str:

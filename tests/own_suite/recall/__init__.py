@@ -10,7 +10,7 @@ class Recall(PromptEvaluation):
 
     title = "Recall"
     public_data = "any text"
-    read = (".txt",)
+    suffixes = (".txt",)
     published = 2
     new_tokens = 3
 

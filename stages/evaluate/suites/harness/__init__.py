@@ -22,12 +22,12 @@ NO_HARNESS = (
     "evaluate.harness: lm-evaluation-harness is not installed; pip install 'bosch-pipeline[eval]'"
 )
 
-# The package with the prompts and the scores.
+# lm-eval, which has the prompts, and the packages of its metrics.
 PACKAGES = ("lm-eval", "jieba", "math-verify", "rouge", "rouge-score")
 # lm-eval's name of the limit of an answer's tokens.
 ANSWER_TOKENS = "max_gen_toks"
 # Fields of LongBench's tasks that settings may not change.
-_OF_LONGBENCH = frozenset({"generation_kwargs", "repeats"})
+_FIXED_FOR_LONGBENCH = frozenset({"generation_kwargs", "repeats"})
 
 
 def _task_files(
@@ -104,13 +104,13 @@ class HarnessEvaluation(SuiteSection):
                 yield f"{where}.{field}: {name} is not among {where}.tasks"
         for name, changes in self.settings.items():
             is_task = name == "longbench_e" or task_of(name) is not None
-            if name == "longbench" or (is_task and not _OF_LONGBENCH.isdisjoint(changes)):
+            if name == "longbench" or (is_task and not _FIXED_FOR_LONGBENCH.isdisjoint(changes)):
                 yield (
                     f"{where}.settings: {name} is answered as LongBench's own code does, whatever "
                     "is set; leave it out"
                 )
         required = [name for name in self.tasks if name not in self.optional]
-        yield from self._long_answers(loaded, required, where)
+        yield from self._answer_length_faults(loaded, required, where)
         longbench_tasks = {task for name in self.tasks if (task := task_of(name))}
         if not {"longbench", "longbench_e"}.isdisjoint(self.tasks):
             longbench_tasks = set(LONGBENCH)
@@ -122,24 +122,24 @@ class HarnessEvaluation(SuiteSection):
                 loaded, f"{where}.max_length with a LongBench answer", tokens
             )
 
-    def _long_answers(
+    def _answer_length_faults(
         self, loaded: LoadedRecipe, tasks: Sequence[str], where: str
     ) -> Iterator[str]:
-        """Tasks whose settings leave no position for a prompt; others are checked at run time."""
+        """Tasks whose settings leave no position for a prompt; a run checks the other tasks."""
         for name in tasks:
             options = self.settings.get(name, {}).get("generation_kwargs")
-            most = options.get(ANSWER_TOKENS) if isinstance(options, Mapping) else None
-            if isinstance(most, int):
-                path = f"{where}.settings.{name}.generation_kwargs.{ANSWER_TOKENS} with a prompt"
-                yield from position_faults(loaded, path, most + 1)
+            answer_tokens = options.get(ANSWER_TOKENS) if isinstance(options, Mapping) else None
+            if isinstance(answer_tokens, int):
+                field = f"{where}.settings.{name}.generation_kwargs.{ANSWER_TOKENS} with a prompt"
+                yield from position_faults(loaded, field, answer_tokens + 1)
 
     def slow_faults(self, where: str) -> Iterator[str]:
         yield from call("stages.evaluate.suites.harness.tasks:name_faults", self, where)
 
     def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Answers too long for the model; tasks without local files, without downloads."""
+        """Tasks whose answers are too long and, if `hub` is off, tasks without local files."""
         if tasks is not None:
-            yield from self._long_answers(loaded, tasks, "evaluate.harness")
+            yield from self._answer_length_faults(loaded, tasks, "evaluate.harness")
         names = self.required
         if tasks is not None:
             names = [name for task in tasks for name in self.expanded(task)]

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on one rank: LongBench v1, GSM8K and whatever else it has.
+"""Tasks of lm-evaluation-harness on one rank: LongBench v1, GSM8K and all others.
 
 The model is loaded once for all suites. LongBench uses the harness's prompts, and the benchmark's
 truncation in the middle, which the harness lacks.
@@ -23,7 +23,7 @@ from bosch.model.cache import CACHE_NAME
 from data_prep.tasks import longbench
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
 from stages.evaluate.answers import Subtask, TaskGroup, digest_of
-from stages.evaluate.generation import Numbers, Question, check_numbers
+from stages.evaluate.generation import NanCheck, Question, refuse_nan
 from stages.evaluate.shared_prompt import SharedPrompt
 from stages.evaluate.suite import Records, Suite, answer_record
 from stages.evaluate.suites.harness import ANSWER_TOKENS, PACKAGES, HarnessEvaluation
@@ -39,14 +39,14 @@ from stages.versions import installed_versions
 
 logger = logging.getLogger(__name__)
 
-# Documents per call of the harness; each chunk is on disk before the next begins.
+# Documents per call of the harness; a chunk's answers are stored before the next chunk begins.
 CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
-# Digests of tasks that do not read `max_length` contain its default, as in older versions.
-_OTHERS_LENGTH = 31500
-# Benchmarks whose questions may share their context.
-_OF_CONTEXTS = ("infinitebench_", "longbench_")
+# Stands for `max_length` in the digests of tasks that do not read it, as in older versions.
+_UNUSED_LENGTH = 31500
+# Benchmarks in which several questions may share one context.
+_SHARED_CONTEXTS = ("infinitebench_", "longbench_")
 # The address in a function's repr, which differs in every process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # A task's score is the first of these metrics that it has.
@@ -61,7 +61,7 @@ class HarnessSuite(Suite):
     _tasks: dict[Subtask, Any] = field(default_factory=dict)
     _requests: dict[Subtask, dict[int, list[Any]]] = field(default_factory=dict)
     _questions: dict[Subtask, dict[int, Question]] = field(default_factory=dict)
-    _has_left_out: bool = False
+    _drops_system_turn: bool = False
 
     @property
     def subtasks(self) -> list[Subtask]:
@@ -73,7 +73,7 @@ class HarnessSuite(Suite):
 
     def document(self, subtask: Subtask, index: int) -> str | None:
         """The context's digest: InfiniteBench has several questions about one book."""
-        if not subtask.task.startswith(_OF_CONTEXTS):
+        if not subtask.task.startswith(_SHARED_CONTEXTS):
             return None
         return digest_of({"context": self._tasks[subtask].eval_docs[index]["context"]})
 
@@ -85,7 +85,6 @@ class HarnessSuite(Suite):
         names = self.section.task_names
         manager = task_manager(names)
         required = set(self.section.required)
-        # Before any is loaded.
         refuse_unscorable(manager, [name for name in names if name in required])
         for name in names:
             try:
@@ -100,28 +99,32 @@ class HarnessSuite(Suite):
             self.missing |= loaded.missing
             self.groups |= loaded.groups
             for task_name, task in loaded.tasks.items():
-                if fault := self._length_fault(task):
-                    self.missing[task_name] = fault
-                    continue
-                # lm-eval makes a task's documents again at each access.
-                made = "test_docs" if task.has_test_docs() else "validation_docs"
-                setattr(task, made, lambda documents=task.eval_docs: documents)
-                subtask = Subtask(task_name, 0, self._digest(manager, task_name, task))
-                if any(other.task == task_name and other != subtask for other in self._tasks):
-                    raise UserError(
-                        f"evaluate.harness.tasks: {name} has {task_name} with other settings than "
-                        "another name of the list; leave one of the two out"
-                    )
-                self._tasks[subtask] = task
-        if any(longbench.is_v1(subtask.task) for subtask in self._tasks):
+                self._add_task(manager, name, task_name, task)
+        loaded_names = {subtask.task for subtask in self._tasks}
+        if any(map(longbench.is_v1, loaded_names)):
             self.groups |= {
                 name: TaskGroup(tuple(tasks)) for name, tasks in longbench.groups().items()
             }
-            known = {subtask.task for subtask in self._tasks}
             for name, parts in longbench.category_means().items():
-                if all(known.intersection(part) for part in parts):
+                if all(loaded_names.intersection(part) for part in parts):
                     tasks = tuple(task for part in parts for task in part)
                     self.groups[name] = TaskGroup(tasks, parts=tuple(map(tuple, parts)))
+
+    def _add_task(self, manager: Any, listed_name: str, task_name: str, task: Any) -> None:
+        """Add a task that the recipe's list names as `listed_name`, or the reason it is missing."""
+        if fault := self._length_fault(task):
+            self.missing[task_name] = fault
+            return
+        # Otherwise lm-eval makes a task's documents again at each access.
+        method = "test_docs" if task.has_test_docs() else "validation_docs"
+        setattr(task, method, lambda documents=task.eval_docs: documents)
+        subtask = Subtask(task_name, 0, self._digest(manager, task_name, task))
+        if any(other.task == task_name and other != subtask for other in self._tasks):
+            raise UserError(
+                f"evaluate.harness.tasks: {listed_name} has {task_name} with other settings than "
+                "another name of the list; leave one of the two out"
+            )
+        self._tasks[subtask] = task
 
     def _length_fault(self, task: Any) -> str | None:
         """Why a task's answers leave no room for a prompt; lm-eval ends with an AssertionError."""
@@ -147,13 +150,13 @@ class HarnessSuite(Suite):
 
     def _digest(self, manager: Any, name: str, task: Any) -> str:
         documents = [dict(document) for document in task.eval_docs]
-        # Only here: a group's changes of a task. Files of lm-eval are identified by its version.
+        # These include a group's changes of a task. lm-eval's version identifies its own files.
         settings = {
             key: value
             for key, value in task.dump_config().items()
             if key not in ("custom_dataset", "metadata")
         }
-        length = self.section.max_length if longbench.task_of(name) else _OTHERS_LENGTH
+        length = self.section.max_length if longbench.task_of(name) else _UNUSED_LENGTH
         return digest_of(
             {
                 "documents": json.dumps(documents, default=str, sort_keys=True),
@@ -173,10 +176,10 @@ class HarnessSuite(Suite):
         )
 
     def requests(self, subtask: Subtask) -> dict[int, list[Any]]:
-        """The harness's requests for each document, as if one process ran all, in order.
+        """The harness's requests for each document, the same for any number of processes.
 
-        A document's worked examples depend on those drawn before, so all are drawn together, and
-        the harness's `evaluate` must not draw them again.
+        A document's worked examples depend on those drawn before, so all are drawn together and in
+        order, and the harness's `evaluate` must not draw them again.
         """
         if subtask not in self._requests:
             task = self._tasks[subtask]
@@ -204,13 +207,13 @@ class HarnessSuite(Suite):
         try:
             return self.chat.text(turns, add_generation_prompt)
         except UserError:
-            others = [turn for turn in turns if turn["role"] != "system"]
-            if others == turns:
+            without_system = [turn for turn in turns if turn["role"] != "system"]
+            if without_system == turns:
                 raise
-            if not self._has_left_out:
-                self._has_left_out = True
+            if not self._drops_system_turn:
+                self._drops_system_turn = True
                 logger.warning("the chat template takes no system turn: descriptions are left out")
-            return self.chat.text(others, add_generation_prompt)
+            return self.chat.text(without_system, add_generation_prompt)
 
     def _longbench_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a batch at a time."""
@@ -225,9 +228,9 @@ class HarnessSuite(Suite):
             questions[index] = Question(
                 index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:]
             )
-        asked = [questions[index] for index in indices]
+        chosen = [questions[index] for index in indices]
         for batch in self.generated(
-            loaded, asked, new_tokens, stop_at_newline=is_samsum, not_empty=is_samsum
+            loaded, chosen, new_tokens, stop_at_newline=is_samsum, not_empty=is_samsum
         ):
             records = []
             for question, output in batch:
@@ -239,16 +242,16 @@ class HarnessSuite(Suite):
             yield records
 
     def _longbench_ids(self, name: str, text: str, new_tokens: int) -> list[int]:
-        """A prompt's ids; it is truncated further if decoding and encoding made it too long."""
+        """Ids of a prompt truncated so that prompt and answer fit into the model's positions."""
         limit, positions = self.section.max_length, self.positions
         while True:
             ids = longbench.truncated_ids(self.tokenizer, text, limit)
             if self.chat is not None and name not in longbench.NO_CHAT:
                 ids = self.chat.ids(ids)
-            over = len(ids) + new_tokens - 1 - positions if positions is not None else 0
-            if over <= 0 or limit <= over:
+            excess = len(ids) + new_tokens - 1 - positions if positions is not None else 0
+            if excess <= 0 or limit <= excess:
                 return ids
-            limit -= over
+            limit -= excess
 
     def _harness_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a chunk at a time."""
@@ -259,14 +262,14 @@ class HarnessSuite(Suite):
         requests, documents = self.requests(subtask), task.eval_docs
         for start in range(0, len(indices), CHUNK):
             chunk = list(indices[start : start + CHUNK])
-            # Sampled answers are the same in every run of as many processes.
+            # Sampled answers are the same in every run with this number of processes.
             torch.manual_seed(_FEWSHOT_SEED + chunk[0])
             task._instances = [
                 _numbered(request, number)
                 for number, index in enumerate(chunk)
                 for request in requests[index]
             ]
-            # lm-eval's property reads all documents to find these, once for each filter.
+            # lm-eval's own iterator reads all documents to find these, once for each filter.
             chosen = [documents[index] for index in chunk]
             task.doc_iterator = lambda chosen=chosen, **_: enumerate(chosen)
             result = evaluate(
@@ -289,7 +292,7 @@ class HarnessSuite(Suite):
 
 
 def _numbered(request: Any, number: int) -> Any:
-    """The request, unanswered, as that of document `number` of this call."""
+    """A copy of the request without answers, for document `number` of this call."""
     place = (request.task_name, number, request.repeats)
     return replace(request, metadata=place, resps=[], filtered_resps={})
 
@@ -297,8 +300,7 @@ def _numbered(request: Any, number: int) -> Any:
 def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
     """The harness's interface to a loaded model; the common prefix of prompts is computed once.
 
-    So are worked examples before multiple-choice questions: lm-eval reads the last logits of a row,
-    so the logits of the prefix may be missing.
+    lm-eval reads only the last logits of a row, so those of the prefix may be missing.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -307,24 +309,24 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
     class Model(HFLM):  # type: ignore[misc]
         def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
             # Each token of an option is scored by the logits before it.
-            self._asked = max((len(option) for _, _, option in requests), default=0)
+            self._option_tokens = max((len(option) for _, _, option in requests), default=0)
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
-        def _model_call(self, inps: Any) -> Any:  # the signature for causal models
-            logits = shared.rest_logits(inps, self._asked)
+        def _model_call(self, inps: Any) -> Any:
+            logits = shared.rest_logits(inps, self._option_tokens)
             if logits is None:
                 logits = super()._model_call(inps)
-            check_numbers(logits)
+            refuse_nan(logits)
             return logits
 
         def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
             cache = shared.cache(context, kwargs["attention_mask"])
             if cache is not None:
                 kwargs[CACHE_NAME] = cache
-            numbers = Numbers()
-            kwargs["logits_processor"] = LogitsProcessorList([numbers])
+            nan_check = NanCheck()
+            kwargs["logits_processor"] = LogitsProcessorList([nan_check])
             output = super()._model_generate(context, *args, **kwargs)
-            numbers.check()
+            nan_check.check()
             return output
 
     lm = Model(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
@@ -335,11 +337,11 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
 
 def is_cut(lm: Any, request: Any) -> bool:
     """Whether prompt and answer are too long, so that lm-eval drops the prompt's beginning."""
-    context, rest = request.args
+    context, options_or_choice = request.args
     if request.request_type == "generate_until":
-        answer = _answer_tokens(rest)
+        answer = _answer_tokens(options_or_choice)
     else:  # the last token of a choice is not an input
-        answer = len(lm.tok_encode(rest, add_special_tokens=False)) - 1
+        answer = len(lm.tok_encode(options_or_choice, add_special_tokens=False)) - 1
     # A text has no more tokens than bytes, except for its opening tokens.
     if len(context.encode()) + answer < lm.max_length - 8:
         return False
@@ -364,12 +366,13 @@ def record_of(
         if metric in metrics and isinstance(entry[metric], (int, float, np.number))
     }
     first = logged[0]["filter"]
-    named = [f"{m},{first}" for m in _METRICS if f"{m},{first}" in scores] or list(scores)
-    if not named:
+    preferred = [f"{metric},{first}" for metric in _METRICS]
+    names = [name for name in preferred if name in scores] or list(scores)
+    if not names:
         raise RunError(f"evaluate.harness: lm-eval gave document {index} no score")
     return {
         "index": index,
-        "score": scores[named[0]],
+        "score": scores[names[0]],
         "scores": scores,
         "answers": [str(logged[0]["target"])],
         "question": str(logged[0]["arguments"][0][0])[-TAIL_CHARACTERS:],

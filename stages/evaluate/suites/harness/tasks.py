@@ -1,4 +1,4 @@
-"""Tasks, groups and tags of lm-evaluation-harness: what a name stands for, and their data."""
+"""Tasks, groups and tags of lm-evaluation-harness: the tasks behind a name, and their data."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _SPLITS = ("train", "validation", "test", "dev")
 # Fields of a task's configuration that name a split of its data.
 _SPLIT_FIELDS = ("training_split", "validation_split", "test_split", "fewshot_split")
-_WHERE = "evaluate.harness.tasks"
-_LIST_THEM = "`lm-eval ls tasks` lists them all"
+_FIELD = "evaluate.harness.tasks"
+_ALL_TASKS = "`lm-eval ls tasks` lists them all"
 # Maximum bytes of a split, which is read as a whole: the largest of LongBench has 25 MB.
 _DATA_LIMITS = JsonLimits(2**30, 6_000_000)
 # lm-eval marks all of LongProc as unsafe; scoring these tasks executes no output of a model.
@@ -66,13 +66,13 @@ def name_faults(section: HarnessEvaluation, where: str) -> Iterator[str]:
     """Tasks that lm-eval does not know, or that a run would refuse."""
     names = section.required
     unknown = _unknown(names)
-    for name, near in unknown.items():
-        hint = f"did you mean {near}? " if near else ""
-        yield f"{where}.tasks: lm-eval knows no task {name}; {hint}{_LIST_THEM}"
-    others = [name for name in names if longbench.task_of(name) is None]
-    if others and not unknown:
+    for name, similar in unknown.items():
+        hint = f"did you mean {similar}? " if similar else ""
+        yield f"{where}.tasks: lm-eval knows no task {name}; {hint}{_ALL_TASKS}"
+    not_longbench = [name for name in names if longbench.task_of(name) is None]
+    if not_longbench and not unknown:
         try:
-            refuse_unscorable(task_manager(others), others)
+            refuse_unscorable(task_manager(not_longbench), not_longbench)
         except UserError as fault:
             yield str(fault)
 
@@ -99,10 +99,10 @@ def without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[
 
 
 def _unknown(names: Sequence[str]) -> dict[str, str | None]:
-    """Tasks unknown to lm-eval; reads all of its files only if a name is not in the usual place.
+    """Names unknown to lm-eval, each with the most similar name of a file or folder.
 
-    Each with the most similar name of a file or folder. A name that occurs there as something else
-    passes; the harness itself refuses it before training.
+    Searches the text of lm-eval's files, first those in the folder named like the task. A name that
+    occurs there as something other than a task passes; the harness refuses it before training.
     """
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
@@ -114,17 +114,21 @@ def _unknown(names: Sequence[str]) -> dict[str, str | None]:
             # Files that other files include, with their tags, have no suffix.
             for file in (file for file in files if os.path.splitext(file)[1] in ("", ".yaml")):
                 content = Path(place, file).read_bytes()
-                there = [name for name in unknown if name.encode() in content]
-                text = content.decode(errors="replace") if there else ""
-                words = ((n, rf"(?<![\w.+-]){re.escape(n)}(?![\w.+-])") for n in there)
-                unknown -= {name for name, word in words if re.search(word, text)}
-    known = sorted({path.stem for path in below.rglob("*")}) if unknown else []
-    near = {name: difflib.get_close_matches(name, known, n=1) for name in names if name in unknown}
-    return {name: found[0] if found else None for name, found in near.items()}
+                candidates = [name for name in unknown if name.encode() in content]
+                text = content.decode(errors="replace") if candidates else ""
+                for name in candidates:
+                    if re.search(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])", text):
+                        unknown.remove(name)
+    stems = sorted({path.stem for path in below.rglob("*")}) if unknown else []
+    return {
+        name: next(iter(difflib.get_close_matches(name, stems, n=1)), None)
+        for name in names
+        if name in unknown
+    }
 
 
 def task_manager(names: Sequence[str]) -> Any:
-    """The harness's index of the folders named like these tasks, or the whole index.
+    """The harness's index of the folders named like these tasks, or of all folders.
 
     Raises UserError when lm-eval is not installed.
     """
@@ -145,7 +149,7 @@ def task_manager(names: Sequence[str]) -> Any:
 
 @functools.cache
 def whole_index() -> Any:
-    """The index of thousands of files, which takes many seconds."""
+    """The harness's index of all its thousands of files, which takes many seconds to make."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
@@ -159,7 +163,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
     """
     index = manager.task_index
     if name not in index:
-        raise UserError(f"{_WHERE}: lm-eval knows no task {name}; {_LIST_THEM}")
+        raise UserError(f"{_FIELD}: lm-eval knows no task {name}; {_ALL_TASKS}")
 
     def of_name(task_name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         entry = index[task_name]
@@ -179,7 +183,7 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
                 is_task = isinstance(member, Mapping) and "task" in member
                 if is_task and index[task].kind.name in ("TAG", "GROUP"):
                     raise UserError(
-                        f"{_WHERE}: {group} sets options of {task}, which lm-eval would then take "
+                        f"{_FIELD}: {group} sets options of {task}, which lm-eval would then take "
                         f"for one of its tasks; name {task} and the others of {group} themselves"
                     )
                 yield from of_name(task)
@@ -194,13 +198,13 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
 def hub_tasks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Name and config of the hub dataset of each of the tasks that has one."""
     manager = task_manager(names)
-    found = {}
+    datasets = {}
     for name in names:
         config = leaf_configs(manager, name).get(name, {}) if name in manager.task_index else {}
         dataset = str(config.get("dataset_path", ""))
         if is_hub_name(dataset, Path("/")):
-            found[name] = dataset, str(config.get("dataset_name") or "default")
-    return found
+            datasets[name] = dataset, str(config.get("dataset_name") or "default")
+    return datasets
 
 
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
@@ -218,7 +222,7 @@ def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
             else:
                 continue
             task = leaf if leaf == name else f"{name} has {leaf}, which"
-            raise UserError(f"{_WHERE}: {task} {fault}; leave it out")
+            raise UserError(f"{_FIELD}: {task} {fault}; leave it out")
 
 
 def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTasks:
@@ -233,7 +237,7 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     loaded = LoadedTasks()
     factory, settings = manager._factory, section.settings.get(name, {})
-    original = factory._build_task
+    build_task = factory._build_task
 
     def build(entry: Any, overrides: Mapping[str, Any] | None) -> Any:
         """A task with its data; without data a placeholder, with the reason in `missing`."""
@@ -241,7 +245,7 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
             task_settings = {**settings, **section.settings.get(entry.name, {})}
             changes = _changes(manager.task_index, entry, overrides or {}, task_settings, section)
             random.seed(_DOCUMENT_SEED)  # worked examples are drawn when the task is created
-            task = original(entry, changes)
+            task = build_task(entry, changes)
             _seed_documents(task)
             if task.config.repeats > 1:
                 score_all_answers(task)
@@ -257,17 +261,17 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     # lm-eval has no settings for a single task of a group: all its tasks inherit the group's.
     factory._build_task = build
     try:
-        whole = manager.load([name])
+        built = manager.load([name])
     finally:
         del factory._build_task
     loaded.tasks = {
-        name: task for name, task in whole["tasks"].items() if not isinstance(task, _Absent)
+        name: task for name, task in built["tasks"].items() if not isinstance(task, _Absent)
     }
-    for group_name, group in whole.get("groups", {}).items():
+    for group_name, group in built.get("groups", {}).items():
         if group.has_aggregation:
             rules = tuple(group.aggregate_metric_list)
             loaded.groups[group_name] = TaskGroup(
-                tuple(_leaf_names(group)), rules, is_asked=group_name == name
+                tuple(_leaf_names(group)), rules, is_named=group_name == name
             )
     return loaded
 
@@ -280,8 +284,8 @@ def _changes(
     section: HarnessEvaluation,
 ) -> dict[str, Any]:
     """Settings of a task from outside its file: its groups, the recipe and its data."""
-    changed = with_settings({**entry.cfg, **overrides}, settings)
-    changes = {key: changed[key] for key in (*overrides, *settings)}
+    merged = with_settings({**entry.cfg, **overrides}, settings)
+    changes = {key: merged[key] for key in (*overrides, *settings)}
     files = local_files(index, entry.name, section.data_dir, changes)
     if not files and not section.hub:
         raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
@@ -295,7 +299,7 @@ def _changes(
 
 
 def _seed_documents(task: Any) -> None:
-    """Let a task make the same documents in every process and at each access."""
+    """Make a task's documents the same in every process and at each access."""
     for config in (task.config, task.config.fewshot_config):
         if callable(config.process_docs):
             config.process_docs = _seeded(config.process_docs)
@@ -351,7 +355,7 @@ def _check_task(task: Any) -> None:
         )
     if not mean_metrics(task):
         raise UserError(
-            f"{_WHERE}: {task.task_name} measures {', '.join(task.aggregation())}, which is no "
+            f"{_FIELD}: {task.task_name} measures {', '.join(task.aggregation())}, which is no "
             "mean of a share of 1 per document; leave it out"
         )
 
@@ -379,9 +383,9 @@ def local_files(
 ) -> dict[str, Path]:
     """Files of a task below the data folder, by split; `changes` may name other splits.
 
-    LongBench: <folder>/longbench/<task>.jsonl, as its data.zip has them; else
-    <folder>/<task>/<split>.jsonl. Files of a task on the same data whose name is a prefix of `name`
-    are used too: those of gsm8k for gsm8k_cot.
+    LongBench: <folder>/longbench/<task>.jsonl, as its data.zip has them; others:
+    <folder>/<task>/<split>.jsonl. Without such files, those of a task on the same data whose name
+    is a prefix of `name` are used: those of gsm8k for gsm8k_cot.
     """
     if data_dir is None:
         return {}
@@ -396,10 +400,10 @@ def local_files(
         folder = "_".join(words[:count])
         if folder != name and (folder not in index or _data(index[folder].cfg) != _data(config)):
             continue
-        files = {split: root / folder / f"{split}.jsonl" for split in splits}
-        there = {split: path for split, path in files.items() if path.is_file()}
-        if there:
-            return there
+        paths = {split: root / folder / f"{split}.jsonl" for split in splits}
+        files = {split: path for split, path in paths.items() if path.is_file()}
+        if files:
+            return files
     return {}
 
 
@@ -420,17 +424,17 @@ def _datasets(
     """A dataset for each split; empty without a file, since a task may not need the split."""
     from datasets import Dataset
 
-    there = {
+    datasets = {
         split: Dataset.from_list([_with_both_names(record) for record in read_records(path, check)])
         for split, path in files.items()
     }
-    columns = next(iter(there.values())).column_names
+    columns = next(iter(datasets.values())).column_names
     empty = Dataset.from_dict({name: [] for name in columns})
-    return {split: there.get(split, empty) for split in splits}
+    return {split: datasets.get(split, empty) for split in splits}
 
 
 def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of LongBench with both names of a field: `input` or `question` in public copies."""
+    """A record of LongBench with `question` too, as some public copies call the field `input`."""
     if "input" in record and "context" in record:
         return {"question": record["input"], **record}
     return record
@@ -444,7 +448,7 @@ def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list
     """
     try:
         content = read_within(path, _DATA_LIMITS.max_bytes)
-        # First all lines at once, up to the first that is not JSON.
+        # Checks the limits of all lines together, up to the first that is not JSON.
         check_json_text(content, _DATA_LIMITS)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error

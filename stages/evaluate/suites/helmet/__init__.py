@@ -15,11 +15,12 @@ HelmetTaskName = Literal["kilt_nq", "kilt_triviaqa", "kilt_hotpotqa", "kilt_popq
 
 
 class HelmetTask(NamedTuple):
-    """Files of a task of HELMET (arXiv:2410.02694): `{k}` is the number of passages or pairs.
+    """A task of HELMET (arXiv:2410.02694) and its files.
 
-    `counts` are k by the approximate tokens of a prompt. An answer has at most `new_tokens`.
-    `most_popular`: only entities with log10 of page views below this. Each drawn question is used
-    with the right passage at each of `depths` places.
+    `{k}` in a file's name is the number of passages or pairs; `counts` has it by the approximate
+    tokens of a prompt. An answer has at most `new_tokens`. `most_popular`: only entities with log10
+    of page views below this. Each drawn question is used with the right passage at each of `depths`
+    places.
     """
 
     file: str
@@ -54,10 +55,10 @@ HELMET_TASKS: dict[HelmetTaskName, HelmetTask] = {
 
 
 def _published(lengths: list[int]) -> list[int]:
-    known = [*HELMET_TASKS["json_kv"].counts]
+    choices = [*HELMET_TASKS["json_kv"].counts]
     for length in lengths:
-        if length not in known:
-            raise ValueError(f"{length:,} is none of HELMET's lengths {known}")
+        if length not in choices:
+            raise ValueError(f"{length:,} is none of HELMET's lengths {choices}")
     return lengths
 
 
@@ -88,7 +89,7 @@ class Helmet(PromptEvaluation):
 
     @property
     def generated(self) -> int:
-        return sum(asked * HELMET_TASKS[name].new_tokens for name, asked in self._by_task.items())
+        return sum(n * HELMET_TASKS[name].new_tokens for name, n in self._by_task.items())
 
     @property
     def _by_task(self) -> dict[HelmetTaskName, int]:
@@ -97,14 +98,14 @@ class Helmet(PromptEvaluation):
         return {name: questions * HELMET_TASKS[name].depths for name in self.tasks}
 
     def files(self, folder: Path) -> list[str]:
-        return sorted(name for name in self._named() if (folder / name).is_file())
+        return sorted(name for name in self._file_names() if (folder / name).is_file())
 
     def missing_files(self, folder: Path) -> Iterator[str]:
-        for name in self._named():
+        for name in self._file_names():
             if not (folder / name).is_file():
                 yield f"{folder} has no {name} of HELMET"
 
-    def _named(self) -> list[str]:
+    def _file_names(self) -> list[str]:
         tasks = [HELMET_TASKS[name] for name in self.tasks]
         tests = {task.file.format(k=task.counts[n]) for task in tasks for n in self.lengths}
         return sorted(tests | {task.examples for task in tasks if task.examples is not None})

@@ -47,15 +47,15 @@ class HelmetSample(NamedTuple):
     question: str
     ending: str
     answers: tuple[str, ...]
-    document: str | None = None  # the question, the same in its rows (depths)
+    document: str | None = None  # key of the question, which has a row for each depth
 
     def prompt(self, context: str | None = None) -> str:
-        """The text before the answer's beginning `ending`."""
+        """The text before `ending`, with which the answer begins."""
         shown = self.context if context is None else context
         return self.template.format(context=shown, demos=self.demos, question=self.question)
 
 
-def keep(task: HelmetTask, row: Row) -> bool:
+def is_used(task: HelmetTask, row: Row) -> bool:
     """Whether a task uses a row of its file: PopQA leaves out the most popular entities."""
     return task.most_popular is None or math.log10(row["s_pop"]) < task.most_popular
 
@@ -72,14 +72,14 @@ def rag_sample(task: HelmetTask, row: Row, examples: Sequence[Row]) -> HelmetSam
     Raises KeyError, TypeError, ValueError or IndexError for a row that is not in HELMET's layout.
     """
     key = key_of(row)
-    # PopQA has one split only.
-    others = [
+    # PopQA's examples come from the same split as its questions.
+    usable = [
         example for example in examples if task.most_popular is None or key_of(example) != key
     ]
     seed = int(hashlib.sha256(str(key).encode()).hexdigest(), 16) % 2**31
     shown: dict[Any, Row] = {}
-    for index in np.random.default_rng(seed).permutation(len(others)):
-        shown.setdefault(key_of(others[index]), others[index])
+    for index in np.random.default_rng(seed).permutation(len(usable)):
+        shown.setdefault(key_of(usable[index]), usable[index])
         if len(shown) == SHOTS:
             break
     demos = "".join(
@@ -130,7 +130,7 @@ def fitted(
 
 
 def score(output: str, answers: Sequence[str]) -> float:
-    """1 where the output contains an answer, both without case, articles and punctuation.
+    """1 if the output contains an answer, both without case, articles and punctuation.
 
     The whole output counts: HELMET's configurations set `stop_new_line`, but its code ignores it.
     As in its code, an answer of articles and punctuation only is in every output.
@@ -169,8 +169,8 @@ def samples(
         for length in section.lengths:
             file = Path(section.data_dir, task.file.format(k=task.counts[length]))
             most = length - task.new_tokens
-            read = _key_values if task.examples is None else _questions
-            for sample in read(section, task, file, seed):
+            make = _key_values if task.examples is None else _questions
+            for sample in make(section, task, file, seed):
                 yield PromptSample(
                     name,
                     length,
@@ -200,17 +200,17 @@ def _questions(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iter
 
 
 def _key_values(section: Helmet, task: HelmetTask, file: Path, seed: int) -> Iterator[HelmetSample]:
-    every = _rows(task, file, partial(key_value_sample, task))
-    for index in np.random.default_rng(seed).permutation(len(every))[: section.samples]:
-        yield every[index]
+    samples = _rows(task, file, partial(key_value_sample, task))
+    for index in np.random.default_rng(seed).permutation(len(samples))[: section.samples]:
+        yield samples[index]
 
 
 def _rows(task: HelmetTask, file: Path, make: Callable[[Any], Any]) -> list[Any]:
-    """`make` of each row that the task keeps; raises UserError for a row in another layout."""
+    """`make(row)` for each row that the task uses; raises UserError for an invalid row."""
     rows = []
     for number, row in enumerate(read_rows(file, ())):
         try:
-            if keep(task, row):
+            if is_used(task, row):
                 rows.append(make(row))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -229,5 +229,5 @@ def _user_turn(text: str) -> Turns:
 
 
 def _with_ending(ending: str, turns: Turns) -> str:
-    """For a model without a chat template: ends where the answer begins."""
+    """The prompt of a model without a chat template."""
     return turns[-1]["content"] + ending

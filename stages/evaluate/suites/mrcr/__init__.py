@@ -17,7 +17,7 @@ class Mrcr(PromptEvaluation):
 
     title = "MRCR"
     public_data = "openai/mrcr"
-    read = (".parquet", ".jsonl")
+    suffixes = (".parquet", ".jsonl")
     published = 100
     kinds = 3
     new_tokens = 600

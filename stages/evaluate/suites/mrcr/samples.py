@@ -1,7 +1,7 @@
-"""MRCR (openai/mrcr; the task is of arXiv:2409.12640): which of several equal requests is meant.
+"""MRCR (openai/mrcr; task of arXiv:2409.12640): repeat one of several answers to equal requests.
 
 A conversation holds 2, 4 or 8 requests of the same wording; the model repeats the i-th answer after
-a random string. Read from the data's public layout, Parquet or JSONL with the same fields.
+a random string. The data is read in its public layout, Parquet or JSONL with the same fields.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def score(output: str, answer: str, prefix: str) -> float:
     return SequenceMatcher(None, output.removeprefix(prefix), answer.removeprefix(prefix)).ratio()
 
 
-# More than the average of any tokenizer.
+# No tokenizer's average is higher.
 _CHARACTERS_PER_TOKEN = 16
 
 
@@ -82,12 +82,12 @@ def samples(
 ) -> Iterator[PromptSample]:
     """The samples of each length, the limit of the tokens of conversation and answer.
 
-    Upstream counts tokens of another tokenizer, so its bins hold other samples. Raises UserError
+    Upstream counts with another tokenizer, so its bins hold other samples. Raises UserError
     when a file is not in the public layout.
     """
     counts = Counter[tuple[int, int]]()
-    most = _CHARACTERS_PER_TOKEN * max(section.lengths)
-    for sample in read_samples(section.data_files, most):
+    most_characters = _CHARACTERS_PER_TOKEN * max(section.lengths)
+    for sample in read_samples(section.data_files, most_characters):
         open_lengths = [
             length
             for length in section.lengths
@@ -117,7 +117,7 @@ def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSa
 
     Raises UserError when a file or a row of it is not in the public layout.
     """
-    seen, repeated = set[bytes](), Counter[Path]()
+    digests, repeated = set[bytes](), Counter[Path]()
     for path in files:
         for number, row in enumerate(read_rows(path, FIELDS)):
             try:
@@ -130,11 +130,11 @@ def read_samples(files: Iterable[Path], most_characters: int) -> Iterator[MrcrSa
                     f"{path}, row {number}: not in MRCR's layout ({reason}); its fields are "
                     f"{', '.join(FIELDS)}"
                 ) from None
-            content = hashlib.sha256(repr(sample).encode()).digest()
-            if content in seen:
+            digest = hashlib.sha256(repr(sample).encode()).digest()
+            if digest in digests:
                 repeated[path] += 1
                 continue
-            seen.add(content)
+            digests.add(digest)
             yield sample
     for path, rows in repeated.items():
         # Repeated rows would make the score look more certain than it is.

@@ -69,16 +69,17 @@ class NeedleEvaluation(SuiteSection):
         return {"words": words_identity(), "sentences": sentences_identity()}
 
     @property
-    def is_papers(self) -> bool:
-        usual = type(self)()
-        return set(self.tasks) == set(usual.tasks) and set(self.lengths) == set(usual.lengths)
+    def matches_paper(self) -> bool:
+        default = type(self)()
+        same_tasks = set(self.tasks) == set(default.tasks)
+        return same_tasks and set(self.lengths) == set(default.lengths)
 
     def new_tokens(self, task: str) -> int:
         """Tokens that a model may generate in a task."""
         return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens
 
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        yield from self._stretched(loaded, where)
+        yield from self._yarn_faults(loaded, where)
         for length in self.lengths:
             new_tokens = max(self.new_tokens(task) for task in self.tasks)
             if new_tokens >= length:
@@ -88,16 +89,16 @@ class NeedleEvaluation(SuiteSection):
                 )
 
     def chat_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
-        """Lengths leave out the chat template, which adds at least two tokens."""
-        for length, (reach, of_whom) in self._reaches(loaded).items():
-            if reach - 2 < length <= reach:
+        """Lengths with less than two positions left, which a chat template needs at least."""
+        for length, (limit, limit_text) in self._position_limits(loaded).items():
+            if limit - 2 < length <= limit:
                 yield (
                     f"{where}.lengths: {length:,} leaves no room for evaluate.chat_template in "
-                    f"{of_whom}; lower it by about a hundred, or set a larger factor in "
+                    f"{limit_text}; lower it by about a hundred, or set a larger factor in "
                     f"{where}.yarn"
                 )
 
-    def _stretched(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
+    def _yarn_faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         """Lengths beyond the model's positions without a sufficient YaRN factor."""
         for length in set(self.yarn) - set(self.lengths):
             yield f"{where}.yarn: {length:,} is not among {where}.lengths"
@@ -105,27 +106,27 @@ class NeedleEvaluation(SuiteSection):
         if fault is not None:
             yield f"{where}.yarn: RoPE cannot be stretched: {fault}"
         trained = self._trained_length(loaded) or loaded.positions or 1
-        for length, (reach, of_whom) in self._reaches(loaded).items():
-            if length > reach:
+        for length, (limit, limit_text) in self._position_limits(loaded).items():
+            if length > limit:
                 name = "yarn" if length in self.yarn else "lengths"
                 yield (
-                    f"{where}.{name}: {length:,} is more than {of_whom}"
+                    f"{where}.{name}: {length:,} is more than {limit_text}"
                     f"; set {where}.yarn, like {{{length}: {math.ceil(length / trained)}}}"
                 )
 
-    def _reaches(self, loaded: LoadedRecipe) -> dict[int, tuple[float, str]]:
-        """The model's positions at each of the lengths, if known, and a text for messages."""
+    def _position_limits(self, loaded: LoadedRecipe) -> dict[int, tuple[float, str]]:
+        """By length, the positions at its YaRN factor, and how a message names them."""
         limit = loaded.positions
         trained = self._trained_length(loaded) or limit
-        reaches: dict[int, tuple[float, str]] = {}
+        limits: dict[int, tuple[float, str]] = {}
         for length in self.lengths:
             factor = self.yarn.get(length)
             if factor is not None and trained is not None:
                 text = f"{factor:g} times the {trained:,} that YaRN stretches"
-                reaches[length] = trained * factor, text
+                limits[length] = trained * factor, text
             elif limit is not None:
-                reaches[length] = limit, f"the model's {limit:,} positions"
-        return reaches
+                limits[length] = limit, f"the model's {limit:,} positions"
+        return limits
 
     def _trained_length(self, loaded: LoadedRecipe) -> int | None:
         """The length that YaRN stretches, if recipe, config.json or model card have it."""
@@ -148,7 +149,7 @@ class NeedleEvaluation(SuiteSection):
                 yield f"{where}.data_dir: {fault}"
 
     def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Tasks that lack a file of RULER; for tasks that the recipe names this is a fault."""
+        """Tasks of presets that lack a file; `missing` reports those the recipe names itself."""
         yield from filter(None, (missing_ruler_file(task, self.data_dir) for task in tasks or ()))
 
     def work(self) -> tuple[list[Work], list[str]]:
@@ -157,7 +158,7 @@ class NeedleEvaluation(SuiteSection):
         work = [
             Work(
                 samples, samples * length, length, length, self.samples, generated,
-                kept=samples * (4 * length + _RECORD_BYTES),
+                stored_bytes=samples * (4 * length + _RECORD_BYTES),
             )
             for length in self.lengths
         ]  # fmt: skip

@@ -54,8 +54,8 @@ class NeedleSuite(Suite):
             factor = self.section.yarn.get(length)
             identity = {**folder.identity, "yarn": factor}
             if factor is not None:
-                stated = self.section.yarn_original_length
-                if original := stated or original_positions({}, self.card):
+                from_recipe = self.section.yarn_original_length
+                if original := from_recipe or original_positions({}, self.card):
                     identity["yarn_original_length"] = original
             if self.chat is not None:
                 identity["chat"] = self.chat.digest
@@ -82,11 +82,11 @@ class NeedleSuite(Suite):
         Raises UserError on all ranks for every task that does not fit, or whose data is missing or
         damaged; an optional task becomes `missing` instead.
         """
-        mine = self.subtasks[self.rank :: self.world]
-        with progress(len(mine) * self.section.samples, "RULER samples", "samples") as bar:
+        own_subtasks = self.subtasks[self.rank :: self.world]
+        with progress(len(own_subtasks) * self.section.samples, "RULER samples", "samples") as bar:
             for count in (1, self.section.samples):  # the first samples show what does not fit
                 faults = []
-                for subtask in mine:
+                for subtask in own_subtasks:
                     if subtask.task in self.missing:
                         continue
                     try:
@@ -94,9 +94,9 @@ class NeedleSuite(Suite):
                     except UserError as fault:
                         faults.append((subtask.task, str(fault)))
                 faults = gather_object(faults)
-                needed = [fault for task, fault in faults if task not in self.section.optional]
-                if needed:
-                    raise UserError("\n".join(needed))
+                required = [fault for task, fault in faults if task not in self.section.optional]
+                if required:
+                    raise UserError("\n".join(required))
                 self.missing |= dict(faults)
         self._folders = {
             subtask: folder
@@ -105,8 +105,8 @@ class NeedleSuite(Suite):
         }
 
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
-        asked, new_tokens = set(indices), self.section.new_tokens(subtask.task)
-        questions = [q for q in self._subtask_questions(subtask) if q.index in asked]
+        chosen, new_tokens = set(indices), self.section.new_tokens(subtask.task)
+        questions = [q for q in self._subtask_questions(subtask) if q.index in chosen]
         factor = self.section.yarn.get(subtask.length)
         with yarn(loaded, factor, self.section.yarn_original_length, self.card):
             for batch in self.generated(loaded, questions, new_tokens):
@@ -119,8 +119,8 @@ class NeedleSuite(Suite):
         """The subtask's samples of this rank; cached, since all checkpoints share them."""
         if subtask not in self._questions:
             self._questions[subtask] = questions = []
-            mine = range(self.rank, self.section.samples, self.world)
-            for sample in self._folders[subtask].read(mine):
+            own_indices = range(self.rank, self.section.samples, self.world)
+            for sample in self._folders[subtask].read(own_indices):
                 if self.calibration is not None:
                     self.calibration.check(sample)
                 any_answer, ids = subtask.task in ANY_ANSWER, sample.ids

@@ -14,7 +14,7 @@ class Nolima(PromptEvaluation):
 
     title = "NoLiMa"
     public_data = "amodaresi/NoLiMa"
-    read = (".txt", ".json")
+    suffixes = (".txt", ".json")
     published = 290  # needles in books, at each depth
 
     data_dir: DataFolder
@@ -33,8 +33,8 @@ class Nolima(PromptEvaluation):
 
     @property
     def most_samples(self) -> int:
-        every = self.published * self.depths
-        return min(self.samples or every, every)
+        available = self.published * self.depths
+        return min(self.samples or available, available)
 
     @property
     def generated(self) -> int:

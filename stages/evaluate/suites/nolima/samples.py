@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
@@ -29,11 +29,13 @@ _BASE_SEED = 42
 # Upstream's system prompt for every chat model, in place of the needle set's own.
 _CHAT_SYSTEM = "You are a helpful assistant"
 _MAX_TESTS = 100_000  # of a needle set; public sets have a few hundred
-# No distractor stands this near to the needle, as a share of the context.
+# Minimum distance of a distractor from the needle, as a share of the context.
 _FREE_ZONE = 0.2
-# In contexts shorter than this a distractor has a fixed depth; characters that find its place.
+# In contexts shorter than this a distractor has one of three fixed depths.
 _SHORT = 500
-_ANCHOR, _SHORT_ANCHOR = 50, 25
+# Characters of the book by which a distractor's place is found again, and its offset from their
+# start; the second pair is for short contexts. Both as upstream.
+_ANCHOR, _SHORT_ANCHOR = (50, 49), (25, 23)
 
 
 class NeedleTest(NamedTuple):
@@ -89,15 +91,15 @@ class NolimaSample:
     def _with_distractor(self, text: str, distractor: str, book: Book, length: int) -> str:
         """The text with a distractor where it would stand in the book without the needle."""
         alone = book.with_text(distractor, length, self.distractor_depth)
-        reach = _SHORT_ANCHOR if length < _SHORT else _ANCHOR
+        characters, offset = _SHORT_ANCHOR if length < _SHORT else _ANCHOR
         at = alone.index(distractor)
-        before = alone[max(at - reach, 0) : at - 1]
+        before = alone[max(at - characters, 0) : at - 1]
         if text.count(before) != 1:
             raise UserError(
                 f"{book.path}: the text before a distractor stands {text.count(before)} times in "
                 f"{length:,} tokens; choose another book"
             )
-        place = text.index(before) + (23 if length < _SHORT else 49)
+        place = text.index(before) + offset
         return f"{text[:place]} {distractor}\n{text[place:]}"
 
 
@@ -126,10 +128,10 @@ class Book:
 
         Raises UserError when the book has no such break, or too few tokens around it.
         """
-        behind = self._places[self._places / (length + 1) - depth >= 0]
-        place = int(behind[0]) if len(behind) else 0
+        candidates = self._places[self._places / (length + 1) - depth >= 0]
+        place = int(candidates[0]) if len(candidates) else 0
         start = place - int(np.round(length * depth))
-        if not len(behind) or start < 0 or start + length > len(self._ids):
+        if not len(candidates) or start < 0 or start + length > len(self._ids):
             raise UserError(
                 f"{self.path}: its {len(self._ids):,} tokens leave no room for a context of "
                 f"{length:,} at depth {depth:.2f}"
@@ -145,10 +147,8 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
     """
     experiments = load_user_json(path, "get the set again")
     try:
-        every = (
-            test for experiment in experiments for test in _tests(experiment, default_template)
-        )
-        tests = list(islice(every, _MAX_TESTS + 1))
+        parsed = (_tests(experiment, default_template) for experiment in experiments)
+        tests = list(islice(chain.from_iterable(parsed), _MAX_TESTS + 1))
         if len(tests) > _MAX_TESTS:
             raise ValueError(f"more than {_MAX_TESTS:,} questions")
         if not tests:
@@ -163,19 +163,7 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
 
 
 def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Iterator[NeedleTest]:
-    template = experiment.get("task_template")
-    if template is None:
-        template = default_template
-    if template is None:
-        raise ValueError(
-            f"experiment {experiment['id']} has no task_template; save the benchmark's own as "
-            "task_template.txt beside the set"
-        )
-    # A format specification may ask for any width: {question:>9999999999}.
-    fields = [field for _, field, *_ in Formatter().parse(template) if field is not None]
-    plain = all(spec in ("", None) and not mark for *_, spec, mark in Formatter().parse(template))
-    if not plain or set(fields) != {"haystack", "question"}:
-        raise ValueError(f"the template of {experiment['id']} has other fields than its two")
+    template = _template(experiment, default_template)
     system = experiment.get("system_prompt", "")
     seed = _BASE_SEED + int(str(experiment["id"])[:4])
     if seed < _BASE_SEED:
@@ -213,11 +201,30 @@ def _tests(experiment: Mapping[str, Any], default_template: str | None) -> Itera
             )
 
 
-def _texts(name: str, what: str, value: Any) -> tuple[str, ...]:
+def _template(experiment: Mapping[str, Any], default: str | None) -> str:
+    """The experiment's template or the default; raises ValueError for other fields than its two."""
+    template = experiment.get("task_template")
+    if template is None:
+        template = default
+    if template is None:
+        raise ValueError(
+            f"experiment {experiment['id']} has no task_template; save the benchmark's own as "
+            "task_template.txt beside the set"
+        )
+    parts = list(Formatter().parse(template))
+    fields = {field for _, field, *_ in parts if field is not None}
+    # A format specification may ask for any width: {question:>9999999999}.
+    plain = all(spec in ("", None) and not conversion for *_, spec, conversion in parts)
+    if not plain or fields != {"haystack", "question"}:
+        raise ValueError(f"the template of {experiment['id']} has other fields than its two")
+    return str(template)
+
+
+def _texts(name: str, field: str, value: Any) -> tuple[str, ...]:
     """The texts in `value`; raises ValueError for an empty one, which any output contains."""
     texts = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{what} of {name} must be texts that are not empty")
+        raise ValueError(f"{field} of {name} must be texts that are not empty")
     "".join(texts).encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
     return texts
 
@@ -260,12 +267,14 @@ def _distractor_depth(rng: np.random.RandomState, depth: float, length: int) -> 
     left, right = max(0, depth - 2 * _FREE_ZONE), max(0, 1 - (depth + 2 * _FREE_ZONE))
     drawn = float(rng.uniform(0, left + right))
     if length < _SHORT:
-        return 0.7 if depth < 0.6 else 0.6 if depth > 0.75 else 0.5
+        if depth < 0.6:
+            return 0.7
+        return 0.6 if depth > 0.75 else 0.5
     return depth + _FREE_ZONE + (drawn - left) if drawn > left else drawn + _FREE_ZONE
 
 
 def score(output: str, answers: Sequence[str]) -> float:
-    """1 where the output contains one of the answers, case included."""
+    """1 if the output contains one of the answers in the same case, else 0."""
     return float(any(answer in output for answer in answers))
 
 
@@ -283,13 +292,15 @@ def samples(
     template = read_utf8(template_file).removesuffix("\n") if template_file.is_file() else None
     tests = needle_tests(folder / section.needle_set, template)
     books = [Book(path, tokenizer) for path in section.books(folder)]
-    chat_system = None if chat is None else _CHAT_SYSTEM if _takes_system(chat) else ""
+    chat_system = None
+    if chat is not None:
+        chat_system = _CHAT_SYSTEM if _takes_system(chat) else ""
     for length in section.lengths:
-        every = samples_of(tests, len(books), section.depths, length)
+        all_samples = samples_of(tests, len(books), section.depths, length)
         rng = np.random.default_rng([seed, length])
-        chosen = rng.permutation(len(every))[: section.samples]
+        chosen = rng.permutation(len(all_samples))[: section.samples]
         for index in sorted(chosen.tolist()):
-            sample = every[index]
+            sample = all_samples[index]
             sample.check_room(books[sample.book], length)  # before any model is loaded
             system = sample.test.system_prompt if chat_system is None else chat_system
             yield PromptSample(
@@ -304,7 +315,7 @@ def samples(
 
 
 def _takes_system(chat: ChatTemplate) -> bool:
-    """Whether the template has a place for a system turn, which Gemma's has not."""
+    """Whether the template accepts a system turn; Gemma's does not."""
     try:
         chat.text([{"role": role, "content": _CHAT_SYSTEM} for role in ("system", "user")])
     except UserError:

@@ -1,4 +1,4 @@
-"""Loss by position in long documents, the first to rise if distant tokens are not seen."""
+"""Loss by position in long documents, which rises first where distant tokens are not seen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bosch.model.cache import CACHE_NAME
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import Subtask, digest_of
-from stages.evaluate.generation import check_numbers
+from stages.evaluate.generation import refuse_nan
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.suite import Records, Suite
 from stages.evaluate.suites.positions import PositionEvaluation
@@ -56,7 +56,7 @@ class PositionSuite(Suite):
         Copies are skipped: they would narrow the interval without new information. Raises UserError
         when no document is long enough.
         """
-        known = set[bytes]()
+        contents = set[bytes]()
         for text in documents(self.section.path, 8 * self.section.length + 1000):
             if len(self._documents) == self.section.documents:
                 break
@@ -65,8 +65,8 @@ class PositionSuite(Suite):
                 continue
             ids = encode_prompt(self.tokenizer, text)
             document = np.asarray(ids[: self.section.length], np.int32)
-            if len(ids) >= self.section.length and document.tobytes() not in known:
-                known.add(document.tobytes())
+            if len(ids) >= self.section.length and document.tobytes() not in contents:
+                contents.add(document.tobytes())
                 self._documents.append(document)
         if not self._documents:
             raise UserError(
@@ -105,20 +105,20 @@ class PositionSuite(Suite):
 
 @torch.inference_mode()
 def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = None) -> np.ndarray:
-    """Cross-entropy of every token except the first, nats [T - 1], by a prefill in chunks.
+    """Cross-entropy of every token except the first, nats [T - 1].
 
-    If all processes read together (`shared`), in one pass.
+    Computed by a prefill in chunks, or in one pass if all processes read together (`shared`).
     """
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)[None]
     if shared is not None:
         all_losses = shared.token_losses(model, tokens)
-        check_numbers(all_losses)
+        refuse_nan(all_losses)
         return np.asarray(all_losses.cpu())
     cache, losses = None, []
     for start in range(0, tokens.shape[1] - 1, _CHUNK):
         chunk = tokens[:, start : min(start + _CHUNK, tokens.shape[1] - 1)]
         output = model(chunk, use_cache=True, **{CACHE_NAME: cache})
-        check_numbers(output.logits)
+        refuse_nan(output.logits)
         cache = output[CACHE_NAME]
         targets = tokens[0, start + 1 : start + 1 + chunk.shape[1]]
         loss = torch.nn.functional.cross_entropy(
