@@ -142,7 +142,14 @@ def test_a_compiled_search_has_one_graph_for_each_number_of_full_heads() -> None
 def test_a_new_head_mask_does_not_compile_the_flex_kernel_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With inductor, here for the CPU, which has only the forward pass."""
+    """With inductor, here for the CPU, which has only the forward pass.
+
+    It compiles the kernel alone: no programs that try instruction sets, and no precompiled headers.
+    """
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")  # which flex_attention requires on x86
+    settings = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False, "compile_threads": 1}
+    for name, value in settings.items():
+        monkeypatch.setattr(torch._inductor.config, name, value)
     counter = CompileCounterWithBackend("inductor")
     kernel = torch.compile(torch_flex.flex_attention, backend=counter)
     monkeypatch.setattr(flex, "kernel_for", lambda device: kernel)
