@@ -106,8 +106,10 @@ class State:
         """The budgets for which the passes suffice: the chosen one and others, evenly spread."""
         costs = [self._cost_of_first(budget) for budget in budgets]
         rest = self.left - self._ends_cost - 2 * self.gradients.cost
-        affordable = max(1, int(rest / max([1e-9, *costs])))
-        if sum(costs) <= rest or len(budgets) <= affordable:
+        paid = len(budgets) if sum(costs) <= rest else int(rest / max(costs))
+        # `free` counts at least one pass for each mask, and a gradient comes before the first one.
+        affordable = max(1, min(paid, int(self.left - self.gradients.cost)))
+        if len(budgets) <= affordable:
             return budgets
         self.evaluator.note(
             f"search.budget_per_layer: {self.all_passes:g} passes pay for {affordable} of "

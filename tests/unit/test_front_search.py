@@ -318,6 +318,17 @@ def test_a_budget_too_small_for_one_gradient_is_refused() -> None:
         search(scorer, kappa=1)
 
 
+@pytest.mark.parametrize("cost", [0.3, 0.5, 0.7])
+def test_masks_of_little_cost_leave_room_for_a_gradient(cost: float) -> None:
+    """There are no more masks than passes, however many points the passes would pay for."""
+    scorer: Any = WindowLandscape("additive", (2, 4), (16, 64))
+    scorer.mask_passes = lambda mask: cost
+    result, evaluator = search(scorer, kappa=4, slots=_MANY, chosen=3000)
+    assert result.front is not None and result.front.points[-1].full_kv_heads == 8
+    assert len(evaluator.trace) <= 2 + front_budget(SearchSettings(0.5, budget_per_layer=4), 2)
+    assert any("6 passes pay for 5 of 7 points" in note for note in evaluator.notes)
+
+
 def _at_start(
     chosen: int | None = None, slots: tuple[int, ...] = BUDGETS, kappa: int = 100
 ) -> FrontSearch:
