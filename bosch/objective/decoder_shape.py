@@ -22,6 +22,8 @@ from bosch.objective.block_bytes import BlockBytes, block_bytes
 from bosch.objective.flops import Flops, linear_flops
 from bosch.window import Window, block_size
 
+_FLOAT32 = 4  # bytes
+
 
 @dataclass(frozen=True)
 class DecoderShape:
@@ -121,15 +123,23 @@ class DecoderShape:
     ) -> float:
         """Bytes of the scores of `heads` query heads that sdpa stores for gradients, for all rows.
 
-        As measured, 8 bytes for each score, plus the bytes of a value for soft-capped scores. Full
-        heads are computed in pieces of `DENSE_MASK_ENTRIES` with the keys before their end.
+        For each score the softmax's weight in float32, its copy in the values' precision, and of
+        soft-capped scores the tanh. Full heads are computed in pieces of `DENSE_MASK_ENTRIES` with
+        the keys before their end.
         """
         if window is None:
             square = heads * length**2
             stored = min(square, (square + DENSE_MASK_ENTRIES) / 2)
         else:
-            stored = heads * length * min(length, window.max_keys + block_size(window.size))
-        return stored * (8 + self.softcap * value_bytes)
+            stored = heads * _scores_in_bands(length, window)
+        copy = value_bytes if value_bytes < _FLOAT32 else 0
+        return stored * (_FLOAT32 * (1 + self.softcap) + copy)
+
+    def score_gradient_bytes(self, heads: int, length: int, window: Window | None) -> int:
+        """Bytes of the gradients of these scores before and after the softmax, of one piece."""
+        if window is None:
+            return 2 * _FLOAT32 * min(heads * length**2, DENSE_MASK_ENTRIES)
+        return 2 * _FLOAT32 * heads * _scores_in_bands(length, window)
 
     def blocks(self, value_bytes: int) -> BlockBytes:
         """Memory of the blocks beside attention, with values of 2 or 4 bytes."""
@@ -183,6 +193,11 @@ class DecoderShape:
     ) -> float:
         """Operations of forward and backward without recomputation, as counted by MFU."""
         return 3 * self.forward_flops(tokens, length, shares)
+
+
+def _scores_in_bands(length: int, window: Window) -> int:
+    """Scores of a sliding head with the keys of its bands."""
+    return length * min(length, window.max_keys + block_size(window.size))
 
 
 def _empty_model(config: Any) -> Any:

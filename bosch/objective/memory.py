@@ -128,7 +128,7 @@ class ActivationSizes:
             feed_forward = self._block_bytes(tokens, "plain_feed_forward")
             attention += feed_forward
             other_block += feed_forward * bool(other_block)
-        attention += 4 * self._piece(tokens)  # gradients of the scores
+        attention += self._score_gradients(tokens)
         piece = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
         saved += max(self._block_bytes(piece, "both_feed_forward"), other_block)
         saved += 6 * self.state(tokens)
@@ -218,6 +218,11 @@ class ActivationSizes:
         if self.score_shape is None:
             return 0
         return min(self._heads(self.score_shape) * tokens**2, DENSE_MASK_ENTRIES)
+
+    def _score_gradients(self, tokens: int) -> int:
+        if (shape := self.score_shape) is None:
+            return 0
+        return shape.score_gradient_bytes(self._heads(shape), tokens, None)
 
     def _heads(self, shape: DecoderShape) -> int:
         return self._per_shard(shape.query_size // shape.kinds.head_dim)

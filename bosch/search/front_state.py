@@ -106,7 +106,7 @@ class State:
         """The budgets for which the passes suffice: the chosen one and others, evenly spread."""
         costs = [self._cost_of_first(budget) for budget in budgets]
         rest = self.left - self._ends_cost - 2 * self.gradients.cost
-        paid = len(budgets) if sum(costs) <= rest else int(rest / max(costs))
+        paid = len(budgets) if sum(costs) <= rest else int(rest / max([1e-9, *costs]))
         # `free` counts at least one pass for each mask, and a gradient comes before the first one.
         affordable = max(1, min(paid, int(self.left - self.gradients.cost)))
         if len(budgets) <= affordable:

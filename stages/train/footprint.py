@@ -254,9 +254,9 @@ def training_memory(
     # DeepSpeed holds frozen weights only in the precision of its computation.
     in_float32 = trained if runtime.sharding == "deepspeed" else parameters
     element_bytes = _element_bytes(train)
-    scores = [0.0]
+    scores, score_gradients = [0.0], 0
     if shape.keeps_scores(runtime.attention):
-        scores = _scores(shape, layers, tokens // length, length, element_bytes)
+        scores, score_gradients = _scores(shape, layers, tokens // length, length, element_bytes)
         scores = [size / runtime.context_parallel for size in scores]
     if runtime.context_parallel > 1:
         rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
@@ -285,7 +285,7 @@ def training_memory(
             teacher += element_bytes * shape.tables
     loss_sizes = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
-    activations = _activations(shape, train, runtime, tokens, exchanged, scores)
+    activations = _activations(shape, train, runtime, tokens, exchanged, scores, score_gradients)
     return TrainingMemory(
         parameters=float32_bytes(in_float32, shards),
         gradients=gradients,
@@ -355,11 +355,12 @@ def _activations(
     tokens: int,
     exchanged: Sequence[tuple[float, float]],
     scores: Sequence[float],
+    score_gradients: int,
 ) -> _Activations:
     """The bytes that autograd keeps of a micro-batch of `tokens`.
 
     `exchanged` is the result of `exchanged_bytes`, `scores` are the bytes of each layer's attention
-    scores, if they are kept.
+    scores, if they are kept, and `score_gradients` those of their gradients in the backward pass.
     """
     element_bytes = _element_bytes(train)
     # Autocast leaves the embedding in float32, and with it all sums between layers.
@@ -367,8 +368,9 @@ def _activations(
     # Autocast casts no experts, which compute in their weights' type.
     mlp = residual if shape.experts else element_bytes
     saved = tokens * _saved_bytes_per_token(shape, element_bytes, residual, mlp, train)
-    # Gradients on the way through the MLP and the norms.
+    # Gradients on the way through the MLP and the norms, or through attention's scores.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
+    backward = max(backward, score_gradients)
     # Layers with states have a recurrence, as torch computes it: kernels take less.
     blocks = shape.blocks(element_bytes) if shape.kinds.states else None
     if runtime.checkpointing == "none":
@@ -400,19 +402,30 @@ def _scores(
     sequences: int,
     length: int,
     element_bytes: int,
-) -> list[float]:
-    """Bytes of the scores that each layer's attention keeps without a fused kernel."""
+) -> tuple[list[float], int]:
+    """Bytes of attention's scores without a fused kernel.
+
+    Those that each layer keeps, and the most of the gradients of a window's.
+    """
     heads = sequences * (shape.query_size // shape.kinds.head_dim)
     group = heads // shape.key_value_heads
     rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
-    own_windows: list[LayerHeads] = [{Window(size): heads} for size in shape.kinds.windows.values()]
-    query_heads = [{window: group * count for window, count in row.items()} for row in rows]
-    return [
+    query_heads: list[LayerHeads] = [
+        {window: group * count for window, count in row.items()} for row in rows
+    ]
+    query_heads += [{Window(size): heads} for size in shape.kinds.windows.values()]
+    stored = [
         sum(
             shape.score_bytes(count, length, window, element_bytes) for window, count in row.items()
         )
-        for row in [*query_heads, *own_windows]
+        for row in query_heads
     ]
+    gradients = (
+        shape.score_gradient_bytes(count, length, window)
+        for row in query_heads
+        for window, count in row.items()
+    )
+    return stored, max(gradients)
 
 
 def _element_bytes(train: TrainConfig) -> int:

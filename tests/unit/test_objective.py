@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bosch import hardware
 from bosch.attention import LogitTransform, hybrid_attention
+from bosch.attention.causal import masked_attention
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
@@ -780,7 +781,7 @@ def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).score_shape is gpt_oss
     assert memory.ActivationSizes.of(gpt_oss, 4, attention="flex").score_shape is None
     sizes = memory.ActivationSizes.of(shape, 4)
-    scores = 12 * 2 * 8 * (32 * 32 + 32 * 24)
+    scores = 8 * 2 * 8 * (32 * 32 + 32 * 24)
     fused = replace(sizes, score_shape=None)
     (window,) = shape.kinds.windows.values()  # of a layer with one choice, not those of a gate
     own = shape.score_bytes(16, 32, Window(window), 4)
@@ -795,6 +796,30 @@ def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
         fused.gradient_without_recompute(2, 32, 8)
         == without.gradient_without_recompute(2, 32, 8) + own
     )
-    piece = 4 * 8 * 64**2
+    piece = 8 * 8 * 64**2
     assert sizes.gradient(2, 32, 8) == fused.gradient(2, 32, 8) + scores + piece
     assert sizes.plain_pass(64) == fused.plain_pass(64) + 20 * 8 * 64**2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_scores_take_the_bytes_that_autograd_stores(
+    dtype: torch.dtype, softcap: float | None
+) -> None:
+    """Without the mask, queries, keys and values, which are small beside 512 x 512 scores."""
+    heads, length, dim = 8, 512, 8
+    states = [torch.randn(1, heads, length, dim, dtype=dtype, requires_grad=True) for _ in "qkv"]
+    head_logits = None if softcap else torch.zeros(heads, requires_grad=True)
+    sizes: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    transform = LogitTransform(dim**-0.5, softcap, head_logits)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        masked_attention(*states, transform, 0.0, is_causal=True).sum()
+    config = small_config("gemma2" if softcap else "gpt_oss")
+    stated = DecoderShape.of(config).score_bytes(heads, length, None, dtype.itemsize)
+    assert stated <= sum(sizes.values()) <= 1.1 * stated

@@ -185,7 +185,10 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
         {}, {}, {"length": 8, "shape": replace(
             SHAPE, softcap=True, kinds=replace(SHAPE.kinds, full=(0,), **OWN)
         )},
-        {"layer inputs": 2 * 8 * 692 + 2 * 4 * 64 * 10},
+        {
+            "layer inputs": 2 * 8 * 692 + 2 * 4 * 64 * 10,
+            "a layer's backward": 4 * 64 * 8,  # gradients before and after the softmax
+        },
     ),
     "capped scores of split sequences": (
         {}, {"context_parallel": 2}, {"processes": 2, "shape": replace(SHAPE, softcap=True)},
@@ -196,7 +199,7 @@ HELD: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
     }),
     "logits of heads": (
         {}, {"attention": "sdpa", "checkpointing": "full"}, {"length": 8, "shape": HEAD_LOGITS},
-        {"a layer's backward": 8 * 692 + 4 * 64 * 8 + 8 * 160},
+        {"a layer's backward": 8 * 692 + 4 * 64 * 6 + 4 * 64 * 8},
     ),
     "liger": ({"liger": True}, {}, {}, {
         "layer inputs": 2 * 8 * (12 * 10 + 8 * 16 + 6 * 8 + 6 * 20),
@@ -339,10 +342,15 @@ WORDS = 2**20  # a chunk is 64 tokens of these
         # 1,000 words of 10 numbers: chunks of a hundredth, 25 tokens, and so 32.
         (loss_bytes(100, 3, WORDS, 2, False, capped=True), 4 * 2**28 + 600),
         (loss_bytes(100, 3, WORDS, 2, False, True, True), 8 * 2**27 + 3 * 600),
-        (SHAPE.score_bytes(8, 100, None, 2), 8 * 100 * 100 * 8),
-        (SHAPE.score_bytes(8, 2**12, None, 2), (8 * 2**24 + 2**24) / 2 * 8),
-        (SHAPE.score_bytes(8, 100, Window(20), 2), 8 * 100 * 40 * 8),
+        (SHAPE.score_bytes(8, 100, None, 2), 8 * 100 * 100 * 6),
+        (SHAPE.score_bytes(8, 100, None, 4), 8 * 100 * 100 * 4),
+        (SHAPE.score_bytes(8, 2**12, None, 2), (8 * 2**24 + 2**24) / 2 * 6),
+        (SHAPE.score_bytes(8, 100, Window(20), 2), 8 * 100 * 40 * 6),
         (replace(SHAPE, softcap=True).score_bytes(1, 10, None, 2), 100 * 10),
+        (replace(SHAPE, softcap=True).score_bytes(1, 10, None, 4), 100 * 8),
+        (SHAPE.score_gradient_bytes(8, 100, None), 8 * 100 * 100 * 8),
+        (SHAPE.score_gradient_bytes(8, 2**12, None), 2**24 * 8),
+        (SHAPE.score_gradient_bytes(8, 100, Window(20)), 8 * 100 * 40 * 8),
         (liger_loss_bytes(2500, 10, 1000, 2, True), 32 * 1000 * 2 + 2500 * 20 + 10_000 * 10),
         (liger_loss_bytes(2500, 10, 1000, 4, True), 32 * 1000 * 4 + 2500 * 40 + 10_000 * 8),
         (liger_loss_bytes(30, 10, 10, 2, False), 30 * 10 * 2 + 30 * 20),
