@@ -87,7 +87,6 @@ class Evaluation:
         stamps = self.runner.hasher.stamps
         digest = hashlib.sha256(files.canonical_json(document).encode()).hexdigest()
         work = self.store.work("evaluation", digest)
-        files.make_folder(work)
         lock = self.store.lock("evaluation", digest)
         with hold(lock, f"{self.runner.name}: this evaluation", self.runner.name, wait=True):
             scores = SelectedScores.finished(work)
@@ -99,7 +98,6 @@ class Evaluation:
 
     def publish(self, scores: SelectedScores, samples: str, table: str) -> None:
         """Write the files of one evaluation to `folder`, to which other processes may write."""
-        files.make_folder(self.folder)
         with hold_briefly(self.store.lock("evaluation", self.runner.name)):
             files.write_json(self.folder / SelectedScores.FILE, scores.content)
             write_text(self.folder / SAMPLES, samples)

@@ -218,7 +218,7 @@ def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[
     script = capsys.readouterr().out
     assert all(name in script for name in commands())
     if shell == "bash":
-        assert "--dry-run" in script
+        assert "--dry-run" in script and " --version)" in script
         for takes_files in ("run_pos_0", "repair___from", "evaluate___model", "new___data"):
             assert f"_shtab_bosch_{takes_files}_COMPGEN=_shtab_compgen_files" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
@@ -477,6 +477,31 @@ def test_a_path_that_blocks_a_runs_files_is_reported(
     assert main(["run", str(case.file)], fake_table()) == 1
     sentence = f"error: {place}: is in the way of the run's own files; move it away"
     assert capsys.readouterr().err.splitlines()[-1] == sentence
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "message"),
+    [
+        (errno.EROFS, 2, "runtime.output_root: RUNS/tiny cannot be made (Read-only"),
+        (errno.ENOSPC, 1, "the disk of FOLDER is full"),
+    ],
+)
+def test_an_output_root_that_cannot_be_made_is_reported_before_a_stage_runs(
+    case: Case,
+    number: int,
+    status: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    monkeypatch.setattr("pipeline.commands.run.make_folder", refuse)
+    assert main(["run", str(case.file)], fake_table()) == status
+    expected = message.replace("RUNS", str(case.runs)).replace("FOLDER", str(case.folder))
+    assert capsys.readouterr().err.startswith(f"error: {expected}")
+    assert not case.runs.exists()
 
 
 @pytest.mark.parametrize(

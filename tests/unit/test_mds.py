@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -62,11 +63,12 @@ def read_all(folder: Path) -> list[dict]:
     return [sample for shard in shards for sample in read_samples(folder, shard)]
 
 
-def documents(folder: Path, special_tokens: bool = False) -> list[str]:
+def documents(folder: Path, special_tokens: bool = False, tokenizer: Any = None) -> list[str]:
+    tokenizer = tokenizer or tiny_tokenizer()
     return [
         text
         for shard in read_index(folder / "index.json")
-        for text in read_documents(folder, shard, tiny_tokenizer(), special_tokens)
+        for text in read_documents(folder, shard, tokenizer, special_tokens)
     ]
 
 
@@ -266,6 +268,14 @@ def test_special_tokens_are_dropped_unless_the_source_keeps_them(tmp_path):
     folder = write_sample(tmp_path, input_ids=u32(*ids, tokenizer.eos_token_id, *ids))
     assert documents(folder) == ["One. One. "]
     assert documents(folder, special_tokens=True) == ["One. <|end|>One. "]
+
+
+def test_blanks_before_marks_stay_whatever_the_tokenizer_prefers(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    folder = write_sample(tmp_path, input_ids=u32(*tokenizer("a , b .")["input_ids"]))
+    assert documents(folder, tokenizer=tokenizer) == ["a , b ."]
 
 
 IDS = u32(*range(10))
