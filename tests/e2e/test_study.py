@@ -78,6 +78,14 @@ def test_the_cost_study_has_every_method_ratio_and_budget(searched: Path) -> Non
     page = (searched / "cost.md").read_text()
     assert "--budgets 3,6" in page
     assert page.count("| bosch | 3 |") == 2
+    assert page.count("difference (against bosch, κ = 6)") == 2 * 2
+    for point in data["points"]:
+        costs = (
+            f"{point[name]:.1f}"
+            for name in ("full_forward_equivalents", "naive_full_forward_equivalents", "seconds")
+        )
+        cells = [point["method"], str(point["budget_per_layer"] or ""), f"{point['evaluations']:g}"]
+        assert f"| {' | '.join([*cells, *costs])} |" in page
     assert (searched / "cost-curves.png").stat().st_size > 10_000
     html = (searched / "cost.html").read_text()
     assert html.count('<figure class="chart"') == 2 * 2  # score and log-likelihood by ratio

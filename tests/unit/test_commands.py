@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -66,6 +67,28 @@ def test_a_module_with_a_command_becomes_a_command() -> None:
     assert not {"options", "tables", "paths"} & set(found), "shared modules are none"
     text = (ROOT / "pipeline" / "cli.py").read_text() + (ROOT / "bosch" / "console.py").read_text()
     assert not [name for name in found if f'"{name}"' in text], "no list names a command"
+
+
+def test_the_help_has_every_command_and_what_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert "RECIPE [key.path=value ...] [options]" in text
+    assert all(f"\n{name} " in text for name in commands())
+
+
+def test_a_plan_needs_neither_data_nor_weights_and_lists_missing_data(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(case.corpus)
+    assert main(["plan", str(case.file)]) == 0
+    fault = f"{case.corpus} names no file"
+    assert re.search(f"^before it can run: .*{re.escape(fault)}", capsys.readouterr().out, re.M)
+    (case.model / "model.safetensors").unlink()
+    assert main(["plan", str(case.file)]) == 0
+    assert main(["validate", str(case.file)]) == 2
+    printed = capsys.readouterr().err
+    assert fault in printed and "model.path: " in printed
 
 
 @pytest.mark.parametrize("name", ["status", "validate", "plan"])

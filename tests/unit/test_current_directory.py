@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,12 @@ def test_a_command_works_in_the_folder_of_installed_packages() -> None:
     site = next(path for path in sys.path if path.endswith("site-packages"))
     done = _run([sys.executable, str(ENTRY), "--help"], Path(site))
     assert done.returncode == 0, done.stderr
+
+
+def test_a_python_without_the_packages_gets_one_sentence(tmp_path: Path) -> None:
+    done = _run([sys.executable, "-S", str(ENTRY), "--help"], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: this Python lacks \w+; run launch/setup.sh .*\n", done.stderr)
 
 
 def test_a_command_works_in_a_removed_folder(tmp_path: Path) -> None:
