@@ -473,6 +473,7 @@ def test_checkpoints_that_training_publishes_meanwhile_are_found(
     [
         (lambda p: (p / "tokenizer.json").unlink(), "has no tokenizer files"),
         (lambda p: (p / "model.safetensors").unlink(), "the weights .* are missing"),
+        (lambda p: (p / "config.json").write_text("{"), "config.json"),
         (
             lambda p: (p / "config.json").write_text(
                 (p / "config.json").read_text().replace("1024", "256")

@@ -456,6 +456,10 @@ def test_plan_states_what_vllm_holds_for_any_mask(case: Case) -> None:
     own = {"model_type": "olmo3", "sliding_window": 9}
     case.change_config(layer_types=["full_attention", "sliding_attention"] * 2, **own)
     assert "(CPU): 1k: 248 KiB instead of 336 KiB (1.4 x the tokens)" in lines()[0]
+    case.change_config(
+        layer_types=["full_attention", "linear_attention"] * 2, model_type="qwen3_next"
+    )
+    assert ["not served: it has layers without attention" in line for line in lines()] == [True]
     case.change_config(layer_types=["full_attention"] * 4, model_type="qwen3")
     mask = case.folder / "mask.json"
     HeadMaskFile.of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -233,6 +234,18 @@ def test_a_studys_html_contains_no_markdown(tmp_path: Path) -> None:
     publish(StudyResult("one", "One", "(`model`) was read.", {}, []), tmp_path, "bosch study one")
     assert "(model) was read." in (tmp_path / "one.html").read_text()
     assert "(`model`) was read." in (tmp_path / "one.md").read_text()
+
+
+def test_a_studys_page_and_records_are_copied_to_the_documentation(tmp_path: Path) -> None:
+    folder, docs = tmp_path / "study", tmp_path / "docs" / "tiny"
+    records = [{"head": 1, "share": 0.5}, {"head": 2, "share": None}]
+    result = StudyResult("one", "One", "Two heads.", {"heads": 2}, [], records=records)
+    page = publish(result, folder, "bosch study one", docs)
+    content = json.loads((folder / "one.json").read_text())
+    assert content == {"study": "one", "command": "bosch study one", "heads": 2}
+    assert page == folder / "one.md" and "    bosch study one\n" in page.read_text()
+    copies = {file.name: file.read_text() for file in docs.iterdir()}
+    assert copies == {"one.md": page.read_text(), "one.csv": "head,share\n1,0.5\n2,\n"}
 
 
 def test_intervals_of_turnover_stay_within_possible_values() -> None:
