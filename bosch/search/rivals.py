@@ -85,8 +85,8 @@ def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) 
     base = HeadMask(np.full((layers, units), not stays_full))
     likelihoods = []
     for layer in range(layers):
-        mask, shared = base.with_layer(layer, [stays_full] * units), 0 if stays_full else layer
-        result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared)
+        mask = base.with_layer(layer, [stays_full] * units)
+        result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
         likelihoods.append(result.log_likelihood)
     is_full = base.is_full.copy()
     left = layers * units - evaluator.budget if stays_full else evaluator.budget

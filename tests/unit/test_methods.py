@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import Mock
@@ -32,7 +33,7 @@ from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
 from tests.benchmarks.landscapes import RATIO, landscape
-from tests.search_case import CONTEXT, WINDOW, evaluator_of, searchable
+from tests.search_case import CONTEXT, WINDOW, Additive, evaluator_of, random_costs, searchable
 
 SEARCHED = [
     name
@@ -338,6 +339,16 @@ def test_the_rest_of_a_budget_goes_to_the_units_of_lower_index(
     """Of 7 sliding units one is left for a third layer, of 5 full ones two for a second."""
     _, result = search_with(name, Planted(0), SearchSettings(7 / 12))
     assert result.mask.swa_kv_heads == sliding
+
+
+@pytest.mark.parametrize("name", ["single_ablation", "layer_ablation", "layer_restoration"])
+def test_layers_below_the_ablated_one_are_shared_with_the_next_mask(name: str) -> None:
+    scorer = Additive(random_costs(4, 3, 0))
+    evaluator, _ = search_with(name, scorer, SearchSettings(0.5))
+    calls = [scorer.calls[step] for step, p in enumerate(evaluator.trace) if p.phase == "ablation"]
+    rows = [HeadMask.from_key(key).is_full for key, _ in calls]
+    agree = [(a == b).all(axis=1).argmin() for a, b in pairwise(rows)]
+    assert [shared for _, shared in calls[:-1]] == agree
 
 
 @pytest.mark.parametrize(
