@@ -86,6 +86,15 @@ def test_layers_on_another_device_have_their_own_masks() -> None:
     assert context.sink_slots(2, here).device == here
 
 
+def test_a_layout_that_was_used_equals_one_that_was_not() -> None:
+    """As a cache compares its own with the model's after a mask is applied again."""
+    used, new = (HeadLayout.search([None, Window(4), None]) for _ in range(2))
+    states = torch.randn(1, 3, 5, 8)
+    outputs = [used.heads_of(states, group) for group in used.groups]
+    assert torch.equal(used.merge(outputs, 1), states.transpose(1, 2))
+    assert used == new and hash(used) == hash(new)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_search_and_deploy_layouts_agree(dtype: torch.dtype) -> None:
     rows = (False, True, False, True)

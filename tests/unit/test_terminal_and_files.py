@@ -27,6 +27,7 @@ from bosch.files import (
     JsonLimits,
     file_hashes,
     load_json,
+    make_folder,
     make_symlink,
     open_regular,
     parse_json,
@@ -239,6 +240,18 @@ def test_a_temporary_file_names_its_process(tmp_path: Path) -> None:
         assert temporary.name.startswith(f".tmp-{process_place()}-{os.getpid()}-")
         remove_old_temporaries(tmp_path, 3600)
         assert temporary.exists()
+
+
+def test_a_folder_that_another_process_makes_at_the_same_time_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_after_the_check(folder: Path) -> bool:
+        existed = os.path.isdir(folder)
+        os.makedirs(folder, exist_ok=True)
+        return existed
+
+    monkeypatch.setattr(Path, "is_dir", made_after_the_check)
+    make_folder(tmp_path / "a" / "b")
 
 
 def test_a_folder_in_which_a_file_grows_is_not_old(tmp_path: Path) -> None:
