@@ -500,6 +500,17 @@ def test_a_filled_cache_of_transformers_keeps_its_states(
     torch.testing.assert_close(result, expected, **_NEAR)
 
 
+def test_a_cache_of_transformers_that_records_the_past_still_does_as_a_hybrids() -> None:
+    model, ids = small_model("ministral"), tokens(2, LENGTH)
+    hybrid = materialize(model, mask_of(model.config), Window(WINDOW))
+    cache = DynamicCache(config=hybrid.config)
+    cache.activate_past_recording()
+    hybrid(ids, past_key_values=cache)
+    cache.crop(-12)
+    again = hybrid(ids[:, -12:], past_key_values=cache).logits
+    torch.testing.assert_close(again, hybrid(ids, use_cache=False).logits[:, -12:], **_NEAR)
+
+
 @pytest.mark.parametrize(
     ("kind", "sinks", "stays"), [("static", 0, False), ("static", 2, True), ("dynamic", 0, True)]
 )

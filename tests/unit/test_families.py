@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -364,3 +365,8 @@ def test_unsupported_settings_of_supported_families_are_refused() -> None:
         family_of(small_config("gemma3_text", use_bidirectional_attention=True))
     with pytest.raises(UserError, match="window of its own"):
         family_of(small_config("olmo3", layer_types=["sliding_attention"] * LAYERS))
+    with pytest.raises(UserError, match=r"'stablelm'.*norms are a module for each head"):
+        family_of(small_config("stablelm", qk_layernorm=True))
+    other = SimpleNamespace(model_type="bert")
+    with pytest.raises(UserError, match=r"'gemma3'.*its text decoder is of type 'bert'"):
+        family_of(SimpleNamespace(model_type="gemma3", get_text_config=lambda **_: other))

@@ -56,6 +56,11 @@ def test_the_mask_in_the_file_is_scored(tmp_path: Path, objective: Objective) ->
     assert result.evaluation.score == objective.evaluate(mask).score
 
 
+def test_a_given_mask_must_be_named(objective: Objective) -> None:
+    with pytest.raises(UserError, match=r"search\.mask: method given reads .* from a file"):
+        _find(objective, swa_ratio=0.5)
+
+
 def test_no_head_of_a_given_mask_gets_another_window(tmp_path: Path) -> None:
     """If all heads slide, the anchor (all at the widest window) is on budget and scores more."""
     model, calibration = searchable()

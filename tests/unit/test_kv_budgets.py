@@ -172,12 +172,15 @@ def test_compiled_decoding_follows_the_budget() -> None:
             torch.testing.assert_close(decoded(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_with_one_layout_has_no_budgets(model: Any, front: Front) -> None:
+def test_a_model_with_one_layout_has_no_budgets(model: Any, front: Front, tmp_path: Path) -> None:
     hybrid = alone(model, front, 1)
     assert hybrid.kv_budget is None
     with pytest.raises(UserError, match="a single head layout"):
         hybrid.set_kv_budget(front.points[1].kv_slots)
     hybrid.set_kv_budget(None)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="kv_budget is 1, and the model is no hybrid"):
+        load_model(tmp_path, kv_budget=1)
 
 
 def test_a_budget_cannot_change_while_a_cache_holds_states(model: Any, front: Front) -> None:

@@ -106,6 +106,9 @@ def test_the_schema_has_the_fields_of_the_file() -> None:
 _MASK = HeadMask(np.array([[1, 0, 0], [0, 0, 1], [1, 1, 1]], dtype=bool))
 _HEADS = ["--attention-heads", "6"]
 _BOTH = [*_HEADS, "--key-value-heads", "3"]
+_OF_SIZE = (
+    '{"headwise_config": {"0": [1, 1, 0, 0, 0, 0], "sink_token_num": 0, "swa_token_num": %d}}'
+)
 
 
 def _saved(folder: Path, sinks: int = 2) -> Path:
@@ -210,6 +213,11 @@ def test_masks_that_a_format_cannot_hold_are_refused(
             ["--swa-ratio", "0.5"],
             "a row of equal length for each layer\n",
         ),
+        ("duoattention", "0.5\tx\n", ["--swa-ratio", "1"], "expected rows of numbers (could not"),
+        ("duoattention", "nan\t1\n", ["--swa-ratio", "1"], "expected finite gate scores"),
+        ("duoattention", "1\t0\n" * 1001, [], "1,001 layers of 2 KV heads; that is no model"),
+        ("rtp_llm", _OF_SIZE % (2**31 - 1), _BOTH, "sinks are 2,147,483,648; expected fewer"),
+        ("rtp_llm", _OF_SIZE % -1, _BOTH, "swa_token_num must be an integer of at least 0"),
         ("duoattention", "0.5\t0.1\n", ["--swa-ratio", "1.5"], "--swa-ratio: expected a share"),
         ("rtp_llm", '{"a": 1}', _BOTH, "expected rtp-llm's file, with an object headwise_config"),
         ("rtp_llm", '{"headwise_config": {"0": [1, 0, 1, 1, 0, 0]}}', _BOTH, "query heads of KV"),

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -446,6 +447,22 @@ def test_known_items_do_not_shorten_the_time_left(caplog, monkeypatch):
     clock.now = 40.0
     bar.update(50)  # more than were expected
     assert "search: 110/100 evaluations, 40 s, 0 s left" in caplog.text
+
+
+def test_a_terminal_shows_a_bar_with_the_note_and_no_lines(caplog, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    seconds = iter([0.0, *range(60, 600, 60)])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    caplog.set_level("INFO")
+    with progress.progress(9, "search", "evaluations") as bar:
+        bar.update(4, "layer 3")
+        time.sleep(0.15)  # the bar is drawn ten times a second
+        bar.update(5, "layer 4")
+        shown = terminal.getvalue()
+    assert "search: 100%" in shown and "9/9" in shown and "layer 4" in shown
+    assert not caplog.messages and len(terminal.getvalue()) > len(shown)  # it is removed
 
 
 @pytest.mark.parametrize("most", [4096, resource.RLIM_INFINITY])
