@@ -337,8 +337,14 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
         assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
 
 
-@pytest.mark.parametrize("family", ["apertus", "nemotron", "granitemoe", "bamba"])
-def test_memory_of_blocks_of_every_kind_is_stated(family):
+@pytest.mark.parametrize(
+    ("family", "most"),  # the last one has layers of three kinds
+    [
+        *((name, 1.35) for name in ("apertus", "nemotron", "granitemoe", "bamba")),
+        ("nemotron_h", 1.5),
+    ],
+)
+def test_memory_of_blocks_of_every_kind_is_stated(family, most):
     """For a pass, a gradient that recomputes layers, and one that keeps them."""
     model = small_model(family, hidden_size=128, intermediate_size=256)
     calibration = CalibrationSet.from_records([(tokens(1, 256)[0].tolist(), 4)])
@@ -354,7 +360,7 @@ def test_memory_of_blocks_of_every_kind_is_stated(family):
         objective.cache.max_bytes = room
         with PeakMemory() as peak:
             measure(mask)
-        assert 1 <= stated / peak.peak <= 1.35
+        assert 1 <= stated / peak.peak <= most
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -447,6 +448,12 @@ def test_known_items_do_not_shorten_the_time_left(caplog, monkeypatch):
     clock.now = 40.0
     bar.update(50)  # more than were expected
     assert "search: 110/100 evaluations, 40 s, 0 s left" in caplog.text
+
+
+def test_json_nested_as_deep_as_python_recurses_is_read_or_refused() -> None:
+    text = b"[" * 990 + b"]" * 990
+    with contextlib.suppress(ValueError):
+        assert isinstance(parse_json(text, JsonLimits(0, 10_000, most_depth=1000)), list)
 
 
 def test_a_terminal_shows_a_bar_with_the_note_and_no_lines(caplog, monkeypatch):

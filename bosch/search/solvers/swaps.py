@@ -37,8 +37,6 @@ def one_plus_one(problem: Problem, seed: int) -> None:
 def _unknown_child(problem: Problem, parent: Bits, rng: np.random.Generator) -> Bits | None:
     """A mutation of `parent` that was not evaluated yet; larger swaps after half of the tries."""
     max_swaps = min(problem.quota, problem.size - problem.quota)
-    if max_swaps == 0:
-        return None
     for attempt in range(_TRIES_PER_STEP):
         rate = 1.0 / problem.size if attempt < _TRIES_PER_STEP // 2 else 0.5
         child = swap(parent, 1 + int(rng.binomial(max_swaps - 1, rate)), rng)
@@ -67,8 +65,6 @@ def annealing(problem: Problem, seed: int) -> None:
     rng = np.random.default_rng(seed)
     parent = random_bits(problem.size, problem.quota, rng)
     parent_value = problem.value(parent)
-    if problem.quota in (0, problem.size):
-        return
     fruitless = 0
     while problem.left > 0 and fruitless < _FRUITLESS:
         spent = problem.spent
