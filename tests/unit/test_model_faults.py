@@ -19,6 +19,11 @@ from tests.pipeline_case import Case, truncate, write_safetensors
         (lambda c: (c.model / "config.json").write_text("{"), "cannot be read as JSON"),
         (lambda c: (c.model / "config.json").write_text("[]"), "expected a JSON object"),
         (lambda c: c.change_config(num_hidden_layers=None), "num_hidden_layers = None"),
+        (lambda c: c.change_config(layer_types=7), "read config.json as one of type 'qwen3' (Str"),
+        (
+            lambda c: c.change_config(num_hidden_layers=None, hybrid_override_pattern="*" * 1001),
+            "config.json has 1,001 layers; that is no model",
+        ),
         (lambda c: c.change_config(num_key_value_heads=3), "no multiple of its 3 KV heads"),
         (lambda c: c.change_config(model_type=None), "names no model_type"),
         (lambda c: c.change_config(hybrid_attention={"sinks": 0}), "is a hybrid model already"),
