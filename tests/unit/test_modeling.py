@@ -373,10 +373,15 @@ def test_a_temporary_head_mask_is_undone_completely(prepared: bool) -> None:
     with pytest.raises(KeyError), bosch.head_mask(model, random_mask(), Window(WINDOW), "eager"):
         raise KeyError
     assert _state(model) == before
-    wrong = HeadMask.all_full(LAYERS + 1, KV_HEADS)
-    with pytest.raises(UserError), bosch.head_mask(model, wrong, Window(WINDOW)):
-        pass
-    assert _state(model) == before
+    two_windows = HeadMask.of_choices([[0, 1, 2, 0]] * LAYERS)
+    for wrong, size, said in (
+        (HeadMask.all_full(LAYERS + 1, KV_HEADS), WINDOW, "the head mask is for 4 layers"),
+        (random_mask(), model.config.max_position_embeddings, "no head would ever slide"),
+        (two_windows, WINDOW, "has heads of 2 windows, and there is only"),
+    ):
+        with pytest.raises(UserError, match=said), bosch.head_mask(model, wrong, Window(size)):
+            pass
+        assert _state(model) == before
 
 
 def test_weights_go_to_a_gpu_without_a_copy_in_host_memory(

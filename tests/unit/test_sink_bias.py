@@ -31,7 +31,7 @@ from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import text_config
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_model
-from bosch.model.materialize import materialize
+from bosch.model.materialize import materialize, materialize_front
 from bosch.model.search_mode import apply_head_mask, mask_shape, prepare_for_search, set_sink_bias
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.gate_gradients import blended_attention
@@ -41,6 +41,7 @@ from bosch.objective.sink_bias import fit_sink_bias
 from bosch.window import Window
 from tests import fake_flash, search_case
 from tests.attention_case import Case, cases
+from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, LAYERS, logits_of, mask_of, random_mask, small_model, tokens
 from tests.search_case import WINDOW, searchable
 from tests.unit.test_objective import plain_score_of
@@ -371,6 +372,8 @@ def test_models_that_cannot_have_a_bias_are_refused(tmp_path: Path) -> None:
         patch.setitem(BACKENDS, "flex", lacking)
         with pytest.raises(UserError, match="flex has no extra logit per head, the model has"):
             hybrid.set_attn_implementation("flex")
+    with pytest.raises(UserError, match="full in another has no sink bias of its own"):
+        materialize_front(model, nested_front(LAYERS, KV_HEADS, [Window(WINDOW)]))
     file = HeadMaskFile.of(
         random_mask(), Window(WINDOW), model="m", method="rand", swa_ratio=0.5,
         sink_bias=[[0.0] * 8] * LAYERS,

@@ -17,6 +17,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -28,6 +29,7 @@ from bosch.errors import RunError
 from bosch.files import (
     JsonLimits,
     file_hashes,
+    hash_fault,
     load_json,
     make_folder,
     make_symlink,
@@ -274,6 +276,19 @@ def test_a_link_does_not_count_as_finished_work(tmp_path: Path) -> None:
     (tmp_path / "data" / "link").symlink_to(__file__)
     with pytest.raises(RunError, match="data/link is no regular file"):
         file_hashes(tmp_path, ["data"])
+
+
+def test_a_file_that_may_be_intact_is_no_fault_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk's error is one; a lost connection to the disk is raised."""
+    (tmp_path / "a").touch()
+    assert hash_fault(tmp_path, {"a/b": ""}) == "a/b cannot be read (Not a directory)"
+    lost = [OSError(number, os.strerror(number)) for number in (errno.EIO, errno.ESTALE)]
+    monkeypatch.setattr("bosch.files.file_digest", Mock(side_effect=lost))
+    assert hash_fault(tmp_path, {"a": ""}) == "a cannot be read (Input/output error)"
+    with pytest.raises(OSError, match="Stale"):
+        hash_fault(tmp_path, {"a": ""})
 
 
 @pytest.mark.parametrize(("is_full", "unbuffered"), [(True, ""), (True, "1"), (False, "")])
