@@ -248,14 +248,15 @@ def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monke
         evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), tmp_path)
 
 
-def test_a_hybrid_needs_the_memory_of_one_model(stages) -> None:
+def test_a_hybrid_has_the_recipes_backend_and_needs_the_memory_of_one_model(stages) -> None:
     file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
-    config = _config(SECTION, stages / "model")
+    config = _config(SECTION, stages / "model", attention="eager")
     one = EvaluatedModel("hybrid", config.model, mask=file)
     with TensorBytes() as held:
         hybrid = models.load_evaluated(config, one, torch.device("cpu"))
     weights = [weight.nbytes for weight in hybrid.state_dict().values()]
     assert held.peak - held.before < sum(weights) + 2 * max(weights)
+    hybrid(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
 
 
 def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, monkeypatch):

@@ -38,6 +38,8 @@ from stages.stage import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
+# Of a model card: the length that YaRN stretches.
+TRAINED_LENGTH = '"original_max_position_embeddings": 512'
 
 
 def documents(case: Case, *overrides: str, fetch: bool = True) -> dict[str, dict[str, Any]]:
@@ -84,7 +86,19 @@ def set_field(case: Case, section: str, name: str, value: object) -> None:
         (None, lambda c: write(c, "generation_config.json", "{}"), EVERY_MODEL_STAGE),
         (None, lambda c: c.change_config(model_type="llama"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(rope_theta=2.0), EVERY_MODEL_STAGE),
-        (None, lambda c: write(c, "README.md", "---\nlicense: mit\n---\n"), {"materialize"}),
+        (
+            None,
+            lambda c: write(c, "README.md", f"---\nlicense: mit\n---\n{TRAINED_LENGTH}"),
+            {"materialize"},
+        ),
+        (
+            lambda c: (
+                set_field(c, "evaluate", "needle", {"lengths": [512], "yarn": {512: 2}}),
+                write(c, "README.md", TRAINED_LENGTH.replace("512", "1024")),
+            ),
+            lambda c: write(c, "README.md", TRAINED_LENGTH),
+            {"original", "evaluate"},
+        ),
         (None, lambda c: write_safetensors(c.model / "adapter.safetensors"), set()),
         (None, lambda c: set_field(c, "model", "trust_remote_code", True), EVERY_MODEL_STAGE),
         (None, lambda c: set_field(c, "evaluate", "windows", [64]), {"evaluate"}),
