@@ -59,7 +59,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("qwen3_1p7b_r075", "h100x8", (
         "search.method=front", "train=null", "runtime.eval_batch_size=2",
-        "evaluate={needle: null, mrcr: {data_dir: m}, budgets: [0.5]}",
+        "evaluate={needle: null, mrcr: {data_dir: m}, budgets: [0.5], positions: {documents: 9}}",
     )),
 )  # fmt: skip
 

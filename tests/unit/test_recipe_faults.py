@@ -150,6 +150,8 @@ def test_brackets_in_the_name_of_a_recipes_folder_are_no_glob(tmp_path: Path) ->
             "120,001 examples of 1,000 tokens",
         ),
         ("evaluate.needle.essay_dir=no/where", "evaluate.needle.essay_dir: there is no folder"),
+        ("evaluate.mrcr={data_dir: no/where}", "evaluate.mrcr.data_dir: there is no folder"),
+        ("evaluate.harness={tasks: [a], data_dir: no}", "harness.data_dir: there is no folder"),
         ("prepare.sources.0.path=null", "prepare.sources.0: a source of kind text needs a path"),
         (
             "prepare.sources.0={name: a, kind: python_docs, path: corpus}",

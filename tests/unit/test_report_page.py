@@ -38,6 +38,7 @@ from stages.report.page import (
     filters,
     other_suites,
     score_table,
+    served_table,
     speed_table,
 )
 from stages.report.predictions import samples_by_model
@@ -395,13 +396,26 @@ def test_cache_in_vllm_is_stated_with_own_windows_of_equal_heads_and_without_sta
         assert isinstance(refused, str)
 
 
-@pytest.mark.parametrize(("allowed", "end"), [(9, "within"), (8, "within"), (7, "more than")])
-def test_a_cache_that_equals_its_budget_is_within_it(allowed: int, end: str) -> None:
+def test_a_mask_with_sinks_has_a_sentence_in_place_of_its_cache_in_vllm(results: Results) -> None:
+    mask = HeadMaskFile.of(
+        results.search.mask.mask, Window(64, 4), model="m", method="bosch", swa_ratio=0.5
+    )
+    sentence = served_table(replace(results, search=replace(results.search, mask=mask)))
+    assert isinstance(sentence, str) and "vLLM has no sinks" in sentence
+
+
+@pytest.mark.parametrize(
+    ("allowed", "end"),
+    [
+        (9, ", within the 9 B of the budget"), (8, ", within the 8 B of the budget"),
+        (7, ", more than the 7 B of the budget"), (None, ""),
+    ],
+)  # fmt: skip
+def test_a_cache_that_equals_its_budget_is_within_it(allowed: int | None, end: str) -> None:
     cache = BudgetedCache(
         engine="generate", ranks=1, tokens=4, bytes=8, original=32, allowed=allowed
     )
-    text = f"25.0% of the original's, in generate, {end} the {allowed} B of the budget"
-    assert budget_text(cache) == text
+    assert budget_text(cache) == f"25.0% of the original's, in generate{end}"
 
 
 @pytest.mark.usefixtures("only_text")

@@ -38,6 +38,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 # overrides for both.
 REFUSED: dict[str, tuple[str, ...]] = {
     "no mask": ("search.method=given", "search.mask: method given", "seed=0"),
+    "head room below none": ("search.gamma=-0.01", "search.gamma: ", "search.gamma=0"),
+    "a penalty of nothing": ("search.alpha=0", "search.alpha: ", "search.alpha=0.01"),
     "a bias and sinks": ("search.sinks=1", "search.sink: bias", "search.sinks=0", BIAS),
     "a bias in a front": (BIAS, "search.sink: a front", "search.sinks=0", FRONT),
     "windows of one method": (
@@ -338,6 +340,8 @@ def test_a_model_without_full_attention_is_reported_and_not_its_budget(
         ),
         (["search.method=learned_gates"], set()),
         (["search.method=dcam"], set()),
+        (["search.method=moa", "search.budget={kv_cache: 0.5 @ 512, context: 256}"], {"slots_at"}),
+        (["search.method=moa", "search.budget={kv_cache: 0.5 @ 512}"], set()),
         (["search.head_granularity=2"], set()),
     ],
 )
