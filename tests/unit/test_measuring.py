@@ -117,6 +117,9 @@ def test_the_original_runs_the_requested_attention(folder: Path) -> None:
         str(folder / "model"), None, ORIGINAL, MeasureSettings(dtype="float32", device="cpu")
     )
     assert auto.implementation == "sdpa"
+    absent = SETTINGS.model_copy(update={"original_attention": "flash_attention_9"})
+    with pytest.raises(UserError, match=r"^--original-attention flash_attention_9: "):
+        build_model(str(folder / "model"), None, ORIGINAL, absent)
     options = {"original_attention": "hybrid", "random_weights": True, "dtype": "bfloat16"}
     figures = process.measure_run(request(folder, "model", ORIGINAL, 20, **options))
     assert figures["attention"]["implementation"] == "bosch"
@@ -165,6 +168,10 @@ def test_processor_time_is_measured_if_requested(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="--clock processor: it does not see what a GPU does"):
         chosen_device(MeasureSettings(clock="processor"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="--device cuda: torch finds no GPU here"):
+        chosen_device(MeasureSettings(device="cuda"))
+    assert chosen_device(MeasureSettings()).type == "cpu"
 
 
 def test_memory_of_a_process_is_what_the_system_reports_in_bytes(
@@ -198,6 +205,8 @@ def test_a_hybrid_model_is_measured_as_it_is_and_at_other_windows(folder: Path) 
     assert figures["kv_cache_bytes"] == (30 + 3 * (15 + 2)) * HEAD_BYTES
     figures = process.measure_run(request(folder, "hybrid", original, 30))
     assert figures["kv_cache_bytes"] == 4 * 30 * HEAD_BYTES
+    random = request(folder, "hybrid", own, 30, random_weights=True, attention="eager")
+    assert process.measure_run(random)["kv_cache_bytes"] == (30 + 3 * (7 + 2)) * HEAD_BYTES
 
 
 def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> None:
