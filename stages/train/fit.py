@@ -139,13 +139,16 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
     """
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     can_split = loaded.info is None or split_fault(loaded.info.loaded) is None
+    shape = shape_of(loaded)
+    rows = planned_rows(loaded, shape)
+    layers = rows[max(rows)]  # as in `training_budget`
     may_fit = ""
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, can_split, on_gpu):
         if may_fit and count > processes:
             break
         if any(batch_faults(train, runtime, length, count)):
             continue
-        budget = memory_budget(train, runtime, length, shape_of(loaded), count, capacity, on_gpu)
+        budget = memory_budget(train, runtime, length, shape, count, capacity, on_gpu, layers)
         if budget.is_safe:
             return f"it fits with {' and '.join(names)}"
         if budget.fits and not may_fit:

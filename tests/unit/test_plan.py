@@ -314,6 +314,23 @@ def test_the_suggestion_is_the_one_change_that_suffices() -> None:
     assert "no sharding" in remedy(loaded, 2, 2.0**20, True)
 
 
+def test_a_suggestion_counts_the_windows_of_sliding_heads() -> None:
+    """Of which split sequences exchange fewer keys and values than of full heads."""
+    settled = (
+        "runtime.checkpointing=full", "runtime.micro_batch_size=1", "runtime.sharding=fsdp",
+        "runtime.offload_activations=true",
+    )  # fmt: skip
+    split = training_budget(
+        _paper("qwen3_1p7b", *settled, "runtime.context_parallel=2"), 2, 1.0, True
+    )
+    found = remedy(_paper("qwen3_1p7b", *settled), 2, split.need + split.margin, True)
+    assert found == "it fits with runtime.context_parallel=2"
+    found = remedy(_paper("qwen3_1p7b", *settled), 2, split.need, True)
+    assert found == "it may fit with runtime.context_parallel=2"
+    tight = replace(split, capacity=split.need)
+    assert tight.verdict.endswith(": may not fit, only the fragmentation margin is missing")
+
+
 def test_offloading_is_not_suggested_where_memory_is_already_the_hosts() -> None:
     loaded = _paper("qwen3_14b")
     advice = [remedy(loaded, 4, 80 * GIB, on_gpu) for on_gpu in (True, False)]
