@@ -21,6 +21,7 @@ from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import RunError, UserError
+from data_prep.tasks.longbench import category_means
 from stages.evaluate.answers import Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.suites.harness import HarnessEvaluation
@@ -339,6 +340,27 @@ def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
     lcc = partial(digest, tasks=["longbench_lcc"])
     assert lcc(num_fewshot=1) == lcc() != lcc(max_length=9)
     assert {"lm-eval", "jieba", "rouge"} <= HarnessEvaluation().environment().keys()
+
+
+def test_longbenchs_mean_over_categories_needs_a_task_of_each(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    (mean, categories), (of_paper, _) = category_means().items()
+    tasks = [category[0] for category in categories]
+    for task in tasks:
+        _write(
+            tmp_path / f"{task.replace('_', '/', 1)}.jsonl",
+            [{"context": "a", "input": "b", "answers": ["c"], "all_classes": []}],
+        )
+    for scored in (tasks, tasks[1:]):
+        section = HarnessEvaluation(tasks=scored, data_dir=str(tmp_path))
+        suite = suite_of(section, tokenizer=tokenizer)
+        suite.prepare()
+        assert (mean in suite.groups) == (scored == tasks) and of_paper not in suite.groups
+        if scored == tasks:
+            assert [*map(list, suite.groups[mean].parts)] == categories
+            assert [*suite.groups[mean].tasks] == list(itertools.chain(*categories))
 
 
 def test_documents_and_their_digest_are_equal_in_all_processes(
