@@ -44,9 +44,7 @@ class BudgetDraw:
 
 
 def mean_over_budgets(values: Mapping[int, float]) -> float:
-    """Mean over a cycle's steps of a value for each budget, by its KV slots; 0 without budgets."""
-    if not values:
-        return 0.0
+    """Mean over a cycle's steps of a value for each budget, by its KV slots."""
     weights = budget_weights(len(values))
     total = sum(w * values[slots] for slots, w in zip(sorted(values), weights, strict=True))
     return total / sum(weights)

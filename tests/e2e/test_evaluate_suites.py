@@ -293,8 +293,11 @@ def test_a_model_with_another_tokenizer_is_refused(folder, tmp_path):
         "pad_type_id": 0, "pad_token": "x",
     }  # fmt: skip
     content["truncation"] = {
-        "direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0,
-    }  # fmt: skip
+        "direction": "Right",
+        "max_length": 8,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (other / "tokenizer.json").write_text(json.dumps(content))
     section = {"positions": {"length": 300, "documents": 1, "path": str(folder / "texts")}}
     _select(folder, tmp_path / "padded", {"other": other}, **section)

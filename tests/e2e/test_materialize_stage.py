@@ -156,7 +156,17 @@ def test_the_card_lists_searched_layers_and_those_with_windows_or_states_of_thei
 
 
 @pytest.mark.parametrize(
-    "readme", [None, b"# Base", b"---\n: [\n---\n", b"---\n- a\n---\n", b"\xff"]
+    "readme",
+    [
+        None,
+        b"# Base",
+        b"---\n: [\n---\n",
+        b"---\n- a\n---\n",
+        b"\xff",
+        b"---\nlicense: [\n---\n",
+        b"---\nlicense: 1\n---\n",
+        b"---\nlicense: mit\n",
+    ],
 )
 def test_a_base_card_without_licence_is_accepted(readme: bytes | None, tmp_path: Path) -> None:
     if readme is not None:

@@ -317,9 +317,11 @@ def test_the_suggestion_is_the_one_change_that_suffices() -> None:
 def test_a_suggestion_counts_the_windows_of_sliding_heads() -> None:
     """Of which split sequences exchange fewer keys and values than of full heads."""
     settled = (
-        "runtime.checkpointing=full", "runtime.micro_batch_size=1", "runtime.sharding=fsdp",
+        "runtime.checkpointing=full",
+        "runtime.micro_batch_size=1",
+        "runtime.sharding=fsdp",
         "runtime.offload_activations=true",
-    )  # fmt: skip
+    )
     split = training_budget(
         _paper("qwen3_1p7b", *settled, "runtime.context_parallel=2"), 2, 1.0, True
     )

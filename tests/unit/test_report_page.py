@@ -407,10 +407,12 @@ def test_a_mask_with_sinks_has_a_sentence_in_place_of_its_cache_in_vllm(results:
 @pytest.mark.parametrize(
     ("allowed", "end"),
     [
-        (9, ", within the 9 B of the budget"), (8, ", within the 8 B of the budget"),
-        (7, ", more than the 7 B of the budget"), (None, ""),
+        (9, ", within the 9 B of the budget"),
+        (8, ", within the 8 B of the budget"),
+        (7, ", more than the 7 B of the budget"),
+        (None, ""),
     ],
-)  # fmt: skip
+)
 def test_a_cache_that_equals_its_budget_is_within_it(allowed: int | None, end: str) -> None:
     cache = BudgetedCache(
         engine="generate", ranks=1, tokens=4, bytes=8, original=32, allowed=allowed

@@ -204,6 +204,17 @@ def test_a_value_is_refused_and_its_neighbour_is_accepted(name: str, case: Case)
     load_recipe(case.file, [*beside, taken], env={})
 
 
+def test_a_stretch_of_scaled_positions_and_a_folder_without_text_are_refused(
+    tmp_path: Path,
+) -> None:
+    case = Case(tmp_path / "case")
+    (tmp_path / "empty").mkdir()
+    assert "/empty holds no text" in case.fault(f"evaluate.positions.path={tmp_path}/empty")
+    case.change_config(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    fault = case.fault("evaluate.needle.yarn={512: 2}")
+    assert fault.startswith("evaluate.needle.yarn: RoPE cannot be stretched: its config.json ")
+
+
 def test_moments_in_8_bits_need_torchao(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "train.optimizer: adamw_8bit needs torchao" in case.fault("train.optimizer=adamw_8bit")
