@@ -21,6 +21,7 @@ from bosch.model.cache_size import OwnWindow
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from bosch.window import Window
 from stages.evaluate.answers import TaskGroup
+from stages.evaluate.scores import ORIGINAL
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import suite_table
@@ -394,6 +395,17 @@ def test_cache_in_vllm_is_stated_with_own_windows_of_equal_heads_and_without_sta
         served(OwnWindow(12, 64, 128)), served(OwnWindow(8, 64, 256)), served(state_bytes=1)
     ):  # fmt: skip
         assert isinstance(refused, str)
+
+
+def test_charts_need_no_scores_of_the_original_and_no_lengths_of_documents(
+    results: Results,
+) -> None:
+    needle = [scores for scores in results.needle if scores.name != ORIGINAL]
+    alone = replace(results, needle=needle)
+    for picture in (charts.averages(alone), charts.recovery(alone)):
+        assert picture is not None and picture.description.endswith(".")
+        assert "original" not in picture.description + picture.json
+    assert charts.document_lengths({"sources": {"a": {"lengths": []}}}) is None
 
 
 def test_a_mask_with_sinks_has_a_sentence_in_place_of_its_cache_in_vllm(results: Results) -> None:
