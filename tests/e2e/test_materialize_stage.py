@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -265,6 +266,17 @@ def test_leftovers_of_a_killed_run_are_replaced(base: Path, tmp_path: Path) -> N
     _run(base, tmp_path)
     assert not (leftovers / "stale.txt").exists()
     load_model(leftovers)
+
+
+def test_a_full_disk_is_reported_in_a_sentence(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(materialize, "save_model", fail)
+    with pytest.raises(RunError, match=r"model: cannot write the model \(.*No space left"):
+        _run(base, tmp_path)
 
 
 def test_a_base_that_changes_while_it_is_read_is_not_published(base: Path, tmp_path: Path) -> None:

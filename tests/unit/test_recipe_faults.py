@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -658,6 +659,12 @@ def test_validate_reads_the_first_document_of_each_source(
     case.content["prepare"]["sources"].append(shards)
     case.save()
     assert main(["validate", str(case.file)]) == 0
+    (case.folder / "tokenizer").mkdir()
+    os.mkfifo(case.folder / "tokenizer" / "merges.txt")
+    shards["tokenizer"] = "tokenizer"
+    case.save()
+    assert main(["validate", str(case.file)]) == 2
+    assert f"{case.folder}/tokenizer/merges.txt is " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
