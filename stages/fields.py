@@ -151,6 +151,13 @@ def ordered(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
     return tuple(sorted(set(values)))
 
 
+def distinct_texts(values: tuple[float, ...]) -> tuple[float, ...]:
+    """The values; refuses two that are equal in six digits, by which results are named."""
+    if len({f"{value:g}" for value in values}) < len(values):
+        raise ValueError("two values differ only after their sixth digit")
+    return values
+
+
 Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=MOST)]
 ProcessesOrAuto = Annotated[int, Field(gt=0, le=_MAX_PROCESSES)] | Literal["auto"]
 BatchSize = Annotated[int, Field(gt=0, le=2**20)]
@@ -168,7 +175,11 @@ Counts = Annotated[
     tuple[Count, ...], Field(min_length=1), BeforeValidator(split), AfterValidator(ordered)
 ]
 Ratios = Annotated[
-    tuple[Ratio, ...], Field(min_length=1), BeforeValidator(split), AfterValidator(ordered)
+    tuple[Ratio, ...],
+    Field(min_length=1),
+    BeforeValidator(split),
+    AfterValidator(ordered),
+    AfterValidator(distinct_texts),
 ]
 
 

@@ -369,6 +369,7 @@ def test_scores_are_grouped_by_the_kinds_of_questions(first: int) -> None:
     ("option", "value", "sentence"),
     [
         ("--ratios", "0.5,2", "study: --ratios: expected a value at most 1, found "),
+        ("--ratios", "0.75,0.7500001", "study: --ratios: two values differ only after their sixth"),
         ("--seeds", "0", "--seeds: expected a value greater than 0, found "),
         ("--seeds", "2,3", "--seeds: '2,3' is not a count"),
         ("--budgets", "4,x", "--budgets: 'x' is not a count"),
