@@ -468,7 +468,7 @@ def test_known_items_do_not_shorten_the_time_left(caplog, monkeypatch):
 def test_json_nested_as_deep_as_python_recurses_is_read_or_refused() -> None:
     text = b"[" * 990 + b"]" * 990
     with contextlib.suppress(ValueError):
-        assert isinstance(parse_json(text, JsonLimits(0, 10_000, most_depth=1000)), list)
+        assert isinstance(parse_json(text, JsonLimits(0, 10_000, max_depth=1000)), list)
 
 
 def test_a_terminal_shows_a_bar_with_the_note_and_no_lines(caplog, monkeypatch):
