@@ -93,7 +93,7 @@ only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH
 | | |
 |---|---|
 | base model | {base}{f" ({model.revision})" if model.revision else ""} |
-| licence of the base model | {licence_name or "not licence_name in its card"} |
+| licence of the base model | {licence_name or "not stated in its card"} |
 | sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
 | window{plural} | {sizes} tokens, the query's own included |
 | sinks | {_SINK_BIAS if mask_file.sink_bias is not None else mask_file.sinks} |

@@ -323,14 +323,14 @@ def served_bytes(
 ) -> list[ServedCache] | str:
     """Bytes of one request in vLLM on each rank, by ranks and length, or why it is not served."""
     if file.sinks:
-        return "not materialized, because vLLM has no sinks of a sliding head."
+        return "not served, because vLLM has no sinks of a sliding head."
     heads = file.num_key_value_heads
     has_other_layers = any(
         window.bytes_per_head != cache.bytes_per_head or window.heads % heads
         for window in cache.own_windows
     )
     if cache.state_bytes or has_other_layers:
-        return "not materialized by the plugin, because of layers of other kinds."
+        return "not served by the plugin, because of layers of other kinds."
     return list(
         served_caches(
             engine_heads(file.mask.heads_per_layer(file.windows)),
