@@ -232,7 +232,8 @@ def nearest_tests(change: Change, most: int, ran: frozenset[str] = frozenset()) 
         text = (ROOT / test).read_text(encoding="utf-8")
         named = sum(word in Path(test).stem for word in words) + 2 * (module in text)
         named += 3 * any(re.search(rf"\b{function}\b", text) for function in functions)
-        by_file = sorted(test_id for test_id in ran if test_id.startswith(f"{test}::"))
+        by_file = [test_id for test_id in ran if test_id.startswith(f"{test}::")]
+        by_file.sort(key=lambda test_id: text.find(f"def {test_id.rpartition(':')[2]}("))
         if by_file or (not ran and (name in distance or named)):
             ranked.append((distance.get(name, 9) - named, len(text), by_file or [test]))
     return [test for *_, tests in sorted(ranked)[:most] for test in tests]
