@@ -19,7 +19,8 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 def charsmap(longest: str) -> dict[str, Any]:
-    table = (4).to_bytes(4, "little") + bytes(4) + b"a\0" + longest.encode() + b"\0"
+    trie = b"t" * 400
+    table = len(trie).to_bytes(4, "little") + trie + b"a\0" + longest.encode() + b"\0"
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
 
