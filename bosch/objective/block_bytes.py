@@ -103,7 +103,7 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
     attending, attention = {*kinds.full, *kinds.windows}, known_family(model.config).attention
     measured: dict[Any, _Block] = {}
     layers, norms = model.get_decoder().layers, 0.0
-    feed_forward, others = list[_Block](), list[_Block]()
+    feed_forward, other_blocks = list[_Block](), list[_Block]()
     for number, layer in enumerate(layers):
         for name, child in _blocks_of(layer):
             parameters = sum(linear_flops(module, text) for module in child.modules()) // 2
@@ -120,17 +120,17 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
             elif name in FEED_FORWARD:
                 feed_forward.append(block)
             else:
-                others.append(block)
-    blocks = [*feed_forward, *others]
+                other_blocks.append(block)
+    blocks = [*feed_forward, *other_blocks]
     attention_module = getattr(layers[kinds.full[0]], attention)
     return BlockBytes(
         plain=max(block.plain for block in blocks),
         saved=(norms + sum(block.saved for block in blocks)) / len(layers),
         added=max(block.both - block.saved for block in blocks),
         both_feed_forward=max((block.both for block in feed_forward), default=0.0),
-        both_other=max((block.both for block in others), default=0.0),
+        both_other=max((block.both for block in other_blocks), default=0.0),
         norms=norms / len(layers),
-        others=sum(block.saved for block in others) / len(layers),
+        others=sum(block.saved for block in other_blocks) / len(layers),
         plain_feed_forward=max((block.plain for block in feed_forward), default=0.0),
         has_head_norms=any("Norm" in type(m).__name__ for m in attention_module.modules()),
     )

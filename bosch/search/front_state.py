@@ -116,9 +116,9 @@ class State:
             f"{len(budgets)} points of the front"
         )
         selected = {self.chosen} & {*budgets}
-        others = [budget for budget in budgets if budget not in selected]
-        spread = np.linspace(0, len(others) - 1, affordable - len(selected)).round().astype(int)
-        return sorted(selected | {others[index] for index in spread})
+        unselected = [budget for budget in budgets if budget not in selected]
+        spread = np.linspace(0, len(unselected) - 1, affordable - len(selected)).round().astype(int)
+        return sorted(selected | {unselected[index] for index in spread})
 
     def _is_chosen(self, mask: HeadMask) -> bool:
         """Whether a mask of heads meets the chosen budget and exceeds the next smaller one."""

@@ -152,9 +152,9 @@ def content_identity(folder: Path, model: ModelConfig, sha256: Callable[[Path], 
 def model_files(folder: Path) -> list[Path]:
     """The weights and all other files that a model or its tokenizer may be read from."""
     weights = {folder / name for name in weight_files(folder)}
-    others = {path for path in folder.iterdir() if path.suffix in _SUFFIXES}
+    by_suffix = {path for path in folder.iterdir() if path.suffix in _SUFFIXES}
     code = {folder / name for name in code_files(folder)}
-    return sorted(path for path in weights | others | code if path.is_file())
+    return sorted(path for path in weights | by_suffix | code if path.is_file())
 
 
 def published_identity(folder: Path, model: ModelConfig, stage: Path) -> str | None:

@@ -121,9 +121,9 @@ def generate(
             )
     # An answer's limit depends on its question only, not on the other questions of the batch.
     short_of_room = [question for question in order if room(question) < max_new_tokens]
-    others = order[len(short_of_room) :]
+    with_room = order[len(short_of_room) :]
     batches = [[question] for question in short_of_room]
-    batches += [others[at : at + batch_size] for at in range(0, len(others), batch_size)]
+    batches += [with_room[at : at + batch_size] for at in range(0, len(with_room), batch_size)]
     for batch in batches:
         limit = min(max_new_tokens, room(batch[0]))
         texts = _generate_batch(model, tokenizer, batch, limit, stop_at_newline, not_empty, shared)

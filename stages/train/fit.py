@@ -81,8 +81,7 @@ def training_budget(
     """
     recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
     train, shape = recipe[TrainConfig], shape_of(loaded)
-    rows = planned_rows(loaded, shape)
-    layers = rows[max(rows)]  # the largest budget takes the most memory
+    layers = _largest_rows(loaded, shape)
     return memory_budget(train, recipe.runtime, length, shape, processes, capacity, on_gpu, layers)
 
 
@@ -96,6 +95,12 @@ def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[La
     if budgets is not None:
         return budget_rows(loaded, budgets)
     return {0: recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)}
+
+
+def _largest_rows(loaded: LoadedRecipe, shape: DecoderShape) -> list[LayerHeads]:
+    """Those of the largest budget, which takes the most memory."""
+    rows = planned_rows(loaded, shape)
+    return rows[max(rows)]
 
 
 def memory_budget(
@@ -140,8 +145,7 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
     train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
     can_split = loaded.info is None or split_fault(loaded.info.loaded) is None
     shape = shape_of(loaded)
-    rows = planned_rows(loaded, shape)
-    layers = rows[max(rows)]  # as in `training_budget`
+    layers = _largest_rows(loaded, shape)
     may_fit = ""
     for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, can_split, on_gpu):
         if may_fit and count > processes:

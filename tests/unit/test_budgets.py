@@ -91,8 +91,8 @@ def test_the_fewest_sliding_heads_fit_a_budget(
     held = {n: cache.bytes_of(cache.with_sliding(n, own)) for n in range(0, 17, granularity)}
     assert held[0] == cache.original
     fitting = [n for n, size in held.items() if size <= share * cache.original]
-    found = cache.fewest_sliding(own, cache.allowed_bytes, granularity)
-    assert found == (fitting[0] if fitting else None)
+    fewest = cache.fewest_sliding(own, cache.allowed_bytes, granularity)
+    assert fewest == (fitting[0] if fitting else None)
 
 
 def test_a_share_that_fits_exactly_is_allowed() -> None:

@@ -325,10 +325,10 @@ def test_a_suggestion_counts_the_windows_of_sliding_heads() -> None:
     split = training_budget(
         _paper("qwen3_1p7b", *settled, "runtime.context_parallel=2"), 2, 1.0, True
     )
-    found = remedy(_paper("qwen3_1p7b", *settled), 2, split.need + split.margin, True)
-    assert found == "it fits with runtime.context_parallel=2"
-    found = remedy(_paper("qwen3_1p7b", *settled), 2, split.need, True)
-    assert found == "it may fit with runtime.context_parallel=2"
+    suggestion = remedy(_paper("qwen3_1p7b", *settled), 2, split.need + split.margin, True)
+    assert suggestion == "it fits with runtime.context_parallel=2"
+    suggestion = remedy(_paper("qwen3_1p7b", *settled), 2, split.need, True)
+    assert suggestion == "it may fit with runtime.context_parallel=2"
     tight = replace(split, capacity=split.need)
     assert tight.verdict.endswith(": may not fit, only the fragmentation margin is missing")
 

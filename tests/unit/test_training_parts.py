@@ -522,8 +522,8 @@ def test_restart_points_that_cannot_be_resharded_fix_the_number_of_processes(
     sharding: Any, optimizer: Any, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    found = parallel.sharding_layout(Runtime(sharding=sharding), TrainConfig(optimizer=optimizer))
-    assert found == {"sharding": sharding, "processes": 3, "fixed": fixed}
+    layout = parallel.sharding_layout(Runtime(sharding=sharding), TrainConfig(optimizer=optimizer))
+    assert layout == {"sharding": sharding, "processes": 3, "fixed": fixed}
 
 
 def test_each_process_may_use_its_share_of_the_hosts_memory(
