@@ -122,7 +122,7 @@ def publish_front(root: Path) -> dict[str, Path]:
     searched = json.loads((inputs["search"] / SearchSummary.FILE).read_text())
     searched["trace"] = [
         {"phase": phase, "step": step, "subproblem": phase, "score": step / 10,
-         "log_likelihood": -step if step != 2 else None, "best_score": 0.7 if step != 5 else None,
+         "log_likelihood": -step, "best_score": 0.7 if step != 5 else None,
          "is_bound": step in (5, 6), "mask": mask.key if step in (4, 6) else "another"}
         for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip
@@ -267,7 +267,8 @@ def _evaluate_subproblem(
         trace.append(
             {
                 "phase": phase, "step": len(trace) + 1, "subproblem": name, "score": score,
-                "log_likelihood": -0.2 - 9 * (1 - score), "best_score": best,
+                "log_likelihood": -0.2 - 9 * (1 - score), "best_score": best, "mask": "",
+                "is_bound": False,
             }
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationLog, GateGradient
 from bosch.progress import Progress
 from bosch.search.loss import Anchors
+from bosch.search.trace import TracePoint, subproblem_key
 from bosch.units import Units
 from bosch.window import Window, window_menu
 
@@ -73,28 +74,6 @@ class SlotBudgets:
     context: int
     slots: tuple[int, ...] = ()
     chosen: int | None = None
-
-
-@dataclass(frozen=True)
-class TracePoint:
-    """One evaluation in the order of the search; `best_score` is the best within its sub-problem.
-
-    With `is_bound` it ended early, with bounds of score and likelihood, which are never the best.
-    """
-
-    phase: str
-    step: int
-    subproblem: str
-    score: float
-    log_likelihood: float
-    best_score: float | None
-    mask: str
-    is_bound: bool
-
-
-def subproblem_key(phase: str, subproblem: str) -> tuple[str, str]:
-    """Phase and sub-problem within which masks compete; those of `bosch_plus` are one."""
-    return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
 
 
 class Evaluator:

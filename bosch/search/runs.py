@@ -20,10 +20,11 @@ from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.objective import Objective, remedy
 from bosch.search.allotment import allotted
 from bosch.search.bosch import SearchResult
-from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets, TracePoint
+from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, Method
 from bosch.search.settings import SearchSettings
+from bosch.search.trace import TracePoint
 from bosch.units import Units
 
 logger = logging.getLogger(__name__)

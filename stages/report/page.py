@@ -217,8 +217,8 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
     reuse = f"{reused:,}, which cost {cost:,.1f} full passes there"
     return [
         ("Method", results.search.mask.method),
-        ("Anchor, every head sliding", _or_dash(anchors.all_sliding, format_share)),
-        ("Anchor, every head full", _or_dash(anchors.all_full, format_share)),
+        ("Anchor, every head sliding", format_share(anchors.all_sliding)),
+        ("Anchor, every head full", format_share(anchors.all_full)),
         ("Score of the final mask", format_share(score)),
         ("Log-likelihood of the final mask", f"{log_likelihood:,.4g} nats"),
         ("Masks evaluated", f"{summary.evaluations:,}"),

@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 
 from bosch.front import Front
-from bosch.search.evaluator import subproblem_key
+from bosch.search.trace import TracePoint, subproblem_key
 from stages.formats import format_bytes
 from stages.pages.charts import (
     Axis,
@@ -26,7 +26,7 @@ from stages.pages.charts import (
     styles,
     values,
 )
-from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary, TracePoint
+from stages.search.stage import FRONT_PICTURE, TRACES, SearchSummary
 
 # By phase: its name above the picture and in the legend, and the style of its points.
 PHASES = {
@@ -62,7 +62,7 @@ def write_front(front: Front, folder: Path) -> None:
 
 def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     """Score or log-likelihood of all complete evaluations, phases shaded; None without any."""
-    points = [point for point in summary.trace if _is_finite(getattr(point, quantity))]
+    points = summary.trace
     complete = [point for point in points if not point.is_bound]
     if not complete:
         return None
@@ -140,7 +140,7 @@ def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
     """Best score so far, for each sub-problem."""
     for run, run_points in groupby(points, key=lambda p: subproblem_key(p.phase, p.subproblem)):
         for point in run_points:
-            if _is_finite(point.best_score):
+            if point.best_score is not None:
                 row = {"x": point.step, "y": point.best_score, "series": _BEST}
                 yield row | {"run": str(run)}
 
@@ -168,7 +168,3 @@ def _bands(points: list[TracePoint]) -> list[alt.Chart]:
 def _names(phase: str) -> tuple[str, str]:
     name, label, _ = PHASES.get(phase, (phase, phase, None))
     return name, label
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)

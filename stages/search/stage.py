@@ -14,8 +14,10 @@ from bosch.backends import lacking
 from bosch.budget import LayerHeads, check_granularity, even_layout
 from bosch.errors import UserError
 from bosch.model.families import DecoderLayers
+from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
+from bosch.search.trace import TracePoint
 from bosch.window import MAX_WINDOWS, SINK_TOKENS, Window, named_share, rising_menu
 from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
@@ -257,26 +259,6 @@ class LayerImportance(Record):
     drop: float | None = None
     weight: float | None = None
     ratio: float | None = None
-
-
-class TracePoint(Record):
-    """One evaluation; `is_bound`: it ended early. `best_score`: of the complete ones so far."""
-
-    step: int
-    phase: str
-    subproblem: str
-    score: float
-    log_likelihood: float | None = None
-    best_score: float | None = None
-    mask: str | None = None
-    is_bound: bool = False
-
-
-class Anchors(Record):
-    """Scores of the masks with every head sliding and with every head full."""
-
-    all_sliding: float | None = None
-    all_full: float | None = None
 
 
 class SearchSummary(Summary):

@@ -18,6 +18,7 @@ import pytest
 from bosch.errors import RunError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache_size import OwnWindow
+from bosch.search.trace import TracePoint
 from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from bosch.window import Window
 from stages.evaluate.answers import TaskGroup
@@ -50,7 +51,7 @@ from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import Difference, verdict
 from stages.search.charts import trace
 from stages.search.live import LiveView
-from stages.search.stage import SearchConfig, TracePoint
+from stages.search.stage import SearchConfig
 from tests import report_fixture
 from tests.golden_page import REPORTS, golden_report, outline
 from tests.search_case import Additive, config_of, evaluator_of
@@ -157,8 +158,8 @@ def test_a_method_may_name_its_phases_freely(results: Results, tmp_path: Path) -
     for unit, phase in enumerate(("draws", "anchors", "second draws")):
         evaluator.evaluate(HeadMask(np.arange(3)[None] != unit), phase, "whole mask")
     view.close()
-    points = [TracePoint.model_validate(vars(point)) for point in evaluator.trace]
-    picture = trace(results.search.summary.model_copy(update={"trace": points}), "", "score")
+    summary = results.search.summary.model_copy(update={"trace": evaluator.trace})
+    picture = trace(summary, "", "score")
     assert picture is not None
     drawn = picture.chart.to_dict(validate=True)
     legend = drawn["layer"][0]["encoding"]["color"]["scale"]
@@ -172,8 +173,8 @@ def test_a_trace_ends_at_the_last_evaluation_and_marks_the_final_mask(
 ) -> None:
     points = [
         TracePoint(
-            step=step, phase="swaps", subproblem="swap", score=0.5, best_score=0.5, mask=mask,
-            is_bound=mask == "early",
+            step=step, phase="swaps", subproblem="swap", score=0.5, log_likelihood=-1.0,
+            best_score=0.5, mask=mask, is_bound=mask == "early",
         )
         for step, mask in enumerate(("early", "final", "other", "final", "early"), 1)
     ]  # fmt: skip

@@ -1,0 +1,27 @@
+"""The evaluations of a search in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TracePoint:
+    """One evaluation in the order of the search; `best_score` is the best within its sub-problem.
+
+    With `is_bound` it ended early, with bounds of score and likelihood, which are never the best.
+    """
+
+    phase: str
+    step: int
+    subproblem: str
+    score: float
+    log_likelihood: float
+    best_score: float | None
+    mask: str
+    is_bound: bool
+
+
+def subproblem_key(phase: str, subproblem: str) -> tuple[str, str]:
+    """Phase and sub-problem within which masks compete; those of `bosch_plus` are one."""
+    return ("swaps", "") if phase in ("start", "swaps") else (phase, subproblem)
