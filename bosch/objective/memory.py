@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,29 +30,19 @@ RECOMPUTED_TOKENS = 512
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """Values per token of a decoder's layer, the bytes of one value, and those of other blocks.
+    """Bytes of a decoder's activations with values of `value_bytes`, as also its `blocks` have.
 
-    `query` and `key_value` are the widths of all heads. If a model is sharded over `shards`
-    processes, each holds a share of these two and of the `blocks`. If sequences are shared by
-    `sharing` processes, each holds its tokens, and the keys and values of all while a layer
-    attends. `full_layers` is the number of layers with gates; `own_windows`, `own_query` and
-    `own_key_value` are those of the layers that slide in the base model.
+    If a model is sharded over `shards` processes, each holds a share of the heads and of the
+    `blocks`. If sequences are shared by `sharing` processes, each holds its tokens, and the keys
+    and values of all while a layer attends. `keeps_scores`: attention stores its scores.
     """
 
-    layers: int
-    hidden: int
-    query: int
-    key_value: int
+    shape: DecoderShape
     blocks: BlockBytes
     value_bytes: int
-    shards: int
-    sharing: int
-    full_layers: int
-    norm_follows: bool = False
-    score_shape: DecoderShape | None = None  # set if attention stores its scores
-    own_windows: tuple[int, ...] = ()
-    own_query: int = 0
-    own_key_value: int = 0
+    shards: int = 1
+    sharing: int = 1
+    keeps_scores: bool = False
 
     @classmethod
     def of(
@@ -65,35 +55,19 @@ class ActivationSizes:
     ) -> ActivationSizes:
         """Make the sizes of a decoder with this shape."""
         keeps_scores = shape.keeps_scores("sdpa" if attention == "auto" else attention)
-        kinds = shape.kinds
-        return cls(
-            layers=shape.layers,
-            hidden=shape.hidden,
-            query=shape.query_size,
-            key_value=shape.key_value_size,
-            blocks=shape.blocks(value_bytes),
-            value_bytes=value_bytes,
-            shards=shards,
-            sharing=sharing,
-            full_layers=shape.full_layers,
-            norm_follows=shape.norm_follows,
-            score_shape=shape if keeps_scores else None,
-            own_windows=tuple(kinds.windows.values()),
-            own_query=shape.own_query_size,
-            own_key_value=kinds.own_heads * kinds.own_head_dim,
-        )
+        return cls(shape, shape.blocks(value_bytes), value_bytes, shards, sharing, keeps_scores)
 
     def state(self, tokens: int) -> int:
         """Bytes of this process's part of the hidden states of `tokens`."""
-        return self._local(tokens) * self.hidden * self.value_bytes
+        return self._local(tokens) * self.shape.hidden * self.value_bytes
 
     def layer_entry(self, tokens: int, windows: int) -> int:
         """Bytes that reuse stores for a layer: its input and its attention for every choice.
 
         `windows` is the number of windows.
         """
-        outputs = (1 + windows) * self._per_shard(self.query)
-        return self._local(tokens) * (self.hidden + outputs) * self.value_bytes
+        outputs = (1 + windows) * self._per_shard(self.shape.query_size)
+        return self._local(tokens) * (self.shape.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, tokens: int) -> int:
         """Peak bytes of activations in a pass without gradients: those of one feed-forward block.
@@ -101,13 +75,13 @@ class ActivationSizes:
         Scores without a fused kernel are computed in pieces. If sequences are shared, the peak may
         be an attention with only full heads: all keys and values as received, and in order.
         """
-        local = self._local(tokens)
-        peak = local * 5 * self.hidden * self.value_bytes + self._block_bytes(tokens, "plain")
+        shape, key_value = self.shape, self.shape.key_value_size
+        peak = 5 * self.state(tokens) + self._block_bytes(tokens, "plain")
         if self.sharing > 1:
-            attention = local * (3 * self.hidden + 2 * self.query + 2 * self.key_value)
-            attention += 2 * 2 * self.key_value * tokens
+            widths = 3 * shape.hidden + 2 * shape.query_size + 2 * key_value
+            attention = self._local(tokens) * widths + 2 * 2 * key_value * tokens
             peak = max(peak, attention * self.value_bytes)
-        softcap = self.score_shape is not None and self.score_shape.softcap
+        softcap = self.keeps_scores and shape.softcap
         return peak + self._piece(tokens) * (8 * (1 + softcap) + self.value_bytes)
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
@@ -124,7 +98,7 @@ class ActivationSizes:
         attention, plain = self._attention(rows, length, windows), self.plain_pass(tokens)
         saved = self._saved(rows, length, (None, *windows)) + self._block_bytes(tokens, "norms")
         other_block = self._block_bytes(tokens, "both_other")
-        if self.norm_follows:
+        if self.shape.norm_follows:
             feed_forward = self._block_bytes(tokens, "plain_feed_forward")
             attention += feed_forward
             other_block += feed_forward * bool(other_block)
@@ -133,22 +107,31 @@ class ActivationSizes:
         saved += max(self._block_bytes(piece, "both_feed_forward"), other_block)
         saved += 6 * self.state(tokens)
         peak = max(attention, max(plain, saved) + 2 * self.state(tokens))
-        return self.layers * self.state(tokens) + math.ceil(peak)
+        return self.shape.layers * self.state(tokens) + math.ceil(peak)
 
-    def _saved(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
+    def _saved(
+        self,
+        rows: int,
+        length: int,
+        choices: Sequence[int | None],
+        widths: tuple[int, int] | None = None,
+    ) -> float:
         """Bytes that autograd saves of a layer's attention with all `choices`, None or a window.
 
-        For each choice, its outputs and their difference from the narrowest window's.
+        For each choice, its outputs and their difference from the narrowest window's. `widths` are
+        those of all queries and of all keys, by default in a layer with full attention.
         """
-        query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
+        widths = widths or (self.shape.query_size, self.shape.key_value_size)
+        query, key_value = map(self._per_shard, widths)
         size = self.value_bytes * (2 * len(choices) * query + 2 * key_value)
         size += self._normed_heads(query + key_value)
         return self._local(rows * length) * size + self._scores(rows, length, choices)
 
     def _saved_by_own_windows(self, rows: int, length: int) -> float:
         """The same for all layers that slide in the base model."""
-        widths = replace(self, query=self.own_query, key_value=self.own_key_value)
-        return sum(widths._saved(rows, length, (window,)) for window in self.own_windows)
+        kinds = self.shape.kinds
+        widths = self.shape.own_query_size, kinds.own_heads * kinds.own_head_dim
+        return sum(self._saved(rows, length, (size,), widths) for size in kinds.windows.values())
 
     def _normed_heads(self, width: int) -> int:
         """Bytes of a token's queries and keys, which their norms compute in float32."""
@@ -161,8 +144,9 @@ class ActivationSizes:
         and values.
         """
         tokens = self._local(rows * length)
-        query, key_value = self._per_shard(self.query), self._per_shard(self.key_value)
-        values = 6 * self.hidden + 6 * (1 + len(windows)) * query + 4 * key_value
+        shape = self.shape
+        query, key_value = map(self._per_shard, (shape.query_size, shape.key_value_size))
+        values = 6 * shape.hidden + 6 * (1 + len(windows)) * query + 4 * key_value
         # A chunk of a shared sequence has the bands of its window before it.
         before = 0 if self.sharing > 1 else rows
         bands = sum(
@@ -176,9 +160,9 @@ class ActivationSizes:
 
     def _scores(self, rows: int, length: int, choices: Sequence[int | None]) -> float:
         """Attention's scores of every choice, where no kernel is fused."""
-        if (shape := self.score_shape) is None:
+        if not self.keeps_scores:
             return 0.0
-        heads = rows * self._heads(shape)
+        shape, heads = self.shape, rows * self._heads
         menu = [None if size is None else Window(size) for size in choices]
         sizes = [shape.score_bytes(heads, length, window, self.value_bytes) for window in menu]
         return sum(sizes) / self.sharing
@@ -193,7 +177,7 @@ class ActivationSizes:
         if self.sharing == 1:
             return 0
         near = sum(min(length, self._local(length) + 2 * window) for window in windows)
-        return 2 * self.key_value * rows * (6 * length + 4 * near)
+        return 2 * self.shape.key_value_size * rows * (6 * length + 4 * near)
 
     def gradient_without_recompute(self, rows: int, length: int, *windows: int) -> int:
         """Bytes of a gate gradient that stores the activations of every layer.
@@ -205,8 +189,8 @@ class ActivationSizes:
         attention = self._attention(rows, length, windows) - layer
         attention -= self._block_bytes(tokens, "norms")
         added = max(attention, self._block_bytes(tokens, "added"))
-        saved = self.full_layers * layer + self._saved_by_own_windows(rows, length)
-        saved += self.layers * self._block_bytes(tokens, "saved")
+        saved = self.shape.full_layers * layer + self._saved_by_own_windows(rows, length)
+        saved += self.shape.layers * self._block_bytes(tokens, "saved")
         return 2 * self.state(tokens) + math.ceil(saved + added)
 
     def _block_bytes(self, tokens: int, name: str) -> int:
@@ -215,17 +199,15 @@ class ActivationSizes:
 
     def _piece(self, tokens: int) -> int:
         """Number of scores that are computed together without a fused kernel."""
-        if self.score_shape is None:
-            return 0
-        return min(self._heads(self.score_shape) * tokens**2, DENSE_MASK_ENTRIES)
+        return self.keeps_scores * min(self._heads * tokens**2, DENSE_MASK_ENTRIES)
 
     def _score_gradients(self, tokens: int) -> int:
-        if (shape := self.score_shape) is None:
-            return 0
-        return shape.score_gradient_bytes(self._heads(shape), tokens, None)
+        return self.keeps_scores * self.shape.score_gradient_bytes(self._heads, tokens, None)
 
-    def _heads(self, shape: DecoderShape) -> int:
-        return self._per_shard(shape.query_size // shape.kinds.head_dim)
+    @property
+    def _heads(self) -> int:
+        """Query heads of a layer in this process."""
+        return self._per_shard(self.shape.query_size // self.shape.kinds.head_dim)
 
     def _local(self, tokens: int) -> int:
         return -(-tokens // self.sharing)

@@ -291,6 +291,12 @@ def blocks_of(value_bytes):
     return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, plain_feed_forward=block[0])
 
 
+def narrow_shape():
+    """Two layers of width 8, with two query heads of four numbers that share a KV head."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    return DecoderShape.of(small_config("qwen3", hidden_size=8, num_hidden_layers=2, **heads))
+
+
 def searchable_with(family, reuse_bytes=0, **changes):
     model = small_model(family, **changes)
     calibration = answered(model, examples=2)
@@ -376,7 +382,7 @@ def test_memory_of_a_gradient_by_formula_has_not_changed(
 ):
     """Values of the last comparison with peaks (tests/benchmarks/test_gradient_memory.py)."""
     sizes = memory.ActivationSizes(
-        2, 8, 8, 4, blocks_of(value_bytes), value_bytes, shards, sharing, 2
+        narrow_shape(), blocks_of(value_bytes), value_bytes, shards, sharing
     )
     assert sizes.gradient(2, 32, *windows) == needed
     assert sizes.gradient_without_recompute(2, 32, *windows) == kept
@@ -783,8 +789,8 @@ def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():
 def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     """32 tokens x 2; of 8 query heads of 2 numbers 1,024 scores a row, a window's 24 a token."""
     blocks = replace(blocks_of(4), both_feed_forward=0)  # so that attention needs the most memory
-    plain = memory.ActivationSizes(2, 8, 8, 4, blocks, 4, 1, 1, 2)
-    follows = replace(plain, norm_follows=True)
+    plain = memory.ActivationSizes(narrow_shape(), blocks, 4)
+    follows = replace(plain, shape=replace(plain.shape, norm_follows=True))
     assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.plain_feed_forward
     assert follows.gradient_without_recompute(2, 32, 8) == plain.gradient_without_recompute(
         2, 32, 8
@@ -793,11 +799,11 @@ def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
     assert shape.norms == 4 and shape.norm_follows and shape.softcap and shape.capped
     assert DecoderShape.of(small_config("gemma3_text")).capped
     gpt_oss = DecoderShape.of(small_config("gpt_oss"))
-    assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).score_shape is gpt_oss
-    assert memory.ActivationSizes.of(gpt_oss, 4, attention="flex").score_shape is None
+    assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).keeps_scores
+    assert not memory.ActivationSizes.of(gpt_oss, 4, attention="flex").keeps_scores
     sizes = memory.ActivationSizes.of(shape, 4)
     scores = 8 * 2 * 8 * (32 * 32 + 32 * 24)
-    fused = replace(sizes, score_shape=None)
+    fused = replace(sizes, keeps_scores=False)
     (window,) = shape.kinds.windows.values()  # of a layer with one choice, not those of a gate
     own = shape.score_bytes(16, 32, Window(window), 4)
     gated = shape.full_layers * scores
@@ -805,8 +811,8 @@ def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
         sizes.gradient_without_recompute(2, 32, 8)
         == fused.gradient_without_recompute(2, 32, 8) + gated + own
     )
-    without = replace(fused, own_windows=())
-    own = 4 * 64 * (2 * fused.own_query + 2 * fused.own_key_value)
+    without = replace(fused, shape=replace(shape, kinds=replace(shape.kinds, windows={})))
+    own = 4 * 64 * (2 * shape.own_query_size + 2 * shape.kinds.own_heads * shape.kinds.own_head_dim)
     assert (
         fused.gradient_without_recompute(2, 32, 8)
         == without.gradient_without_recompute(2, 32, 8) + own
