@@ -20,6 +20,7 @@ from stages.stage import LoadedRecipe
 from stages.train.budgets import mean_over_budgets
 from stages.train.fit import MemoryBudget, planned_rows, remedy, training_budget
 from stages.train.footprint import (
+    TrainingJob,
     load_host_bytes,
     restart_point_bytes,
     step_traffic,
@@ -174,15 +175,15 @@ def _exchange_facts(
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
         return
-    full: list[LayerHeads] = [{None: shape.key_value_heads}] * shape.full_layers
 
-    def traffic(layers: Sequence[LayerHeads]) -> float:
-        return step_traffic(shape, layers, recipe[TrainConfig], runtime, length) / processes
+    def traffic(layers: Sequence[LayerHeads] = ()) -> float:
+        job = TrainingJob(shape, recipe[TrainConfig], runtime, length, layers)
+        return step_traffic(job) / processes
 
     sent = mean_over_budgets({slots: traffic(rows) for slots, rows in layouts.items()})
     yield (
         f"context parallelism: {length // sharing:,} tokens of a sequence on each of {sharing} "
-        f"processes, which send {format_bytes(sent)} each a step: {sent / traffic(full):.0%} of "
+        f"processes, which send {format_bytes(sent)} each a step: {sent / traffic():.0%} of "
         "what the original's heads would"
     )
 

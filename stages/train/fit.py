@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from bosch.backends import lacking
 from bosch.budget import LayerHeads
@@ -20,7 +20,7 @@ from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
-from stages.train.footprint import TrainingMemory, training_memory
+from stages.train.footprint import TrainingJob, TrainingMemory, training_memory
 from stages.train.schedule import make_schedule
 from stages.train.stage import CHECKPOINTING, TrainConfig, batch_faults, checkpointing_faults
 
@@ -79,10 +79,7 @@ def training_budget(
 
     Raises UserError where the batch cannot be divided among them.
     """
-    recipe, length = loaded.recipe, loaded.recipe[PrepareConfig].sequence_length
-    train, shape = recipe[TrainConfig], shape_of(loaded)
-    layers = _largest_rows(loaded, shape)
-    return memory_budget(train, recipe.runtime, length, shape, processes, capacity, on_gpu, layers)
+    return memory_budget(_job(loaded), processes, capacity, on_gpu)
 
 
 def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[LayerHeads]]:
@@ -97,36 +94,28 @@ def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[La
     return {0: recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)}
 
 
-def _largest_rows(loaded: LoadedRecipe, shape: DecoderShape) -> list[LayerHeads]:
-    """Those of the largest budget, which takes the most memory."""
-    rows = planned_rows(loaded, shape)
-    return rows[max(rows)]
+def _job(loaded: LoadedRecipe) -> TrainingJob:
+    """A recipe's training with the rows of the largest budget, which takes the most memory."""
+    recipe, shape = loaded.recipe, shape_of(loaded)
+    rows, length = planned_rows(loaded, shape), recipe[PrepareConfig].sequence_length
+    return TrainingJob(shape, recipe[TrainConfig], recipe.runtime, length, rows[max(rows)])
 
 
-def memory_budget(
-    train: TrainConfig,
-    runtime: Runtime,
-    length: int,
-    shape: DecoderShape,
-    processes: int,
-    capacity: float,
-    on_gpu: bool,
-    layers: Sequence[LayerHeads] = (),
-) -> MemoryBudget:
+def memory_budget(job: TrainingJob, processes: int, capacity: float, on_gpu: bool) -> MemoryBudget:
     """The memory of training; `runtime.checkpointing: auto` takes the first setting that fits.
 
-    `layers` as for `training_memory`. Raises UserError where the batch cannot be divided.
+    Raises UserError where the batch cannot be divided.
     """
-    schedule = make_schedule(train, runtime, length, processes, on_gpu)
+    runtime = job.runtime
+    schedule = make_schedule(job.train, runtime, job.length, processes, on_gpu)
 
     def budget(checkpointing: str) -> MemoryBudget:
         chosen = runtime.model_copy(update={"checkpointing": checkpointing})
         # `auto` is sdpa on a CPU; on a GPU it is a backend with a fused kernel, if one fits.
         attention = {} if on_gpu or runtime.attention != "auto" else {"attention": "sdpa"}
         memory = training_memory(
-            shape, train, chosen.model_copy(update=attention), processes=processes,
-            tokens=schedule.micro_batch_size * length, accumulation=schedule.accumulation,
-            length=length, layers=layers,
+            replace(job, runtime=chosen.model_copy(update=attention)), processes=processes,
+            tokens=schedule.micro_batch_size * job.length, accumulation=schedule.accumulation,
         )  # fmt: skip
         return MemoryBudget(chosen, memory, capacity, on_gpu)
 
@@ -142,17 +131,14 @@ def remedy(loaded: LoadedRecipe, processes: int, capacity: float, on_gpu: bool) 
 
     Where none fits with the margin on these processes, the first that may fit.
     """
-    train, length = loaded.recipe[TrainConfig], loaded.recipe[PrepareConfig].sequence_length
+    job, may_fit = _job(loaded), ""
     can_split = loaded.info is None or split_fault(loaded.info.loaded) is None
-    shape = shape_of(loaded)
-    layers = _largest_rows(loaded, shape)
-    may_fit = ""
-    for names, runtime, count in _alternatives(loaded.recipe.runtime, processes, can_split, on_gpu):
+    for names, runtime, count in _alternatives(job.runtime, processes, can_split, on_gpu):
         if may_fit and count > processes:
             break
-        if any(batch_faults(train, runtime, length, count)):
+        if any(batch_faults(job.train, runtime, job.length, count)):
             continue
-        budget = memory_budget(train, runtime, length, shape, count, capacity, on_gpu, layers)
+        budget = memory_budget(replace(job, runtime=runtime), count, capacity, on_gpu)
         if budget.is_safe:
             return f"it fits with {' and '.join(names)}"
         if budget.fits and not may_fit:

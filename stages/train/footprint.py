@@ -7,7 +7,7 @@ V vocabulary, C hidden size. Bytes are those of one process, unless a docstring 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from bosch.budget import LayerHeads
@@ -25,6 +25,30 @@ _CHUNK_ELEMENTS = 2**26
 _FLOAT32 = 4
 # Bytes per weight of each of AdamW's two moments; 8-bit ones have a float32 scale per 256 weights.
 _MOMENT_BYTES = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A training of a model of this shape on sequences of `length` tokens.
+
+    `layers` are the KV heads of each layer by window, by default all full.
+    """
+
+    shape: DecoderShape
+    train: TrainConfig
+    runtime: Runtime
+    length: int
+    layers: Sequence[LayerHeads] = ()
+
+    @property
+    def rows(self) -> Sequence[LayerHeads]:
+        """The KV heads of each layer by window."""
+        return self.layers or [{None: self.shape.key_value_heads}] * self.shape.full_layers
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number in the precision of the computation."""
+        return 2 if self.train.mixed_precision == "bf16" else 4
 
 
 def chunk_tokens(vocabulary: int, distilled: bool = False) -> int:
@@ -119,39 +143,30 @@ def load_host_bytes(
     return saved_bytes * parameters
 
 
-def step_traffic(
-    shape: DecoderShape,
-    layers: Sequence[LayerHeads],
-    train: TrainConfig,
-    runtime: Runtime,
-    length: int,
-) -> float:
+def step_traffic(job: TrainingJob) -> float:
     """Bytes that all processes together send in a step for attention over split sequences.
 
     Keys and values are sent, again if activations are recomputed, and their gradients come back;
     those of a teacher, whose heads are all full, are sent once. Documents change only the sinks.
     """
-    split = ContextSplit(length, runtime.context_parallel)
+    shape, train, runtime = job.shape, job.train, job.runtime
+    split = ContextSplit(job.length, runtime.context_parallel)
     passes = 2 if runtime.checkpointing == "none" else 3
-    sent = passes * pass_values(shape, layers, split)
+    sent = passes * pass_values(shape, job.rows, split)
     if train.teacher != "none":
-        sent += pass_values(shape, [{None: shape.key_value_heads}] * shape.full_layers, split)
-    return float(_element_bytes(train) * sent * (train.batch_tokens // length))
+        sent += pass_values(shape, replace(job, layers=()).rows, split)
+    return float(job.element_bytes * sent * (train.batch_tokens // job.length))
 
 
-def exchanged_bytes(
-    shape: DecoderShape,
-    layers: Sequence[LayerHeads],
-    split: ContextSplit,
-    sequences: int,
-    element_bytes: int,
-) -> list[tuple[float, float]]:
+def exchanged_bytes(job: TrainingJob, sequences: int) -> list[tuple[float, float]]:
     """Bytes of other processes' keys and values in a process, for each of `split_layers`.
 
     The first number is what autograd saves in the forward pass, the second what the backward pass
     adds: the gradients of both chunks' keys from attention, spread over the sequence, and their
     sum.
     """
+
+    split = ContextSplit(job.length, job.runtime.context_parallel)
 
     def head_tokens(row: LayerHeads) -> tuple[int, int]:
         """Tokens summed over the heads of a layer: in saved keys, and in added gradients."""
@@ -171,8 +186,8 @@ def exchanged_bytes(
         return saved, added
 
     sizes = []
-    for row, head_dim in split_layers(shape, layers):
-        per_token = element_bytes * 2 * head_dim * sequences
+    for row, head_dim in split_layers(job.shape, job.rows):
+        per_token = job.element_bytes * 2 * head_dim * sequences
         saved, added = head_tokens(row)
         sizes.append((float(per_token * saved), float(per_token * added)))
     return sizes
@@ -231,21 +246,10 @@ class TrainingMemory:
 
 
 def training_memory(
-    shape: DecoderShape,
-    train: TrainConfig,
-    runtime: Runtime,
-    *,
-    processes: int,
-    tokens: int,
-    accumulation: int,
-    length: int,
-    layers: Sequence[LayerHeads] = (),
+    job: TrainingJob, *, processes: int, tokens: int, accumulation: int
 ) -> TrainingMemory:
-    """Memory of each of `processes` in steps of `accumulation` micro-batches of `tokens`.
-
-    Sequences have `length` tokens. `layers` are the KV heads of each layer by window; without them
-    all heads count as full.
-    """
+    """Memory of each of `processes` in steps of `accumulation` micro-batches of `tokens`."""
+    shape, train, runtime, element_bytes = job.shape, job.train, job.runtime, job.element_bytes
     sharded, exchanged = runtime.sharding != "none", [(0.0, 0.0)]
     shards = processes if sharded else 1
     trained = trained_parameters(shape, train)
@@ -253,15 +257,12 @@ def training_memory(
     parameters = shape.parameters + (trained if train.lora is not None else 0)
     # DeepSpeed holds frozen weights only in the precision of its computation.
     in_float32 = trained if runtime.sharding == "deepspeed" else parameters
-    element_bytes = _element_bytes(train)
     scores, score_gradients = [0.0], 0
     if shape.keeps_scores(runtime.attention):
-        scores, score_gradients = _scores(shape, layers, tokens // length, length, element_bytes)
+        scores, score_gradients = _scores(job, tokens // job.length)
         scores = [size / runtime.context_parallel for size in scores]
     if runtime.context_parallel > 1:
-        rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
-        split = ContextSplit(length, runtime.context_parallel)
-        exchanged = exchanged_bytes(shape, rows, split, tokens // length, element_bytes)
+        exchanged = exchanged_bytes(job, tokens // job.length)
         tokens //= runtime.context_parallel
     optimizer = optimizer_bytes(trained, shards, train.optimizer)
     gradients = float32_bytes(trained, shards)
@@ -270,7 +271,7 @@ def training_memory(
         optimizer += element_bytes * parameters / shards
     whole = _Whole(0.0)
     if sharded:
-        whole = _whole_when_sharded(shape, train)
+        whole = _whole_when_sharded(job)
         if accumulation == 1:
             gradients -= min(gradients, float32_bytes(round(whole.late_parameters), shards))
     else:
@@ -285,7 +286,7 @@ def training_memory(
             teacher += element_bytes * shape.tables
     loss_sizes = tokens, shape.hidden, shape.vocabulary, element_bytes, tables_trained
     fused = train.liger and not distilled
-    activations = _activations(shape, train, runtime, tokens, exchanged, scores, score_gradients)
+    activations = _activations(job, tokens, exchanged, scores, score_gradients)
     return TrainingMemory(
         parameters=float32_bytes(in_float32, shards),
         gradients=gradients,
@@ -318,9 +319,9 @@ class _Whole(NamedTuple):
     late_parameters: float = 0.0  # those without gradients yet at the peak of a step
 
 
-def _whole_when_sharded(shape: DecoderShape, train: TrainConfig) -> _Whole:
+def _whole_when_sharded(job: TrainingJob) -> _Whole:
     """Whole weights and gradients under FSDP or DeepSpeed."""
-    element_bytes = _element_bytes(train)
+    shape, train, element_bytes = job.shape, job.train, job.element_bytes
     trains_tables = trained_parameters(shape, train) == shape.parameters
     # The head (and a separate input table) during the whole step, and two layers, one ahead.
     whole_tables = (1 if shape.tied else 2) * shape.table
@@ -349,9 +350,7 @@ class _Activations(NamedTuple):
 
 
 def _activations(
-    shape: DecoderShape,
-    train: TrainConfig,
-    runtime: Runtime,
+    job: TrainingJob,
     tokens: int,
     exchanged: Sequence[tuple[float, float]],
     scores: Sequence[float],
@@ -362,12 +361,12 @@ def _activations(
     `exchanged` is the result of `exchanged_bytes`, `scores` are the bytes of each layer's attention
     scores, if they are kept, and `score_gradients` those of their gradients in the backward pass.
     """
-    element_bytes = _element_bytes(train)
+    shape, runtime, element_bytes = job.shape, job.runtime, job.element_bytes
     # Autocast leaves the embedding in float32, and with it all sums between layers.
     residual = element_bytes if runtime.sharding != "none" else _FLOAT32
     # Autocast casts no experts, which compute in their weights' type.
     mlp = residual if shape.experts else element_bytes
-    saved = tokens * _saved_bytes_per_token(shape, element_bytes, residual, mlp, train)
+    saved = tokens * _saved_bytes_per_token(job, residual, mlp)
     # Gradients on the way through the MLP and the norms, or through attention's scores.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     backward = max(backward, score_gradients)
@@ -396,28 +395,20 @@ def _activations(
     return _Activations(layer_inputs, layer, max(map(sum, exchanged)), offloaded)
 
 
-def _scores(
-    shape: DecoderShape,
-    layers: Sequence[LayerHeads],
-    sequences: int,
-    length: int,
-    element_bytes: int,
-) -> tuple[list[float], int]:
+def _scores(job: TrainingJob, sequences: int) -> tuple[list[float], int]:
     """Bytes of attention's scores without a fused kernel.
 
     Those that each layer keeps, and the most of the gradients of a window's.
     """
+    shape, length = job.shape, job.length
     heads = sequences * (shape.query_size // shape.kinds.head_dim)
     group = heads // shape.key_value_heads
-    rows = layers or [{None: shape.key_value_heads}] * shape.full_layers
     query_heads: list[LayerHeads] = [
-        {window: group * count for window, count in row.items()} for row in rows
+        {window: group * count for window, count in row.items()} for row in job.rows
     ]
     query_heads += [{Window(size): heads} for size in shape.kinds.windows.values()]
     stored = [
-        sum(
-            shape.score_bytes(count, length, window, element_bytes) for window, count in row.items()
-        )
+        sum(shape.score_bytes(n, length, window, job.element_bytes) for window, n in row.items())
         for row in query_heads
     ]
     gradients = (
@@ -426,10 +417,6 @@ def _scores(
         for window, count in row.items()
     )
     return stored, max(gradients)
-
-
-def _element_bytes(train: TrainConfig) -> int:
-    return 2 if train.mixed_precision == "bf16" else 4
 
 
 def trained_in_layers(shape: DecoderShape, train: TrainConfig) -> int:
@@ -464,9 +451,7 @@ def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> fl
     return 0.0
 
 
-def _saved_bytes_per_token(
-    shape: DecoderShape, element_bytes: int, residual: int, mlp: int, train: TrainConfig
-) -> float:
+def _saved_bytes_per_token(job: TrainingJob, residual: int, mlp: int) -> float:
     """Bytes per token that autograd keeps of one decoder layer with norms of heads like Qwen3's.
 
     Each norm keeps its input in float32, its result, and the copy of the result for the next maps;
@@ -476,6 +461,7 @@ def _saved_bytes_per_token(
     norm's result before its weight, and the inputs of the MLP's maps. Adapters freeze experts and
     all norms, including those of queries and keys.
     """
+    shape, train, element_bytes = job.shape, job.train, job.element_bytes
     frozen, adapted = train.freeze == "attention_only", train.lora is not None
     frozen_mlp = frozen or (adapted and shape.experts > 0)
     if train.liger:

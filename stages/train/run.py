@@ -31,6 +31,7 @@ from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
 from stages.train.fit import memory_budget
+from stages.train.footprint import TrainingJob
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog, step_flops
 from stages.train.model import (
@@ -127,8 +128,8 @@ def build_loop(
     shape = DecoderShape.of(model_config)
     accelerator = parallel.make_accelerator(train, config.runtime, schedule, shape.hidden)
     budget = memory_budget(
-        train, config.runtime, schedule.sequence_length, shape, world_size(),
-        parallel.least_memory(accelerator.device), torch.cuda.is_available(), layers,
+        TrainingJob(shape, train, config.runtime, schedule.sequence_length, layers),
+        world_size(), parallel.least_memory(accelerator.device), torch.cuda.is_available(),
     )  # fmt: skip
     runtime = budget.runtime
     logger.info("activations that are recomputed: %s", runtime.checkpointing)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bosch.objective.decoder_shape import DecoderShape
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
-from stages.train.footprint import training_memory
+from stages.train.footprint import TrainingJob, training_memory
 from stages.train.loop import Loop
 from stages.train.stage import TrainConfig, TrainingStep, read_metrics
 from tests.training_case import train_here, write_random_case
@@ -72,10 +72,8 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
            steps: list[TrainingStep]) -> None:  # fmt: skip
     """Print the medians of the steps after the first two, without profiled ones."""
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
-    memory = training_memory(
-        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),
-        processes=1, tokens=length, accumulation=1, length=length,
-    )  # fmt: skip
+    job = TrainingJob(DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), length)
+    memory = training_memory(job, processes=1, tokens=length, accumulation=1)
     speed = statistics.median(step.tokens_per_second or 0.0 for step in steady)
     print(f"tokens/s: {speed:,.0f}")
     utilisation = [step.mfu for step in steady if step.mfu is not None]

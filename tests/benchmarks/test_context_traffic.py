@@ -18,7 +18,7 @@ from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
-from stages.train.footprint import step_traffic
+from stages.train.footprint import TrainingJob, step_traffic
 from stages.train.stage import TrainConfig
 from tests.training_case import main, metrics, train_here, train_in_processes, write_random_case
 
@@ -59,10 +59,11 @@ def test_bytes_are_those_of_the_formula_and_losses_those_of_one_process(
         files = [tmp_path / f"split-{sliding}" / f"sent.{rank}" for rank in range(ranks)]
         sent = sum(int(file.read_text()) for file in files) / STEPS
         config = load_config(str(case / "materialize" / "model"))
-        formula = step_traffic(
-            DecoderShape.of(config), heads_by_window(config), TrainConfig(**train),
-            Runtime(**runtime), LENGTH,
+        job = TrainingJob(
+            DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), LENGTH,
+            heads_by_window(config),
         )  # fmt: skip
+        formula = step_traffic(job)
         train_here(case, tmp_path / f"one-{sliding}", train=train)
         split, alone = (metrics(tmp_path / f"{name}-{sliding}") for name in ("split", "one"))
         worst = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(split, alone, strict=True))

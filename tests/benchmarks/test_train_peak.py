@@ -14,7 +14,7 @@ from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
-from stages.train.footprint import training_memory
+from stages.train.footprint import TrainingJob, training_memory
 from stages.train.loop import Loop
 from stages.train.stage import TrainConfig
 from tests.peak_memory import TensorBytes
@@ -114,11 +114,11 @@ def _check(
     assert done.returncode == 0, done.stderr
     peaks = [int((tmp_path / "work" / f"peak.{rank}.json").read_text()) for rank in range(RANKS)]
     config = load_config(str(case / "materialize" / "model"))
-    memory = training_memory(
-        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime),
-        processes=RANKS, tokens=micro * LENGTH, accumulation=accumulation, length=LENGTH,
-        layers=heads_by_window(config),
+    job = TrainingJob(
+        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), LENGTH,
+        heads_by_window(config),
     )  # fmt: skip
+    memory = training_memory(job, processes=RANKS, tokens=micro * LENGTH, accumulation=accumulation)
     print(memory.breakdown)
     print(f"planned {memory.peak / 2**20:.2f} MiB, measured {[p / 2**20 for p in peaks]}")
     for peak in peaks:

@@ -26,7 +26,7 @@ from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences
-from stages.train.footprint import training_memory
+from stages.train.footprint import TrainingJob, training_memory
 from stages.train.loop import Loop
 from stages.train.metrics import MetricsLog
 from stages.train.model import load_for_training
@@ -356,11 +356,9 @@ def test_recomputation_and_offloading_change_no_bit(case: Path, tmp_path: Path) 
         assert calls["attention", offload] == calls["none", offload] > 0
         assert calls["full", offload] == 2 * calls["none", offload]
     config = load_config(str(case / "materialize" / "model"))
-    planned = training_memory(
-        DecoderShape.of(config), TrainConfig(**TRAIN),
-        Runtime(checkpointing="full", offload_activations=True), processes=1,
-        tokens=4 * SEQUENCE_LENGTH, accumulation=1, length=SEQUENCE_LENGTH,
-    )  # fmt: skip
+    offloading = Runtime(checkpointing="full", offload_activations=True)
+    job = TrainingJob(DecoderShape.of(config), TrainConfig(**TRAIN), offloading, SEQUENCE_LENGTH)
+    planned = training_memory(job, processes=1, tokens=4 * SEQUENCE_LENGTH, accumulation=1)
     outside = offloaded["full", True] - planned.offloaded
     assert 0 <= outside < offloaded["none", True] / 4
     assert not any(count for (_, offload), count in offloaded.items() if not offload)

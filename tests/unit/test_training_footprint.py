@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bosch.context_split import ContextSplit
 from bosch.model.families import DecoderLayers
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
 from stages.train.fit import memory_budget
 from stages.train.footprint import (
+    TrainingJob,
     chunk_tokens,
     exchanged_bytes,
     liger_loss_bytes,
@@ -44,10 +44,11 @@ TOKENS = 8
 def held(
     train: dict[str, Any], runtime: dict[str, Any], shape: DecoderShape = SHAPE, **more: Any
 ) -> Any:
-    options = {"processes": 1, "tokens": TOKENS, "accumulation": 1, "length": TOKENS, **more}
-    return training_memory(
-        shape, TrainConfig(**train), Runtime(**{"checkpointing": "none", **runtime}), **options
-    )
+    options = {"processes": 1, "tokens": TOKENS, "accumulation": 1, **more}
+    settings = Runtime(**{"checkpointing": "none", **runtime})
+    length, layers = options.pop("length", TOKENS), options.pop("layers", ())
+    job = TrainingJob(shape, TrainConfig(**train), settings, length, layers)
+    return training_memory(job, **options)
 
 
 FSDP = {"sharding": "fsdp", "checkpointing": "full"}
@@ -272,9 +273,8 @@ def test_extra_logits_are_kept_on_a_cpu_if_auto_is_sdpa() -> None:
     needs = {}
     for on_gpu, attention in product((False, True), ("auto", "sdpa")):
         runtime = Runtime(checkpointing="none", attention=attention)
-        needs[on_gpu, attention] = memory_budget(
-            train, runtime, TOKENS, HEAD_LOGITS, 1, 1e9, on_gpu
-        )
+        job = TrainingJob(HEAD_LOGITS, train, runtime, TOKENS)
+        needs[on_gpu, attention] = memory_budget(job, 1, 1e9, on_gpu)
     peaks = {name: need.memory.peak for name, need in needs.items()}
     assert peaks[False, "auto"] == peaks[False, "sdpa"] == peaks[True, "sdpa"] > peaks[True, "auto"]
     assert needs[False, "auto"].runtime.attention == "auto"
@@ -297,12 +297,13 @@ def test_keys_that_a_process_holds_of_a_split_sequence(
     row: dict[Window | None, int], ranks: int, kept: int, added: int
 ) -> None:
     """Keys and values of 4 numbers of 2 bytes for 3 sequences; three own heads of 6 with W = 5."""
-    each, split = 2 * 4 * 2 * 3, ContextSplit(16, ranks)
+    each = 2 * 4 * 2 * 3
     shape = replace(SHAPE, kinds=replace(SHAPE.kinds, **OWN))
     # With a window of 5 tokens four before each chunk, if there are as many.
     own = 2 * 6 * 2 * 3 * 3 * (16 if ranks == 2 else 12)
     expected = [(each * kept, each * added), (own, own)]
-    assert exchanged_bytes(shape, [row], split, 3, 2) == expected
+    job = TrainingJob(shape, TrainConfig(), Runtime(context_parallel=ranks), 16, [row])
+    assert exchanged_bytes(job, 3) == expected
 
 
 @pytest.mark.parametrize(
@@ -320,10 +321,11 @@ def test_bytes_that_a_step_sends(train: Any, checkpointing: Any, expected: int) 
     values = 2 * 4 * (16 + 2 * (2 + 2 + 2 - 2))
     rows = [{None: 1}, {Window(3): 2}]
     full = 2 * 4 * (16 * 2 * 2)
-    sent = step_traffic(SHAPE, rows, options, runtime, 16)
+    job = TrainingJob(SHAPE, options, runtime, 16, rows)
+    sent = step_traffic(job)
     assert sent == expected * values
     taught = options.model_copy(update={"teacher": "original"})
-    more = step_traffic(SHAPE, rows, taught, runtime, 16) - sent
+    more = step_traffic(replace(job, train=taught)) - sent
     assert more == (4 if train else 2) * 2 * full
 
 
