@@ -228,6 +228,29 @@ def test_operations_equal_torchs_count(family):
     assert whole.whole_pass_operations(other) == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("falcon_h1", {}),
+        ("gemma2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
+    ],
+)
+def test_a_last_layer_with_a_state_or_its_own_window_is_computed_at_all_positions(family, changes):
+    """A state reads the tokens before, and a mask has no row for a window of the base model."""
+    model = small_model(family, **changes)
+    for name, weight in model.named_parameters():
+        if "mamba" in name:
+            weight.data *= 4  # a wrong state changes the likelihood of the answers
+    calibration, window = answered(model, examples=2), Window(WINDOW)
+    full = HeadMask.all_full(*mask_shape(model.config))
+    objective = Objective(model, calibration, window)
+    for mask in (full, full.with_layer(0, [True, False] * 2)):
+        evaluation = objective.evaluate(mask)
+        _, expected = plain_score_of(model, calibration, mask, window)
+        assert evaluation.log_likelihood == pytest.approx(expected, abs=1e-4)
+    assert not objective.savings()["last_layer_at_answers"]
+
+
 @pytest.mark.parametrize("room", [0, 2**30], ids=["recomputed", "kept"])
 @pytest.mark.parametrize(
     ("family", "sinks", "changes"),
