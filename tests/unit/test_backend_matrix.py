@@ -305,14 +305,15 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
     ("padding", "past"), [("none", 0), ("none", 21), ("left", 0), ("holes", 21), ("documents", 0)]
 )
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (19, 0), (19, 3), (40, 20), (200, 2)])
+@pytest.mark.parametrize("length", [65, 70])  # a last block of one token, and of several
 def test_every_block_that_a_head_sees_is_listed(
-    padding: str, past: int, window: int, sinks: int
+    padding: str, past: int, window: int, sinks: int, length: int
 ) -> None:
     """Without a compiler flex ignores the blocks; the mask tells which ones a GPU would skip."""
-    case = Case(70, window, sinks, (True, False), batch=2, past=past, padding=padding)
+    case = Case(length, window, sinks, (True, False), batch=2, past=past, padding=padding)
     context = case.context()
     mask = flex.flex_block_mask(case.layout(), context, 2, torch.device("cpu"))
-    queries, keys = past + torch.arange(80)[None], torch.arange(-(-(70 + past) // 16) * 16)
+    queries, keys = past + torch.arange(80)[None], torch.arange(-(-(length + past) // 16) * 16)
     for head, window_of_head in enumerate(case.windows()):
         visible = context.visible(queries, keys[None], window_of_head)
         blocks = visible.unflatten(-1, (-1, 16)).unflatten(1, (-1, 16))  # [b, nq, 16, nk, 16]

@@ -422,6 +422,7 @@ def test_a_better_layout_is_kept_at_every_budget_that_it_fits() -> None:
         (_slots(3), [0.5, 0.4, 0.5, 0.9, 0.9], [1, 3, 4], 3),
         # A ratio is met exactly.
         (None, [0.5, 0.4, 0.5, 0.3, 0.9], [1, 3, 4, 5], 4),
+        (None, [0.5, 0.4, 0.45, 0.3, 0.4], [1, 4], 4),
     ],
 )
 def test_a_front_has_only_points_that_score_no_less_than_smaller_ones(
