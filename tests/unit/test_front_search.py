@@ -146,6 +146,29 @@ def test_only_half_of_the_units_may_grow_in_a_step() -> None:
         assert (stepped[stays] >= choices[stays]).all()
 
 
+def test_a_layout_from_a_neighbours_is_nested_with_all_points_on_that_side() -> None:
+    """Whatever the gradient: the second unit is before the third in the farther point."""
+    chain = [np.full((3, 4), 2) for _ in range(4)]
+    for layout, row in zip(
+        chain, ([2, 1, 2, 2], [2, 1, 1, 2], [0, 1, 1, 2], [0, 0, 1, 2]), strict=True
+    ):
+        layout[0] = row
+    slots = [slots_of(layout, np.array([20.0, 7.0, 3.0])) for layout in chain]
+    for seed in range(20):
+        worth = np.zeros((3, 4, 3))
+        worth[0, 0, 0] = 100.0  # stays full
+        worth[0, 1:3] = np.random.default_rng(seed).exponential(size=(2, 3)).cumsum(1)[:, ::-1]
+        moves = _moves(np.ones((3, 4)))
+        moves.gradients = SimpleNamespace(at=lambda layout, worth=worth: worth)
+        moves.points = {n: SimpleNamespace(choices=chain[n]) for n in (0, 1)}
+        moves.budgets = [0, 0, slots[1] + 13]  # one unit more is full
+        assert share_order([*chain[:2], moves._grown(2)])
+        moves.points = {n: SimpleNamespace(choices=chain[n + 1]) for n in (1, 2)}
+        moves.points[0] = SimpleNamespace(choices=None)
+        moves.budgets = [slots[2] - 4]  # one unit less has the wider window
+        assert share_order([moves._shrunk_move(0), *chain[2:]])
+
+
 @pytest.mark.parametrize(
     ("budgets", "counts"),
     [
