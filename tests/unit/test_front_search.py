@@ -552,8 +552,11 @@ def test_points_are_scored_on_examples_that_the_search_does_not_use(tmp_path: Pa
     masks = [HeadMask.from_key(point.mask) for point in evaluator.trace]
     whole = sum(map(objective.mask_passes, masks)) + evaluator.passes_of_gradients
     for index in range(len(fronts[0].points)):
-        held = objective.evaluate_held_out(fronts[0].mask(index))
+        mask = fronts[0].mask(index)
+        held = objective.evaluate_held_out(mask)
         assert 0 < held.full_forward_equivalents <= held.whole_pass_equivalents
+        passes = alone.whole_pass_operations(mask) / objective.full_pass_operations
+        assert held.whole_pass_equivalents == pytest.approx(passes)
         whole += held.whole_pass_equivalents
     assert costs["naive_full_forward_equivalents"] == pytest.approx(whole)
     full = alone.evaluate(HeadMask.all_full(objective.num_layers, objective.num_key_value_heads))

@@ -16,7 +16,7 @@ from bosch.baselines.dcam import dcam
 from bosch.baselines.fisher import fisher
 from bosch.baselines.lu_kv import lu_kv
 from bosch.baselines.moa import moa
-from bosch.baselines.proxy import proxy
+from bosch.baselines.proxy import fractional_budgets, proxy
 from bosch.baselines.qada import qada
 from bosch.baselines.ranking import rank_units
 from bosch.baselines.razor import mean_attention, razor
@@ -103,10 +103,12 @@ def test_probabilities_include_capped_logits_and_extra_logits(family):
     def compare(layer, states):
         alpha = out.attentions[full[layer]][0]
         torch.testing.assert_close(blocks.attention_rows(states, 5, 20), alpha[:, 5:])
-        means = mean_attention(states, 5, (0, 1))
-        for mean, offset in zip(means, (0, 1), strict=True):
-            entries = torch.stack([alpha[:, m, m - 5 + offset] for m in range(5, 20)])
-            torch.testing.assert_close(mean, entries.double().mean(0), rtol=1e-5, atol=1e-6)
+        for offsets in ((0, 1), (0, -1)):
+            means = mean_attention(states, 5, offsets)
+            for mean, offset in zip(means, offsets, strict=True):
+                rows = range(max(5, 5 - offset), 20)
+                entries = torch.stack([alpha[:, m, m - 5 + offset] for m in rows])
+                torch.testing.assert_close(mean, entries.double().mean(0), rtol=1e-5, atol=1e-6)
         seen.append(layer)
 
     visit_layers(model, ids[0], compare)
@@ -186,6 +188,14 @@ def test_proxy_counts_the_blocks_each_row_needs(options, size, mass, heads):
     computed = proxy(model, calibration, WINDOW, **options)
     np.testing.assert_allclose(computed, needed / sum(LENGTHS), rtol=2e-3)
     assert (computed <= 1).all()
+
+
+def test_proxy_counts_a_share_of_what_keys_get_beside_an_extra_logit():
+    scores = torch.randn(4, 20, 20, generator=torch.Generator().manual_seed(0)).double()
+    alpha = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    budgets = fractional_budgets(alpha, 0, 3, 0.8, [1, 2])
+    assert len(budgets.unique()) > 5
+    torch.testing.assert_close(fractional_budgets(0.5 * alpha, 0, 3, 0.8, [1, 2]), budgets)
 
 
 @pytest.mark.parametrize(("buffer", "family"), [(None, "qwen3"), (6, "llama")])
