@@ -92,8 +92,6 @@ def verdict(results: Results) -> str | None:
 
 def _needle_sentence(results: Results, needle: SuiteScores, name: str) -> list[str]:
     """A sentence on the needle score at the longest length."""
-    if not needle.by_length:
-        return []
     length = max(needle.by_length)
     against, cache = needle.by_length[length].against_original, results.cache
     if against is None:

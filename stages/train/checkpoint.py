@@ -39,8 +39,6 @@ def save_model(model: Any, folder: Path, max_shard_size: str) -> None:
     `save_pretrained` first splits the experts of all layers, which takes twice the memory.
     """
     model.save_pretrained(folder, state_dict={})
-    for empty in folder.glob("*.safetensors"):
-        empty.unlink()
     writer = CheckpointWriter(folder, folder, None, max_shard_size)
     _name_files(folder, writer.write_weights(model, folder, None))
 

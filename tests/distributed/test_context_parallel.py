@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from bosch.attention import (
 )
 from bosch.attention.context_parallel import Communicator, SplitPass, split_attention
 from bosch.context_split import ContextSplit
+from bosch.errors import RunError, UserError
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import split_fault
+from bosch.model.interface import attention_modules, required_state, set_head_state
 from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.train.loss import install_loss, token_losses
@@ -167,8 +170,23 @@ def score_needles(shared: ContextParallel) -> None:
     assert watch.score(hybrid, torch.device("cpu")) >= 0.5
 
 
+def refuse_models(shared: ContextParallel) -> None:
+    """One whose layer computes attention in a chunk alone, and one that cannot be split."""
+    base = small_model("qwen3")
+    hybrid = materialize(base, mask_of(base.config), Window(5, 2))
+    shared.install(hybrid)
+    layer = attention_modules(hybrid)[1]
+    set_head_state(layer, replace(required_state(layer), attend=None))
+    with pytest.raises(RunError, match="a layer of the model does not take part"):
+        shared.check(hybrid)
+    hybrid.config.attention_dropout = 0.1
+    with pytest.raises(UserError, match=r"cannot be split: .*dropout.*; set 1"):
+        shared.install(hybrid)
+
+
 def models_on_ranks(*families: str) -> None:
     shared = ContextParallel(dist.group.WORLD)
+    refuse_models(shared)
     for family in families:
         compare_models(family, shared)
     score_needles(shared)

@@ -150,6 +150,8 @@ def test_a_file_that_cannot_be_written_or_read_raises_run_error(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         Journal(tmp_path / "file" / "journal.jsonl").append({})
+    with pytest.raises(RunError, match="cannot be written"):
+        Journal(tmp_path / "file" / "journal.jsonl").replace([{}])
     with pytest.raises(RunError, match="cannot be read"):
         Journal(tmp_path).read_new(dict)
     os.mkfifo(tmp_path / "journal.jsonl")  # not waited for

@@ -180,6 +180,23 @@ def test_a_shard_outside_of_the_folder_is_refused(tmp_path, name, form):
         read_all(folder)
 
 
+def test_missing_files_and_other_compressions_are_refused(tmp_path):
+    folder = damaged(tmp_path, "packed_zstd")
+    [shard, *_] = read_index(folder / "index.json")
+    (folder / "shard.00000.mds.zstd").unlink()
+    with pytest.raises(
+        UserError, match=r"shard\.00000\.mds\.zstd: this shard is in index\.json but"
+    ):
+        list(read_samples(folder, shard))
+    for compression, reason in (("br:9", "'br:9'"), (None, "'nothing'")):
+        change_index(folder, "shards.1.compression", compression)
+        with pytest.raises(UserError, match=rf"shards\.1: compressed with {reason}; only zstd"):
+            read_all(folder)
+    (folder / "index.json").unlink()
+    with pytest.raises(UserError, match=r"index\.json: cannot be read \(No such file"):
+        read_all(folder)
+
+
 def test_a_shard_in_a_subfolder_is_read(tmp_path):
     """As in an index merged from those below it; a name has up to 255 bytes."""
     folder = damaged(tmp_path, "plain")
@@ -316,6 +333,13 @@ def test_a_sample_longer_than_its_columns_is_damaged(tmp_path):
     for column in ("names", "sizes", "encodings"):
         change_index(folder, f"shards.0.column_{column}.1", DELETE)
     with pytest.raises(UserError, match=r"sample 0 is damaged \(6 bytes are left over\)"):
+        documents(folder)
+
+
+def test_a_sample_shorter_than_its_columns_is_damaged(tmp_path):
+    folder = write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))
+    change_index(folder, "shards.0.column_sizes.1", 1000)
+    with pytest.raises(UserError, match=r"sample 0 is damaged \(column indices is cut short\)"):
         documents(folder)
 
 

@@ -351,6 +351,8 @@ def test_missing_and_damaged_data_is_reported(tmp_path, tokenizer, data):
         make("qa_1", tmp_path)
     with pytest.raises(UserError, match=r"hotpotqa\.json cannot be read as JSON"):
         make("qa_2", tmp_path)
+    with pytest.raises(UserError, match=r"hotpotqa\.json: holds 60 questions; lower evaluate\.ne"):
+        ruler_task("qa_2", _corpus(data), 1, 1024, 16, TokenCounter(tokenizer)).draw(60, 3)
     with pytest.raises(UserError, match="too few for 32,768 tokens: install the package"):
         corpus = _corpus(data, words=OWN_WORDS)
         ruler_task("cwe", corpus, 1, 32768, 120, TokenCounter(tokenizer)).fit()

@@ -172,6 +172,8 @@ def test_a_manifest_says_whether_the_checkout_differs_from_its_commit(
     assert commit() == git("rev-parse", "HEAD")
     (tmp_path / "code.py").write_text("2")
     assert commit() == git("rev-parse", "HEAD") + "+"
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None
 
 
 @pytest.mark.parametrize(

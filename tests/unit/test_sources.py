@@ -104,6 +104,20 @@ def test_python_docs_are_the_library_and_its_help():
     assert any(text.startswith('The "assert" statement') for text in texts)
 
 
+def test_files_of_the_library_that_are_not_text_are_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    source = Source("docs", "python_docs")
+    with pytest.raises(UserError, match=f"source docs: .* source is not in {tmp_path}"):
+        read(source)
+    contents = {"a.py": b"a = 1\n", "no_text.py": b"\xff", "no_encoding.py": b"# coding: none\n"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert "a = 1\n" in read(source)
+    assert sorted(record.args[1].name for record in caplog.records) == [
+        "no_encoding.py", "no_text.py",
+    ]  # fmt: skip
+
+
 def test_the_order_of_parts_is_random():
     source = Source("s", "python_docs")
     first, again, other = (list(list_parts(source, seed, 128)) for seed in (0, 0, 1))
