@@ -44,6 +44,6 @@ def ranking_stability(runs: Sequence[Sequence[float]]) -> Stability:
     """Spearman's rho between each pair of `runs`; a run has one value per layer."""
     pairs = [spearman(a, b) for a, b in itertools.combinations(runs, 2)]
     known = [rho for rho in pairs if rho is not None]
-    counts = [np.unique(np.asarray(run, np.float64), return_counts=True)[1] for run in runs]
+    counts = [np.unique(run, return_counts=True)[1] for run in runs]
     shares = [float(c[c > 1].sum() / len(run)) for run, c in zip(runs, counts, strict=True)]
     return Stability(known, len(pairs) - len(known), float(np.mean(shares)))

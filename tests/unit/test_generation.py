@@ -93,6 +93,12 @@ def test_a_line_ends_with_the_last_token_of_its_line_break(monkeypatch: pytest.M
         assert text.startswith("-") != not_empty
 
 
+def test_a_line_also_ends_at_the_models_end_token() -> None:
+    model, tokenizer = small_model(), tiny_tokenizer()
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("-")
+    assert answer(model, tokenizer, stop_at_newline=True) == "-"
+
+
 def test_end_tokens_are_ids() -> None:
     model = small_model()
     model.generation_config.eos_token_id = ["</s>"]
