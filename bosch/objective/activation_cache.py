@@ -87,8 +87,6 @@ class ActivationCache:
         outputs: Sequence[Tensor] = (),
     ) -> None:
         """Add a layer's `state` or `outputs`, if the memory allows it."""
-        if not self.enabled:
-            return
         key = (layer, _rows(mask, layer), batch)
         entry = self.entries.get(key) or LayerActivations()
         new = LayerActivations(

@@ -127,6 +127,9 @@ def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "front.json").write_text('{"format": 1, "points": [')
     with pytest.raises(UserError, match=r"cannot be read as JSON .*; search again"):
         Front.load(tmp_path / "front.json")
+    (tmp_path / "front.json").write_text("[]")
+    with pytest.raises(UserError, match=r"front\.json: .*expected a JSON object with a front"):
+        Front.load(tmp_path / "front.json")
 
 
 def test_a_point_with_an_opposite_order_is_not_nested() -> None:

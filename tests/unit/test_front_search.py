@@ -466,6 +466,15 @@ def test_a_front_has_only_points_that_score_no_less_than_smaller_ones(
     assert [count for count, mask in enumerate(masks) if search._is_chosen(mask)] == [result]
 
 
+def test_a_window_too_wide_for_a_budget_becomes_a_narrower_one() -> None:
+    search = _at_start(chosen=168, slots=(168, 2000))
+    values = np.ones((2, 4, 3)).cumsum(axis=2)[..., ::-1]
+    for number, window in ((0, 2), (1, 1)):
+        layout = search._layout(1, values, number)
+        assert slots_of(layout, search.costs) <= search.budgets[number]
+        assert {*layout.flat} <= {0, window}
+
+
 _RICHER = [(4, (0, 1, 2, 3), 0.5), (5, (1, 2, 3, 4), 0.6)]
 
 

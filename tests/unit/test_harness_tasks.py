@@ -241,6 +241,12 @@ def test_prompts_that_lm_eval_cuts_are_recorded(kind: str, arguments: Any, cut: 
     assert is_cut(lm, request) is cut
 
 
+def test_a_prompt_with_a_token_for_every_byte_is_cut() -> None:
+    lm = SimpleNamespace(max_length=32, tok_encode=lambda text, **_: list(text.encode()))
+    arguments = "é" * 13, {"max_gen_toks": 8}
+    assert is_cut(lm, Instance("generate_until", {}, arguments, 0, ("own", 0, 1)))
+
+
 def test_the_chat_template_is_used_for_some_tasks_of_longbench(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,12 +359,19 @@ def test_longbenchs_mean_over_categories_needs_a_task_of_each(
             tmp_path / f"{task.replace('_', '/', 1)}.jsonl",
             [{"context": "a", "input": "b", "answers": ["c"], "all_classes": []}],
         )
-    for scored in (tasks, tasks[1:]):
+    for split in ("train", "test"):
+        _write(tmp_path / f"gsm8k/{split}.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}] * 6)
+    for scored, means in (
+        (tasks, {mean}),
+        ([*tasks, "gsm8k"], {mean, of_paper}),
+        ([*tasks[1:], "gsm8k"], set()),
+    ):
         section = HarnessEvaluation(tasks=scored, data_dir=str(tmp_path))
         suite = suite_of(section, tokenizer=tokenizer)
         suite.prepare()
-        assert (mean in suite.groups) == (scored == tasks) and of_paper not in suite.groups
-        if scored == tasks:
+        assert len(suite.subtasks) == len(scored)
+        assert {mean, of_paper} & suite.groups.keys() == means
+        if mean in means:
             assert [*map(list, suite.groups[mean].parts)] == categories
             assert [*suite.groups[mean].tasks] == list(itertools.chain(*categories))
 

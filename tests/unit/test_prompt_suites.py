@@ -181,6 +181,15 @@ def test_a_book_that_is_too_short_is_reported_before_a_model_is_loaded(folder: P
     assert spans == [(9, 0.5), (9, 0.2)]
 
 
+def test_a_distractor_whose_place_is_ambiguous_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "set.json").write_text(json.dumps(nolima_case.NEEDLE_SET[1:]))
+    [test] = nolima.needle_tests(tmp_path / "set.json", None)
+    (tmp_path / "book.txt").write_text("This line is as all others of the book.\n" * 99)
+    book = nolima.Book(tmp_path / "book.txt", nolima_case.tokenizer())
+    with pytest.raises(UserError, match=r"book\.txt: the text before .* 12 times in 1,000 tok"):
+        nolima.NolimaSample(test, 0, 0.5, "", 0.2).prompt(book, 1000)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -681,6 +690,8 @@ def test_helmet_files_are_found_by_task_and_length(tmp_path: Path) -> None:
         # NoLiMa's lengths leave out the answer, those of the others include it.
         (Nolima(data_dir="d", lengths=[512], samples=4, max_new_tokens=32), 4, 4 * (512 + 32), 128),
         (Mrcr(data_dir="d", lengths=[1024], samples=5), 15, 15 * 1024, 15 * 600),
+        # The public data has no more.
+        (Mrcr(data_dir="d", lengths=[1024], samples=999), 300, 300 * 1024, 300 * 600),
         (Helmet(data_dir="d", lengths=[8192], samples=2, tasks=["kilt_nq", "json_kv"]),
          14, 14 * 8192, 12 * 20 + 2 * 100),
     ],

@@ -32,6 +32,7 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
+from tests.benchmarks.window_landscapes import WindowLandscape
 from tests.hybrid_case import PLAIN, small_config, small_model, tokens
 from tests.unit.test_training_loss import LargestTensor
 
@@ -319,6 +320,16 @@ def test_nan_and_infinite_scores_are_refused():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
     with pytest.raises(RunError, match=r"layers\.0\.self_attn\.q_proj\.weight of the model"):
         static_mask("dcam", model, calibration, WINDOW, HALF)
+    objective = Objective(model, calibration, Window(WINDOW))
+    for name in PROFILES:
+        with pytest.raises(RunError, match=rf"{name} gives losses .*q_proj\.weight of the model"):
+            run_method(name, objective, HALF)
+
+
+@pytest.mark.parametrize("name", [*RANKINGS, *PROFILES])
+def test_a_scorer_without_a_model_is_refused(name):
+    with pytest.raises(UserError, match=f"method '{name}' reads the attention of a model"):
+        run_method(name, WindowLandscape("additive", (2, 4), (16,)), HALF)
 
 
 def test_a_ranking_leaves_the_model_as_it_was():

@@ -329,10 +329,8 @@ def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
             nan_check.check()
             return output
 
-    lm = Model(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
-    # The documents are split over the ranks already; the harness must not split them again.
-    lm._rank, lm._world_size = 0, 1
-    return lm
+    # For a loaded model lm-eval assumes one process and does not split the documents again.
+    return Model(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def is_cut(lm: Any, request: Any) -> bool:
