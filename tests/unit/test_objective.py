@@ -411,6 +411,17 @@ def test_memory_of_a_gradient_by_formula_has_not_changed(
     assert sizes.gradient_without_recompute(2, 32, *windows) == kept
 
 
+def test_no_pass_makes_logits_of_a_whole_example():
+    """Those of 32k tokens and a large vocabulary take 20 GB."""
+    model, calibration = searchable()
+    counts = []
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, args: counts.append(args[0].shape[:-1].numel())
+    )
+    Objective(model, calibration, Window(WINDOW)).evaluate(FULL)
+    assert 0 < max(counts) < min(len(example.input_ids) for example in calibration.examples)
+
+
 def test_gradients_do_not_depend_on_how_many_tokens_are_recomputed_at_a_time(monkeypatch):
     objective, _ = searchable_with("qwen3")
     ours = np.array(objective.gate_gradient(random_mask(0)).values)

@@ -302,6 +302,17 @@ def test_b_layer_makes_its_surplus_full_in_the_layer_that_gains_most():
     assert any("2 units too many" in note and "layer 2" in note for note in evaluator.notes)
 
 
+def test_b_layer_makes_no_full_layer_full():
+    """All layers tie, also layer 0, which is full, since without it no mask scores 1."""
+
+    def score(mask):
+        return float(mask.is_full[0].all())
+
+    evaluator = evaluator_of(Additive(random_costs(3, 4, 0), score))
+    result = b_layer(evaluator, SearchSettings(0.5, budget_per_layer=3, strict=True))
+    assert [len(heads) for heads in result.mask.swa_kv_heads] == [0, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("strict", "race", "words"),
     [

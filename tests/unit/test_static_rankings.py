@@ -338,11 +338,13 @@ def test_a_ranking_leaves_the_model_as_it_was():
     ids = torch.tensor([calibration.examples[0].input_ids])
     apply_head_mask(model, HeadMask.all_sliding(LAYERS, 4), Window(WINDOW))
     before = model(ids).logits
+    frozen = model.get_input_embeddings().weight.requires_grad_(False)
     for name in RANKINGS:
         ranked = static_mask(name, model, calibration, WINDOW, HALF)
         assert int((~ranked.mask.is_full).sum()) == LAYERS * 4 // 2
     assert torch.equal(model(ids).logits, before)
-    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.requires_grad == (p is not frozen) for p in model.parameters())
     assert not any("forward" in layer.__dict__ for layer in model.get_decoder().layers)
 
 
