@@ -91,9 +91,11 @@ class TeacherLoss:
         self, config: Any, input_ids: Tensor, targets: Tensor, position_ids: Tensor | None
     ) -> HeadLoss:
         """The loss of a micro-batch: ids, next tokens or `IGNORED`, and positions, [B, T] each."""
+        head = self.teacher.get_output_embeddings()
         with torch.no_grad():
             states = self.teacher(input_ids, position_ids).flatten(0, 1)
-        head = self.teacher.get_output_embeddings()
+            # On a GPU autocast computes torch's norms in float32.
+            states = states.to(head.weight.dtype)
 
         def loss(student_head: Any, student_states: Tensor) -> Tensor:
             weight, bias = (

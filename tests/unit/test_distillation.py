@@ -151,6 +151,38 @@ class Stub(torch.nn.Module):
         return self.head
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_teacher_in_bf16_may_end_with_a_norm_in_float32(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU autocast computes torch's layer norms in float32, the last one's states too."""
+    base = small_model("gpt_neox")
+    materialize(base, mask_of(base.config), Window(WINDOW)).save_pretrained(tmp_path)
+    train, unused = TrainConfig(mixed_precision="bf16"), ModelConfig(path="unused")
+    ids = tokens(2, 12)
+    layer_norm = torch.nn.functional.layer_norm
+    losses, teacher_states = [], []
+    for as_on_gpu in (False, True):
+        if as_on_gpu:
+            monkeypatch.setattr(
+                torch.nn.functional, "layer_norm",
+                lambda values, shape, weight, bias, eps: layer_norm(
+                    values.float(), shape, weight.float(), bias.float(), eps
+                ),
+            )  # fmt: skip
+        teacher = load_teacher(tmp_path, unused, train, Runtime(), CPU)
+        teacher.get_decoder().register_forward_hook(
+            lambda *call: teacher_states.append(call[2].last_hidden_state.dtype)
+        )
+        student = load_for_training(
+            tmp_path, unused, train, Runtime(), distillation=TeacherLoss(teacher, 0.5, share)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(student(input_ids=ids, labels=ids)["loss"].item())
+    assert teacher_states == [torch.bfloat16, torch.float32]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
 @pytest.mark.parametrize(("weight", "share"), [(1.0, 1.0), (1.0, 0.5), (0.5, 0.5)])
 def test_no_model_computes_all_logits_at_once(
     weight: float, share: float, monkeypatch: pytest.MonkeyPatch
