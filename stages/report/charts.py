@@ -180,8 +180,11 @@ def recovery(results: Results) -> Picture:
     )  # fmt: skip
 
 
-def training_loss(steps: Sequence[TrainingStep]) -> Picture:
-    """Training loss over tokens: each logged step (faint) and a running mean."""
+def training_loss(steps: Sequence[TrainingStep], loss_of_teacher: str = "") -> Picture:
+    """Training loss over tokens: each logged step (faint) and a running mean.
+
+    The heading names the loss if it is not the cross-entropy alone.
+    """
     rows = [
         {"x": step.tokens, "y": step.loss,
          "tip": f"{format_count(step.tokens)} tokens: {step.loss:.3f}"}
@@ -200,7 +203,8 @@ def training_loss(steps: Sequence[TrainingStep]) -> Picture:
     text = (
         f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
     )
-    heading = "Training loss: running mean, each logged step behind it"
+    name = f"Training loss ({loss_of_teacher})" if loss_of_teacher else "Training loss"
+    heading = f"{name}: running mean, each logged step behind it"
     return Picture("loss", chart, text, heading)
 
 

@@ -35,7 +35,7 @@ from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
 from stages.published import Manifest
 from stages.search.stage import FRONT, HEAD_MASK, SearchSummary
-from stages.train.stage import TrainingStep, checkpoint_tokens, read_metrics
+from stages.train.stage import TrainConfig, TrainingStep, checkpoint_tokens, read_metrics
 
 # Stages that evaluate models.
 _EVALUATING = ("original", "evaluate")
@@ -212,6 +212,7 @@ class Results:
     samples: Mapping[str, SampleScores]
     efficiency: Efficiency | None
     cached_answers: int
+    loss_of_teacher: str = ""  # `TrainConfig.loss_of_teacher`
 
     @property
     def measured_points(self) -> list[Point]:
@@ -272,10 +273,13 @@ class Results:
         return f"not counting {self.cached_answers:,} answers that earlier runs gave"
 
 
-def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Results:
+def load_results(
+    inputs: Mapping[str, Path], stages: Sequence[str] = (), train: TrainConfig | None = None
+) -> Results:
     """Read the published directories in `inputs`; `stages` are all stages of the pipeline.
 
-    Raises RunError or UserError, with the file, if a stage's output is incomplete.
+    `train` is the section of a training among them. Raises RunError or UserError, with the file, if
+    a stage's output is incomplete.
     """
     search = Search.read(inputs["search"], inputs["materialize"])
     materialized = MaterializeSummary.read(inputs["materialize"])
@@ -297,6 +301,7 @@ def load_results(inputs: Mapping[str, Path], stages: Sequence[str] = ()) -> Resu
             Scores.read(inputs[stage]).cached_answers for stage in _EVALUATING if stage in inputs
         ),
         efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
+        loss_of_teacher=train.loss_of_teacher if train is not None else "",
         statistics=Statistics.read(inputs["prepare"]).content,
         present=frozenset(inputs),
         absent=tuple(stage for stage in stages if stage not in inputs),

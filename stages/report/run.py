@@ -15,6 +15,7 @@ from stages.report.provenance import collect_provenance
 from stages.report.results import load_results
 from stages.report.stage import PAGE, ReportConfig
 from stages.report.terminal import print_summary, summarize
+from stages.train.stage import TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,9 @@ def run(
     other stages as left out. Returns the content of summary.json. Raises RunError when a published
     directory is incomplete.
     """
-    results = load_results(inputs, config.other_stages)
+    train = config.upstream.get("train")
+    training = train if isinstance(train, TrainConfig) else None
+    results = load_results(inputs, config.other_stages, training)
     provenance = collect_provenance(config, results)
     file = work_dir / PAGE
     write_text(file, page(results, provenance, config.section))

@@ -124,6 +124,19 @@ class TrainConfig(Section):
             steps[self.total_tokens] = last_step
         return steps
 
+    @property
+    def loss_of_teacher(self) -> str:
+        """What the loss in the metrics is with a teacher, in words; empty for cross-entropy."""
+        if self.teacher == "none" or self.teacher_weight == 0:
+            return ""
+        divergence = "KL divergence from the original"
+        if self.teacher_tokens < 1:
+            divergence += f" on the {100 * self.teacher_tokens:.3g} % of tokens where it is largest"
+        if self.teacher_weight == 1:
+            return divergence
+        shares = f"{100 * self.teacher_weight:.3g} %", f"{100 * (1 - self.teacher_weight):.3g} %"
+        return f"{shares[0]} {divergence}, {shares[1]} cross-entropy"
+
 
 ROUTER_LOSS = (
     "the model's config.json has output_router_logits = true, and training has no loss of the "

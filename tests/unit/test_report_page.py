@@ -510,6 +510,28 @@ def test_paths_below_the_checkout_are_shown_relative_to_it(
 
 
 @pytest.mark.usefixtures("only_text")
+@pytest.mark.parametrize(
+    ("teacher", "loss"),
+    [
+        ({}, ""),
+        ({"teacher": "original"}, " (KL divergence from the original)"),
+        ({"teacher": "original", "teacher_weight": 0.0}, ""),
+        ({"teacher": "original", "teacher_weight": 0.7, "teacher_tokens": 0.37},
+         " (70 % KL divergence from the original on the 37 % of tokens where it is largest, "
+         "30 % cross-entropy)"),
+    ],
+)  # fmt: skip
+def test_the_training_loss_is_called_what_it_is(
+    tmp_path: Path, inputs: dict[str, Path], teacher: dict[str, Any], loss: str
+) -> None:
+    config = report_fixture.config(inputs)
+    train = config.upstream["train"].model_copy(update=teacher)
+    report.run(replace(config, upstream={**config.upstream, "train": train}), inputs, tmp_path)
+    text = outline((tmp_path / "index.html").read_text(encoding="utf-8")).text
+    assert f"Training loss{loss}: running mean, each logged step behind it" in text
+
+
+@pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize("without", [("train",), ("original", "train", "evaluate")])
 def test_stages_that_a_recipe_leaves_out_are_reported_as_absent(
     tmp_path: Path, without: tuple[str, ...], capsys: pytest.CaptureFixture[str]
