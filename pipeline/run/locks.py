@@ -71,7 +71,7 @@ def hold(path: Path, name: str, recipe: str, *, wait: bool = False) -> Iterator[
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = False
-    while isinstance(lock := _try_acquire(path), str):
+    while isinstance(lock := _try_acquire(path, wait), str):
         if not wait:
             raise RunError(f"{name} {lock}")
         if not waiting:
@@ -113,8 +113,11 @@ def read_holder(path: Path) -> Holder | None:
     return None if holder is None or holder.flock_is_reliable else holder
 
 
-def _try_acquire(path: Path) -> int | str:
-    """The descriptor of the lock if it was acquired; else a message with the holder and advice."""
+def _try_acquire(path: Path, wait: bool) -> int | str:
+    """The descriptor of the lock if it was acquired; else a message with the holder and advice.
+
+    With `wait` the advice is what to do besides waiting.
+    """
     for _ in range(_ATTEMPTS):
         lock = _open_locked(path)
         if lock is not None:
@@ -124,13 +127,14 @@ def _try_acquire(path: Path) -> int | str:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since)) if holder else ""
     if lock is None:
         name = f"{holder} (recipe {holder.recipe}, since {since})" if holder else "another process"
-        return f"is being made by {name}; wait for it, or pass --wait"
+        return f"is being made by {name}" + ("" if wait else "; wait for it, or pass --wait")
     if holder is None or holder.flock_is_reliable:
         return lock
     os.close(lock)
     return (
         f"was begun by {holder} (recipe {holder.recipe}, since {since}), and nothing here shows "
-        f"whether that process still runs; wait for it, or delete {path} if it is gone"
+        f"whether that process still runs; {'' if wait else 'wait for it, or '}delete {path} if it "
+        "is gone"
     )
 
 

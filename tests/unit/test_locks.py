@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -211,7 +212,24 @@ def test_waiting_is_reported_once_and_ends_with_the_holder(
         threading.Timer(0.3, process.kill).start()
         with hold(path, "x", "r", wait=True):
             assert process.wait() == -signal.SIGKILL
-    assert capsys.readouterr().out.count("waiting: x ") == 1
+    output = capsys.readouterr().out
+    assert output.count("waiting: x ") == 1
+    assert "--wait" not in output  # it waits already
+
+
+def test_waiting_for_a_holder_that_may_be_dead_names_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.02)
+    path = tmp_path / "a.json"
+    leave_lock(path, host="elsewhere", boot="another")
+    threading.Timer(0.3, path.unlink).start()
+    with hold(path, "x", "r", wait=True):
+        pass
+    assert re.search(
+        rf"^waiting: x was begun by .* still runs; delete {path} if it is gone$",
+        capsys.readouterr().out, re.MULTILINE,
+    )  # fmt: skip
 
 
 def _count_up(path: str, counter: str, barrier: object, brief: bool) -> None:
