@@ -153,25 +153,38 @@ def test_a_stopped_stage_may_take_its_time_to_save(
     assert all(gone(worker) for worker in workers)
 
 
-@pytest.mark.parametrize(
-    ("hang_up", "status"), [(signal.SIG_DFL, REQUEUE_STATUS), (signal.SIG_IGN, 0)]
-)
-def test_closing_the_terminal_stops_a_run_but_not_under_nohup(
-    case: Case, hang_up: signal.Handlers, status: int
-) -> None:
-    """Every process gets SIGHUP twice: from the shell, and when the shell has ended."""
-    case.make("original")
-    run = subprocess.Popen(
-        case.command("run", "runtime.processes=2", "--until", "train", distributed=True),
-        env=case.environment(FAKE_SLEEP="train=3", FAKE_SAVE="train"),
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, hang_up),
-    )
+_TRAINS = ("run", "runtime.processes=2", "--until", "train")
+_TRAINS_A_WHILE = {"FAKE_SLEEP": "train=3", "FAKE_SAVE": "train"}
+
+
+def close_terminal(case: Case, group: int) -> list[int]:
+    """Once training has begun: SIGHUP from the shell, and when the shell has ended."""
     workers = [int(wait_for(case.folder / f"train.{rank}", 300)) for rank in (0, 1)]
     for _ in range(2):
-        os.killpg(run.pid, signal.SIGHUP)
+        os.killpg(group, signal.SIGHUP)
         time.sleep(0.2)
-    assert run.wait() == status
+    return workers
+
+
+def test_closing_the_terminal_stops_a_run(case: Case) -> None:
+    case.make("original")
+    run = case.start(*_TRAINS, distributed=True, **_TRAINS_A_WHILE)
+    workers = close_terminal(case, run.pid)
+    assert run.wait() == REQUEUE_STATUS
+    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*"))
+
+
+def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> None:
+    """Every process notices at its start that SIGHUP is ignored, so all are new ones."""
+    case.make("original")
+    run = subprocess.Popen(
+        case.command(*_TRAINS, distributed=True),
+        env=case.environment(**_TRAINS_A_WHILE),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    workers = close_terminal(case, run.pid)
+    assert run.wait() == 0
     assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*"))
 
 
