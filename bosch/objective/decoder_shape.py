@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,10 +65,17 @@ class DecoderShape:
     capped: bool = False  # soft-capped logits of the output head
     model: Any = field(default=None, repr=False, compare=False)  # on the meta device
 
-    @classmethod
-    def of(cls, config: Any) -> DecoderShape:
+    @staticmethod
+    def of(config: Any) -> DecoderShape:
         """Sizes of a transformers configuration (a hybrid's base); UserError if not buildable."""
-        model = _empty_model(config)
+        # JSON leaves out how experts are computed, on which the memory of blocks depends.
+        experts = getattr(config, "_experts_implementation", None)
+        content = config.to_json_string(use_diff=False)
+        return _shape_of(_Content(type(config), content, experts, config))
+
+    @classmethod
+    def of_model(cls, model: Any) -> DecoderShape:
+        """Sizes of a model on the meta device."""
         text, kinds = families.text_config(model.config), families.decoder_layers(model.config)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         flops = Flops(model, Window(1))
@@ -193,6 +201,22 @@ class DecoderShape:
     ) -> float:
         """Operations of forward and backward without recomputation, as counted by MFU."""
         return 3 * self.forward_flops(tokens, length, shares)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """A configuration, equal to others of the same class and fields."""
+
+    type: type
+    json: str
+    experts: str | None
+    config: Any = field(compare=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _shape_of(content: _Content) -> DecoderShape:
+    """Built once for a model's plan, its memory and its searches."""
+    return DecoderShape.of_model(_empty_model(content.config))
 
 
 def _scores_in_bands(length: int, window: Window) -> int:

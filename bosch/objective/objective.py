@@ -33,7 +33,7 @@ from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationContext, GateGradient
 from bosch.objective.gate_gradients import gate_gradients
 from bosch.objective.incremental_forward import IncrementalForward
-from bosch.objective.memory import activation_sizes
+from bosch.objective.memory import ActivationSizes, activation_sizes
 from bosch.ranks import Ranks
 from bosch.window import Windows, window_menu
 
@@ -94,8 +94,6 @@ class Objective:
         self._local_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
         self._split = split
-        sharing = {"shards": self.ranks.shards} if split is None else {"sharing": split.ranks}
-        self._sizes = activation_sizes(model, **sharing)
         agree = self.ranks.agree
         self._new_forward = partial(
             IncrementalForward, model, self.windows, answers_only=answers_only, agree=agree
@@ -250,10 +248,17 @@ class Objective:
             )
         return values, seconds, float(operations.sum()) / self.full_pass_operations
 
+    @cached_property
+    def sizes(self) -> ActivationSizes:
+        """Memory of passes and gradients, measured on meta tensors for the first gradient."""
+        split = self._split
+        sharing = {"shards": self.ranks.shards} if split is None else {"sharing": split.ranks}
+        return activation_sizes(self.model, **sharing)
+
     def _keeps_activations(self, index: int) -> bool:
         """Whether a batch's activations for the backward pass fit beside the cached ones."""
         windows = [window.size for window in self.windows]
-        needed = self._sizes.gradient_without_recompute(
+        needed = self.sizes.gradient_without_recompute(
             *self._batches[index].input_ids.shape, *windows
         )
         return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import replace
@@ -12,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from bosch import hardware
 from bosch.attention import LogitTransform, hybrid_attention
@@ -74,8 +74,8 @@ def plain_score_of(model, calibration, mask, windows):
 
 def attention_flops(query, key, value, *args, **kwargs):
     """Operations on every pair of query and key that the CPU's kernel computes: logits, sums."""
-    batch, heads, queries, dim = query
-    return 4 * batch * heads * queries * key[2] * dim
+    batch, heads, queries, dim = query.shape
+    return 4 * batch * heads * queries * key.shape[2] * dim
 
 
 def attention_backward_flops(gradient, query, key, value, *args, **kwargs):
@@ -83,21 +83,39 @@ def attention_backward_flops(gradient, query, key, value, *args, **kwargs):
     return attention_flops(query, key, value) * 5 // 2
 
 
-@contextlib.contextmanager
-def counted_flops():
-    """Operations by torch's count; before 2.15 torch lacks the CPU's attention kernels."""
-    kernels = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-            attention_backward_flops
-        ),
-    }
-    counter = FlopCounterMode(display=False, custom_mapping=kernels)
-    # torch cannot count by module if no gradient reaches a layer.
-    counter.mod_tracker = contextlib.nullcontext()
-    counter.mod_tracker.parents = {"Global"}
-    with counter:
-        yield counter
+FORMULAS = flop_registry | {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+class CountedFlops(TorchDispatchMode):
+    """Operations by torch's formulas; before 2.15 torch lacks the CPU's attention kernels.
+
+    torch's own mode takes twice the time, and cannot count by module if no gradient reaches a
+    layer.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+        # By operation: its formula, or None if it neither has one nor consists of others.
+        self.formula_of = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self.formula_of:
+            formula = FORMULAS.get(func.overloadpacket)
+            if formula is None:
+                with self:
+                    out = func.decompose(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+            self.formula_of[func] = formula
+        out = func(*args, **kwargs)
+        if formula := self.formula_of[func]:
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -105,10 +123,10 @@ def counted_flops():
 def test_pairs_of_a_sliding_head_are_those_its_kernel_computes(window, sinks):
     for length in (3, 8, 12, 14, 40, 44, 45, 110, 200):
         query, layout = torch.randn(1, 2, length, 16), by_rows([False], Window(window, sinks))
-        with torch.no_grad(), counted_flops() as counter:
+        with torch.no_grad(), CountedFlops() as counter:
             hybrid_attention(query, query[:, :1], query[:, :1], layout)
         pairs = sliding_pairs(length, Window(window, sinks))
-        assert counter.get_total_flops() == 4 * 16 * 2 * pairs
+        assert counter.total == 4 * 16 * 2 * pairs
 
 
 def masks_of_a_search():
@@ -134,7 +152,7 @@ def test_reuse_changes_no_bit_and_saves_operations():
     for room in (20_000, 1 << 30):
         objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=room)
         objective.evaluate(FULL)
-        with counted_flops() as counter:
+        with CountedFlops() as counter:
             measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
         for ours, theirs in zip(measured, expected, strict=True):
             assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
@@ -144,7 +162,7 @@ def test_reuse_changes_no_bit_and_saves_operations():
         assert objective.cache.peak_bytes <= room
         assert objective.cache.bytes == sum(e.nbytes for e in objective.cache.entries.values())
         whole = objective.whole_pass_operations(FULL)
-        assert round(reported * whole) == counter.get_total_flops()
+        assert round(reported * whole) == counter.total
     assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
@@ -211,7 +229,7 @@ def test_operations_equal_torchs_count(family):
     expected = [whole.evaluate(mask) for mask in masks]
     apply_head_mask(model, full, Window(WINDOW, sinks))
     ours.check_output_head(full)
-    with counted_flops() as counter:
+    with CountedFlops() as counter:
         measured = [ours.evaluate(mask, shared_layers=1) for mask in masks]
     for mine, plain in zip(measured, expected, strict=True):
         assert plain.full_forward_equivalents == plain.whole_pass_equivalents
@@ -222,10 +240,10 @@ def test_operations_equal_torchs_count(family):
     if experts or decoder_layers(model.config).states:
         return  # torch counts neither grouped products of experts nor recurrences
     reported = sum(e.full_forward_equivalents for e in measured)
-    assert round(reported * whole.whole_pass_operations(full)) == counter.get_total_flops()
-    with counted_flops() as counter:
+    assert round(reported * whole.whole_pass_operations(full)) == counter.total
+    with CountedFlops() as counter:
         whole.evaluate(other)
-    assert whole.whole_pass_operations(other) == counter.get_total_flops()
+    assert whole.whole_pass_operations(other) == counter.total
 
 
 @pytest.mark.parametrize(
@@ -284,10 +302,11 @@ def test_operations_of_a_gradient_equal_torchs_count(family, sinks, changes, roo
     full = HeadMask.all_full(*mask.choices.shape)
     apply_head_mask(model, full, Window(WINDOW, sinks))
     objective.check_output_head(full)
-    with counted_flops() as counter:
+    assert objective.sizes.layers  # measured before the operations are counted
+    with CountedFlops() as counter:
         measured = objective.gate_gradient(mask, share=1, shares=2)
     whole = objective.whole_pass_operations(full)
-    assert round(measured.full_forward_equivalents * whole) == counter.get_total_flops()
+    assert round(measured.full_forward_equivalents * whole) == counter.total
     low, high = (1, 3.2) if room else (1.5, 4.5)
     assert low < measured.full_forward_equivalents * 5 / 2 < high
     assert measured.full_forward_equivalents <= objective.gradient_passes(1, 2)
@@ -436,6 +455,7 @@ def test_a_gradient_keeps_only_the_input_of_each_layer():
         objective, calibration = searchable_with("qwen3", num_hidden_layers=layers)
         mask = HeadMask.all_sliding(layers, KV_HEADS)
         objective.evaluate(mask)
+        assert objective.sizes.layers == layers  # measured before the peak
         with PeakMemory() as memory:
             objective.gate_gradient(mask)
         peaks.append(memory.peak)
@@ -583,12 +603,12 @@ def test_masks_of_several_windows_are_scored_by_definition(sinks):
         ours = reusing.evaluate(mask)
         apply_head_mask(model, mask, windows)
         plain.check_output_head(mask)
-        with counted_flops() as counter:
+        with CountedFlops() as counter:
             whole = plain.evaluate(mask)
         assert ours.score == whole.score
         assert ours.log_likelihood == pytest.approx(whole.log_likelihood, abs=1e-4)
         full = plain.whole_pass_operations(FULL)
-        assert round(whole.full_forward_equivalents * full) == counter.get_total_flops()
+        assert round(whole.full_forward_equivalents * full) == counter.total
         exact, likelihood = plain_score_of(model, calibration, mask, windows)
         assert ours.score == exact
         assert ours.log_likelihood == pytest.approx(likelihood, abs=1e-4)
