@@ -104,7 +104,7 @@ def _body(name: str, imports: dict[str, set[str]], defined: set[str]) -> str:
             imports[""] |= {ast.unparse(ast.Import([alias])) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node not in dropped:
             imports[node.module or ""] |= {ast.unparse(alias) for alias in node.names}
-        elif not ast.unparse(node).startswith("__all__ = "):
+        elif not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"):
             continue
         dropped.append(node)
     for node in dropped:

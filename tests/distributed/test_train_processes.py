@@ -414,10 +414,10 @@ def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
 def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
     """On each rank: the second one hangs in a step, or the first one saves and cleans up slowly."""
 
-    def late(call: Any, when: Any = lambda _: True) -> Any:
+    def late(call: Any, seconds: float, when: Any = lambda _: True) -> Any:
         def wait_and_call(self: Any, *args: Any) -> Any:
             if when(self):
-                time.sleep(9.0)
+                time.sleep(seconds)
             return call(self, *args)
 
         return wait_and_call
@@ -425,9 +425,9 @@ def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
     ranks.REPORT_SECONDS = 1.0
     decisions.MIN_STEP_TIMEOUT, decisions.TIMEOUT_FACTOR = 5 / 60, 0
     if slow == "save":
-        RestartPoints.publish = late(RestartPoints.publish)  # type: ignore[method-assign]
-        RestartPoints.remove = late(RestartPoints.remove)  # type: ignore[method-assign]
+        RestartPoints.publish = late(RestartPoints.publish, 6.0)  # type: ignore[method-assign]
+        RestartPoints.remove = late(RestartPoints.remove, 6.0)  # type: ignore[method-assign]
     elif os.environ["RANK"] == "1":
         number = {"step": 3, "late step": 8}[slow]
-        Loop.loss_of = late(Loop.loss_of, lambda loop: loop.step == number)
+        Loop.loss_of = late(Loop.loss_of, 9.0, lambda loop: loop.step == number)
     main()

@@ -103,10 +103,15 @@ def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
     return {one for one in result if one.partition(".")[0] in (*PACKAGES, "tests")} - {name}
 
 
-def functions(tree: ast.Module) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
+def functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes inside functions."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from ast.walk(node)
+        else:
+            nodes += ast.iter_child_nodes(node)
 
 
 @functools.cache

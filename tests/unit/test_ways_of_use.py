@@ -177,22 +177,6 @@ def test_a_cached_prefix_can_be_used_by_many_texts(hybrid: Any) -> None:
             assert torch.equal(output, _greedy(hybrid, text))
 
 
-def test_a_compiled_model_computes_the_same() -> None:
-    hybrid = _hybrid(layers=1)
-    ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
-    compiled = torch.compile(hybrid, backend="eager")
-    positions = torch.arange(LENGTH)[None]
-    with torch.no_grad():
-        expected = hybrid(ids, use_cache=False).logits
-        for options in (
-            {"use_cache": False},
-            {"attention_mask": mask, "position_ids": positions},
-        ):
-            out = compiled(ids, **options)
-            torch.testing.assert_close(out.logits, expected, **_NEAR)
-            assert (out.past_key_values is None) == ("use_cache" in options)
-
-
 def test_an_exported_program_computes_the_same() -> None:
     hybrid, ids = _hybrid(layers=1), tokens(2, LENGTH)
     with torch.no_grad():
