@@ -69,12 +69,15 @@ class ActivationSizes:
         outputs = (1 + windows) * self._per_shard(self.shape.query_size)
         return self._local(tokens) * (self.shape.hidden + outputs) * self.value_bytes
 
-    def plain_pass(self, tokens: int) -> int:
-        """Peak bytes of activations in a pass without gradients: those of one feed-forward block.
+    def plain_pass(self, rows: int, length: int) -> int:
+        """Peak bytes of activations in a pass over `rows` sequences of `length` without gradients.
+
+        They are those of one feed-forward block.
 
         Scores without a fused kernel are computed in pieces. If sequences are shared, the peak may
         be an attention with only full heads: all keys and values as received, and in order.
         """
+        tokens = rows * length
         shape, key_value = self.shape, self.shape.key_value_size
         peak = 5 * self.state(tokens) + self._block_bytes(tokens, "plain")
         if self.sharing > 1:
@@ -82,7 +85,7 @@ class ActivationSizes:
             attention = self._local(tokens) * widths + 2 * 2 * key_value * tokens
             peak = max(peak, attention * self.value_bytes)
         softcap = self.keeps_scores and shape.softcap
-        return peak + self._piece(tokens) * (8 * (1 + softcap) + self.value_bytes)
+        return peak + self._piece(rows, length) * (8 * (1 + softcap) + self.value_bytes)
 
     def gradient(self, rows: int, length: int, *windows: int) -> int:
         """Peak bytes of a gate gradient over `rows` examples of `length` tokens.
@@ -95,14 +98,14 @@ class ActivationSizes:
         block, both exist together.
         """
         tokens = rows * length
-        attention, plain = self._attention(rows, length, windows), self.plain_pass(tokens)
+        attention, plain = self._attention(rows, length, windows), self.plain_pass(rows, length)
         saved = self._saved(rows, length, (None, *windows)) + self._block_bytes(tokens, "norms")
         other_block = self._block_bytes(tokens, "both_other")
         if self.shape.norm_follows:
             feed_forward = self._block_bytes(tokens, "plain_feed_forward")
             attention += feed_forward
             other_block += feed_forward * bool(other_block)
-        attention += self._score_gradients(tokens)
+        attention += self._score_gradients(rows, length)
         piece = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
         saved += max(self._block_bytes(piece, "both_feed_forward"), other_block)
         saved += 6 * self.state(tokens)
@@ -197,12 +200,13 @@ class ActivationSizes:
         """This process's bytes for `tokens` of a field of `blocks`."""
         return math.ceil(self._local(tokens) * getattr(self.blocks, name) / self.shards)
 
-    def _piece(self, tokens: int) -> int:
+    def _piece(self, rows: int, length: int) -> int:
         """Number of scores that are computed together without a fused kernel."""
-        return self.keeps_scores * min(self._heads * tokens**2, DENSE_MASK_ENTRIES)
+        return self.keeps_scores * min(rows * self._heads * length**2, DENSE_MASK_ENTRIES)
 
-    def _score_gradients(self, tokens: int) -> int:
-        return self.keeps_scores * self.shape.score_gradient_bytes(self._heads, tokens, None)
+    def _score_gradients(self, rows: int, length: int) -> int:
+        heads = rows * self._heads
+        return self.keeps_scores * self.shape.score_gradient_bytes(heads, length, None)
 
     @property
     def _heads(self) -> int:

@@ -130,7 +130,7 @@ def _cost(
             )
         longest, rows = largest.longest, min(rows, largest.most_rows)
         cache_bytes = rows * max(cache.dynamic(longest) for cache in caches)
-        pass_bytes = ActivationSizes.of(shape, itemsize, sharing=sharing).plain_pass(rows * longest)
+        pass_bytes = ActivationSizes.of(shape, itemsize, sharing=sharing).plain_pass(rows, longest)
         where = " in the first one" if sharing > 1 else ""
         memory += (
             f", {format_bytes(cache_bytes)} of KV cache for {counted(rows, 'sample')} of "

@@ -41,7 +41,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     rows = min(batch, examples)
     sharing, attention = processes if split else 1, recipe.runtime.attention
     sizes = ActivationSizes.of(shape, itemsize, shards, sharing, attention)
-    passes = sizes.plain_pass(rows * length)
+    passes = sizes.plain_pass(rows, length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
     # Weights are moved to the GPUs one by one, from mapped files that all processes of a node
     # share; on a CPU each process has a copy.

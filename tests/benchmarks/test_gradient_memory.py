@@ -79,7 +79,7 @@ def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torc
     stated = sizes.gradient(1, LENGTH, window.size) / gradient.peak
     print(
         f"\n{layers} layers, {dtype}: plain {plain.peak / state:.1f} states (formula "
-        f"{sizes.plain_pass(LENGTH) / state:.1f}), gradient {gradient.peak / state:.1f}, "
+        f"{sizes.plain_pass(1, LENGTH) / state:.1f}), gradient {gradient.peak / state:.1f}, "
         f"formula / peak {stated:.2f}, with weights {ratio:.2f} x a plain pass"
     )
     assert ratio <= 1.5
@@ -87,7 +87,7 @@ def test_a_gradient_takes_little_more_than_a_plain_pass(layers: int, dtype: torc
     # No matrix of T x T, no second feed-forward part: nothing larger than F values per token.
     widest = LENGTH * model.config.intermediate_size * 4
     assert plain.largest <= widest and gradient.largest <= widest
-    assert plain.peak <= 1.1 * sizes.plain_pass(LENGTH)
+    assert plain.peak <= 1.1 * sizes.plain_pass(1, LENGTH)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,7 +103,7 @@ def measure_shared(dtype: str) -> None:
     split.install(model)
     plain, gradient = _peaks(model, HeadMask.all_full(layers, HEADS), window, split)
     for name, peak, stated in (
-        ("pass", plain.peak, sizes.plain_pass(LENGTH)),
+        ("pass", plain.peak, sizes.plain_pass(1, LENGTH)),
         ("gradient", gradient.peak, sizes.gradient(1, LENGTH, window.size)),
     ):
         print(f"rank {split.communicator.rank}, {dtype}, {name}: {peak / 1e6:.1f} MB, "

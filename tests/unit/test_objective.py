@@ -401,7 +401,7 @@ def test_memory_of_blocks_of_every_kind_is_stated(family, most):
     objective.evaluate(mask)  # with the checks of the first pass
     sizes = memory.activation_sizes(model)
     for stated, room, measure in (
-        (sizes.plain_pass(256), 0, objective.evaluate),
+        (sizes.plain_pass(1, 256), 0, objective.evaluate),
         (sizes.gradient(1, 256, 64), 0, objective.gate_gradient),
         (sizes.gradient_without_recompute(1, 256, 64), 2**30, objective.gate_gradient),
     ):
@@ -871,9 +871,9 @@ def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
         fused.gradient_without_recompute(2, 32, 8)
         == without.gradient_without_recompute(2, 32, 8) + own
     )
-    piece = 8 * 8 * 64**2
+    piece = 8 * 2 * 8 * 32**2
     assert sizes.gradient(2, 32, 8) == fused.gradient(2, 32, 8) + scores + piece
-    assert sizes.plain_pass(64) == fused.plain_pass(64) + 20 * 8 * 64**2
+    assert sizes.plain_pass(2, 32) == fused.plain_pass(2, 32) + 20 * 2 * 8 * 32**2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
