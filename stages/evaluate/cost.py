@@ -22,7 +22,7 @@ from stages.rival.stage import RivalConfig
 from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
-from stages.stage import LoadedRecipe
+from stages.stage import LoadedRecipe, Recipe
 from stages.train.stage import TrainConfig
 
 Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask
@@ -130,13 +130,15 @@ def _cost(
             )
         longest, rows = largest.longest, min(rows, largest.most_rows)
         cache_bytes = rows * max(cache.dynamic(longest) for cache in caches)
-        pass_bytes = ActivationSizes.of(shape, itemsize, sharing=sharing).plain_pass(rows, longest)
+        pass_bytes, logit_bytes = _pass_bytes(recipe, shape, work, sharing)
         where = " in the first one" if sharing > 1 else ""
         memory += (
             f", {format_bytes(cache_bytes)} of KV cache for {counted(rows, 'sample')} of "
             f"{longest:,}{where}{states_text(len(shape.kinds.states))}, "
             f"about {format_bytes(pass_bytes)} in a pass"
         )
+        if logit_bytes:
+            memory += f", then up to {format_bytes(logit_bytes)} of logits"
     return Cost(
         flops,
         1e6 + len(layouts) * samples * _ANSWER_BYTES,
@@ -145,6 +147,20 @@ def _cost(
         efficiency=devices.efficiency or EFFICIENCY,
         reads=reads,
     )
+
+
+def _pass_bytes(
+    recipe: Recipe, shape: DecoderShape, work: Sequence[Work], sharing: int
+) -> tuple[int, int]:
+    """Most bytes of a pass of any suite, and of the logits after it."""
+    itemsize, batch = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
+    sizes = ActivationSizes.of(shape, itemsize, sharing=sharing, attention=recipe.runtime.attention)
+    passes, logits = list[int](), list[int]()
+    for part in work:
+        tokens = part.longest if sharing > 1 else min(part.longest, part.chunk)
+        passes.append(sizes.plain_pass(min(batch, part.most_rows), tokens))
+        logits.append(part.logit_bytes(batch, shape.vocabulary, itemsize))
+    return max(passes), max(logits)
 
 
 def _split_fact(

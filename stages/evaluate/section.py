@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 from stages.fields import Section
 from stages.stage import LoadedRecipe
 
+_FLOAT32 = 4  # bytes
+
 
 @dataclass(frozen=True)
 class Work:
@@ -17,8 +19,9 @@ class Work:
 
     `tokens` is the sum over all samples; `longest` is the longest sample with its answer,
     `most_rows` the largest batch. Logits are computed at `logits` tokens, where answers are
-    generated; None: at all tokens. `stored_bytes` is the size on disk of the samples
-    themselves, shared by all models and recipes.
+    generated; None: at all tokens. A pass reads at most `chunk` tokens of a sample, unless
+    processes share it. With `float32_losses` the softmax of logits is in float32. `stored_bytes` is
+    the size on disk of the samples themselves, shared by all models and recipes.
     """
 
     samples: int
@@ -27,7 +30,21 @@ class Work:
     longest: int
     most_rows: int = sys.maxsize
     logits: int | None = None
+    chunk: int = sys.maxsize
+    float32_losses: bool = False
     stored_bytes: int = 0
+
+    def logit_bytes(self, rows: int, vocabulary: int, value_bytes: int) -> int:
+        """Peak bytes of the logits at all tokens of a pass over `rows` samples; 0 with answers.
+
+        Logits and their log-softmax, which in float32 needs a copy of logits in half precision.
+        """
+        if self.logits is not None:
+            return 0
+        copies = 2 * value_bytes
+        if self.float32_losses and value_bytes < _FLOAT32:
+            copies = value_bytes + 2 * _FLOAT32
+        return min(rows, self.most_rows) * min(self.longest, self.chunk) * vocabulary * copies
 
 
 @dataclass(frozen=True)

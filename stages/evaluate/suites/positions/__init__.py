@@ -15,6 +15,9 @@ from stages.inputs import prose
 from stages.stage import LoadedRecipe, position_faults
 from stages.versions import installed_versions
 
+# Tokens of one forward pass; their logits over the vocabulary are held at once.
+CHUNK = 1024
+
 
 class PositionEvaluation(SuiteSection):
     """Loss by position in held-out long documents."""
@@ -38,7 +41,11 @@ class PositionEvaluation(SuiteSection):
         tokens = self.documents * self.length
         documents = counted(self.documents, "document")
         fact = f"loss by position: {documents} of {self.length:,} tokens"
-        return [Work(self.documents, tokens, self.length, self.length, most_rows=1)], [fact]
+        work = Work(
+            self.documents, tokens, self.length, self.length,
+            most_rows=1, chunk=CHUNK, float32_losses=True,
+        )  # fmt: skip
+        return [work], [fact]
 
 
 SUITE = PositionEvaluation

@@ -23,12 +23,9 @@ from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import refuse_nan
 from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.suite import Records, Suite
-from stages.evaluate.suites.positions import PositionEvaluation
+from stages.evaluate.suites.positions import CHUNK, PositionEvaluation
 from stages.evaluate.tables import SuiteAnswers
 from stages.versions import installed_versions
-
-# Tokens of one forward pass; their logits over the vocabulary are held at once.
-_CHUNK = 1024
 
 
 def edges(length: int) -> list[int]:
@@ -115,8 +112,8 @@ def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = Non
         refuse_nan(all_losses)
         return np.asarray(all_losses.cpu())
     cache, losses = None, []
-    for start in range(0, tokens.shape[1] - 1, _CHUNK):
-        chunk = tokens[:, start : min(start + _CHUNK, tokens.shape[1] - 1)]
+    for start in range(0, tokens.shape[1] - 1, CHUNK):
+        chunk = tokens[:, start : min(start + CHUNK, tokens.shape[1] - 1)]
         output = model(chunk, use_cache=True, **{CACHE_NAME: cache})
         refuse_nan(output.logits)
         cache = output[CACHE_NAME]
