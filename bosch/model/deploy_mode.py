@@ -451,6 +451,8 @@ def _hybrid_class(family: Family, models: Any, name: str) -> Any:
         "__module__": __name__,
         "__doc__": f"{base.__name__} with full and sliding heads in each layer.",
         "_can_set_attn_implementation_cached_value": True,
+        # transformers looks for experts in the source of a class's module.
+        "_can_set_experts_implementation_cached_value": base._can_set_experts_implementation(),
     }
     created = type(name, (HybridModelMixin, base), body)
     globals()[name] = created

@@ -91,6 +91,22 @@ report(any(name.partition(".")[0] == "bosch" for name in sys.modules))
     assert "modeling_hybrid.py" in names and len([n for n in names if n.endswith(".py")]) == 1
 
 
+@pytest.mark.parametrize("blocked", [True, False])
+def test_experts_are_computed_together_in_a_process_that_has_only_the_hybrid(
+    tmp_path: Path, blocked: bool
+) -> None:
+    """As those of the base model, and not one after the other."""
+    _save("qwen3_moe", tmp_path / "model")
+    code = """
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+report(model.config._experts_implementation)
+"""
+    assert run_elsewhere(code, tmp_path, cache=tmp_path / "cache", blocked=blocked) == [
+        "grouped_mm"
+    ]
+
+
 def test_without_bosch_only_the_model_is_refused_unless_code_is_trusted(
     tmp_path: Path,
 ) -> None:
