@@ -20,6 +20,8 @@ from bosch.objective.flops import FEED_FORWARD, linear_flops
 
 logger = logging.getLogger(__name__)
 
+# OPT's name here for its two maps, which are in no block.
+_MAPS = "fc"
 # Tokens of a measurement: a whole chunk of every recurrence that is computed in chunks.
 _TOKENS = 256
 
@@ -62,6 +64,16 @@ def _storages(values: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+class SavedBytes(NamedTuple):
+    """Bytes that autograd saves of a token in a layer: the mean over layers, and the most."""
+
+    mean: float
+    most: float
+
+
+_NOTHING = SavedBytes(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class BlockBytes:
     """Bytes of a token in a layer's blocks beside its attention, with frozen weights.
@@ -71,7 +83,8 @@ class BlockBytes:
     are its parts in norms and in blocks that are not feed-forward, like recurrences. `added` is the
     most that a block's backward pass adds. `both_feed_forward` and `both_other` are the largest
     peaks of both passes, of a feed-forward block, which a gradient recomputes some tokens at a
-    time, and of another one.
+    time, and of another one. `trained` and `frozen` are what autograd saves in feed-forward blocks
+    whose weights have gradients, and have none.
     """
 
     plain: float
@@ -83,14 +96,20 @@ class BlockBytes:
     others: float = 0.0
     plain_feed_forward: float = 0.0
     has_head_norms: bool = True  # of queries and keys
+    trained: SavedBytes = _NOTHING
+    frozen: SavedBytes = _NOTHING
 
 
 class _Block(NamedTuple):
-    """Bytes of a token: peak of a forward pass, saved by autograd, peak of both passes."""
+    """Bytes of a token: peak of a forward pass, saved by autograd, peak of both passes.
+
+    `trained` is saved by autograd if the weights have gradients, too.
+    """
 
     plain: float
     saved: float
     both: float
+    trained: float
 
 
 @functools.lru_cache(maxsize=4)
@@ -104,6 +123,7 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
     measured: dict[Any, _Block] = {}
     layers, norms = model.get_decoder().layers, 0.0
     feed_forward, other_blocks = list[_Block](), list[_Block]()
+    trained, frozen = [0.0] * len(layers), [0.0] * len(layers)
     for number, layer in enumerate(layers):
         for name, child in _blocks_of(layer):
             parameters = sum(linear_flops(module, text) for module in child.modules()) // 2
@@ -117,10 +137,11 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
             block = measured[shapes]
             if is_norm:  # at least its input, the layer's hidden states
                 norms += max(block.saved, text.hidden_size * value_bytes)
-            elif name in FEED_FORWARD:
-                feed_forward.append(block)
-            else:
-                other_blocks.append(block)
+                continue
+            (feed_forward if name in FEED_FORWARD else other_blocks).append(block)
+            if name in (*FEED_FORWARD, _MAPS):
+                trained[number] += block.trained
+                frozen[number] += block.saved
     blocks = [*feed_forward, *other_blocks]
     attention_module = getattr(layers[kinds.full[0]], attention)
     return BlockBytes(
@@ -133,6 +154,8 @@ def block_bytes(model: Any, value_bytes: int) -> BlockBytes:
         others=sum(block.saved for block in other_blocks) / len(layers),
         plain_feed_forward=max((block.plain for block in feed_forward), default=0.0),
         has_head_norms=any("Norm" in type(m).__name__ for m in attention_module.modules()),
+        trained=SavedBytes(sum(trained) / len(layers), max(trained)),
+        frozen=SavedBytes(sum(frozen) / len(layers), max(frozen)),
     )
 
 
@@ -140,7 +163,7 @@ def _blocks_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of a layer by name; OPT's fc1 and fc2, which are in no block, as one module."""
     children = dict(layer.named_children())
     if "fc1" in children:
-        yield "fc", nn.Sequential(*map(children.pop, ("fc1", "activation_fn", "fc2")))
+        yield _MAPS, nn.Sequential(*map(children.pop, ("fc1", "activation_fn", "fc2")))
     yield from children.items()
 
 
@@ -162,7 +185,7 @@ def _measured(block: nn.Module, hidden: int, parameters: int, value_bytes: int) 
         return _Block(*(size * value_bytes / dtype.itemsize for size in sizes))
     _warn_of_estimate(type(block).__name__, fault)
     width = parameters / (3 * hidden) * value_bytes
-    return _Block(4 * width, 3 * width, 7 * width)
+    return _Block(4 * width, 3 * width, 7 * width, 4 * width)
 
 
 @functools.cache
@@ -175,12 +198,19 @@ def _run(block: nn.Module, width: int, dtype: torch.dtype) -> _Block:
     states = torch.empty(1, _TOKENS, width, device="meta", dtype=dtype)
     with torch.no_grad(), PeakMemory() as plain:
         block(states)
-    block.requires_grad_(False)
     states.requires_grad_()
     with torch.enable_grad(), PeakMemory() as memory:
-        out = block(states)
-        first = out[0] if isinstance(out, tuple) else out
-        del out
-        saved = memory.now - first.nbytes
+        trained = _saved_by(block, states, memory)[1]
+    block.requires_grad_(False)
+    with torch.enable_grad(), PeakMemory() as memory:
+        first, saved = _saved_by(block, states, memory)
         torch.autograd.grad(first.sum(), states)
-    return _Block(plain.peak / _TOKENS, saved / _TOKENS, memory.peak / _TOKENS)
+    return _Block(*(size / _TOKENS for size in (plain.peak, saved, memory.peak, trained)))
+
+
+def _saved_by(block: nn.Module, states: Tensor, memory: PeakMemory) -> tuple[Tensor, int]:
+    """The block's first output, and the bytes that autograd saves beside it."""
+    out = block(states)
+    first = out[0] if isinstance(out, tuple) else out
+    del out
+    return first, memory.now - first.nbytes

@@ -366,7 +366,8 @@ def _activations(
     residual = element_bytes if runtime.sharding != "none" else _FLOAT32
     # Autocast casts no experts, which compute in their weights' type.
     mlp = residual if shape.experts else element_bytes
-    saved = tokens * _saved_bytes_per_token(job, residual, mlp)
+    mean_saved, most_saved = _saved_in_feed_forward(shape, mlp, job.train)
+    saved = tokens * _saved_bytes_per_token(job, residual)
     # Gradients on the way through the MLP and the norms, or through attention's scores.
     backward = tokens * (mlp * 2.0 * shape.active_width + 2.0 * residual * shape.hidden)
     backward = max(backward, score_gradients)
@@ -374,12 +375,14 @@ def _activations(
     blocks = shape.blocks(element_bytes) if shape.kinds.states else None
     if runtime.checkpointing == "none":
         saved_keys, added = zip(*exchanged, strict=True)
-        layer_inputs = shape.layers * saved + sum(saved_keys) + sum(scores)
+        layer_inputs = shape.layers * (saved + tokens * mean_saved)
+        layer_inputs += sum(saved_keys) + sum(scores)
         if blocks is not None:
             layer_inputs += shape.layers * tokens * blocks.others
             backward = max(backward, tokens * blocks.added)
         return _Activations(layer_inputs, backward, max(added))
     assert runtime.checkpointing != "auto"
+    saved += tokens * most_saved
     layer_inputs, offloaded = float(shape.layers * tokens * shape.hidden * residual), 0.0
     if runtime.offload_activations:  # except those of the recomputed layer
         layer_inputs, offloaded = layer_inputs / shape.layers, layer_inputs
@@ -451,23 +454,38 @@ def unneeded_flops(shape: DecoderShape, train: TrainConfig, tokens: float) -> fl
     return 0.0
 
 
-def _saved_bytes_per_token(job: TrainingJob, residual: int, mlp: int) -> float:
-    """Bytes per token that autograd keeps of one decoder layer with norms of heads like Qwen3's.
+def _saved_in_feed_forward(
+    shape: DecoderShape, value_bytes: int, train: TrainConfig
+) -> tuple[float, float]:
+    """Bytes per token that autograd keeps of a layer's feed-forward blocks: mean and most.
+
+    Liger's MLP keeps only the inputs of its activation, and experts a copy of the input, the output
+    and the output times the router's weight for each expert. If the MLP is frozen, the inputs of
+    its maps are not kept. Adapters freeze experts.
+    """
+    frozen = train.freeze == "attention_only" or (train.lora is not None and shape.experts > 0)
+    if train.liger:
+        experts = (1 if frozen else 3) * shape.hidden * shape.experts_per_token
+        size = float(value_bytes * (3 * shape.active_width + experts))
+        return size, size
+    blocks = shape.blocks(value_bytes)
+    return blocks.frozen if frozen else blocks.trained
+
+
+def _saved_bytes_per_token(job: TrainingJob, residual: int) -> float:
+    """Bytes per token that autograd keeps of a layer's attention and norms, like Qwen3's.
 
     Each norm keeps its input in float32, its result, and the copy of the result for the next maps;
-    queries and keys are kept before and after norm and rotation, values and outputs once; the MLP
-    keeps gate, up, their activation and product. Liger's norms and MLP keep only their inputs.
-    If norms and MLP are frozen, tensors that only their weights' gradients need are not kept: a
-    norm's result before its weight, and the inputs of the MLP's maps. Adapters freeze experts and
-    all norms, including those of queries and keys.
+    queries and keys are kept before and after norm and rotation, values and outputs once. Liger's
+    norms keep only their inputs. If norms are frozen, tensors that only their weights' gradients
+    need are not kept: a norm's result before its weight. Adapters freeze all norms, including those
+    of queries and keys.
     """
     shape, train, element_bytes = job.shape, job.train, job.element_bytes
     frozen, adapted = train.freeze == "attention_only", train.lora is not None
-    frozen_mlp = frozen or (adapted and shape.experts > 0)
     if train.liger:
         norms = 2 * (residual + element_bytes)
         heads = 4 * element_bytes * shape.query_size + 3 * element_bytes * shape.key_value_size
-        width = 3 * mlp
     else:
         before_weight = 0 if frozen or adapted else 2
         norms = 2 * 4 + (before_weight + (1 if frozen else 2)) * element_bytes
@@ -475,8 +493,5 @@ def _saved_bytes_per_token(job: TrainingJob, residual: int, mlp: int) -> float:
             norms = 2 * 4 + (3 if frozen else 5) * element_bytes + before_weight * residual
         heads = (4 + (3 if adapted else 4) * element_bytes) * shape.query_size
         heads += (4 + (2 if adapted else 3) * element_bytes) * shape.key_value_size
-        width = (3 if frozen_mlp else 4) * mlp
-    # Copies for each expert: input, output, and output times the router's weight.
-    dispatched = (1 if frozen_mlp else 3) * mlp * shape.hidden * shape.experts_per_token
     all_norms = norms * max(2, shape.norms) / 2
-    return float(all_norms * shape.hidden + heads + width * shape.active_width + dispatched)
+    return float(all_norms * shape.hidden + heads)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from bosch.model.families import DecoderLayers
+from bosch.model.interface import attention_modules
+from bosch.objective.block_bytes import BlockBytes, PeakMemory, SavedBytes
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import Runtime
@@ -26,10 +28,23 @@ from stages.train.footprint import (
     training_memory,
 )
 from stages.train.stage import TrainConfig
-from tests.hybrid_case import small_config
+from tests.hybrid_case import small_config, small_model, tokens
+
+
+class Shape(DecoderShape):
+    """Sizes of no model, with the feed-forward blocks of Qwen3's layers and experts."""
+
+    def blocks(self, value_bytes: int) -> BlockBytes:
+        experts = self.hidden * self.experts_per_token
+        trained = value_bytes * (4.0 * self.active_width + 3 * experts)
+        frozen = value_bytes * (3.0 * self.active_width + experts)
+        return BlockBytes(
+            0, 0, 0, 0, trained=SavedBytes(trained, trained), frozen=SavedBytes(frozen, frozen)
+        )
+
 
 # Two layers of 1,500 parameters, two tables of 100 x 10, and a norm.
-SHAPE = DecoderShape(
+SHAPE = Shape(
     layers=2, hidden=10, vocabulary=100, tied=False,
     kinds=DecoderLayers(2, (0, 1), heads=2, head_dim=4),
     query_size=16, own_query_size=0, experts=0, experts_per_token=0, active_width=20,
@@ -248,6 +263,33 @@ def test_a_recurrence_needs_the_measured_memory_of_its_block() -> None:
         found, plain = (held({}, options, shape=one) for one in (shape, without))
         assert found.layer_inputs - plain.layer_inputs == pytest.approx(TOKENS * more)
     assert TOKENS * blocks.both_other < found.layer < 1.5 * TOKENS * blocks.both_other
+
+
+# Activations of many operations, experts with clamped gates, layers with and without experts, maps
+# in no block, and two maps instead of three.
+@pytest.mark.parametrize(
+    "family", ["qwen3", "apertus", "phi", "gpt_oss", "dots1", "opt", "nemotron", "qwen3_moe"]
+)
+@pytest.mark.parametrize("freeze", ["none", "attention_only"])
+def test_wider_feed_forward_blocks_need_what_autograd_saves_more(family: str, freeze: str) -> None:
+    if (family, freeze) == ("phi", "attention_only"):
+        pytest.skip("its lowest block, parallel to attention, has no gradient")
+    stated, saved = [], []
+    name = {"opt": "ffn_dim", "qwen3_moe": "moe_intermediate_size"}.get(family, "intermediate_size")
+    for width in (96, 384):
+        model = small_model(family, **{name: width})
+        if freeze == "attention_only":
+            model.requires_grad_(False)
+            for attention in attention_modules(model):
+                attention.requires_grad_(True)
+        with PeakMemory() as memory:
+            logits = model(tokens(1, 128), use_cache=False).logits
+            saved.append(memory.now)
+        del logits
+        options = {"mixed_precision": "no", "freeze": freeze}
+        sizes = {"shape": DecoderShape.of(model.config), "tokens": 128, "length": 128}
+        stated.append(held(options, {}, **sizes).layer_inputs)
+    assert stated[1] - stated[0] == pytest.approx(saved[1] - saved[0], rel=0.1)
 
 
 def test_a_block_that_cannot_be_measured_is_estimated_and_named(
