@@ -3,10 +3,11 @@
     python -m tests.benchmarks.repair FOLDER [SEED ...]
 
 The quickstart's trained hybrid is fine-tuned on this project's documentation, at the quickstart's
-own rate and at ten times it, without a teacher and in short sequences; then `bosch repair` takes
-its query and key weights back, half and whole. Needles are of the calibration's tasks and length,
-and no stage has seen them; the loss is that of sequences of the other text which are not read. The
-search, the training and the fine-tuning go by the seed.
+learning rate and at ten times that rate, without a teacher and in short sequences. Then
+`bosch repair` restores the earlier query and key weights, half (the mean of both) and in full.
+Needles have the calibration's tasks and length, and no stage has seen them. The loss is over
+sequences of the documentation that fine-tuning does not read. Search, training and fine-tuning use
+the seed.
 """
 
 from __future__ import annotations
@@ -52,37 +53,37 @@ def main(folder: Path, seeds: list[int]) -> None:
         "seed, rate: needles and loss on the other text: trained; fine-tuned; repaired, half, whole"
     )
     for seed in seeds:
-        own = f"seed={seed}"
-        alone = [own, "rival=null"]
-        outputs = run_stages(folder, "train", *alone, name=f"trained-{seed}")
-        other = run_stages(folder, "prepare", *alone, *TEXT, name=f"other-{seed}")
-        data = load_from_disk(str(other / "prepare" / "train"))
-        split = folder / f"split-{seed}"
-        data.select(range(TUNED // LENGTH)).save_to_disk(str(split / "train"))
-        unread = data.select(range(TUNED // LENGTH, len(data)))["input_ids"]
-        last = train_config(RECIPE, [own]).section.total_tokens
-        trained = (outputs / "train" / "checkpoints" / checkpoint_name(last)).resolve()
-        start = folder / f"start-{seed}"
-        start.mkdir(exist_ok=True)
-        if not (start / "model").exists():
-            (start / "model").symlink_to(trained)
-        needles = train_config(RECIPE, [own, *WATCH])
+        seed_override = f"seed={seed}"
+        overrides = [seed_override, "rival=null"]
+        outputs = run_stages(folder, "train", *overrides, name=f"trained-{seed}")
+        text_outputs = run_stages(folder, "prepare", *overrides, *TEXT, name=f"other-{seed}")
+        data = load_from_disk(str(text_outputs / "prepare" / "train"))
+        tuning_data = folder / f"split-{seed}"
+        data.select(range(TUNED // LENGTH)).save_to_disk(str(tuning_data / "train"))
+        held_out = data.select(range(TUNED // LENGTH, len(data)))["input_ids"]
+        total_tokens = train_config(RECIPE, [seed_override]).section.total_tokens
+        trained = (outputs / "train" / "checkpoints" / checkpoint_name(total_tokens)).resolve()
+        tuning_start = folder / f"start-{seed}"
+        tuning_start.mkdir(exist_ok=True)
+        if not (tuning_start / "model").exists():
+            (tuning_start / "model").symlink_to(trained)
+        needles = train_config(RECIPE, [seed_override, *WATCH])
         for rate in RATES:
-            case = f"{rate}-{seed}"
-            work = folder / f"tuned-{case}"
+            rate_and_seed = f"{rate}-{seed}"
+            work = folder / f"tuned-{rate_and_seed}"
             work.mkdir(exist_ok=True)
             run(
-                train_config(RECIPE, [own, *TEXT, *TUNE, f"train.learning_rate={rate}"]),
-                {"prepare": split, "materialize": start},
+                train_config(RECIPE, [seed_override, *TEXT, *TUNE, f"train.learning_rate={rate}"]),
+                {"prepare": tuning_data, "materialize": tuning_start},
                 work,
             )
             models = {"trained": trained, "tuned": work / "checkpoints" / checkpoint_name(TUNED)}
             for name, share in (("half", 0.5), ("whole", 1.0)):
-                models[name] = folder / f"repaired-{name}-{case}"
+                models[name] = folder / f"repaired-{name}-{rate_and_seed}"
                 if not models[name].exists():
                     repair(models["tuned"], trained, models[name], share)
             rows = [
-                f"{score_of(path, needles, outputs / 'prepare'):.3f} {loss_of(path, unread):.3f}"
+                f"{score_of(path, needles, outputs / 'prepare'):.3f} {loss_of(path, held_out):.3f}"
                 for path in models.values()
             ]
             print(f"{seed}, {rate}: {'; '.join(rows)}", flush=True)

@@ -4,10 +4,10 @@
     python -m tests.benchmarks.vllm_throughput ORIGINAL HYBRID --cache-bytes 20e9 --prompt 30000 \
         --generated 500 --requests 64 --dtype bfloat16      on a GPU
 
-More requests wait than the cache of the original holds. Each model has an engine of its own, with
-as many bytes of cache and otherwise what it has by default; rounds alternate between the two, and
-the ratio is of their best rounds. On a CPU the seconds are processor time of this process and the
-engine's, which other programs hardly change.
+More requests wait than the cache of the original holds. Each model has its own engine, with equal
+bytes of cache and otherwise default settings. Rounds alternate between the two; the ratio is that
+of their best rounds. On a CPU the seconds are processor time of this process and of the engine's
+processes, which other programs hardly change.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def _tokens_per_second(llm: Any, options: argparse.Namespace, seed: int) -> floa
 
 
 def _processor_seconds() -> float:
-    this = psutil.Process()
-    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    current = psutil.Process()
+    times = [process.cpu_times() for process in (current, *current.children(recursive=True))]
     return sum(time.user + time.system for time in times)
 
 
 if __name__ == "__main__":
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would replace --cache-bytes
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for others use seconds too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # waiting threads use processor time, too
     main()

@@ -42,15 +42,17 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_case(tmp_path_factory.mktemp("case"))
 
 
-def held_by(function: str, case: Path, work_dir: Path, **changes: Any) -> list[dict[str, Any]]:
-    """The result that a function below writes on each of two ranks."""
+def results_of_ranks(
+    function: str, case: Path, work_dir: Path, **changes: Any
+) -> list[dict[str, Any]]:
+    """The results of `function`, one of those below, which runs on each of two ranks."""
     done = train_in_processes(case, work_dir, 2, module=f"{__name__}:{function}", **changes)
     assert done.returncode == 0, done.stderr
-    return [json.loads((work_dir / f"held.{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((work_dir / f"result.{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def say(work_dir: Path, held: dict[str, Any]) -> None:
-    (work_dir / f"held.{os.environ['RANK']}.json").write_text(json.dumps(held))
+def write_result(work_dir: Path, result: dict[str, Any]) -> None:
+    (work_dir / f"result.{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs(
@@ -61,7 +63,7 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
     parameters = sum(value.numel() for value in weights.values())
     layers, hidden = 2, 32
     for accumulation, micro in ((1, 2), (2, 1)):
-        ranks = held_by(
+        ranks = results_of_ranks(
             "measured_steps", case, tmp_path / str(accumulation),
             train={"total_tokens": 256, "checkpoint_tokens": [], "mixed_precision": "bf16"},
             runtime={"sharding": "fsdp", "micro_batch_size": micro, "checkpointing": "full"},
@@ -71,10 +73,10 @@ def test_fsdp_shards_gradients_between_micro_batches_and_keeps_bf16_layer_inputs
             assert len(set(rank["gradients"])) == 1
             assert rank["gradients"][0] == float32_bytes(parameters, shards=2)
             assert set(rank["layer_outputs"]) == {"torch.bfloat16"}
-            # Besides the layers' inputs in bf16: the last one's output, its sum, and of the head
-            # the normed states and their gradient.
-            inputs = layers * micro * SEQUENCE_LENGTH * hidden * 2
-            assert max(rank["layer_inputs"]) <= inputs * (layers + 4) / layers, (accumulation, rank)
+            # The layers' inputs in bf16, and four tensors of the same shape: the last layer's
+            # output and its sum, and the head's normed states and their gradient.
+            state = micro * SEQUENCE_LENGTH * hidden * 2
+            assert max(rank["layer_inputs"]) <= state * (layers + 4), (accumulation, rank)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -98,41 +100,41 @@ def gradient_bytes() -> int:
 
 def measured_steps(*_: str) -> None:
     """Train, recording gradients after each micro-batch, and inputs and outputs of layers."""
-    held: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
+    measured: dict[str, Any] = {"gradients": [], "layer_inputs": [], "layer_outputs": []}
     loss_of, backward = Loop.loss_of, Accelerator.backward
 
     def measured_backward(self: Any, *args: Any, **kwargs: Any) -> None:
         backward(self, *args, **kwargs)
-        held["gradients"].append(gradient_bytes())
+        measured["gradients"].append(gradient_bytes())
 
-    def note_output(layer: Any, args: Any, output: torch.Tensor) -> None:
-        held["layer_outputs"].append(str(output.dtype))
+    def record_output(layer: Any, args: Any, output: torch.Tensor) -> None:
+        measured["layer_outputs"].append(str(output.dtype))
 
     def measured_loss(self: Loop, batch: Any, predicted: int) -> Any:
         shape = (*batch["input_ids"].shape, self.unwrapped.config.hidden_size)
         saved: list[torch.Tensor] = []
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def save_and_record(tensor: torch.Tensor) -> torch.Tensor:
             if tuple(tensor.shape) == shape:
                 saved.append(tensor)
             return tensor
 
         layers = self.unwrapped.get_decoder().layers
-        hooks = [layer.register_forward_hook(note_output) for layer in layers]
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = loss_of(self, batch, predicted)
+        hooks = [layer.register_forward_hook(record_output) for layer in layers]
+        with torch.autograd.graph.saved_tensors_hooks(save_and_record, lambda tensor: tensor):
+            loss = loss_of(self, batch, predicted)
         for hook in hooks:
             hook.remove()
-        held["layer_inputs"].append(_bytes(saved))
-        return result
+        measured["layer_inputs"].append(_bytes(saved))
+        return loss
 
     Accelerator.backward = measured_backward
     Loop.loss_of = measured_loss  # type: ignore[method-assign]
-    say(main(), held)
+    write_result(main(), measured)
 
 
 @pytest.fixture(scope="module")
-def large(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_case(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The case with a model of 71 million parameters in bf16."""
     config = Qwen3Config(
         vocab_size=64, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=8,
@@ -150,27 +152,27 @@ def large(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks need Linux's /proc")
 @pytest.mark.parametrize("sharding", ["fsdp", DEEPSPEED])
 def test_loading_needs_little_more_than_one_bf16_model_per_node(
-    large: Path, tmp_path: Path, sharding: str
+    large_case: Path, tmp_path: Path, sharding: str
 ) -> None:
-    """Apart from the float32 shards that the ranks keep, which with a GPU are in its memory."""
+    """Besides the ranks' float32 shards, which are in the GPU's memory if there is one."""
     runtime = {"sharding": sharding, "micro_batch_size": 1}
-    ranks = held_by("measured_load", large, tmp_path, runtime=runtime)
+    ranks = results_of_ranks("measured_load", large_case, tmp_path, runtime=runtime)
     parameters = ranks[0]["parameters"]
     saved = load_host_bytes(parameters, 2, 2, sharding, processes=2, on_gpu=False)
     shard = float32_bytes(parameters, shards=2)
     print({name: [rank[name] / saved for rank in ranks] for name in ("peak", "kept")})
     assert all(0.9 * shard < rank["kept"] < 1.5 * shard for rank in ranks)
-    one_weight = 4 * HIDDEN * INTERMEDIATE  # in float32, on each rank
-    assert sum(rank["peak"] - rank["kept"] for rank in ranks) < 1.2 * saved + 2 * one_weight
+    largest_weight = 4 * HIDDEN * INTERMEDIATE  # in float32, on each rank
+    assert sum(rank["peak"] - rank["kept"] for rank in ranks) < 1.2 * saved + 2 * largest_weight
 
 
 def measured_load(case: str, work_dir: str, changes: str) -> None:
-    """Load a model for training; resident bytes since the load began, and parameters.
+    """Load a model for training; write its parameters, and resident bytes since the load began.
 
     Every weight has its own mapping, so that a freed one is returned to the system.
     """
-    # Without it glibc raises the threshold to the size of what was freed first, and pieces that
-    # are kept hold together what was freed between them: as much as the shards themselves.
+    # By default glibc raises this threshold when it first frees a large block. Freed weights that
+    # lie between kept shards then stay resident: as much memory as the shards themselves.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)
     work, config = Path(work_dir), stage_config(**json.loads(changes))
     inputs = {name: Path(case, name) for name in ("prepare", "materialize")}
@@ -184,11 +186,11 @@ def measured_load(case: str, work_dir: str, changes: str) -> None:
         return load(*args, **options)
 
     run.load_for_training = load_from_here
-    # DeepSpeed's copies for its optimizer are no part of loading.
+    # DeepSpeed's copies for its optimizer do not belong to loading.
     Accelerator.prepare = lambda self, *parts: parts
     run.parallel.check_sharding_runs = lambda *parts: None
     loop = run.build_loop(config, inputs, work, RestartPoints(work, config.section))
     gc.collect()
-    held = {"peak": meter.peak() - before, "kept": meter.in_use() - before}
-    held["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in loop.model.parameters())
-    say(work, held)
+    measured = {"peak": meter.peak() - before, "kept": meter.in_use() - before}
+    measured["parameters"] = sum(getattr(p, "ds_numel", p.numel()) for p in loop.model.parameters())
+    write_result(work, measured)

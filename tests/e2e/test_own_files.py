@@ -1,4 +1,4 @@
-"""A stage, source, method, backend and suite of one file or folder: nothing else names them."""
+"""A new stage, source, method, backend or suite is one file or folder; no other file names it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.pipeline_case import ROOT, Case
 from tests.tiny_data import save_tiny_model
 
-OWN = ROOT / "tests"
+EXAMPLES = ROOT / "tests"
 # Plan and run, all in one process.
 COMMANDS = """
 import sys
@@ -29,17 +29,19 @@ Runner(loaded, launcher=lambda order, _: execute(order)).run()
 """
 
 
-def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Path) -> None:
-    house = tmp_path / "house"
+def test_a_recipe_uses_a_stage_source_method_backend_and_suite_added_as_files(
+    tmp_path: Path,
+) -> None:
+    checkout = tmp_path / "checkout"
     for package in ("bosch", "data_prep", "stages", "pipeline"):
-        shutil.copytree(ROOT / package, house / package)
-    shutil.copy(OWN / "own_method/last_layers.py", house / "bosch/search/methods")
-    shutil.copy(OWN / "own_backend/plain.py", house / "bosch/backends")
-    shutil.copy(OWN / "own_source/backwards.py", house / "data_prep/documents/sources")
-    (house / "stages/words").mkdir()
-    (house / "stages/words/__init__.py").touch()
-    shutil.copy(OWN / "own_stage.py", house / "stages/words/stage.py")
-    shutil.copytree(OWN / "own_suite/recall", house / "stages/evaluate/suites/recall")
+        shutil.copytree(ROOT / package, checkout / package)
+    shutil.copy(EXAMPLES / "own_method/last_layers.py", checkout / "bosch/search/methods")
+    shutil.copy(EXAMPLES / "own_backend/plain.py", checkout / "bosch/backends")
+    shutil.copy(EXAMPLES / "own_source/backwards.py", checkout / "data_prep/documents/sources")
+    (checkout / "stages/words").mkdir()
+    (checkout / "stages/words/__init__.py").touch()
+    shutil.copy(EXAMPLES / "own_stage.py", checkout / "stages/words/stage.py")
+    shutil.copytree(EXAMPLES / "own_suite/recall", checkout / "stages/evaluate/suites/recall")
 
     case = Case(tmp_path)
     shutil.rmtree(case.model)
@@ -60,8 +62,8 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     case.save()
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, case.file],
-        env={**os.environ, "PYTHONPATH": str(house)},
-        cwd=house,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        cwd=checkout,
         capture_output=True,
         text=True,
         timeout=300,
@@ -71,11 +73,12 @@ def test_files_that_are_added_to_the_tree_run_from_recipe_to_scores(tmp_path: Pa
     assert "Recall: up to 2 samples at each length" in done.stdout
     statistics = json.loads((case.output("prepare") / "statistics.json").read_text())
     assert statistics["sources"]["b"]["tokens_available"] > 4096
-    table = json.loads((case.output("materialize") / "model" / "head_mask.json").read_text())
-    assert table["method"] == "last_layers"
+    mask = json.loads((case.output("materialize") / "model" / "head_mask.json").read_text())
+    assert mask["method"] == "last_layers"
     models = json.loads((case.output("evaluate") / "scores.json").read_text())["checkpoints"]
     assert set(models) == {"original", "hybrid", "last_layers"}
     assert models["hybrid"]["recall"]["last word"]["32"]["samples"] == 2
+    # The report shows the stage's summary: ten words, its default for `most`.
     page = (case.output("report") / "index.html").read_text()
     assert "LAST" in page and "Recall" in page
     assert '<th scope="row">words.words</th><td>10</td>' in page
