@@ -227,7 +227,7 @@ def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
     try:
         return json.loads(text.decode(), object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("too many values inside each other") from None
+        raise ValueError("nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         for name, item in pairs:
             if item != value[name]:
-                raise ValueError(f"{name!r:.60} stands twice, with different values")
+                raise ValueError(f"{name!r:.60} appears twice, with different values")
     return value
 
 
@@ -263,7 +263,7 @@ def check_json_text(text: bytes, limits: JsonLimits) -> None:
             raise ValueError(f"more than {limits.max_values:,} values")
         steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
         if max(itertools.accumulate(steps, initial=depth)) > limits.max_depth:
-            raise ValueError(f"more than {limits.max_depth} values inside each other")
+            raise ValueError(f"nested more than {limits.max_depth} levels deep")
         depth += sum(steps)
 
 

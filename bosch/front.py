@@ -145,7 +145,8 @@ class Front:
         if bounds and (len(bounds) < 3 or not 0 <= bounds[0] <= bounds[1] <= bounds[2] <= 1):
             raise ValueError(
                 f"points[{index}]: held_out_low, held_out_score and held_out_high are "
-                f"{', '.join(map(str, held_out))}, expected shares that rise, or null for all"
+                f"{', '.join(map(str, held_out))}, expected shares in ascending "
+                "order, or null for all"
             )
 
     @classmethod

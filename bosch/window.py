@@ -93,7 +93,9 @@ def rising_menu(sizes: Sequence[int], sinks: int) -> tuple[Window, ...]:
     """The menu for ascending window sizes; raises ValueError if they are not ascending."""
     menu = [Window(size, sinks) for size in sizes]
     if not menu or any(a.size >= b.size for a, b in pairwise(menu)):
-        raise ValueError(f"window_sizes must rise from each to the next, found {list(sizes)}")
+        raise ValueError(
+            f"window_sizes must be in ascending order without repeats, found {list(sizes)}"
+        )
     return window_menu(menu)
 
 

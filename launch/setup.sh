@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a virtual environment in the checkout and installs what is asked for; instant when there is
-# nothing to do.
+# Makes a virtual environment in the checkout and installs packages into it; returns at once if they are
+# installed already.
 #
 #   launch/setup.sh [cpu|gpu] [test]              .venv with the versions the project is tested with
 #   launch/setup.sh [cpu|gpu] [test] oldest       .venv-oldest with the lowest that pyproject.toml admits
@@ -91,7 +91,7 @@ install() {
     }
 }
 # An interpreter's own pip may be old: 23.2 takes twice as long to choose among the files.
-pip_install --retries 1 pip==26.3 || echo "  note: pip 26.3 is not to be had; the interpreter's own installs"
+pip_install --retries 1 pip==26.3 || echo "  note: pip 26.3 could not be installed; the interpreter's own pip is used"
 # Each requirement of pyproject.toml at the lowest version it admits, as constraints for pip.
 lowest() {
     sed '1,/^\[project\]/d; /^\[tool/,$d' pyproject.toml |

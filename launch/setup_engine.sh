@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an own environment on a CPU for an engine, or for Liger's kernels, with this project in it:
+# Makes a separate environment on a CPU for an engine, or for Liger's kernels, with this project in it:
 # what `launch/test.sh vllm`, `launch/test.sh mlx` and `launch/test.sh liger` need.
 #
 #   launch/setup_engine.sh vllm    .venv-vllm: about two minutes and 3.5 GB

@@ -137,7 +137,7 @@ def regular_expression(value: str) -> str:
 def rising(values: list[_Value]) -> list[_Value]:
     """The values; refuses those that are not strictly ascending."""
     if values != sorted(set(values)):
-        raise ValueError("the values must rise and not repeat")
+        raise ValueError("the values must be in ascending order without repeats")
     return values
 
 

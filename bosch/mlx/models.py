@@ -98,8 +98,8 @@ def served_family(model_type: str) -> Family:
     """The family of a model type; raises UserError if it is not supported."""
     if model_type not in SERVED:
         raise UserError(
-            f"mlx-lm: hybrid models of type '{model_type}' are not run by it; those of type "
-            f"{', '.join(SERVED)} are, others by transformers or vLLM"
+            f"mlx-lm: hybrid models of type '{model_type}' are not supported; supported are "
+            f"{', '.join(SERVED)}; run others with transformers or vLLM"
         )
     return FAMILIES[model_type]
 
@@ -127,7 +127,7 @@ def _args_of(base: Any) -> Any:
             config = CONFIG_MAPPING[params["model_type"]].from_dict(params)
             if has_sink_bias(config):
                 raise UserError(
-                    "mlx-lm: its caches know no sink bias; run this model with transformers or vLLM"
+                    "mlx-lm: its caches have no sink bias; run this model with transformers or vLLM"
                 )
             base = full_attention_config(config)
             for setting in _unsupported_settings(base):

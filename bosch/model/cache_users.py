@@ -38,8 +38,8 @@ def forget_users(model: Any) -> None:
     live = [type(user).__name__ for user in users if _holds_layout(user)]
     if live:
         raise UserError(
-            f"set_kv_budget: a {live[0]} of this model is held, whose states are those of the "
-            "budget in force; delete it first"
+            f"set_kv_budget: a {live[0]} of this model holds states of its current budget; delete "
+            "it first"
         )
     users.clear()
 

@@ -123,8 +123,9 @@ def kv_budgets(config: Any) -> dict[int, Rows]:
         slots = kv_slots(rows, context)
         if entry.get("kv_slots") != slots or slots <= max(budgets, default=0):
             raise UserError(
-                f"{_where(config)}: hybrid_attention.budgets must rise in kv_slots, and one says "
-                f"{entry.get('kv_slots')!r:.60} whose heads hold {slots:,} at {context:,} tokens"
+                f"{_where(config)}: hybrid_attention.budgets must be in ascending order of "
+                f"kv_slots, and one says {entry.get('kv_slots')!r:.60} where its heads hold "
+                f"{slots:,} at {context:,} tokens"
             )
         budgets[slots] = rows
     if type(table["chosen"]) is not int or table["chosen"] not in budgets:

@@ -390,7 +390,7 @@ class Objective:
         ):
             raise UserError(
                 f"model.path: {type(self.model).__name__} changes its states before the output "
-                "head, or its logits after it, in a way this search does not know"
+                "head, or its logits after it, in a way that the search does not support"
             )
 
 

@@ -117,7 +117,7 @@ def _fault(shard: Shard) -> str | None:
     if not columns == len(shard.column_encodings) == len(shard.column_sizes):
         return "column_names, column_encodings and column_sizes have different lengths"
     if len(set(shard.column_names)) < columns:
-        return "a column's name stands twice"
+        return "a column's name appears twice"
     for entry in filter(None, (shard.raw_data, shard.zip_data)):
         name = PurePosixPath(entry.basename)
         is_plain = entry.basename.isprintable() and len(entry.basename) <= 1024

@@ -126,7 +126,7 @@ def _check_limits(text: str) -> None:
         if getattr(event, "tag", None) is not None:
             problem = f"the tag {event.tag}; write the plain value"
         if len(open_nodes) + depth > _MAX_DEPTH:
-            problem = f"more than {_MAX_DEPTH} values inside each other"
+            problem = f"nested more than {_MAX_DEPTH} levels deep"
         if values > _MAX_VALUES:
             problem = f"more than {_MAX_VALUES:,} values, aliases counted each time"
         if problem is not None:

@@ -53,7 +53,7 @@ def main() -> int:
     except (DistError, RendezvousError) as error:
         reason = " ".join(str(error).split())
         kind, status = "lost", LOST_RANK_STATUS
-        message = f"the launchers of the nodes do not meet ({reason[:200]})"
+        message = f"the launchers of the nodes cannot reach each other ({reason[:200]})"
         if "EADDRINUSE" in reason:
             kind, status = "user", 1
             message = (

@@ -205,9 +205,9 @@ def failure_of(
         hung = ", or NCCL gave up on one that hangs, after runtime.collective_timeout_minutes"
         return LostRankError(
             f"{name}: {process} crashed ({signal_name}): a fault of a library or a device"
-            f"{hung if world.size > 1 else ''}; see what it printed and {log_file}; {_RESUMES}"
+            f"{hung if world.size > 1 else ''}; see its output above and {log_file}; {_RESUMES}"
         )
     return LostRankError(
         f"{name}: {process} was ended ({signal_name}) by a person, a job scheduler or the system, "
-        f"see their logs of this machine; {_RESUMES}"
+        f"see their logs on this machine; {_RESUMES}"
     )

@@ -213,7 +213,7 @@ class Runner:
             damage = self.store.damage(node.name, key, self.hasher)
             if damage is None:
                 folder = self.store.added_files(node.name, key)
-                message = "%s: what was added to its output moved to %s: %s"
+                message = "%s: files added to its output were moved to %s: %s"
                 logger.warning(message, node.name, folder, ", ".join(added))
                 return True
             aside = self.store.set_aside(node.name, key)

@@ -104,8 +104,8 @@ class Store:
         fault = files.listing_fault(work, list(files.files_below(work)), ())
         if fault is not None:
             raise RunError(
-                f"{stage}: its work directory {work} holds what cannot be published: {fault}; put "
-                "the file or folder itself there, or remove it"
+                f"{stage}: its work directory {work} cannot be published: {fault}; put the file or "
+                "folder itself there, or remove it"
             )
         attempts = state.get("attempts", [])
         if attempts and "ended" not in attempts[-1]:
@@ -166,7 +166,7 @@ class Store:
         names = list(files.files_below(work))
         fault = files.listing_fault(work, names, ())
         if fault is not None:
-            raise RunError(f"{stage}: left what cannot be published: {fault}")
+            raise RunError(f"{stage}: its output cannot be published: {fault}")
         _share_files(work)
         files.sync_tree(work)
         hashes = {name: hasher.sha256(work / name) for name in names}

@@ -51,8 +51,8 @@ class ChatTemplate:
         before, placeholder, after = self.text([turn]).partition(_PLACEHOLDER)
         if not placeholder:
             raise UserError(
-                f"evaluate.chat_template: the template of {tokenizer.name_or_path} leaves out what "
-                "the user says"
+                f"evaluate.chat_template: the template of {tokenizer.name_or_path} drops the "
+                "user's messages"
             )
         self._before, self._after = (encode_answer(tokenizer, text) for text in (before, after))
         content = json.dumps([_VERSION, str(tokenizer.chat_template), before, after])

@@ -98,5 +98,5 @@ def _check_output_head(model: Any) -> None:
     if not states_and_check(model, torch.arange(1, 17))[1]:
         raise ModelError(
             "it changes its logits after the output head in a way that shared reading does not "
-            "know; set runtime.evaluate_parallel: data"
+            "support; set runtime.evaluate_parallel: data"
         )

@@ -88,7 +88,7 @@ class SuiteAnswers(NamedTuple):
 def not_shares(subtasks: SubtaskScores) -> dict[str, str]:
     """Tasks with scores outside [0, 1], which intervals and averages need, with a reason."""
     return {
-        task: "its score is no share of 1 per document"
+        task: "its score is not a share from 0 to 1 per document"
         for (task, _), scores in subtasks.items()
         if not _are_shares(scores)
     }

@@ -155,7 +155,7 @@ def chosen_device(settings: MeasureSettings) -> torch.device:
     if not has_gpu or settings.device == "cpu":
         return torch.device("cpu")
     if settings.clock == "processor":
-        raise UserError("--clock processor: it does not see what a GPU does; add --device cpu")
+        raise UserError("--clock processor: it does not count the work of a GPU; add --device cpu")
     return torch.device("cuda")
 
 

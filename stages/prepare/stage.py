@@ -194,7 +194,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
     names = [source.name for source in sources]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"prepare.sources: the name '{name}' stands twice; statistics need it once"
+        yield f"prepare.sources: the name '{name}' is used twice; statistics need each name once"
     endless = [source.kind for source in sources if KINDS[source.kind].is_endless]
     for name in sorted({name for name in endless if endless.count(name) > 1}):
         yield f"prepare.sources: two of kind {name} give the same documents; keep one"

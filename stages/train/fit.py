@@ -211,5 +211,5 @@ def refuse_excess_memory(loaded: LoadedRecipe) -> None:
         raise UserError(
             f"{loaded.file}: training needs {format_bytes(budget.need)} on each of {count} "
             f"process(es), which has {format_bytes(capacity)}; "
-            f"{remedy(loaded, count, capacity, on_gpu)} (plan shows what takes it)"
+            f"{remedy(loaded, count, capacity, on_gpu)} (`bosch plan` lists what the memory holds)"
         )

@@ -80,7 +80,7 @@ def check_offloading_possible(runtime: Runtime) -> None:
     if runtime.offload_activations and not torch.cuda.is_available():
         raise UserError(
             "runtime.offload_activations = true needs a GPU, and none is visible: activations are "
-            "in host memory as they are; set it to false"
+            "in host memory already; set it to false"
         )
 
 

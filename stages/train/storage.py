@@ -108,9 +108,9 @@ class RestartPoints:
             for point, (folder, reason) in faults.items():
                 if folder != point:
                     raise UserError(
-                        f"the restart point {point} is whole, but not the checkpoint {folder} "
-                        f"before it ({reason}): put that back, or delete {point.parent} to train "
-                        "from the start"
+                        f"the restart point {point} is complete, but the checkpoint {folder} "
+                        f"before it is not ({reason}): restore that, or delete {point.parent} to "
+                        "train from the start"
                     )
         if rank() == 0:
             for point, (folder, reason) in faults.items():
@@ -122,7 +122,7 @@ class RestartPoints:
         if len(faults) < len(points):
             return points[len(faults)]
         if points and rank() == 0:
-            logger.warning("no restart point is whole: training starts from the beginning")
+            logger.warning("no restart point is complete: training starts from the beginning")
         return None
 
     def _fault(self, point: Path) -> tuple[Path, str] | None:
@@ -220,7 +220,7 @@ class RestartPoints:
             dcp.load(received, checkpoint_id=folder, process_group=self._group)
         except CheckpointException as error:  # raised on all processes if any failed
             raise RunError(
-                f"not every process can read what all have written below {folder}: "
+                f"not every process can read the files that all wrote below {folder}: "
                 "runtime.output_root has to be on a disk that all nodes share"
             ) from error
         assert received[f"process-{next_rank}"].item() == next_rank

@@ -79,7 +79,7 @@ def _add_adapters(model: Any, lora: LoraConfig, attention_only: bool) -> None:
         and name.rpartition(".")[2] != _UNCALLED
     ]
     if not targets:
-        raise UserError("train.lora: the model has no linear map that could take an adapter")
+        raise UserError("train.lora: the model has no linear layer that could get an adapter")
     alpha: Any = lora.alpha  # annotated as int by peft, but a float is correct
     config = peft.LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets)
     peft.inject_adapter_in_model(config, model)

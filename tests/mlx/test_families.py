@@ -66,7 +66,7 @@ def test_three_windows_have_transformers_logits(tmp_path: Path) -> None:
 def test_an_unsupported_family_is_refused(tmp_path: Path) -> None:
     (other,) = {"gemma2"} & set(FAMILY_NAMES) - set(SERVED)
     save_hybrid(tmp_path, other, COUNTS[:2], WINDOW)
-    with pytest.raises(UserError, match="models of type 'gemma2' are not run by it"):
+    with pytest.raises(UserError, match="models of type 'gemma2' are not supported"):
         load_model(tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_the_beginning_of_an_answer_is_found_if_texts_begin_with_a_space() -> No
 
 @pytest.mark.parametrize(
     ("template", "fault"),
-    [(None, "has no chat template"), ("no prompt", "leaves out what the user says")],
+    [(None, "has no chat template"), ("no prompt", "drops the user's messages")],
 )
 def test_a_template_without_a_place_for_the_prompt_is_refused(
     template: str | None, fault: str

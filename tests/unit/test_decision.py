@@ -359,7 +359,7 @@ _MENU = ["search.method=front", "search.windows=[32,64]"]
     [
         ([], [16, 512], "measure.lengths: 16 is less than search.window_size = 32"),
         ([], [512, 4096], "measure.lengths: 4,096 is more than the model's 1,024 pos"),
-        ([], [512, 256], "measure.lengths: the values must rise and not repeat"),
+        ([], [512, 256], "measure.lengths: the values must be in ascending order without repeats"),
         (_MENU, [48], "measure.lengths: 48 is less than search.windows = 64"),
     ],
 )

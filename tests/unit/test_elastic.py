@@ -39,7 +39,8 @@ def failed(*ends: tuple[int, int, int]) -> ChildFailedError:
         (failed((0, 1, 1), (1, 2, 75)), 75, {"ended.json": {"rank": 1}}),
         (SignalException("", signal.SIGINT), 130, {}),
         (DistError("no\nanswer"), 76, {"failure.node.json": {
-            "kind": "lost", "message": "the launchers of the nodes do not meet (no answer)"
+            "kind": "lost",
+            "message": "the launchers of the nodes cannot reach each other (no answer)",
         }}),
         (DistError("port: 29500, code: -98, name: EADDRINUSE"), 1, {"failure.node.json": {
             "kind": "user",

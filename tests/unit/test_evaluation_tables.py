@@ -385,10 +385,10 @@ def test_scores_of_models_and_reasons_for_missing_ones(tmp_path: Path) -> None:
     assert hybrid["harness"]["read"]["0"]["samples"] == 1 and "odd" not in hybrid["harness"]
     assert tables["missing"] == {
         "harness": {
-            "absent": "no file", "odd": "its score is no share of 1 per document",
+            "absent": "no file", "odd": "its score is not a share from 0 to 1 per document",
             "other": "none of its tasks has its metric as a share of 1",
         },
-        "needle": {"odd": "its score is no share of 1 per document"},
+        "needle": {"odd": "its score is not a share from 0 to 1 per document"},
     }  # fmt: skip
     assert "positions" not in tables
 

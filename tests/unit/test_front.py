@@ -74,7 +74,7 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_with(context="8k"), "context has an unexpected value '8k'"),
         (_with(context=0), "context is 0, expected at least one token"),
         (_with(num_layers=3), "layout must hold 3 rows of 2 windows"),
-        (_with(window_sizes=[16, 4]), "window_sizes must rise"),
+        (_with(window_sizes=[16, 4]), "window_sizes must be in ascending order"),
         (_with(window_sizes=["a"]), "window_size must be an integer"),
         (_with(window_sizes=list(range(1, 17))), "has 16 windows, a mask has at most 15"),
         (_with(points=[]), "at least one point"),
@@ -97,11 +97,11 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_in_point(held_out_low=0.5), "held_out_high are 0.5, None, None, expected shares"),
         (
             _in_point(held_out_low=0.5, held_out_score=0.4, held_out_high=0.6),
-            "are 0.5, 0.4, 0.6, expected shares that rise",
+            "are 0.5, 0.4, 0.6, expected shares in ascending order",
         ),
         (
             _in_point(held_out_low=0.5, held_out_score=0.6, held_out_high=1.5),
-            "are 0.5, 0.6, 1.5, expected shares that rise",
+            "are 0.5, 0.6, 1.5, expected shares in ascending order",
         ),
         (_in_point(kv_slots=21), "points[0]: kv_slots is 21, its layout has 20"),
         (_in_point(full_kv_heads=1), "points[0]: full_kv_heads is 1, its layout has 0"),

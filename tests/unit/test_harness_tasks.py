@@ -589,7 +589,7 @@ def test_metrics_that_are_no_mean_are_refused_before_the_first_answer(
     manager: TaskManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stub, "aggregation", lambda _: {"bleu": max})
-    with pytest.raises(UserError, match="hellaswag measures bleu, which is no mean"):
+    with pytest.raises(UserError, match="hellaswag measures bleu, which is not a mean"):
         load_tasks(manager, "hellaswag", HarnessEvaluation(tasks=["hellaswag"]))
 
 
@@ -616,7 +616,7 @@ def test_a_task_without_documents_or_worked_examples_has_no_score(
     ("content", "fault"),
     [
         (b"{}\n" * 6_000_001, r"more than 6,000,000 values"),
-        (b'{"a": 1}\n{"a": [' + b"[" * 101 + b"\n", "more than 100 values inside each other"),
+        (b'{"a": 1}\n{"a": [' + b"[" * 101 + b"\n", "nested more than 100 levels deep"),
         (b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}\n", "line 2: not JSON"),
         (b'{"a": 1}\n\n[1]\n', "line 3: expected an object"),
         (b'{"a": 1, "b": 1}\n\n{"b": 1}\n', "line 3: lacks the field a, which other lines have"),

@@ -199,7 +199,11 @@ def test_a_file_accepts_numpys_numbers(tmp_path: Path) -> None:
             "5,000 layers; that is no model",
         ),
         ("one", {"swa_kv_heads": [[0] * 200_000, []]}, "more than 200,000 values"),
-        ("several", {"window_sizes": [8, 8]}, r"must rise from each to the next, found \[8, 8\]"),
+        (
+            "several",
+            {"window_sizes": [8, 8]},
+            r"must be in ascending order without repeats, found \[8, 8\]",
+        ),
         ("several", {"window_sizes": [0, 8]}, "window_size must be an integer of at least 1"),
         ("several", {"window_sizes": []}, "a list of head indices for each of 0 windows"),
         (

@@ -195,7 +195,7 @@ def test_a_budget_cannot_change_while_a_cache_holds_states(family: str) -> None:
     for number in range(len(caches)):
         with torch.inference_mode():
             served(ids, past_key_values=caches[number])
-        with pytest.raises(UserError, match=r"set_kv_budget: a .*Cache of this model is held"):
+        with pytest.raises(UserError, match=r"set_kv_budget: a .*Cache of this model holds states"):
             served.set_kv_budget(second)
         served.set_kv_budget(first)  # nothing changes
         assert served.kv_budget == first
@@ -210,7 +210,7 @@ def test_a_budget_cannot_change_while_a_batching_manager_exists(model: Any) -> N
     served = materialize_front(model, front)
     options = ContinuousBatchingConfig(num_blocks=40, page_size=4)
     manager = served.init_continuous_batching(continuous_batching_config=options)
-    with pytest.raises(UserError, match="a PagedView of this model is held"):
+    with pytest.raises(UserError, match="a PagedView of this model holds states"):
         served.set_kv_budget(front.points[0].kv_slots)
     del manager
     served.set_kv_budget(front.points[0].kv_slots)
@@ -234,7 +234,7 @@ def test_an_empty_cache_takes_the_current_layout_and_a_copy_of_another_is_refuse
             torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(UserError, match="holds states of another KV budget"):
             served(ids[:, :1], past_key_values=held)
-    with pytest.raises(UserError, match="is held"):
+    with pytest.raises(UserError, match="holds states of its current budget"):
         served.set_kv_budget(front.points[0].kv_slots)
 
 

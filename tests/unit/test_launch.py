@@ -217,10 +217,10 @@ FROZE = {"kind": "frozen", "message": "rank 0 froze"}
         ({}, 1, 1, RunError, "its process ended with status 1 without a reason in "),
         ({}, 128 + 15, 1, LostRankError,
          "search: its process was ended (signal 15, SIGTERM) by a person, a job scheduler or the "
-         "system, see their logs of this machine; the same command resumes from here"),
+         "system, see their logs on this machine; the same command resumes from here"),
         ({}, -11, 1, LostRankError,
          "search: its process crashed (signal 11, SIGSEGV): a fault of a library or a device; see "
-         "what it printed and WORK/stage.log; the same command resumes"),
+         "its output above and WORK/stage.log; the same command resumes"),
         ({}, -6, 2, LostRankError,
          "or NCCL gave up on one that hangs, after runtime.collective_timeout"),
     ],

@@ -166,7 +166,7 @@ def test_processor_time_is_measured_if_requested(
     memory = [figures[f"memory_{name}_bytes"] for name in ("start", "peak", "p90")]
     assert memory == pytest.approx([7, 50, 46])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="--clock processor: it does not see what a GPU does"):
+    with pytest.raises(UserError, match="--clock processor: it does not count the work of a GPU"):
         chosen_device(MeasureSettings(clock="processor"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--device cuda: torch finds no GPU here"):

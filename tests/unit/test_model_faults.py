@@ -47,8 +47,8 @@ from tests.pipeline_case import Case, truncate, write_safetensors
         (lambda c: c.change_config(num_labels=10**9), "num_labels = 1000000000; that is no model"),
         (lambda c: c.change_config(a={"num_mtp_layers": 1e9}), "num_mtp_layers = 1000000000.0;"),
         (lambda c: c.change_config(vocab_size=10**15), "vocab_size = 1000000000000000; expected"),
-        (lambda c: c.change_config(x=nested(101)), "more than 100 values inside each other"),
-        (lambda c: (c.model / "tokenizer.json").write_text("[" * 9999), "inside each other"),
+        (lambda c: c.change_config(x=nested(101)), "nested more than 100 levels deep"),
+        (lambda c: (c.model / "tokenizer.json").write_text("[" * 9999), "nested "),
         (lambda c: (c.model / "generation_config.json").symlink_to("gone"), "No such file"),
         (
             lambda c: (c.model / "special_tokens_map.json").write_text(

@@ -824,7 +824,7 @@ def test_a_model_that_computes_more_than_layers_and_head_is_refused(dtype):
         model.forward = partial(scaled_states, model)
     else:
         model.forward = partial(scaled_logits, model.forward)
-    with pytest.raises(UserError, match="head, or its logits after it, in a way this search"):
+    with pytest.raises(UserError, match="head, or its logits after it, in a way that the search"):
         Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
 
 

@@ -197,9 +197,11 @@ def test_only_regular_files_are_published(store: Store, harm: Any) -> None:
     work = fill(store)
     (work / "empty" / "deep").mkdir(parents=True)
     harm(work)
-    with pytest.raises(RunError, match="left what cannot be published: x is no regular file"):
+    with pytest.raises(RunError, match="its output cannot be published: x is no regular file"):
         store.publish("search", DOCUMENT, {}, store.hasher())
-    with pytest.raises(RunError, match="holds what cannot be published: x is no regular file"):
+    with pytest.raises(
+        RunError, match=r"its work directory .* cannot be published: x is no regular file"
+    ):
         store.begin("search", KEY)
     (work / "x").unlink()
     folder = store.publish("search", DOCUMENT, {}, store.hasher())

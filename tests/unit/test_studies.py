@@ -443,10 +443,10 @@ def test_options_that_a_study_does_not_read_are_refused(
 ) -> None:
     case = Case(tmp_path)
     for study, given, sentence in (
-        ("cost", ["--with-training"], "--with-training: study headbench reads it, cost does not"),
+        ("cost", ["--with-training"], "--with-training: study headbench uses it, cost does not"),
         ("headbench", ["train=null", "--with-training"], "the recipe has no section train"),
-        ("turnover", ["--sizes", "2,4"], "--sizes: study stability reads it, turnover does not"),
-        ("stability", ["--granularities", "2"], "--granularities: study granularity reads it, "),
+        ("turnover", ["--sizes", "2,4"], "--sizes: study stability uses it, turnover does not"),
+        ("stability", ["--granularities", "2"], "--granularities: study granularity uses it, "),
     ):
         assert main(["study", study, str(case.file), *given]) == 2
         assert sentence in capsys.readouterr().err

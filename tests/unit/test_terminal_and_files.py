@@ -374,7 +374,7 @@ def test_invalid_json_raises_value_error(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"."):
             parse_json(text)
     assert parse_json(b'[{"a": 1, "a": 1.0}]') == [{"a": 1}]
-    with pytest.raises(ValueError, match="'a' stands twice, with different values"):
+    with pytest.raises(ValueError, match="'a' appears twice, with different values"):
         parse_json(b'[{"b": {"a": 1, "c": 2, "a": 3}}]')
     write_json(tmp_path / "a.json", {"name": "not UTF-8: \udcff, → ü"})
     assert read_json(tmp_path / "a.json") == {"name": "not UTF-8: \udcff, → ü"}
@@ -394,8 +394,8 @@ def test_a_file_of_the_maximum_size_is_read(tmp_path: Path) -> None:
         (b"[" + b"{}," * 4_000_000 + b"{}]", "more than 6,000,000 values"),
         (b'["' + b'","' * 7_000_000 + b'"]', "more than 6,000,000 values"),
         (b'"' * 13_000_000, "more than 6,000,000 values"),
-        (b"[" * 101 + b"]" * 101, "more than 100 values inside each other"),
-        (b'{"a":' * 101 + b"0" + b"}" * 101, "more than 100 values inside each other"),
+        (b"[" * 101 + b"]" * 101, "nested more than 100 levels deep"),
+        (b'{"a":' * 101 + b"0" + b"}" * 101, "nested more than 100 levels deep"),
         (b'["\\""' + b",{}" * 4_000_000 + b"]", "more than 6,000,000 values"),
         ('["a"]'.encode("utf-16"), "utf-8"),
     ],

@@ -289,7 +289,7 @@ def test_a_damaged_restart_point_is_skipped_for_the_one_before(
     assert "from the beginning" not in caplog.text
     harm(whole)
     assert points.latest() is None
-    assert "no restart point is whole: training starts from the beginning" in caplog.text
+    assert "no restart point is complete: training starts from the beginning" in caplog.text
     (points.directory / "unreadable-step-97").touch()
     assert save_point(points, 98) == points.latest()
     assert save_point(points, 99) == points.latest()

@@ -51,7 +51,7 @@ def run(loaded: LoadedRecipe, arguments: argparse.Namespace) -> int:
     require_one_node("study", loaded.world)
     for name in sorted(options.model_fields_set & _STUDIES.keys()):
         if arguments.study != _STUDIES[name]:
-            option = f"--{name.replace('_', '-')}: study {_STUDIES[name]} reads it"
+            option = f"--{name.replace('_', '-')}: study {_STUDIES[name]} uses it"
             raise UserError(f"{option}, {arguments.study} does not")
     if options.with_training and loaded.recipe.get(TrainConfig) is None:
         raise UserError("--with-training: the recipe has no section train")

@@ -216,9 +216,7 @@ def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
             elif config.get("unsafe_code") and _EXECUTES_NOTHING.fullmatch(leaf) is None:
                 fault = "runs code that the model writes, which this project does not do"
             elif config.get("output_type") == "loglikelihood_rolling":
-                fault = (
-                    "measures perplexity, which is no share of 1 (evaluate.positions measures loss)"
-                )
+                fault = "measures perplexity, not a share (evaluate.positions measures loss)"
             else:
                 continue
             task = leaf if leaf == name else f"{name} has {leaf}, which"
@@ -355,8 +353,8 @@ def _check_task(task: Any) -> None:
         )
     if not mean_metrics(task):
         raise UserError(
-            f"{_FIELD}: {task.task_name} measures {', '.join(task.aggregation())}, which is no "
-            "mean of a share of 1 per document; leave it out"
+            f"{_FIELD}: {task.task_name} measures {', '.join(task.aggregation())}, which is not "
+            "a mean of one share from 0 to 1 per document; leave it out"
         )
 
 
