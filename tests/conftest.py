@@ -16,21 +16,21 @@ from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from tests.pipeline_case import Case
 from tests.ruler_case import TOKENIZER
 
-# A loaded machine is no fault of the code under test; no test asserts a time.
+# Another job on the machine would make a slow example fail; only benchmarks assert times.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
 def _same_log_level() -> Iterator[None]:
-    """Restore the root logger's level, which commands change, before any test."""
+    """Reset the root logger's level, which commands change, after each test."""
     yield
     logging.getLogger().setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_the_disk() -> Iterator[None]:
-    """No fsync: the machine does not crash here, and a busy disk would take much of the time."""
+    """No fsync: slow on a busy disk, and useful only if the machine crashes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # it also fails for files that are not open
         yield

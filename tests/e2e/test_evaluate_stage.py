@@ -1,3 +1,5 @@
+"""The evaluate stage on a tiny model: its scores, what it reuses, how it resumes."""
+
 from __future__ import annotations
 
 import itertools
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from bosch.errors import LostRankError, RunError, UserError
+from bosch.front import Front
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, materialize_front
@@ -124,8 +127,8 @@ def test_every_answer_is_kept_and_no_two_models_answer_alike(stages, evaluated):
     assert not (evaluated[1] / "answers").exists()
 
 
-def test_rivals_are_scored_with_the_masks_of_their_methods(stages, tmp_path):
-    """With the search's ratio and window; their masks are kept."""
+def test_rivals_are_scored_with_their_methods_masks_at_every_window_and_reused(stages, tmp_path):
+    """Masks have the search's ratio and window, and are stored; another run reuses the answers."""
     section = SECTION.model_copy(update={"rivals": ["intr", "dcam"], "windows": [32, 512]})
     search = SearchConfig(method="bosch", swa_ratio=0.75, window_size=32, sinks=1)
     config = replace(
@@ -170,25 +173,25 @@ def test_rivals_are_scored_with_the_masks_of_their_methods(stages, tmp_path):
 
 
 def test_a_lost_rank_is_reported_wherever_ranks_wait(stages, tmp_path, monkeypatch):
-    """At the masks of rivals, and at the answers."""
+    """When the masks of rivals are shared, and when answers are gathered."""
 
-    class Two:
+    class FirstOfTwo:
         is_main_process, process_index, num_processes = True, 0, 2
         device = torch.device("cpu")
 
         def wait_for_everyone(self):
-            broken()
+            lose_connection()
 
-    def broken(*_, **__):
+    def lose_connection(*_, **__):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1. GLHF!")
 
     searched = HeadMaskFile.load(stages / "materialize/model/head_mask.json")
     for module in (models, rivals):
-        monkeypatch.setattr(module, "process_state", lambda _: Two())
-    monkeypatch.setattr(rivals, "broadcast_object_list", broken)
-    # The process group exists at first, and is gone when the other ranks are asked.
-    joined = itertools.cycle([True, False])
-    monkeypatch.setattr("bosch.ranks.dist.is_initialized", lambda: next(joined))
+        monkeypatch.setattr(module, "process_state", lambda _: FirstOfTwo())
+    monkeypatch.setattr(rivals, "broadcast_object_list", lose_connection)
+    # The process group exists at first, and is gone when the other ranks are needed.
+    is_initialized = itertools.cycle([True, False])
+    monkeypatch.setattr("bosch.ranks.dist.is_initialized", lambda: next(is_initialized))
     for methods in ([], ["intr"]):
         config = _config(SECTION.model_copy(update={"rivals": methods}), stages / "model")
         if methods:
@@ -201,36 +204,36 @@ def test_a_lost_rank_is_reported_wherever_ranks_wait(stages, tmp_path, monkeypat
 
 def test_a_killed_run_resumes_to_the_same_bytes(stages, evaluated, tmp_path, monkeypatch):
     """A second attempt computes only missing answers and ends with the same scores."""
-    real, batches = suite.generate, []
+    generate, batch_sizes = suite.generate, []
 
-    def failing(*args, **kwargs):
-        for batch in real(*args, **kwargs):
-            if len(batches) == 5:
+    def killed_after_five_batches(*args, **kwargs):
+        for batch in generate(*args, **kwargs):
+            if len(batch_sizes) == 5:
                 raise KeyboardInterrupt
-            batches.append(len(batch))
+            batch_sizes.append(len(batch))
             yield batch
 
     config = _config(SECTION, stages / "model", eval_batch_size=2)
-    monkeypatch.setattr(suite, "generate", failing)
+    monkeypatch.setattr(suite, "generate", killed_after_five_batches)
     with pytest.raises(KeyboardInterrupt):
         evaluate.run(config, _inputs(stages), tmp_path)
-    torn = next((tmp_path / "answers").glob("*/*-440-*.rank0.jsonl"))
-    torn.write_bytes(torn.read_bytes()[:-20])
-    questions = []
+    torn_file = next((tmp_path / "answers").glob("*/*-440-*.rank0.jsonl"))
+    torn_file.write_bytes(torn_file.read_bytes()[:-20])
+    question_counts = []
 
-    def counting(*args, **kwargs):
-        questions.append(len(args[2]))
-        return real(*args, **kwargs)
+    def count_questions(*args, **kwargs):
+        question_counts.append(len(args[2]))
+        return generate(*args, **kwargs)
 
-    monkeypatch.setattr(suite, "generate", counting)
+    monkeypatch.setattr(suite, "generate", count_questions)
     evaluate.run(config, _inputs(stages), tmp_path)
-    # One record was torn: only its sample is asked again.
-    assert sum(questions) == 3 * 2 * 2 * 3 - sum(batches) + 1
+    # Of the stored answers only the torn one is generated again.
+    assert sum(question_counts) == 3 * 2 * 2 * 3 - sum(batch_sizes) + 1
     assert (tmp_path / "scores.json").read_text() == (evaluated[1] / "scores.json").read_text()
     assert list(read_samples(tmp_path)) == list(read_samples(evaluated[1]))
 
 
-def test_a_finished_run_does_nothing(stages, evaluated, monkeypatch):
+def test_finished_work_loads_no_model(stages, evaluated, monkeypatch):
     monkeypatch.setattr(models, "load_evaluated", lambda *args: pytest.fail("loaded a model"))
     assert (
         evaluate.run(_config(SECTION, stages / "model"), _inputs(stages), evaluated[1])
@@ -251,71 +254,89 @@ def test_samples_are_checked_against_the_calibration_set(stages, tmp_path, monke
 def test_a_hybrid_has_the_recipes_backend_and_needs_the_memory_of_one_model(stages) -> None:
     file = HeadMaskFile.load(stages / "materialize" / "model" / "head_mask.json")
     config = _config(SECTION, stages / "model", attention="eager")
-    one = EvaluatedModel("hybrid", config.model, mask=file)
+    evaluated_model = EvaluatedModel("hybrid", config.model, mask=file)
     with TensorBytes() as held:
-        hybrid = models.load_evaluated(config, one, torch.device("cpu"))
+        hybrid = models.load_evaluated(config, evaluated_model, torch.device("cpu"))
     weights = [weight.nbytes for weight in hybrid.state_dict().values()]
     assert held.peak - held.before < sum(weights) + 2 * max(weights)
     hybrid(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
 
 
-def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, tmp_path, monkeypatch):
-    """The chosen one under the model's own name, the others by their share of the KV slots."""
+@pytest.fixture
+def front(stages, tmp_path):
+    """A front of three points; a hybrid and a checkpoint below `tmp_path` serve its budgets."""
     front = nested_front(2, 2, [Window(32, 1)], points=3, context=400, chosen=1)
-    slots = [point.kv_slots for point in front.points]
     base = load_model(stages / "model", dtype="float32")
     for folder in ("materialize/model", "train/checkpoints/tokens-1000"):
-        hybrid = materialize_front(base, front)
-        hybrid.save_pretrained(tmp_path / folder)
+        materialize_front(base, front).save_pretrained(tmp_path / folder)
     HeadMaskFile.of(
         front.mask(1), front.windows, model="model", method="bosch", swa_ratio=0.75
     ).save(tmp_path / "materialize" / "model" / "head_mask.json")
+    return front
+
+
+def _largest_budget(front: Front) -> tuple[int, str]:
+    """KV slots of the front's largest budget, and their share as named in tables."""
+    slots = [point.kv_slots for point in front.points]
+    return slots[2], share_names(slots, 2 * 2 * 400)[2]
+
+
+def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, front, tmp_path, monkeypatch):
+    """The chosen one under the model's own name, the others by their share of the KV slots."""
+    slots, share = _largest_budget(front)
     inputs = _inputs(stages) | {name: tmp_path / name for name in ("materialize", "train")}
     needle = {**SECTION.needle.model_dump(), "tasks": ["niah_single_1"], "samples": 1}
-    section = EvaluateConfig(needle=needle, budgets=[0.4, slots[2]])
-    shares = share_names(slots, 2 * 2 * 400)
+    section = EvaluateConfig(needle=needle, budgets=[0.4, slots])
     (tmp_path / "work").mkdir()
-    load, in_memory = models.load_evaluated, []
+    load, loaded_names = models.load_evaluated, []
 
-    def noting_load(*args):
-        in_memory.append(args[1].name)
+    def load_and_record(*args):
+        loaded_names.append(args[1].name)
         return load(*args)
 
-    monkeypatch.setattr(models, "load_evaluated", noting_load)
+    monkeypatch.setattr(models, "load_evaluated", load_and_record)
     evaluate.run(_config(section, stages / "model"), inputs, tmp_path / "work")
-    assert in_memory == ["hybrid", "tokens-1000"]  # one load for all budgets of a directory
-    scored = Scores.read(tmp_path / "work")
-    assert [name for name in scored.checkpoints if name != "original"] == [
-        f"{name}{more}" for name in ("hybrid", "tokens-1000") for more in ("", f" @ {shares[2]}")
+    assert loaded_names == ["hybrid", "tokens-1000"]  # one load for all budgets of a directory
+    scores = Scores.read(tmp_path / "work")
+    assert [name for name in scores.checkpoints if name != "original"] == [
+        f"{name}{budget}" for name in ("hybrid", "tokens-1000") for budget in ("", f" @ {share}")
     ]
-    assert scored.last_trained == "tokens-1000"
-    assert {name: named_budget(name) for name in scored.checkpoints} == {
+    assert scores.last_trained == "tokens-1000"
+    assert {name: named_budget(name) for name in scores.checkpoints} == {
         "original": None, "hybrid": None, "tokens-1000": None,
-        f"hybrid @ {shares[2]}": ("hybrid", shares[2]),
-        f"tokens-1000 @ {shares[2]}": ("tokens-1000", shares[2]),
+        f"hybrid @ {share}": ("hybrid", share),
+        f"tokens-1000 @ {share}": ("tokens-1000", share),
     }  # fmt: skip
+
+
+def test_all_budgets_are_those_that_the_directory_serves(stages, front, tmp_path):
+    smallest, _, largest = (point.kv_slots for point in front.points)
+    section = EvaluateConfig(budgets="all")
     model = ModelConfig(path=str(tmp_path / "materialize" / "model"), dtype="float32")
-    every = evaluate.at_other_budgets(
-        EvaluatedModel("hybrid", model, "abc"), EvaluateConfig(budgets="all")
-    )
-    assert [(model.kv_budget, model.identity) for model in every] == [
-        (slots[0], f"abc-{slots[0]}"), (slots[2], f"abc-{slots[2]}"),
+    others = evaluate.at_other_budgets(EvaluatedModel("hybrid", model, "abc"), section)
+    assert [(model.kv_budget, model.identity) for model in others] == [
+        (smallest, f"abc-{smallest}"), (largest, f"abc-{largest}"),
     ]  # fmt: skip
-    config = _config(section, stages / "model")
-    for one in every:
-        loaded = models.load_evaluated(config, one, torch.device("cpu"))
-        assert loaded.kv_budget == one.kv_budget
-    # The command evaluate scores the budgets of a directory, too.
+    for evaluated_model in others:
+        loaded = models.load_evaluated(
+            _config(section, stages / "model"), evaluated_model, torch.device("cpu")
+        )
+        assert loaded.kv_budget == evaluated_model.kv_budget
+    single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
+    with pytest.raises(UserError, match="a single head layout"):
+        evaluate.at_other_budgets(EvaluatedModel("hybrid", single), section)
+
+
+def test_the_command_scores_the_budgets_of_a_directory(stages, front, tmp_path, monkeypatch):
+    slots, share = _largest_budget(front)
     hybrid = tmp_path / "materialize" / "model"
     shutil.copytree(stages / "prepare" / "tokenizer", hybrid, dirs_exist_ok=True)
     monkeypatch.setattr(
-        selected, "evaluate_models", lambda _, found, *__, **___: SimpleNamespace(content=found)
+        selected, "evaluate_models", lambda _, chosen, *__, **___: SimpleNamespace(content=chosen)
     )
-    (tmp_path / "models.json").write_text(json.dumps({"models": {"one": "abc"}}))
-    asked = selected.run(config, {"one": hybrid}, tmp_path)
-    assert [(model.name, model.identity) for model in asked] == [
-        ("original", None), ("one", "abc"), (f"one @ {shares[2]}", f"abc-{slots[2]}"),
+    (tmp_path / "models.json").write_text(json.dumps({"models": {"mine": "abc"}}))
+    section = EvaluateConfig(needle=SECTION.needle, budgets=[0.4, slots])
+    evaluated_models = selected.run(_config(section, stages / "model"), {"mine": hybrid}, tmp_path)
+    assert [(model.name, model.identity) for model in evaluated_models] == [
+        ("original", None), ("mine", "abc"), (f"mine @ {share}", f"abc-{slots}"),
     ]  # fmt: skip
-    with pytest.raises(UserError, match="a single head layout"):
-        single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
-        evaluate.at_other_budgets(EvaluatedModel("hybrid", single), EvaluateConfig(budgets="all"))

@@ -1,3 +1,5 @@
+"""The prepare stage on a small corpus: what it writes, how it resumes, what it refuses."""
+
 from __future__ import annotations
 
 import json
@@ -18,6 +20,7 @@ from stages.context import ModelConfig, Runtime, StageConfig
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
 from stages.stage import call
+from tests.folders import file_contents
 from tests.tiny_data import save_tiny_model, tiny_tokenizer
 
 
@@ -58,14 +61,6 @@ def run(stage_config: StageConfig, folder: Path) -> Path:
     folder.mkdir()
     prepare.run(stage_config, {}, folder)
     return folder
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def test_outputs_have_their_documented_form(model, corpus, tmp_path):
@@ -112,9 +107,7 @@ def test_a_token_without_an_embedding_is_refused_before_the_search(model, corpus
 
 
 @pytest.mark.parametrize(("length", "share"), [(3000, 0), (290, 3.56), (200, None)])
-def test_a_source_below_half_of_its_share_is_reported(
-    model, corpus, tmp_path, caplog, length, share
-):
+def test_a_source_below_half_of_its_share_is_reported(model, tmp_path, caplog, length, share):
     (tmp_path / "long.txt").write_text("One document. " * length)
     sources = [
         {"name": "long", "kind": "text", "path": str(tmp_path / "long.txt")},
@@ -123,8 +116,8 @@ def test_a_source_below_half_of_its_share_is_reported(
     out = run(config(model, sources), tmp_path / "out")
     statistics = json.loads((out / "statistics.json").read_text())
     made = statistics["sources"]["made"]
-    said = f"source made has {share} % of the training data, and its weight asks for 50 %"
-    assert (said in caplog.text) == (share is not None) == (made["share"] < 0.25)
+    message = f"source made has {share} % of the training data, and its weight asks for 50 %"
+    assert (message in caplog.text) == (share is not None) == (made["share"] < 0.25)
     assert "source long has" not in caplog.text
 
 
@@ -144,7 +137,7 @@ def test_bytes_of_a_repeated_source_count_as_often_as_it_is_read(model, tmp_path
 
 
 def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_path):
-    """With room for all, each is there once, whole, closed by the end token."""
+    """If all fit, each is there once and whole, and ends with the end-of-text token."""
     tokenizer = tiny_tokenizer()
     texts = [path.read_text() for path in sorted(corpus.glob("*.txt"))]
     texts = [text for text in texts if len(text) >= 200]
@@ -171,7 +164,9 @@ def test_training_data_consists_of_the_filtered_documents(model, corpus, tmp_pat
     assert mine["bytes_per_token"] == statistics["bytes_per_token"] == pytest.approx(rate)
 
 
-def test_calibration_examples(model, corpus, tmp_path):
+def test_calibration_examples_end_with_the_value_that_their_prompt_asks_for(
+    model, corpus, tmp_path
+):
     essays = corpus / "essays"
     essays.mkdir()
     (essays / "a.txt").write_text("Marmalade is made of oranges. " * 100)
@@ -195,14 +190,16 @@ def test_calibration_examples(model, corpus, tmp_path):
         assert 370 < len(record["input_ids"]) <= 420
 
 
-def test_workers_and_repetition_change_no_byte(model, corpus, tmp_path, monkeypatch):
+def test_workers_change_no_byte_and_the_seed_changes_data_and_calibration_set(
+    model, corpus, tmp_path, monkeypatch
+):
     monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 2000)
-    one = run(config(model, corpus), tmp_path / "one")
-    two = run(config(model, corpus, workers=2), tmp_path / "two")
-    other = run(config(model, corpus, seed=1), tmp_path / "other")
-    assert files(one) == files(two)
+    serial = run(config(model, corpus), tmp_path / "serial")
+    parallel = run(config(model, corpus, workers=2), tmp_path / "parallel")
+    other_seed = run(config(model, corpus, seed=1), tmp_path / "other_seed")
+    assert file_contents(serial) == file_contents(parallel)
     names = ("train/data-00000-of-00001.arrow", "calibration/calibration.jsonl")
-    assert all(files(one)[name] != files(other)[name] for name in names)
+    assert all(file_contents(serial)[name] != file_contents(other_seed)[name] for name in names)
 
 
 def test_a_killed_run_resumes_to_the_same_bytes(model, corpus, tmp_path, monkeypatch):
@@ -223,7 +220,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(model, corpus, tmp_path, monkeyp
         run(stage_config, tmp_path / "work")
     prepare.run(stage_config, {}, tmp_path / "work")
     assert parts[3] == parts[2] and len(parts) == len({*parts}) + 1
-    assert files(tmp_path / "work") == files(undisturbed)
+    assert file_contents(tmp_path / "work") == file_contents(undisturbed)
 
 
 def test_there_are_no_more_processes_than_the_text_needs(monkeypatch):
@@ -233,14 +230,14 @@ def test_there_are_no_more_processes_than_the_text_needs(monkeypatch):
     assert prepare.worker_count(3, 5) == 3
 
 
-def test_a_finished_run_does_nothing(model, corpus, tmp_path, monkeypatch):
+def test_finished_work_is_not_repeated(model, corpus, tmp_path, monkeypatch):
     stage_config = config(model, corpus)
     out = run(stage_config, tmp_path / "out")
     monkeypatch.setattr(prepare, "write_training_data", lambda *a: pytest.fail("did it again"))
     assert prepare.run(stage_config, {}, out)["sequences"] == 47
 
 
-def test_empty_corpus(model, corpus, tmp_path):
+def test_a_corpus_without_text_is_refused(model, corpus, tmp_path):
     for file in corpus.iterdir():
         file.write_text("")
     with pytest.raises(UserError, match=r"source \w+: its files hold no text"):
@@ -260,7 +257,7 @@ def test_a_folder_without_files_of_a_model_has_no_tokenizer(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         ("tokenizer.json", '{"version": "1.0", ', r"tokenizer\.json cannot be read as JSON"),
         ("tokenizer_config.json", "", r"tokenizer_config\.json cannot be read as JSON"),
@@ -277,31 +274,31 @@ def test_a_folder_without_files_of_a_model_has_no_tokenizer(corpus, tmp_path):
         ),
     ],
 )
-def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, content, said):
+def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, content, message):
     damaged = tmp_path / "damaged"
     shutil.copytree(model, damaged)
     (damaged / file).write_text(content)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         run(config(damaged, corpus), tmp_path / "out")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("work", ["write_calibration", "write_training_data"])
+@pytest.mark.parametrize("step", ["write_calibration", "write_training_data"])
 def test_an_input_that_changes_meanwhile_is_not_published(
-    model, corpus, tmp_path, monkeypatch, work
+    model, corpus, tmp_path, monkeypatch, step
 ):
-    """Noticed after the calibration set, before the long work, and again after that."""
-    essay, real = corpus / "essay.md", getattr(prepare, work)
+    """Checked after the calibration set, before the long work, and after the training data."""
+    essay, run_step = corpus / "essay.md", getattr(prepare, step)
     essay.write_text("An essay.")
-    made = config(model, [{"name": "made", "kind": "retrieval"}])
+    stage_config = config(model, [{"name": "made", "kind": "retrieval"}])
 
-    def writes_meanwhile(*arguments, **options):
-        result = real(*arguments, **options)
+    def rewrite_input_after_step(*arguments, **options):
+        result = run_step(*arguments, **options)
         essay.write_text(essay.read_text())
         return result
 
-    monkeypatch.setattr(prepare, work, writes_meanwhile)
+    monkeypatch.setattr(prepare, step, rewrite_input_after_step)
     with pytest.raises(RunError, match=r"essay\.md was written or replaced while it was read"):
-        run(replace(made, stamps={str(essay): file_stamp(essay)}), tmp_path / "out")
-    assert (tmp_path / "out" / "train").exists() == (work == "write_training_data")
+        run(replace(stage_config, stamps={str(essay): file_stamp(essay)}), tmp_path / "out")
+    assert (tmp_path / "out" / "train").exists() == (step == "write_training_data")
     assert not (tmp_path / "out" / "statistics.json").exists()
