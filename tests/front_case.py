@@ -1,4 +1,4 @@
-"""Fronts of nested head masks at random, for models that no search has seen."""
+"""Random fronts of nested head masks, so that tests need no search."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def nested_front(
     chosen: int | None = 1,
     seed: int = 0,
 ) -> Front:
-    """So many masks from the sparsest to one with half of the heads full, each within the next.
+    """A front of `points` masks, from all heads at the narrowest window halfway to all heads full.
 
-    In each step heads at random get a wider window, or all of the context. Each layer's heads have
-    a random order, in which none sees more than the one before it.
+    From one mask to the next, random heads get the next wider window, or after the widest full
+    attention. Each layer has a random order of heads in which none sees more than the one before.
     """
     generator = np.random.default_rng(seed)
     narrowest = len(menu)
     choices = np.full((layers, heads), narrowest)
     steps = np.linspace(0, layers * heads * narrowest // 2, points).round().astype(int)
     orders = np.array([generator.permutation(heads) for _ in range(layers)])
-    found, done = [], 0
-    for wanted in steps:
-        while done < wanted:
+    front_points, widened = [], 0
+    for target in steps:
+        while widened < target:
             layer, place = generator.integers(layers), generator.integers(heads)
             row = choices[layer]
             if row[place] > (row[place - 1] if place else 0):
                 row[place] -= 1
-                done += 1
+                widened += 1
         mask = HeadMask.of_choices(np.take_along_axis(choices, orders, axis=1))
-        score = (1 + len(found)) / points
-        found.append(FrontPoint.of(mask, menu, context, score=score, log_likelihood=-1.0))
-    front = Front.of(found, menu, context, model="m", seed=seed)
+        score = (1 + len(front_points)) / points
+        front_points.append(FrontPoint.of(mask, menu, context, score=score, log_likelihood=-1.0))
+    front = Front.of(front_points, menu, context, model="m", seed=seed)
     assert all(front.nested) and len(front.points) == points
     return replace(front, chosen=chosen)
 
 
-def alone(model: Any, front: Front, index: int, *, reordered: bool = False) -> Any:
-    """The model of one point alone, with the front's order of heads or the one of its own."""
+def materialize_point(model: Any, front: Front, index: int, *, reordered: bool = False) -> Any:
+    """The hybrid of one point, with the front's order of heads, or with the mask's own order."""
     mask = front.mask(index)
     order = mask.head_order() if reordered else front.head_order()
     with patch.object(HeadMask, "head_order", lambda _: order):

@@ -32,7 +32,7 @@ from stages.train.model import load_for_training
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.watch import HeldOutWatch
-from tests.front_case import alone, nested_front
+from tests.front_case import materialize_point, nested_front
 from tests.pipeline_case import Case
 from tests.training_case import make_case, metrics, train_here
 
@@ -159,7 +159,9 @@ def test_training_one_budget_equals_training_a_directory_of_it(
     monkeypatch.setattr(
         "stages.train.run.load_teacher", lambda *args: teachers.append(load(*args)) or teachers[-1]
     )
-    monkeypatch.setattr("tests.training_case.materialize", lambda base, *_: alone(base, FRONT, 0))
+    monkeypatch.setattr(
+        "tests.training_case.materialize", lambda base, *_: materialize_point(base, FRONT, 0)
+    )
     own = make_case(tmp_path / "same order")
     train = {**SHORT, "teacher": teacher}
     train_here(case, tmp_path / "one", train={**train, "budgets": [SLOTS[0]]})

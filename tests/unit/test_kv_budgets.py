@@ -24,7 +24,7 @@ from bosch.vllm.checks import plan_of, served_layouts
 from bosch.window import Window
 from pipeline.cli import main
 from tests.elsewhere import run_elsewhere
-from tests.front_case import CONTEXT, alone, nested_front
+from tests.front_case import CONTEXT, materialize_point, nested_front
 from tests.hybrid_case import KV_HEADS, small_config, small_model, tokens
 
 MENU = [Window(9, 2), Window(4, 2)]
@@ -72,14 +72,14 @@ def test_each_budget_equals_a_directory_of_its_own_bit_for_bit(
     kind: Any = type(served)
     for index in (3, 0, 2):
         slots = front.points[index].kv_slots
-        expected = outputs(alone(base, front, index), ids)
+        expected = outputs(materialize_point(base, front, index), ids)
         served.set_kv_budget(slots)
         assert served.kv_budget == slots
         for loaded in (served, kind.from_pretrained(tmp_path, kv_budget=slots)):
             logits, answer = outputs(loaded, ids)
             assert torch.equal(logits, expected[0]) and torch.equal(answer, expected[1])
         # With heads in another order, sums are computed in another order.
-        logits, answer = outputs(alone(base, front, index, reordered=True), ids)
+        logits, answer = outputs(materialize_point(base, front, index, reordered=True), ids)
         assert torch.allclose(logits, expected[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(answer, expected[1])
 
@@ -173,7 +173,7 @@ def test_compiled_decoding_follows_the_budget() -> None:
 
 
 def test_a_model_with_one_layout_has_no_budgets(model: Any, front: Front, tmp_path: Path) -> None:
-    hybrid = alone(model, front, 1)
+    hybrid = materialize_point(model, front, 1)
     assert hybrid.kv_budget is None
     with pytest.raises(UserError, match="a single head layout"):
         hybrid.set_kv_budget(front.points[1].kv_slots)
@@ -221,7 +221,7 @@ def test_an_empty_cache_takes_the_current_layout_and_a_copy_of_another_is_refuse
 ) -> None:
     served, ids = materialize_front(model, front), tokens(1, 20)
     early = [served.new_cache(), served.new_cache()]
-    other = alone(model, front, 0)
+    other = materialize_point(model, front, 0)
     held = other.new_cache()
     with torch.inference_mode():
         other(ids, past_key_values=held)
@@ -230,7 +230,7 @@ def test_an_empty_cache_takes_the_current_layout_and_a_copy_of_another_is_refuse
         served.set_kv_budget(front.points[2].kv_slots)
         for cache in early:
             logits = [served(part, past_key_values=cache).logits for part in ids.split(10, dim=1)]
-            expected = alone(model, front, 2)(ids).logits
+            expected = materialize_point(model, front, 2)(ids).logits
             torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(UserError, match="holds states of another KV budget"):
             served(ids[:, :1], past_key_values=held)
@@ -324,7 +324,7 @@ def test_vllm_serves_the_budget_in_its_configuration(model: Any) -> None:
     config = materialize_front(model, front).config
     for index, point in enumerate(front.points):
         config.update({"kv_budget": point.kv_slots})
-        single = alone(model, front, index).config
+        single = materialize_point(model, front, index).config
         assert served_layouts(config) == served_layouts(single)
         assert plan_of(served_layouts(config), 1) == plan_of(served_layouts(single), 1)
     config.update({"kv_budget": 5})
