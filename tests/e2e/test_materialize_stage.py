@@ -103,15 +103,17 @@ def test_the_stage_writes_a_model_that_anyone_can_load(
 
 
 def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path) -> None:
-    front = "license: other\nlicense_name: some-licence\ntags: [a]"
-    (base / "README.md").write_text(f"---\n{front}\n---\n# Base\n")
+    front_matter = "license: other\nlicense_name: some-licence\ntags: [a]"
+    (base / "README.md").write_text(f"---\n{front_matter}\n---\n# Base\n")
     _run(base, tmp_path)
     folder = tmp_path / "work" / "model"
     assert (folder / "modeling_hybrid.py").is_file()
-    front_text, card = (folder / "README.md").read_text().removeprefix("---").split("\n---\n", 1)
-    front = yaml.safe_load(front_text)
-    assert (front["license"], front["license_name"]) == ("other", "some-licence")
-    assert "base_model" not in front  # a local directory means nothing on other machines
+    written_front_matter, card = (
+        (folder / "README.md").read_text().removeprefix("---").split("\n---\n", 1)
+    )
+    front_matter = yaml.safe_load(written_front_matter)
+    assert (front_matter["license"], front_matter["license_name"]) == ("other", "some-licence")
+    assert "base_model" not in front_matter  # a local directory means nothing on other machines
     assert str(tmp_path) not in card
     for sentence in (
         "some-licence",
@@ -141,14 +143,14 @@ def test_the_card_names_several_windows_and_the_base_on_the_hub() -> None:
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
     assert "| sinks | a learned sink bias in each sliding query head |" in card
     card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, [0, 1], {})
-    front = yaml.safe_load(card.split("---")[1])
-    assert front["base_model"] == "org/model" and "license" not in front
+    front_matter = yaml.safe_load(card.split("---")[1])
+    assert front_matter["base_model"] == "org/model" and "license" not in front_matter
     assert "org/model (abc)" in card and "not stated" in card
 
 
 def test_the_card_lists_searched_layers_and_those_with_windows_or_states_of_their_own() -> None:
-    own = [{"heads": 4, "window": 5, "bytes_per_head": 64}]
-    numbers = NUMBERS | {"own_windows": own, "state_bytes": 8}
+    own_windows = [{"heads": 4, "window": 5, "bytes_per_head": 64}]
+    numbers = NUMBERS | {"own_windows": own_windows, "state_bytes": 8}
     card = model_card(_mask(), ModelConfig(path="org/model"), numbers, [5, 11], {})
     assert "KV heads of org/model in layers with full attention a share of 0.75" in card
     # Four heads with the last four tokens each.
@@ -245,17 +247,17 @@ def test_the_summary_states_memory(base: Path, tmp_path: Path) -> None:
 def test_base_and_hybrid_are_not_in_memory_together(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emptied = []
+    base_is_empty = []
 
-    def spy(model: Any, *args: Any, **options: Any) -> Any:
+    def make_and_check_base(model: Any, *args: Any, **options: Any) -> Any:
         hybrid = make(model, *args, **options)
-        emptied.append(all(weight.is_meta for weight in model.state_dict().values()))
+        base_is_empty.append(all(weight.is_meta for weight in model.state_dict().values()))
         return hybrid
 
     make = materialize.materialize
-    monkeypatch.setattr(materialize, "materialize", spy)
+    monkeypatch.setattr(materialize, "materialize", make_and_check_base)
     _run(base, tmp_path, "bfloat16")
-    assert emptied == [True]
+    assert base_is_empty == [True]
 
 
 def test_leftovers_of_a_killed_run_are_replaced(base: Path, tmp_path: Path) -> None:
@@ -291,10 +293,10 @@ def test_a_base_that_changes_while_it_is_read_is_not_published(base: Path, tmp_p
 def test_a_model_whose_logits_differ_is_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(model: Any, *_: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def unpermuted(model: Any, *_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.state_dict().items()  # the layout says permuted, the weights are not
 
-    monkeypatch.setattr(bosch.model.materialize, "permute_heads", forgetful)
+    monkeypatch.setattr(bosch.model.materialize, "permute_heads", unpermuted)
     mask = HeadMaskFile.of(
         HeadMask.from_swa_kv_heads([[0], [0]], 2), Window(WINDOW),
         model="tiny", method="bosch", swa_ratio=0.5,
@@ -350,14 +352,14 @@ def test_faults_of_the_input_are_reported(base: Path, tmp_path: Path) -> None:
 def test_logits_may_differ_by_the_tolerance_and_no_more(
     actual: list[Any], expected: list[Any], difference: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a share of the expected ones' root mean square, unless that is 0."""
-    own, other = torch.tensor([actual]), torch.tensor([expected])
+    """The difference is a share of the expected logits' root mean square, unless that is 0."""
+    saved, searched = torch.tensor([actual]), torch.tensor([expected])
     monkeypatch.setitem(materialize.TOLERANCE, "float32", difference)
-    found = materialize.compare_logits(own, other, "float32")
-    assert found == {
+    check = materialize.compare_logits(saved, searched, "float32")
+    assert check == {
         "largest_difference": difference, "precision": "float32", "tokens": len(actual),
     }  # fmt: skip
     monkeypatch.setitem(materialize.TOLERANCE, "float32", 0.999 * difference)
-    for wrong in (own, own * float("nan")):
+    for wrong in (saved, saved * float("nan")):
         with pytest.raises(RunError, match="the saved model differs from the searched one by"):
-            materialize.compare_logits(wrong, other, "float32")
+            materialize.compare_logits(wrong, searched, "float32")
