@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.folders import write_jsonl
+
 
 def write_case(folder: Path, questions: int = 3) -> Path:
     """Write `questions` questions a task and twice as many JSON objects of four pairs to `folder`.
@@ -15,11 +17,13 @@ def write_case(folder: Path, questions: int = 3) -> Path:
     for task, dep in (("nq-dev-multikilt", 6), ("triviaqa-dev-multikilt", 6), ("popqa_test", 6),
                       ("hotpotqa-dev-multikilt", 3)):  # fmt: skip
         rows = [_row(task, number, depth) for number in range(questions) for depth in range(2)]
-        _write(folder / "kilt" / f"{task}_1000_k50_dep{dep}.jsonl", rows)
+        write_jsonl(folder / "kilt" / f"{task}_1000_k50_dep{dep}.jsonl", rows)
         train = task.replace("dev", "train")
         rows = [_row(train, number, 0) for number in (0, 0, 1, 2, 3)]
-        _write(folder / "kilt" / f"{train}_1000_k3_dep{dep}.jsonl", rows)
-    _write(folder / "json_kv" / "test_k105_dep6.jsonl", [_pairs(n) for n in range(2 * questions)])
+        write_jsonl(folder / "kilt" / f"{train}_1000_k3_dep{dep}.jsonl", rows)
+    write_jsonl(
+        folder / "json_kv" / "test_k105_dep6.jsonl", [_pairs(n) for n in range(2 * questions)]
+    )
     return folder
 
 
@@ -51,8 +55,3 @@ def _pairs(number: int) -> dict[str, Any]:
         "demos": [[f"key-{number}-{index}", f"value-{index}"] for index in (2, 3, 0)],
         "num_kvs": 4,
     }
-
-
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

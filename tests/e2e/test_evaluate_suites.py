@@ -37,6 +37,7 @@ from stages.evaluate.suites.positions.suite import (
 from stages.original import run as original
 from tests import nolima_case
 from tests.evaluation_case import score_original, suites_config
+from tests.folders import write_jsonl
 from tests.tiny_data import save_tiny_model
 
 QUESTIONS = [
@@ -49,23 +50,18 @@ QUESTIONS = [
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suites")
     save_tiny_model(folder / "model")
-    _write(folder / "data/gsm8k/train.jsonl", QUESTIONS[:6])
-    _write(folder / "data/gsm8k/test.jsonl", QUESTIONS[4:])
+    write_jsonl(folder / "data/gsm8k/train.jsonl", QUESTIONS[:6])
+    write_jsonl(folder / "data/gsm8k/test.jsonl", QUESTIONS[4:])
     common = {"context": "word " * 400, "answers": ["word"], "length": 400, "_id": "1"}
     trec = [{**common, "input": "Which?", "all_classes": ["word", "number"]}] * 3
-    _write(folder / "data/longbench/trec.jsonl", trec)
+    write_jsonl(folder / "data/longbench/trec.jsonl", trec)
     trivia = [{**common, "question": "Which?", "all_classes": None}] * 2
-    _write(folder / "data/longbench/triviaqa.jsonl", trivia)
+    write_jsonl(folder / "data/longbench/triviaqa.jsonl", trivia)
     (folder / "texts").mkdir()
     for index in range(3):
         (folder / f"texts/{index}.txt").write_text(f"Line {index} of a long text. " * 400)
     (folder / "texts/short.txt").write_text("short")
     return folder
-
-
-def _write(path, records):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _harness(folder, *tasks, **more):
@@ -74,7 +70,9 @@ def _harness(folder, *tasks, **more):
 
 def test_the_harness_scores_local_data(folder, tmp_path, monkeypatch):
     tasks = ("gsm8k", "longbench_trec", "longbench_triviaqa", "longbench_qasper", "hellaswag")
-    section = _harness(folder, *tasks, max_length=298)  # of which no other test has answers
+    section = _harness(
+        folder, *tasks, max_length=298
+    )  # no other test stores answers at this length
     scores = score_original(folder, tmp_path / "first", harness=section)
     suite = scores.checkpoints["original"]["harness"]
     assert {task: by[0].samples for task, by in suite.tasks.items()} == {
@@ -96,12 +94,12 @@ def test_the_harness_scores_local_data(folder, tmp_path, monkeypatch):
     again = score_original(folder, tmp_path / "again", harness=section)
     assert again.checkpoints == scores.checkpoints
     fewer = score_original(folder, tmp_path / "fewer", harness={**section, "samples": 1})
-    counts = [one.cached_answers for one in (scores, again, fewer)]
+    counts = [run.cached_answers for run in (scores, again, fewer)]
     assert counts == [0, len(answers), len(suite.tasks)]
 
 
 def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch):
-    """Worked examples are drawn for all documents in order, whichever are asked together."""
+    """Worked examples are drawn for all documents in order, whichever documents share a batch."""
     from lm_eval.evaluator import simple_evaluate
 
     section = HarnessEvaluation(**_harness(folder, "gsm8k"))
@@ -111,19 +109,19 @@ def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch
     [task] = harness_tasks.load_tasks(manager, "gsm8k", section).tasks.values()
     lm = harness_suite.language_model(model, tokenizer, 2)
     result = simple_evaluate(lm, tasks=[task], task_manager=manager, bootstrap_iters=0)
-    alone = result["samples"]["gsm8k"]
-    prompts = {record["doc_id"]: record["arguments"][0][0] for record in alone}
+    lm_evals_samples = result["samples"]["gsm8k"]
+    prompts = {record["doc_id"]: record["arguments"][0][0] for record in lm_evals_samples}
     assert len(set(prompts.values())) == 4
     assert {prompt.count("Answer:") for prompt in prompts.values()} == {6}
     outputs = {
         record["doc_id"]: record["filtered_resps"][0]
-        for record in alone
+        for record in lm_evals_samples
         if record["filter"] == "strict-match"
     }
 
     monkeypatch.setattr(harness_suite, "CHUNK", 1)
     answers = AnswerFolder(tmp_path / "answers", None, 0)
-    found = {}
+    records = {}
     for rank in (1, 0):
         suite = HarnessSuite(
             name="harness", section=section, tokenizer=tokenizer, answers=answers, rank=rank,
@@ -137,9 +135,9 @@ def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch
         evaluated = EvaluatedModel("original", ModelConfig(path=str(folder / "model")))
         with progress(4, "evaluation", "samples") as bar:
             suite.run(evaluated, model, bar)
-        found = answers.read(evaluated, subtask)
-        assert set(found) == ({1, 3} if rank else {0, 1, 2, 3})
-    assert {number: record["output"] for number, record in found.items()} == outputs
+        records = answers.read(evaluated, subtask)
+        assert set(records) == ({1, 3} if rank else {0, 1, 2, 3})
+    assert {number: record["output"] for number, record in records.items()} == outputs
 
 
 CHAT = (
@@ -148,11 +146,11 @@ CHAT = (
 )
 
 
-def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
+def test_sampled_answers_repeat_in_a_chat_template_and_optional_tasks_may_fail(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(CHAT)
-    sampled = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
-    sampled = {"repeats": 2, "generation_kwargs": sampled}
+    generation = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
+    sampled = {"repeats": 2, "generation_kwargs": generation}
     section = _harness(
         folder, "gsm8k", "longbench_trec", "humaneval", "hellaswag", max_length=300,
         settings={"gsm8k": sampled}, optional=["humaneval"],
@@ -178,8 +176,8 @@ def test_optional_tasks_sampled_answers_and_a_chat_template(folder, tmp_path):
         assert scores.missing["harness"].keys() == {"humaneval", "hellaswag"}
         assert "runs code that the model writes" in scores.missing["harness"]["humaneval"]
         records = list(read_samples(work))
-        asked = [record["question"] for record in records if record["task"] == "gsm8k"]
-        assert all("</user><assistant>" in question for question in asked) and len(asked) == 4
+        prompts = [record["question"] for record in records if record["task"] == "gsm8k"]
+        assert all("</user><assistant>" in question for question in prompts) and len(prompts) == 4
         outputs.append([record["output"] for record in records])
     assert outputs[0] == outputs[1]
     tokenizer = load_tokenizer(TokenizerSpec(str(tmp_path / "model"), None, False))
@@ -196,8 +194,8 @@ def test_tasks_are_searched_in_folders_of_their_names_before_the_whole_index(mon
     assert [harness_tasks.task_manager([name]) == "whole" for name in names] == [False, True, True]
 
 
-def test_tasks_without_worked_examples_need_no_training_split(folder, tmp_path):
-    _write(tmp_path / "data/gsm8k/test.jsonl", QUESTIONS)
+def test_tasks_without_worked_examples_need_no_training_split(tmp_path):
+    write_jsonl(tmp_path / "data/gsm8k/test.jsonl", QUESTIONS)
     manager = harness_tasks.task_manager(["gsm8k"])
     section = {"tasks": ["gsm8k"], "data_dir": str(tmp_path / "data"), "hub": False}
     lacking = harness_tasks.load_tasks(manager, "gsm8k", HarnessEvaluation(**section))
@@ -243,30 +241,30 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     assert scores.checkpoints["nan"] == scores.checkpoints["broken"] == {}
     assert scores.checkpoints["good"]["harness"].tasks["longbench_trec"][0].samples == 1
     assert set(scores.positions) == {"original", "good", "short"}
-    # Only in one suite: the others have scores.
+    # Too long prompts in one suite leave the model its scores in the others.
     assert scores.missing["harness"].keys() == {"short"} and scores.checkpoints["short"] == {}
     assert "more than its 200 positions" in scores.missing["harness"]["short"]
 
-    def alone(work, *names, **section):
+    def evaluate_alone(work, *names, **section):
         """Models without the original, in a folder that may hold an earlier attempt."""
-        own = [ModelConfig(path=str(models[name]), dtype="float32") for name in names]
+        model_configs = [ModelConfig(path=str(models[name]), dtype="float32") for name in names]
         return evaluate_models(
-            StageConfig(EvaluateConfig(needle=None, **section), own[0], 1, Runtime()),
-            list(map(EvaluatedModel, names, own)),
+            StageConfig(EvaluateConfig(needle=None, **section), model_configs[0], 1, Runtime()),
+            list(map(EvaluatedModel, names, model_configs)),
             TokenizerSpec(str(folder / "model")),
             tmp_path / f"alone-{work}",
             scores_type=SelectedScores,
         )
 
-    for suite, part in section.items():
+    for suite, suite_section in section.items():
         with pytest.raises(RunError, match="nan: its logits are no numbers"):
-            alone(suite, "nan", **{suite: part})
+            evaluate_alone(suite, "nan", **{suite: suite_section})
     for names, error in ((["broken"], UserError), (["broken", "nan"], RunError)):
         with pytest.raises(error, match="broken: "):
-            alone("-".join(names), *names, positions=part)
-    # Its weights are valid again: the next attempt does not know of the fault.
+            evaluate_alone("-".join(names), *names, positions=section["positions"])
+    # The weights are valid now, and the earlier attempt left no record of the fault.
     models["nan"] = models["good"]
-    mended = alone("positions", "nan", positions=part)
+    mended = evaluate_alone("positions", "nan", positions=section["positions"])
     assert set(mended.positions) == {"nan"} and not mended.missing
 
 
@@ -276,18 +274,18 @@ def test_nan_logits_are_reported_for_answers_of_the_harness(folder, tmp_path):
     loaded = load_model(_model_with_nan(tmp_path / "nan"), dtype="float32")
     tokenizer = load_tokenizer(TokenizerSpec(str(folder / "model")))
     lm = harness_suite.language_model(loaded, tokenizer, 1)
-    asked = {
+    requests = {
         "loglikelihood": ("What is 1 plus 1?", " 2"),
         "generate_until": ("What is 1 plus 1?", {"until": [], "max_gen_toks": 2}),
     }
-    for kind, arguments in asked.items():
+    for kind, arguments in requests.items():
         with pytest.raises(ModelError, match="no numbers"):
             getattr(lm, kind)([Instance(kind, {}, arguments, 0, ("task", 0, 1))])
 
 
-def test_a_model_with_another_tokenizer_is_refused(folder, tmp_path):
-    other = save_tiny_model(tmp_path / "other")
-    content = json.loads((other / "tokenizer.json").read_text())
+def test_a_models_tokenizer_may_differ_in_padding_but_not_in_its_tokens(folder, tmp_path):
+    padded = save_tiny_model(tmp_path / "other")
+    content = json.loads((padded / "tokenizer.json").read_text())
     content["padding"] = {
         "strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
         "pad_type_id": 0, "pad_token": "x",
@@ -298,15 +296,15 @@ def test_a_model_with_another_tokenizer_is_refused(folder, tmp_path):
         "strategy": "LongestFirst",
         "stride": 0,
     }
-    (other / "tokenizer.json").write_text(json.dumps(content))
+    (padded / "tokenizer.json").write_text(json.dumps(content))
     section = {"positions": {"length": 300, "documents": 1, "path": str(folder / "texts")}}
-    _select(folder, tmp_path / "padded", {"other": other}, **section)
+    _select(folder, tmp_path / "padded", {"other": padded}, **section)
     merges = content["model"]["merges"]
     content["model"]["merges"] = merges[: len(merges) // 2]
-    smaller = save_tiny_model(tmp_path / "smaller")
-    (smaller / "tokenizer.json").write_text(json.dumps(content))
+    fewer_merges = save_tiny_model(tmp_path / "smaller")
+    (fewer_merges / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"other: the tokenizer of .* makes other tokens"):
-        _select(folder, tmp_path / "work", {"other": smaller}, **section)
+        _select(folder, tmp_path / "work", {"other": fewer_merges}, **section)
 
 
 def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
@@ -317,37 +315,41 @@ def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
     data = tmp_path / "data/longbench"
     rows = read_records(folder / "data/longbench/triviaqa.jsonl")
     for task in ("qasper", "triviaqa", "samsum"):
-        _write(data / f"{task}.jsonl", rows[:1])
-    asked, one_line = [], []
+        write_jsonl(data / f"{task}.jsonl", rows[:1])
+    prompts, stop_settings = [], []
     generate = suites.generate
 
-    def spy(loaded, tokenizer, questions, *rest, **more):
-        asked.extend(tokenizer.decode(question.prompt_ids) for question in questions)
-        one_line.append((more["stop_at_newline"], more["not_empty"]))
-        return generate(loaded, tokenizer, questions, *rest, **more)
+    def record_and_generate(loaded, tokenizer, questions, *arguments, **options):
+        prompts.extend(tokenizer.decode(question.prompt_ids) for question in questions)
+        stop_settings.append((options["stop_at_newline"], options["not_empty"]))
+        return generate(loaded, tokenizer, questions, *arguments, **options)
 
-    monkeypatch.setattr(suites, "generate", spy)
+    monkeypatch.setattr(suites, "generate", record_and_generate)
     tasks = [f"longbench_{task}" for task in ("qasper", "triviaqa", "samsum")]
     section = _harness(tmp_path, *tasks, max_length=200)
     score_original(tmp_path, tmp_path / "out", harness=section, chat_template=True)
-    qasper, triviaqa, _ = asked
-    assert one_line == [(False, False), (False, False), (True, True)]
+    qasper, triviaqa, _ = prompts
+    assert stop_settings == [(False, False), (False, False), (True, True)]
     assert qasper.startswith("<user>") and qasper.endswith("</user><assistant>")
     assert "user>" not in triviaqa and "Question" in qasper
 
 
 def test_tasks_of_longbench_e_are_asked_like_those_of_longbench(folder, tmp_path):
     data = tmp_path / "data/longbench"
-    _write(data / "trec_e.jsonl", read_records(folder / "data/longbench/trec.jsonl"))
+    write_jsonl(data / "trec_e.jsonl", read_records(folder / "data/longbench/trec.jsonl"))
     section = _harness(folder, "longbench_trec", max_length=300)
-    even = {**section, "tasks": ["longbench_trec_e"], "data_dir": str(data.parent)}
-    one, other = (
-        score_original(folder, tmp_path / str(n), harness=part).checkpoints["original"]["harness"]
-        for n, part in enumerate((section, even))
+    section_e = {**section, "tasks": ["longbench_trec_e"], "data_dir": str(data.parent)}
+    longbench, longbench_e = (
+        score_original(folder, tmp_path / str(n), harness=harness).checkpoints["original"][
+            "harness"
+        ]
+        for n, harness in enumerate((section, section_e))
     )
-    assert other.tasks["longbench_trec_e"] == one.tasks["longbench_trec"]
-    assert other.groups == {} and one.groups["LongBench"].of == 21
-    assert category_means().keys().isdisjoint(one.groups)  # which need a task of each category
+    assert longbench_e.tasks["longbench_trec_e"] == longbench.tasks["longbench_trec"]
+    assert longbench_e.groups == {} and longbench.groups["LongBench"].of == 21
+    assert (
+        category_means().keys().isdisjoint(longbench.groups)
+    )  # which need a task of each category
 
 
 def test_loss_by_position_equals_a_plain_loop(folder, tmp_path):
@@ -374,16 +376,16 @@ def test_loss_by_position_equals_a_plain_loop(folder, tmp_path):
         score_original(folder, tmp_path / "long", positions=section | {"length": 40000})
 
 
-@pytest.mark.parametrize(("most", "count"), [(9, 3), (2, 2)])
-def test_documents_are_long_enough_and_differ(tmp_path, most, count):
-    """A copy of a document is no second document: it would narrow the interval."""
-    # A character of the last takes three tokens.
+@pytest.mark.parametrize(("requested", "count"), [(9, 3), (2, 2)])
+def test_documents_are_long_enough_and_differ(tmp_path, requested, count):
+    """A second copy of a document would narrow the interval without reason."""
+    # A character of the last text takes three tokens.
     texts = ["a" * 300, "a" * 301, "b" * 299, "c" * 300, "\u4e2d" * 100]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     suite = PositionSuite(
         name="positions", tokenizer=nolima_case.tokenizer(), rank=0, world=1, batch_size=1,
-        section=PositionEvaluation(length=300, documents=most, path=str(tmp_path)),
+        section=PositionEvaluation(length=300, documents=requested, path=str(tmp_path)),
         answers=AnswerFolder(tmp_path, None, 0),
     )  # fmt: skip
     suite.prepare()
@@ -391,7 +393,7 @@ def test_documents_are_long_enough_and_differ(tmp_path, most, count):
 
 
 def test_documents_of_transformers_are_long_and_do_not_begin_alike():
-    """Licences and warnings, the same in many files, would be counted many times."""
+    """Licences and warnings, the same in many files, would count once for each file."""
     assert len(next(documents(None, 10**9))) > 100_000
     beginnings = [text[:100] for text in itertools.islice(documents(None, 100), 32)]
     assert len(set(beginnings)) == 32

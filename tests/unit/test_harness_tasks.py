@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from stages.evaluate.suites.harness.tasks import (
     read_records,
     refuse_unscorable,
 )
+from tests.folders import write_jsonl
 from tests.tiny_data import tiny_tokenizer
 
 FOLDERS = (
@@ -312,7 +312,7 @@ def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
     row = {"question": "1 + 1?", "answer": "2 #### 2"}
     for folder, count in (("one", 2), ("two", 3)):
         for split in ("train", "test"):
-            _write(
+            write_jsonl(
                 tmp_path / folder / f"gsm8k/{split}.jsonl",
                 [row] * (6 if split == "train" else count),
             )
@@ -342,7 +342,7 @@ def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
         digests.add(digest())
     assert len(digests) == 8
     row = {"context": "a", "input": "b", "answers": ["c"], "all_classes": []}
-    _write(tmp_path / "one/longbench/lcc.jsonl", [row])
+    write_jsonl(tmp_path / "one/longbench/lcc.jsonl", [row])
     lcc = partial(digest, tasks=["longbench_lcc"])
     assert lcc(num_fewshot=1) == lcc() != lcc(max_length=9)
     assert {"lm-eval", "jieba", "rouge"} <= HarnessEvaluation().environment().keys()
@@ -355,7 +355,7 @@ def test_longbenchs_mean_over_categories_needs_a_task_of_each(
     (mean, categories), (of_paper, _) = category_means().items()
     tasks = [category[0] for category in categories]
     for task in tasks:
-        _write(
+        write_jsonl(
             tmp_path / f"{task.replace('_', '/', 1)}.jsonl",
             [{"context": "a", "input": "b", "answers": ["c"], "all_classes": []}],
         )
@@ -384,7 +384,7 @@ def test_documents_and_their_digest_are_equal_in_all_processes(
     wrong = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
     rows = [{"Question": f"{n}?", "Correct Answer": "right", **wrong} for n in range(9)]
     task = "gpqa_main_zeroshot"
-    _write(tmp_path / task / "train.jsonl", rows)
+    write_jsonl(tmp_path / task / "train.jsonl", rows)
     subtasks, documents = set(), []
     for drawn in range(2):  # each process has other random numbers, and other function objects
         random.seed(drawn)
@@ -423,7 +423,7 @@ def test_documents_are_made_once_for_all_models(
     monkeypatch.setattr(harness_suite, "language_model", lambda *_: Constant())
     monkeypatch.setattr(harness_suite, "CHUNK", 2)
     rows = [{"ctx": f"q{n}", "endings": ["a", "b" * (n + 2)], "label": "0"} for n in range(7)]
-    _write(tmp_path / "hellaswag/validation.jsonl", rows)
+    write_jsonl(tmp_path / "hellaswag/validation.jsonl", rows)
     settings = {"hellaswag": {"process_docs": documents, "training_split": None}}
     section = local(tmp_path, "hellaswag", num_fewshot=0, settings=settings)
     suite = suite_of(section, tokenizer=tokenizer)
@@ -447,10 +447,10 @@ def test_a_task_whose_answers_fill_the_positions_is_missing_and_others_run(
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     row = {"question": "1 + 1?", "answer": "2 #### 2"}
     for split in ("train", "test"):
-        _write(tmp_path / f"gsm8k/{split}.jsonl", [row] * 6)
+        write_jsonl(tmp_path / f"gsm8k/{split}.jsonl", [row] * 6)
     choice = {"question": "?", "choices": [*"abcd"], "answer": 2}
-    _write(tmp_path / "mmlu_anatomy/test.jsonl", [choice])
-    _write(tmp_path / "mmlu_anatomy/dev.jsonl", [choice])
+    write_jsonl(tmp_path / "mmlu_anatomy/test.jsonl", [choice])
+    write_jsonl(tmp_path / "mmlu_anatomy/dev.jsonl", [choice])
 
     def prepared(most: int | None) -> HarnessSuite:
         settings = {"gsm8k": {"generation_kwargs": {"max_gen_toks": most}}} if most else {}
@@ -472,9 +472,11 @@ def test_a_task_whose_answers_fill_the_positions_is_missing_and_others_run(
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:
     for subject, answer in (("anatomy", 0), ("astronomy", 1)):
         row = {"question": f"A question of {subject}?", "choices": ["a", "b", "c", "d"]}
-        _write(tmp_path / f"mmlu_{subject}/test.jsonl", [{**row, "answer": answer}] * 2)
+        write_jsonl(tmp_path / f"mmlu_{subject}/test.jsonl", [{**row, "answer": answer}] * 2)
     # No subject uses the folder of the group.
-    _write(tmp_path / "mmlu/test.jsonl", [{"question": "?", "choices": [*"abcd"], "answer": 2}])
+    write_jsonl(
+        tmp_path / "mmlu/test.jsonl", [{"question": "?", "choices": [*"abcd"], "answer": 2}]
+    )
     loaded = load_tasks(manager, "mmlu", local(tmp_path, "mmlu"))
     assert loaded.tasks.keys() == {"mmlu_anatomy", "mmlu_astronomy"}
     for name, task in loaded.tasks.items():
@@ -491,13 +493,13 @@ def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_pat
 def test_a_variant_of_a_task_reads_the_files_of_the_original_task(
     manager: TaskManager, tmp_path: Path
 ) -> None:
-    _write(tmp_path / "gsm8k/test.jsonl", [{}])
+    write_jsonl(tmp_path / "gsm8k/test.jsonl", [{}])
     index = manager.task_index
     assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path), {}).keys() == {"test"}
     own = tmp_path / "gsm8k_cot" / "test.jsonl"
-    _write(own, [{}])
+    write_jsonl(own, [{}])
     assert harness_tasks.local_files(index, "gsm8k_cot", str(tmp_path), {}) == {"test": own}
-    _write(tmp_path / "mmlu_flan/test.jsonl", [{}])
+    write_jsonl(tmp_path / "mmlu_flan/test.jsonl", [{}])
     name = "mmlu_flan_cot_zeroshot_anatomy"
     assert harness_tasks.local_files(index, name, str(tmp_path), {}) == {}
     for other, found in (("x", {"test"}), ("y", set())):
@@ -506,14 +508,14 @@ def test_a_variant_of_a_task_reads_the_files_of_the_original_task(
             task: SimpleNamespace(cfg={"dataset_path": "p", "dataset_name": data})
             for task, data in configs.items()
         }
-        _write(tmp_path / "own/test.jsonl", [{}])
+        write_jsonl(tmp_path / "own/test.jsonl", [{}])
         assert harness_tasks.local_files(index, "own_other", str(tmp_path), {}).keys() == found
 
 
 def test_splits_have_the_names_that_the_task_defines(manager: TaskManager, tmp_path: Path) -> None:
     row = {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}
-    _write(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
-    _write(tmp_path / "mnli/own.jsonl", [row] * 2)
+    write_jsonl(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
+    write_jsonl(tmp_path / "mnli/own.jsonl", [row] * 2)
     for settings, count in (({}, 3), ({"mnli": {"validation_split": "own"}}, 2)):
         loaded = load_tasks(manager, "mnli", local(tmp_path, "mnli", settings=settings))
         assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
@@ -524,8 +526,8 @@ def test_a_task_whose_record_lacks_a_field_has_no_score(
 ) -> None:
     """Otherwise a prompt would contain the text None."""
     row = {"question": "1 + 1?", "answer": "2 #### 2"}
-    _write(tmp_path / "gsm8k/train.jsonl", [row] * 5)
-    _write(tmp_path / "gsm8k/test.jsonl", [row, {"question": "2 + 2?"}])
+    write_jsonl(tmp_path / "gsm8k/train.jsonl", [row] * 5)
+    write_jsonl(tmp_path / "gsm8k/test.jsonl", [row, {"question": "2 + 2?"}])
     loaded = load_tasks(manager, "gsm8k", local(tmp_path, "gsm8k"))
     assert loaded.tasks == {}
     assert "test.jsonl, line 2: lacks the field answer" in loaded.missing["gsm8k"]
@@ -549,18 +551,13 @@ def test_records_of_longbench_are_checked_for_the_fields_it_needs(
 ) -> None:
     row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None}
     other = {key: field for key, field in {**row, name: value}.items() if field is not ...}
-    _write(tmp_path / "longbench/hotpotqa.jsonl", [row, other])
+    write_jsonl(tmp_path / "longbench/hotpotqa.jsonl", [row, other])
     loaded = load_tasks(manager, "longbench_hotpotqa", local(tmp_path, "longbench"))
     if fault is None:
         assert len(loaded.tasks["longbench_hotpotqa"].eval_docs) == 2
     else:
         reason = loaded.missing["longbench_hotpotqa"]
         assert f"hotpotqa.jsonl, line 2: {fault}" in reason
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.mark.parametrize(
