@@ -1,10 +1,10 @@
-"""States of a folder that a power cut may leave, in the way of ALICE (Pillai et al., OSDI 2014).
+"""States of a folder that a power cut may leave, as in ALICE (Pillai et al., OSDI 2014).
 
-A disk keeps what was synced: a file's content by fsync of the file, its name by fsync of its
-folder. Of everything else it may have any part. `recorded` watches a block of code and collects,
-before and after each of its renames, removals and fsyncs, the states that are at the two ends of
-this and between: nothing but what was synced; all names without what was not synced; all names with
-half of it; everything, as a killed process leaves it.
+A disk keeps synced data: a file's content after fsync of the file, its name after fsync of its
+folder. Any part of the other data may be lost. `recorded` watches a block of code and collects four
+possible states before and after each of its renames, removals and fsyncs: only synced data; all
+names, without unsynced content; all names, with half of the unsynced content; everything, as after
+a kill of the process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _WATCHED = ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "truncate
 
 @dataclass(frozen=True)
 class State:
-    """Files by path (content; None for a folder, Path for a link), and where they were taken.
+    """A state: files by path (content; None for a folder, Path for a link).
 
-    `progress` is what the code had acknowledged by then.
+    `after` is the operation after which it was recorded, `progress` what the code had acknowledged
+    by then.
     """
 
     kind: str
@@ -54,14 +55,12 @@ class State:
 
 @dataclass
 class _Disk:
-    """The part of a folder that is on disk.
-
-    Files and folders are identified by numbers of their own.
-    """
+    """The part of a folder that is on disk. Files and folders have numbers that are not reused."""
 
     root: Path
-    numbers: dict[int, int] = field(default_factory=dict)  # of live inodes
-    synced: dict[int, bytes] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)  # by live inode
+    synced: dict[int, bytes] = field(default_factory=dict)  # content by number
+    # Synced entries of each folder: its number, by name the entry's number, link and is_folder.
     names: dict[int, dict[str, tuple[int, Path | None, bool]]] = field(default_factory=dict)
     count: int = 0
 
@@ -73,7 +72,7 @@ class _Disk:
         return self.numbers[inode]
 
     def forget_removed(self) -> None:
-        """Forget removed inodes: the system uses their numbers again."""
+        """Forget removed inodes, whose inode numbers the system reuses."""
         live = {path.lstat().st_ino for path in [self.root, *self.root.rglob("*")]}
         self.numbers = {inode: number for inode, number in self.numbers.items() if inode in live}
 
@@ -111,7 +110,7 @@ class _Disk:
         return tree
 
     def current_tree(self, unsynced: Callable[[bytes], bytes]) -> dict[str, bytes | Path | None]:
-        """All current names; `unsynced` says how much is left of content that is not synced."""
+        """All current names; `unsynced` gives the part that survives of unsynced content."""
         tree: dict[str, bytes | Path | None] = {}
         for path in sorted(self.root.rglob("*")):
             name = str(path.relative_to(self.root))
@@ -129,7 +128,7 @@ class _Disk:
 
 @contextlib.contextmanager
 def recorded(root: Path, progress: Callable[[], Any] = lambda: None) -> Iterator[list[State]]:
-    """The states of the folder `root`, which is on disk as it is, while the block works on it."""
+    """Collect the states of the folder `root` while the block works on it; it begins synced."""
     disk = _Disk(root)
     for path in [root, *root.rglob("*")]:
         if not path.is_symlink():
@@ -160,7 +159,7 @@ def recorded(root: Path, progress: Callable[[], Any] = lambda: None) -> Iterator
             if name == "fsync":
                 path = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
                 label = f"fsync {str(path).replace(str(root), '')}"
-                collect(f"what came before {label}")
+                collect(f"the operations before {label}")
                 if path == root or root in path.parents:
                     disk.sync(path)
             result = real(*arguments, **options)
