@@ -42,7 +42,7 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
     if os.environ.get("FAKE_FAIL") == f"{name}=bug":
         raise KeyError("boom")
     if os.environ.get("FAKE_FAIL") == f"{name}=stopped":
-        raise _StoppedWhileToldError
+        raise _StoppedWhileReportingError
     if os.environ.get("FAKE_FAIL") == f"{name}=disk":
         raise OSError(errno.ENOSPC, "No space left on device", "x")
     if os.environ.get("FAKE_FAIL") == f"{name}=kill":
@@ -77,8 +77,8 @@ def _save_and_stop(signum: int, frame: object) -> None:
     raise StoppedError("saved")
 
 
-class _StoppedWhileToldError(Exception):
-    """As in a rank that torchrun stops for another's failure while it reports its own."""
+class _StoppedWhileReportingError(Exception):
+    """A rank reports its error while torchrun stops it, because another rank has failed."""
 
     def __str__(self) -> str:
         os.kill(os.getpid(), signal.SIGTERM)

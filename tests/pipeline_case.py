@@ -99,6 +99,16 @@ def gone(pid: int, seconds: float = 20) -> bool:
     return False
 
 
+def wait_for(path: Path, seconds: float = 60) -> str:
+    """The text of a file as soon as there is any, for example a process id."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text():
+            return path.read_text()
+        time.sleep(0.02)
+    raise AssertionError(f"{path} was not written within {seconds:g} s")
+
+
 class Case:
     """A folder with a model, a corpus and a recipe file."""
 

@@ -11,8 +11,7 @@ import subprocess
 
 import pytest
 
-from tests.e2e.test_command_line import wait_for
-from tests.pipeline_case import ROOT, Case, gone
+from tests.pipeline_case import ROOT, Case, gone, wait_for
 
 # Variables of other launchers: Slurm with PMI, Kubernetes with a service "master", accelerate.
 _OF_ANOTHER_LAUNCHER = {
@@ -24,7 +23,7 @@ _OF_ANOTHER_LAUNCHER = {
 
 
 def test_two_processes_run_one_stage(case: Case) -> None:
-    """Stages only know the processes that they were started on."""
+    """Stages ignore the variables of other launchers."""
     case.make("original")
     command = case.command("run", "runtime.processes=2", "--until", "train", distributed=True)
     environment = case.environment(**_OF_ANOTHER_LAUNCHER)
@@ -83,7 +82,7 @@ def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
 
 
 def test_a_frozen_process_counts_as_lost_whatever_the_others_do(case: Case) -> None:
-    """They are in no collective here: one sleeps, the other was stopped."""
+    """No process is in a collective here: one sleeps, the other was stopped."""
     case.make("original")
     run = case.start(
         "run", "runtime.processes=2", "runtime.collective_timeout_minutes=0.05",
@@ -94,12 +93,13 @@ def test_a_frozen_process_counts_as_lost_whatever_the_others_do(case: Case) -> N
     assert gone(pids[1])
     os.kill(pids[0], signal.SIGKILL)  # as torchrun does after 30 seconds
     done = run.done()
-    message = done.stderr.strip().splitlines()
-    assert done.returncode == 76, message
-    who = "process 0 of this run|the first node of this run, or its launcher,"  # its store is slow
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 76, lines
+    # The launcher ends with process 0; if its store is slow to answer, this is the first message.
+    lost = "process 0 of this run|the first node of this run, or its launcher,"
     assert re.fullmatch(
-        rf"error: train: ({who}) has sent no heartbeat for 0\.05 minutes "
+        rf"error: train: ({lost}) has sent no heartbeat for 0\.05 minutes "
         r"\(runtime\.collective_timeout_minutes\); the same command resumes from here",
-        message[-1],
+        lines[-1],
     )
     assert all(gone(pid) for pid in pids)

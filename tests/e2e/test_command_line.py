@@ -12,16 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.run.failures import REQUEUE_STATUS
-from tests.pipeline_case import ROOT, Case, gone
-
-
-def wait_for(path: Path, seconds: float = 60) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text():
-            return path.read_text()
-        time.sleep(0.02)
-    raise AssertionError(f"{path} never came")
+from tests.pipeline_case import ROOT, Case, gone, wait_for
 
 
 def imports_of(stderr: str) -> set[str]:
@@ -42,9 +33,9 @@ def test_run_and_status_and_a_second_run_with_nothing_to_do(case: Case) -> None:
     assert "pydantic" in imports_of(second.stderr) and "torch" not in imports_of(second.stderr)
     assert second.stdout.startswith("tiny: nothing to do; 7 stages are up to date")
     assert "nothing to do; 1 stage is up to" in case.fork("run", "--until", "prepare").stdout
-    # On the first of two nodes, which sends the other one no heartbeat.
-    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    dry = case.fork("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **nodes)
+    # On the first of two nodes; a dry run sends the other node no heartbeat.
+    two_nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    dry = case.fork("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **two_nodes)
     assert not list(case.runs.rglob("first_node.json"))
     assert dry.stdout.splitlines()[1:] == [
         "  prepare  cached",
@@ -58,7 +49,7 @@ def test_run_and_status_and_a_second_run_with_nothing_to_do(case: Case) -> None:
 
 
 def test_a_run_with_missing_scores_ends_with_1(case: Case) -> None:
-    """Every time, so that a script notices; the results are published."""
+    """In every run, even with nothing to do, so that a script notices; results are published."""
     missing = '{"harness": {"gsm8k": "its data could not be read"}}'
     for environment in ({"FAKE_MISSING": missing}, {}):
         done = case.fork("run", **environment)
@@ -76,7 +67,11 @@ def test_a_run_with_missing_scores_ends_with_1(case: Case) -> None:
         ("disk", 1, "is full; free some space and run the same command again"),
         ("kill", 76, "error: search: its process was ended (signal 9, SIGKILL)"),
         ("bug", 1, "error: search: unexpected KeyError: 'boom'; the traceback is in "),
-        ("stopped", 1, "error: search: unexpected _StoppedWhileToldError: boom; the traceback is "),
+        (
+            "stopped",
+            1,
+            "error: search: unexpected _StoppedWhileReportingError: boom; the traceback",
+        ),
     ],
 )
 def test_a_failure_prints_one_sentence(case: Case, kind: str, status: int, sentence: str) -> None:
@@ -96,14 +91,14 @@ def test_faults_of_the_recipe_and_of_the_command_end_with_2(case: Case) -> None:
     assert done.stderr.startswith(f"error: {case.file}: 2 faults\n  search.swa_ration: unknown key")
     assert case.fork("run", "--until", "nowhere").returncode == 2
     assert case.fork("wrong").returncode == 2
-    plain = subprocess.run(
+    missing_recipe = subprocess.run(
         [sys.executable, "-m", "pipeline", "status", "no/such.yaml"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert plain.returncode == 2
-    assert plain.stderr == "error: no/such.yaml: there is no such recipe file\n"
+    assert missing_recipe.returncode == 2
+    assert missing_recipe.stderr == "error: no/such.yaml: there is no such recipe file\n"
 
 
 def test_a_killed_run_resumes_with_the_same_command(case: Case) -> None:
@@ -206,7 +201,7 @@ def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> Non
 def test_slurm_requeues_a_stopped_job_a_limited_number_of_times(
     tmp_path: Path, statuses: list[int], restarts: str, expected: int, requeued: bool
 ) -> None:
-    """`srun` here runs one node after the other and ends with the highest status, as Slurm's."""
+    """The `srun` here runs nodes in turn and, like Slurm's, ends with the highest status."""
     (tmp_path / "launch").mkdir()
     scripts = {
         "launch/setup.sh": "true",
@@ -248,17 +243,17 @@ def test_processes_that_a_stage_left_behind_are_ended(case: Case) -> None:
     helper = int(wait_for(case.folder / "helper"))
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert not gone(helper, seconds=0.5), "nothing to test: the helper ended by itself"
+    assert not gone(helper, seconds=0.5), "the helper ended by itself, so this test shows nothing"
     assert case.fork("run").returncode == 0
     assert gone(helper)
 
 
-def test_scripts_print_their_usage() -> None:
-    bare = subprocess.run([ROOT / "launch/torchrun.sh"], capture_output=True, text=True)
-    assert bare.returncode == 2
-    assert "launch/torchrun.sh RECIPE" in bare.stderr
-    wrong = subprocess.run([ROOT / "launch/setup.sh", "x"], capture_output=True, text=True)
-    assert wrong.returncode == 2
+def test_launch_scripts_called_wrongly_end_with_2() -> None:
+    torchrun = subprocess.run([ROOT / "launch/torchrun.sh"], capture_output=True, text=True)
+    assert torchrun.returncode == 2
+    assert "launch/torchrun.sh RECIPE" in torchrun.stderr
+    setup = subprocess.run([ROOT / "launch/setup.sh", "x"], capture_output=True, text=True)
+    assert setup.returncode == 2
     env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     slurm = subprocess.run([ROOT / "launch/slurm.sh"], capture_output=True, text=True, env=env)
     assert slurm.returncode == 2
@@ -269,7 +264,9 @@ def test_an_invalid_number_of_requeues_is_refused_before_the_job(
     tmp_path: Path, count: str
 ) -> None:
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/torchrun.sh").touch()  # what makes it a checkout; nothing can be started
+    (
+        tmp_path / "launch/torchrun.sh"
+    ).touch()  # by which the script recognises a checkout; it starts nothing here
     job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "BOSCH_REQUEUES": count}
     done = subprocess.run(
         ["bash", ROOT / "launch/slurm.sh", "recipe.yaml"],
