@@ -1,8 +1,8 @@
 """Synthetic scores with interactions between units, whose optimum on budget is known.
 
 A landscape stands in for a model: it has a score in steps of 1/64, a log-likelihood, and gradients
-of the gates, each share of the examples with noise of its own. Most are sums over groups of units,
-w_g phi_g(which units of g are full); `rugged` has random pairwise interactions.
+of the gates, with different noise for each share of the examples. Most are sums over groups of
+units, w_g phi_g(which units of g are full); `rugged` has random pairwise interactions.
 
     additive    groups of one unit
     redundant   any one unit of a group is enough
@@ -42,7 +42,7 @@ Values = npt.NDArray[np.float64]
 HEADS = 8
 RATIO = 0.75
 QUANTUM = 1 / 64
-_GRADIENT_PASSES = 4.5
+GRADIENT_PASSES = 4.5  # full-forward equivalents of one gradient over all examples
 _NOISE = 0.2
 _SHAPES: dict[str, list[list[float]]] = {
     "additive": [[0, 1]],
@@ -64,6 +64,7 @@ _SHAPES: dict[str, list[list[float]]] = {
 }
 NAMES = tuple(_SHAPES)
 _BY_LAYER = ("layers", "by_layer")
+# By the bits a, b, c, d of a group's full units: 1 if a and b, or c and d, are full.
 _EITHER = [float(a & b | c & d) for d in (0, 1) for c in (0, 1) for b in (0, 1) for a in (0, 1)]
 
 
@@ -75,29 +76,31 @@ class Landscape:
         self.quantum = QUANTUM
         self.full_units = units - swa_budget(units, RATIO)
         rng = np.random.default_rng([seed, units, NAMES.index(name)])
-        self._form = (
+        self.form = (
             _Pairwise(units, rng)
             if name == "rugged"
-            else _Groups(_tables(name, units, rng), units, rng, in_order=name in _BY_LAYER)
+            else Groups(_tables(name, units, rng), units, rng, in_order=name in _BY_LAYER)
         )
-        self._noise = _noise_of_shares(name, units, np.random.default_rng(seed + 1))
+        self.noise = _noise_of_shares(name, units, np.random.default_rng(seed + 1))
         ends = [np.zeros(units, dtype=np.bool_), np.ones(units, dtype=np.bool_)]
-        self._low, self._high = (self._form.value(end) for end in ends)
-        self.best = self._form.optimum(self.full_units)
-        random = [self._form.value(rng.permutation(units) < self.full_units) for _ in range(200)]
-        self.mean = float(np.mean(random))
+        self.low, self.high = (self.form.value(end) for end in ends)
+        self.best = self.form.optimum(self.full_units)
+        random_values = [
+            self.form.value(rng.permutation(units) < self.full_units) for _ in range(200)
+        ]
+        self.mean = float(np.mean(random_values))
 
     def regret(self, mask: HeadMask) -> float:
         """0 at the optimum on budget, 1 at the mean of random masks on budget."""
-        value = self._form.value(mask.is_full.reshape(-1))
+        value = self.form.value(mask.is_full.reshape(-1))
         return (self.best - value) / (self.best - self.mean)
 
     def evaluate(
         self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
     ) -> Evaluation:
         """Costs one pass, or half of one if it ends early."""
-        value = self._form.value(mask.is_full.reshape(-1))
-        value = (value - self._low) / (self._high - self._low)
+        value = self.form.value(mask.is_full.reshape(-1))
+        value = (value - self.low) / (self.high - self.low)
         score = float(np.clip(np.floor(value / QUANTUM + 1e-9) * QUANTUM, 0.0, 1.0))
         bound = Evaluation(min(1.0, score + 4 * QUANTUM), 0.5 * (value - 4), is_bound=True)
         if can_win is not None and not can_win(bound.score, 4 * value):
@@ -106,20 +109,21 @@ class Landscape:
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Differences by one flip at `mask`, each with a factor that depends on unit and share."""
-        flips = self._form.flips(mask.is_full.reshape(-1)) / (self._high - self._low)
-        flips = flips * self._noise[share % 8]
+        flips = self.form.flips(mask.is_full.reshape(-1)) / (self.high - self.low)
+        flips = flips * self.noise[share % 8]
         return GateGradient(
             flips.reshape(mask.is_full.shape).tolist(), 0.0, self.gradient_passes(share, shares)
         )
 
     def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        return _GRADIENT_PASSES / min(shares, 8)
+        return GRADIENT_PASSES / min(shares, 8)
 
 
 def _tables(name: str, units: int, rng: np.random.Generator) -> list[Values]:
     """For each group, the value of each set of its full units, by the set's bits."""
     tables, covered = [], 0
     if name == "anew":
+        # Tables take a varying number of draws; the weights that follow must not depend on it.
         rng = np.random.default_rng(rng.integers(2**31))
     while covered < units:
         if name == "either":
@@ -153,7 +157,7 @@ def _noise_of_shares(name: str, units: int, rng: np.random.Generator) -> Values:
     return noise
 
 
-class _Groups:
+class Groups:
     """Sum over groups of w_g phi_g(full units of g)."""
 
     def __init__(

@@ -1,9 +1,10 @@
 """Landscapes whose units have several windows, small enough for every layout to be measured.
 
-As `tests.benchmarks.landscapes`, with a menu: a unit of a window does a share of what a full one
-does, which grows with the window and differs between units; some need little more than the
-narrowest. The value is the multilinear form of the landscape at these shares: it is the
-landscape's own where every unit is full or of the narrowest window.
+As in `tests.benchmarks.landscapes`, but each unit is full or has one of several windows. A unit
+with a window contributes a share of what a full one contributes; the share grows with the window
+and differs between units, some of which need little more than the narrowest window. The value is
+the landscape's multilinear form at these shares. Where every unit is full or has the narrowest
+window, it equals the landscape's own value.
 
 L layers, U units per layer, N = L U, C choices: 0 is full, k the k-th window from the widest.
 """
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import CanWin, Evaluation, GateGradient
 from bosch.window import Window
-from tests.benchmarks.landscapes import QUANTUM, Landscape, _Groups
+from tests.benchmarks.landscapes import GRADIENT_PASSES, QUANTUM, Groups, Landscape
 
 Values = npt.NDArray[np.float64]
 
@@ -28,7 +29,7 @@ _STEEPNESS = 3.0
 
 
 class WindowLandscape:
-    """A scorer with gradients of a menu of windows, by a landscape of groups; `seed` draws it."""
+    """A scorer with gradients for several windows, from a landscape of groups that `seed` draws."""
 
     def __init__(
         self, name: str, shape: tuple[int, int], windows: tuple[int, ...], seed: int = 0
@@ -38,9 +39,9 @@ class WindowLandscape:
         self.quantum = QUANTUM
         units = shape[0] * shape[1]
         landscape = Landscape(name, units, seed)
-        assert isinstance(landscape._form, _Groups), f"{name} has no groups"
-        self._form, self._noise = landscape._form, landscape._noise
-        self._low, self._high = landscape._low, landscape._high
+        assert isinstance(landscape.form, Groups), f"{name} has no groups"
+        self._form, self._noise = landscape.form, landscape.noise
+        self._low, self._high = landscape.low, landscape.high
         rng = np.random.default_rng([seed, 7])
         narrowest = min(windows)
         need = np.exp(rng.uniform(np.log(narrowest / 2), np.log(8 * TOKENS), size=(units, 1)))
@@ -49,7 +50,7 @@ class WindowLandscape:
         self.shares = np.concatenate([np.ones((units, 1)), share], axis=1)  # [N, C]
 
     def value(self, choices: npt.ArrayLike) -> Values:
-        """Of layouts [..., N]: 0 where all are of the narrowest window, 1 where all are full."""
+        """Values of layouts [..., N]: 0 with all at the narrowest window, 1 with all full."""
         array = np.asarray(choices)
         active = self.shares[np.arange(array.shape[-1]), array]
         total = np.zeros(array.shape[:-1])
@@ -57,9 +58,9 @@ class WindowLandscape:
             members = np.flatnonzero(self._form.group_of == group)
             bits = self._form.bit_of[members]
             for code in range(1 << len(members)):
-                on = (code & bits) > 0
-                chance = np.where(on, active[..., members], 1 - active[..., members])
-                total = total + table[code] * chance.prod(axis=-1)
+                is_full = (code & bits) > 0
+                probability = np.where(is_full, active[..., members], 1 - active[..., members])
+                total = total + table[code] * probability.prod(axis=-1)
         return np.asarray((total - self._low) / (self._high - self._low))
 
     def slots(self, choices: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -83,17 +84,17 @@ class WindowLandscape:
         return Evaluation(score, value, 0.0, 0.5 if lost else 1.0, 1.0, is_bound=lost)
 
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
-        """Changes of the value by each choice of each unit, off by a factor of unit and share."""
+        """Changes of the value by each choice of each unit, times the noise of unit and share."""
         choices = mask.choices.reshape(-1).astype(np.int64)
         slopes = np.empty(len(choices))
         for unit in range(len(choices)):
-            ends = np.array([choices, choices])
-            ends[:, unit] = 0, len(self.windows)
-            full, narrowest = self.value(ends)
+            both_ends = np.array([choices, choices])
+            both_ends[:, unit] = 0, len(self.windows)
+            full, narrowest = self.value(both_ends)
             slopes[unit] = full - narrowest
         slopes *= self._noise[share % 8]
-        own = self.shares[np.arange(len(choices)), choices]
-        changes = slopes[:, None] * (self.shares - own[:, None])
+        current = self.shares[np.arange(len(choices)), choices]
+        changes = slopes[:, None] * (self.shares - current[:, None])
         values = changes.reshape(*mask.is_full.shape, -1).tolist()
         return GateGradient(values, 0.0, self.gradient_passes(share, shares))
 
@@ -105,4 +106,4 @@ class WindowLandscape:
         return GateGradient(values, 0.0, gradient.full_forward_equivalents)
 
     def gradient_passes(self, share: int = 0, shares: int = 1) -> float:
-        return 4.5 / min(shares, 8)
+        return GRADIENT_PASSES / min(shares, 8)
