@@ -24,9 +24,9 @@ from tests.elsewhere import ROOT
 
 PACKAGES = ("bosch", "data_prep", "stages", "pipeline")
 
-# From the bottom up: a module may use modules below it, and modules of its own package on its own
-# line. Names on one line are on one level.
-FLOORS = {
+# From the bottom up: a module may use modules of lower levels, and of its own package on its own
+# level.
+LEVELS = {
     "bosch": (
         (
             "errors",
@@ -64,8 +64,10 @@ USES = {
     "stages": {"bosch", "data_prep"},
     "pipeline": {"bosch", "data_prep", "stages"},
 }
-# Imports inside functions, and the reason.
-_TRANSFORMERS = "`import bosch` loads neither torch nor transformers, only waits for the latter"
+# Allowed imports inside functions, with the reason.
+_TRANSFORMERS = (
+    "`import bosch` loads neither torch nor transformers; these load when transformers does"
+)
 LAZY = {
     "bosch.model.registration imports bosch.model.configuration": _TRANSFORMERS,
     "bosch.model.registration imports bosch.model.deploy_mode": _TRANSFORMERS,
@@ -90,7 +92,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
-    """Modules of the project that the nodes import; a name of a package is its module, if any."""
+    """Project modules that the nodes import; `from package import name` may import a module."""
     result = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -100,7 +102,9 @@ def imports(name: str, nodes: Iterator[ast.AST]) -> set[str]:
             for alias in node.names:
                 member = f"{node.module}.{alias.name}"
                 result.add(member if member in modules() else str(node.module))
-    return {one for one in result if one.partition(".")[0] in (*PACKAGES, "tests")} - {name}
+    return {module for module in result if module.partition(".")[0] in (*PACKAGES, "tests")} - {
+        name
+    }
 
 
 def functions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -119,12 +123,12 @@ def imports_of_modules() -> dict[str, set[str]]:
     return {name: imports(name, ast.walk(tree)) for name, tree in modules().items()}
 
 
-def floor(name: str) -> int:
+def level_of(name: str) -> int:
     package, _, rest = name.partition(".")
-    own = rest.partition(".")[0]
-    floors = [number for number, names in enumerate(FLOORS[package]) if own in names]
-    assert floors, f"{name} stands on no floor; add it to FLOORS and to the design"
-    return floors[0]
+    member = rest.partition(".")[0]
+    levels = [number for number, members in enumerate(LEVELS[package]) if member in members]
+    assert levels, f"{name} is on no level; add it to LEVELS and to docs/notes/architecture.md"
+    return levels[0]
 
 
 def test_packages_use_only_packages_below_them() -> None:
@@ -141,14 +145,16 @@ def test_levels_use_only_levels_below_them() -> None:
     wrong = []
     for name, all_used in imports_of_modules().items():
         package, _, rest = name.partition(".")
-        if package not in FLOORS or not rest:
+        if package not in LEVELS or not rest:
             continue
-        for used in sorted(one for one in all_used if one.startswith(f"{package}.")):
-            beside = used.split(".")[1] == rest.split(".")[0] or floor(name) == 0
-            if floor(used) > floor(name) or (floor(used) == floor(name) and not beside):
+        for used in sorted(module for module in all_used if module.startswith(f"{package}.")):
+            is_same_member = used.split(".")[1] == rest.split(".")[0] or level_of(name) == 0
+            if level_of(used) > level_of(name) or (
+                level_of(used) == level_of(name) and not is_same_member
+            ):
                 wrong.append(f"{name} imports {used}")
         if package in all_used:
-            wrong.append(f"{name} imports {package}, which stands above it")
+            wrong.append(f"{name} imports {package}, which is above it")
     assert wrong == []
 
 
@@ -166,7 +172,7 @@ def test_no_function_imports_a_module_of_the_project() -> None:
         for used in imports(name, functions(tree))
     }
     assert lazy - LAZY.keys() == set()
-    assert LAZY.keys() - lazy == set(), "these exceptions are needed no more"
+    assert LAZY.keys() - lazy == set(), "these exceptions are no longer needed"
     in_tests = [
         f"{path.name} imports {used}"
         for path in sorted((ROOT / "tests").rglob("*.py"))
@@ -271,8 +277,8 @@ _EXTRAS = {
 }
 # The dependencies of vllm conflict with ours; triton comes with torch's builds for a GPU. On a CPU
 # each has its own environment.
-_BESIDE = {"triton", "vllm"}
-# Needed only by a maker of test data, by hand.
+_SEPARATE_ENVIRONMENTS = {"triton", "vllm"}
+# Needed only to make test data, by hand.
 _BY_HAND = {"tests/data/mds/make_shards.py": {"streaming"}}
 
 
@@ -298,7 +304,7 @@ def _packages(nodes: Iterable[ast.AST]) -> set[str]:
 
 @pytest.mark.parametrize("folder", _EXTRAS)
 def test_every_package_imported_is_declared(folder: str) -> None:
-    declared = _declared(*_EXTRAS[folder]) | _BESIDE
+    declared = _declared(*_EXTRAS[folder]) | _SEPARATE_ENVIRONMENTS
     missing = {
         f"{path.relative_to(ROOT)}: {package}"
         for path in sorted((ROOT / folder).rglob("*.py"))
