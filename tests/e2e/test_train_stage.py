@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-import bosch  # noqa: F401
+import bosch  # noqa: F401, registers hybrid models with transformers
 from bosch.errors import DamagedWorkError, RunError, StoppedError, UserError
 from bosch.files import file_digest
 from bosch.model.loading import load_config
@@ -34,6 +34,7 @@ from stages.train.run import build_loop
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig, read_metrics
 from stages.train.storage import RestartPoints, restart_step
+from tests.folders import file_contents
 from tests.offloaded_training import train_offloaded
 from tests.training_case import (
     SEQUENCE_LENGTH,
@@ -67,18 +68,10 @@ def killed(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return work_dir
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
-
-
 def assert_same(work_dir: Path, undisturbed: Path) -> None:
     """Compare records and checkpoints bit for bit."""
     assert metrics(work_dir) == metrics(undisturbed)
-    assert files(work_dir / "checkpoints") == files(undisturbed / "checkpoints")
+    assert file_contents(work_dir / "checkpoints") == file_contents(undisturbed / "checkpoints")
 
 
 def _auto_map(model: Path) -> Any:
@@ -179,8 +172,7 @@ def test_a_run_killed_while_saving_resumes_from_the_point_before(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed while it writes its second restart point, and while it writes a checkpoint."""
-
-    publish, copied = RestartPoints.publish, CheckpointWriter.write
+    publish, write = RestartPoints.publish, CheckpointWriter.write
 
     def killed_publish(self: RestartPoints, step: int, layout: Any) -> None:
         if step == 4:
@@ -192,7 +184,7 @@ def test_a_run_killed_while_saving_resumes_from_the_point_before(
             (tmp_path / "checkpoints" / "writing").mkdir()
             (tmp_path / "checkpoints" / "writing" / "model-00001-of-00002.safetensors").touch()
             raise KeyboardInterrupt
-        copied(self, tokens, *rest)
+        write(self, tokens, *rest)
 
     monkeypatch.setattr(RestartPoints, "publish", killed_publish)
     with pytest.raises(KeyboardInterrupt):
@@ -226,17 +218,17 @@ def test_training_continues_while_a_restart_point_is_written(
     case: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The point of step 2 is complete after step 3, and holds the state after step 2."""
-    publish, log, reached = RestartPoints.publish, Loop.log, threading.Event()
+    publish, log, third_step_done = RestartPoints.publish, Loop.log, threading.Event()
 
     def late_publish(self: RestartPoints, step: int, layout: Any) -> None:
-        assert reached.wait(60)
+        assert third_step_done.wait(60)
         publish(self, step, layout)
 
     def log_and_die(self: Loop, *args: Any) -> None:
         log(self, *args)
         if self.step == 3:
             assert not (tmp_path / "restart" / "step-2").exists()
-            reached.set()
+            third_step_done.set()
             self.restarts.wait()
             raise KeyboardInterrupt
 
@@ -259,15 +251,15 @@ def half_zeroed(content: bytes) -> bytes:
 def test_a_restart_point_that_cannot_be_loaded_is_skipped_for_the_one_before(
     case: Path, undisturbed: Path, killed: Path, tmp_path: Path, name: str
 ) -> None:
-    """Although its files match their hashes."""
+    """Its files match their hashes, so only loading finds the damage."""
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     point = tmp_path / "restart" / "step-4"
     (point / name).write_bytes(b"no state of an optimiser")
     record = json.loads((point / "whole.json").read_text())
     record["sha256"][name] = file_digest(point / name)
     (point / "whole.json").write_text(json.dumps(record))
-    said = r"step-4 cannot be loaded .* and is now unreadable-step-4"
-    with pytest.raises(DamagedWorkError, match=said):
+    message = r"step-4 cannot be loaded .* and is now unreadable-step-4"
+    with pytest.raises(DamagedWorkError, match=message):
         train_here(case, tmp_path)
     train_here(case, tmp_path)
     assert_same(tmp_path, undisturbed)
@@ -276,10 +268,14 @@ def test_a_restart_point_that_cannot_be_loaded_is_skipped_for_the_one_before(
 def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
     case: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    for harm in ("summary.json", "metrics.jsonl", "checkpoints/tokens-1280/model.safetensors"):
-        work = tmp_path / harm.replace("/", "-")
+    for damaged_file in (
+        "summary.json",
+        "metrics.jsonl",
+        "checkpoints/tokens-1280/model.safetensors",
+    ):
+        work = tmp_path / damaged_file.replace("/", "-")
         shutil.copytree(undisturbed, work)
-        (work / harm).write_bytes(half_zeroed((work / harm).read_bytes()))
+        (work / damaged_file).write_bytes(half_zeroed((work / damaged_file).read_bytes()))
         train_here(case, work)
         assert_same(work, undisturbed)
 
@@ -287,14 +283,14 @@ def test_a_damaged_summary_or_checkpoint_of_finished_work_is_made_again(
 def test_finished_work_is_not_repeated(
     case: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = files(undisturbed)
+    before = file_contents(undisturbed)
     # Killed between writing the summary and removing restart points.
     point = undisturbed / "restart" / "step-10"
     point.mkdir(parents=True)
     (point / "whole.json").touch()
     monkeypatch.setattr("stages.train.run.build_loop", lambda *args: pytest.fail("trained again"))
     assert train_here(case, undisturbed) == json.loads(before["summary.json"])
-    assert files(undisturbed) == before
+    assert file_contents(undisturbed) == before
 
 
 def test_accumulation_and_compiling_do_not_change_the_losses(
@@ -337,8 +333,8 @@ class _KernelCalls(TorchDispatchMode):
 def test_recomputation_and_offloading_change_no_bit(case: Path, tmp_path: Path) -> None:
     """Attention's kernels run again only if whole layers are recomputed.
 
-    On the host are the inputs [N, C] of both layers, as planned, and tensors outside of the
-    layers.
+    Offloaded to the host are the inputs [N, C] of both layers, as planned, and tensors outside of
+    the layers.
     """
     train = {"total_tokens": 2 * 128, "checkpoint_tokens": []}
     calls, offloaded = {}, {}
@@ -366,7 +362,7 @@ def test_recomputation_and_offloading_change_no_bit(case: Path, tmp_path: Path) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_settings_that_cannot_run_here_are_refused(case: Path, tmp_path: Path) -> None:
-    """Activations are on the host already, and one process has nothing to shard over."""
+    """On a CPU activations are in host memory already; one process has nothing to shard over."""
     with pytest.raises(UserError, match="offload_activations = true needs a GPU"):
         train_here(case, tmp_path, runtime={"offload_activations": True})
     with pytest.raises(UserError, match=r"runtime\.sharding = fsdp needs at least two"):
@@ -376,10 +372,10 @@ def test_settings_that_cannot_run_here_are_refused(case: Path, tmp_path: Path) -
 def test_layers_are_recomputed_if_memory_is_short(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By runtime.checkpointing = auto. The disk is tested before the model is loaded."""
-    rehearsed: list[float] = []
+    """With runtime.checkpointing = auto. The shared disk is tested before the model is loaded."""
+    disk_timeouts: list[float] = []
     monkeypatch.setattr(
-        RestartPoints, "check_shared_disk", lambda self, minutes: rehearsed.append(minutes)
+        RestartPoints, "check_shared_disk", lambda self, minutes: disk_timeouts.append(minutes)
     )
     monkeypatch.setattr("stages.train.parallel.least_memory", lambda device: 1.0)
     loop = build_loop(
@@ -391,7 +387,7 @@ def test_layers_are_recomputed_if_memory_is_short(
     assert loop.metrics_log is not None
     loop.metrics_log.close()
     assert loop.model.is_gradient_checkpointing and loop.runtime.checkpointing == "full"
-    assert rehearsed == [Runtime().timeout_minutes]
+    assert disk_timeouts == [Runtime().timeout_minutes]
 
 
 def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:
@@ -413,16 +409,16 @@ def test_small_updates_survive_in_float32_masters(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_signal_writes_a_restart_point_at_the_next_step(
-    case: Path, undisturbed: Path, tmp_path: Path, number: signal.Signals
+    case: Path, undisturbed: Path, tmp_path: Path, signum: signal.Signals
 ) -> None:
     write = MetricsLog.write
 
     def write_and_signal(self: MetricsLog, step: int, *values: Any, **options: Any) -> None:
         write(self, step, *values, **options)
         if step == 2:  # after this step has decided on its own restart point
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signum)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MetricsLog, "write", write_and_signal)
@@ -430,7 +426,7 @@ def test_a_stop_signal_writes_a_restart_point_at_the_next_step(
             train_here(case, tmp_path)
     newest = max((tmp_path / "restart").glob("step-*"), key=lambda path: path.name)
     assert newest.name == "step-3"
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.getsignal(signum) == signal.SIG_DFL
     train_here(case, tmp_path)
     assert_same(tmp_path, undisturbed)
 
@@ -438,7 +434,7 @@ def test_a_stop_signal_writes_a_restart_point_at_the_next_step(
 def test_a_restart_point_is_loaded_if_a_parameter_has_no_gradient(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AdamW makes no moments for it; moments missing in a point would count as damage."""
+    """AdamW makes no moments for it; without care the missing moments would count as damage."""
 
     def load(*arguments: Any, **options: Any) -> Any:
         model = load_for_training(*arguments, **options)
@@ -462,12 +458,12 @@ def test_a_restart_point_is_loaded_if_a_parameter_has_no_gradient(
 def test_recorded_seconds_and_time_left_are_those_of_the_steps(
     case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading = [0.0]
+    loading_seconds = [0.0]
 
     def slow_watch(*_: Any) -> None:
-        loading[0] += 10_000
+        loading_seconds[0] += 10_000
 
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + loading[0])
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + loading_seconds[0])
     monkeypatch.setattr("stages.train.metrics.time", clock)
     monkeypatch.setattr("stages.train.run.make_needle_watch", slow_watch)
     train_here(case, tmp_path)
