@@ -60,22 +60,30 @@ def compare_search(family: str, split: ContextParallel) -> None:
     prepare_for_search(model)
     data = CalibrationSet.from_records((tokens(1, n, seed=n)[0].tolist(), 2) for n in EXAMPLES)
     ranks = Ranks(shard=split.communicator.rank, shards=split.ranks)
-    alone = Objective(model, data, MENU, batch_size=2, reuse_bytes=0)
-    drawn = masks(*alone.shape)
-    one = drawn[1][0]
-    evaluations = [alone.evaluate(mask) for mask, _ in drawn]
-    gradients = [alone.gate_gradient(one).values, alone.window_gradient(one).values]
+    single = Objective(model, data, MENU, batch_size=2, reuse_bytes=0)
+    drawn_masks = masks(*single.shape)
+    mask_for_gradients = drawn_masks[1][0]
+    evaluations = [single.evaluate(mask) for mask, _ in drawn_masks]
+    gradients = [
+        single.gate_gradient(mask_for_gradients).values,
+        single.window_gradient(mask_for_gradients).values,
+    ]
     for reuse in (0, 1 << 26):
         shared = Objective(
             model, data, MENU, batch_size=2, ranks=ranks, split=split, reuse_bytes=reuse
         )
-        for (mask, layers), theirs in zip(drawn, evaluations, strict=True):
-            ours = shared.evaluate(mask, layers)
-            assert ours.score == theirs.score, family
-            assert abs(ours.log_likelihood - theirs.log_likelihood) < 1e-6, family
+        for (mask, layers), expected_evaluation in zip(drawn_masks, evaluations, strict=True):
+            evaluation = shared.evaluate(mask, layers)
+            assert evaluation.score == expected_evaluation.score, family
+            assert abs(evaluation.log_likelihood - expected_evaluation.log_likelihood) < 1e-6, (
+                family
+            )
         assert shared.savings()["layer_inputs"] == (shared.cache.peak_bytes > 0) == (reuse > 0)
-        found = (shared.gate_gradient(one).values, shared.window_gradient(one).values)
-        for values, expected in zip(found, gradients, strict=True):
+        shared_gradients = (
+            shared.gate_gradient(mask_for_gradients).values,
+            shared.window_gradient(mask_for_gradients).values,
+        )
+        for values, expected in zip(shared_gradients, gradients, strict=True):
             np.testing.assert_allclose(values, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -89,27 +97,37 @@ def count_bytes(split: ContextParallel) -> None:
     objective = Objective(model, data, MENU, ranks=ranks, split=split, reuse_bytes=0)
     layers, heads = mask_shape(model.config)
     mask = masks(layers, heads)[1][0]
-    kinds, per_head = ContextSplit(length, split.ranks), 2 * decoder_layers(model.config).head_dim
+    split_of_tokens, per_head = (
+        ContextSplit(length, split.ranks),
+        2 * decoder_layers(model.config).head_dim,
+    )
     objective.evaluate(mask)
 
-    def sent(rows: list[LayerHeads]) -> int:
+    def formula(rows: list[LayerHeads]) -> int:
         return (
             4
             * per_head
-            * sum(count * kinds.traffic(window) for row in rows for window, count in row.items())
+            * sum(
+                count * split_of_tokens.traffic(window)
+                for row in rows
+                for window, count in row.items()
+            )
         )
 
-    every = [dict.fromkeys((None, *MENU), heads)] * layers
-    # Activations are computed again; what the first layer receives has no gradient.
-    for run, expected in (
-        (lambda: objective.evaluate(mask), sent(mask.heads_per_layer(MENU))),
-        (lambda: objective.gate_gradient(mask), 2 * sent(every) + sent(every[1:])),
+    all_choices = [dict.fromkeys((None, *MENU), heads)] * layers
+    # A gradient computes activations again; the first layer's input needs no gradient.
+    for compute, expected in (
+        (lambda: objective.evaluate(mask), formula(mask.heads_per_layer(MENU))),
+        (
+            lambda: objective.gate_gradient(mask),
+            2 * formula(all_choices) + formula(all_choices[1:]),
+        ),
     ):
         split.communicator.sent_bytes = 0
-        run()
+        compute()
         total = torch.tensor(split.communicator.sent_bytes)
         dist.all_reduce(total)
-        # And the states at the answer, or the gradients of the gates.
+        # The states at the answer, or the gradients of the gates, are sent in addition.
         assert expected < total <= 1.05 * expected, (int(total), expected)
 
 
@@ -137,10 +155,10 @@ def compare_reading(model: Any, shared: SharedReading, name: str) -> None:
             assert (cache is not None) == shared.is_first
             if cache is not None:
                 assert held_bytes(cache) == held_bytes(expected), name
-                now = {"attention_mask": mask, "position_ids": positions[:, -1:]}
+                last_token = {"attention_mask": mask, "position_ids": positions[:, -1:]}
                 logits = [
-                    model(ids[:, -1:], past_key_values=one, **now).logits
-                    for one in (cache, expected)
+                    model(ids[:, -1:], past_key_values=filled, **last_token).logits
+                    for filled in (cache, expected)
                 ]
                 torch.testing.assert_close(*logits, atol=1e-6, rtol=1e-5)
     for lengths in (*LENGTHS, (1,)):
@@ -150,11 +168,12 @@ def compare_reading(model: Any, shared: SharedReading, name: str) -> None:
         ]
         model.generation_config.eos_token_id = None
         ours, theirs = (
-            list(generate(model, TOKENIZER, questions, 9, 3, shared=one)) for one in (shared, None)
+            list(generate(model, TOKENIZER, questions, 9, 3, shared=reading))
+            for reading in (shared, None)
         )
         assert ours == theirs, name
     document = np.asarray(tokens(1, 61)[0])
-    losses = [token_losses(model, document, one) for one in (shared, None)]
+    losses = [token_losses(model, document, reading) for reading in (shared, None)]
     assert len(losses[0]) == 60
     np.testing.assert_allclose(*losses, atol=1e-6, rtol=1e-6, err_msg=name)
 
@@ -177,7 +196,7 @@ def reading_on_ranks(*families: str) -> None:
 
 
 @pytest.mark.parametrize("work", ["search", "reading"])
-def test_split_sequences_give_the_results_of_one_process(work: str) -> None:
+def test_search_and_reading_of_split_sequences_give_the_results_of_one_process(work: str) -> None:
     """Gemma 2 has layers with windows of their own and capped logits."""
     on_ranks(2, f"{__name__}:{work}_on_ranks", "qwen3", "gemma2")
 

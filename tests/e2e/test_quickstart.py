@@ -64,7 +64,7 @@ def finish(root: Path, *options: str) -> str:
 
 
 def results(root: Path) -> dict[str, Any]:
-    """Results that must not depend on kills: the masks, weights and scores."""
+    """Results that must not depend on kills: mask, losses and the digest of the weights."""
     output = root / "quickstart"
     metrics = [json.loads(line) for line in (output / "train/metrics.jsonl").open()]
     weights = output / "train/checkpoints/tokens-3072/model.safetensors"
@@ -102,11 +102,14 @@ def test_the_pipeline_runs_and_a_second_run_does_nothing(undisturbed: Path) -> N
     rival = json.loads((output / "rival/mask/head_mask.json").read_text())
     assert rival["method"] == "intr" and rival["swa_kv_heads"] != mask["swa_kv_heads"]
     assert rival["swa_ratio"] == mask["swa_ratio"]
-    trained = [json.loads(line) for line in (output / "train_rival/metrics.jsonl").open()]
-    own = [json.loads(line) for line in (output / "train/metrics.jsonl").open()]
-    same = ("step", "tokens", "learning_rate")
-    assert [[s[n] for n in same] for s in trained] == [[s[n] for n in same] for s in own]
-    assert trained[0]["loss"] != own[0]["loss"]
+    steps, rival_steps = (
+        [json.loads(line) for line in (output / stage / "metrics.jsonl").open()]
+        for stage in ("train", "train_rival")
+    )
+    for step, rival_step in zip(steps, rival_steps, strict=True):
+        for field in ("step", "tokens", "learning_rate"):
+            assert rival_step[field] == step[field]
+    assert rival_steps[0]["loss"] != steps[0]["loss"]
     page = (output / "report/index.html").read_text()
     assert "after 3,072 tokens of both" in page
     assert "<svg" in page
@@ -134,7 +137,7 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
 
 @pytest.mark.slow
 def test_a_checkpoint_can_be_evaluated_separately(undisturbed: Path, tmp_path: Path) -> None:
-    """With the answers of the run, and so can a copy of it."""
+    """It reuses the answers of the run, also for a copy of the checkpoint."""
     name = "tokens-3072"
     chosen, output = _evaluate(undisturbed, "--checkpoints", name)
     assert list(chosen["checkpoints"]) == ["original", name]
@@ -169,7 +172,7 @@ def test_the_notebook_runs_on_a_finished_run(
 def test_the_searchs_six_heads_retrieve_and_the_rules_do_not() -> None:
     """A published mask of the recipe's size and widest window, on questions no search has seen.
 
-    `tests.benchmarks.quickstart` holds the whole story, training included, over three seeds.
+    `tests.benchmarks.quickstart` measures the whole recipe, training included, over three seeds.
     """
     recipe = load_recipe(ROOT / RECIPE, fetch=False).recipe
     file = HeadMaskFile.load(ROOT / "recipes/masks/quickstart/bosch_plus-0.875.json")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     reason="the extra 'serve' is not installed",
 )
 
-WINDOW, NEW = 7, 16
+WINDOW, NEW_TOKENS = 7, 16
 PROMPT = "A statement that raises an exception is one of the simple statements of the language."
 
 
@@ -41,14 +41,14 @@ def _server(model: Path, work: Path) -> Iterator[str]:
 
 def _greedy(model: Any, tokenizer: Any) -> str:
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    generated = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    generated = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     return str(
         tokenizer.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     )
 
 
 def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
-    import openai  # a second, of every process that collects the tests
+    import openai  # takes a second, which every process that collects tests would spend
 
     model, tokenizer = small_model(vocab_size=512), tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -58,7 +58,7 @@ def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     hybrid.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    request = {"model": str(folder), "max_tokens": NEW, "temperature": 0}
+    request = {"model": str(folder), "max_tokens": NEW_TOKENS, "temperature": 0}
     with _server(folder, tmp_path) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         completion = client.completions.create(prompt=PROMPT, **request)
@@ -68,4 +68,4 @@ def test_the_client_gets_the_greedy_text_of_the_hybrid(tmp_path: Path) -> None:
         streamed = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
     assert completion.choices[0].text == expected
     assert chat.choices[0].message.content == expected
-    assert streamed == expected.rstrip("\ufffd")  # a stream leaves out half a character at its end
+    assert streamed == expected.rstrip("\ufffd")  # a stream drops an incomplete last character
