@@ -35,7 +35,7 @@ class _Loader(_Base):  # type: ignore[misc]
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key}' stands here a second time", key_node.start_mark
+                    None, None, f"the key '{key}' appears here a second time", key_node.start_mark
                 )
             if isinstance(key, Hashable):
                 keys.add(key)
@@ -110,7 +110,7 @@ def _check_limits(text: str) -> None:
         depth = 0
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                problem = f"the alias '*{event.anchor}' stands before or inside its value"
+                problem = f"the alias '*{event.anchor}' is used before or inside its value"
             size, depth = sizes.get(event.anchor or "", (0, 0))
             values += size
             deepest[-1] = max(deepest[-1], depth)

@@ -177,7 +177,7 @@ def _open(path: Path, flags: int) -> int | None:
             return lock
         os.close(lock)
     raise RunError(
-        f"{path}: a folder, link or pipe stands where the lock of a run should be; delete it"
+        f"{path}: is a folder, link or pipe where the lock of a run should be; delete it"
     )
 
 

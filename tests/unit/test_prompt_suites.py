@@ -237,7 +237,7 @@ def test_a_question_that_occurs_twice_is_reported(tmp_path: Path) -> None:
     path.write_text(json.dumps([first, {**first, "id": "0999"}]))
     names = [test.name for test in nolima.needle_tests(path, None)]
     path.write_text(json.dumps([first, first]))
-    with pytest.raises(UserError, match=rf"not a needle set of NoLiMa: {names[0]} stands 2 times"):
+    with pytest.raises(UserError, match=rf"not a needle set of NoLiMa: {names[0]} appears 2 times"):
         nolima.needle_tests(path, None)
 
 

@@ -326,7 +326,7 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
         ("a: 1\n---\nb: 2", "bad.yaml:2: .* expected a single document in the stream, but found"),
         ("a: &a 1\nb: &a 2", "bad.yaml:2: not valid YAML: found duplicate anchor"),
         ("a: [1", r"bad.yaml:\d+: not valid YAML"),
-        ("a: 1\nb: 2\na: 3", r"bad.yaml:3: not valid YAML: the key 'a' stands here a second time"),
+        ("a: 1\nb: 2\na: 3", r"bad.yaml:3: not valid YAML: the key 'a' appears here a second time"),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
         ("a: 1\n[1]: 2", "bad.yaml:2: not valid YAML: .*, found unhashable key"),
         ("a: \x01", "bad.yaml: not valid YAML: unacceptable character #x0001"),
@@ -345,7 +345,7 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
     [
         ("- " * 100_000, "nested more than 32 levels deep"),
         ("{a: " * 100_000, "nested more than 32 levels deep"),
-        ("a: &a [*a]", "the alias '*a' stands before or inside its value"),
+        ("a: &a [*a]", "the alias '*a' is used before or inside its value"),
         ("a: " + "x" * 2**21, "is longer than 1,048,576 characters"),
         (
             "a: &a [1,2,3,4,5,6,7,8,9]\n"

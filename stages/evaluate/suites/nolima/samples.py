@@ -96,7 +96,7 @@ class NolimaSample:
         before = alone[max(at - characters, 0) : at - 1]
         if text.count(before) != 1:
             raise UserError(
-                f"{book.path}: the text before a distractor stands {text.count(before)} times in "
+                f"{book.path}: the text before a distractor appears {text.count(before)} times in "
                 f"{length:,} tokens; choose another book"
             )
         place = text.index(before) + offset
@@ -155,7 +155,7 @@ def needle_tests(path: Path, default_template: str | None) -> list[NeedleTest]:
             raise ValueError("it has no question")
         name, number = Counter(test.name for test in tests).most_common(1)[0]
         if number > 1:  # one question counted twice would make the interval too narrow
-            raise ValueError(f"{name} stands {number} times")
+            raise ValueError(f"{name} appears {number} times")
         return tests
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
