@@ -35,18 +35,9 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
                 signal.signal(number, _save_and_stop)
         (Path(os.environ["FAKE_MARK"]) / f"{name}.{rank}").write_text(str(os.getpid()))
         time.sleep(float(os.environ["FAKE_SLEEP"].partition("=")[2]))
-    if os.environ.get("FAKE_FAIL") == f"{name}=user":
-        raise UserError("the corpus at x is empty; name another")
-    if os.environ.get("FAKE_FAIL") == f"{name}=run":
-        raise RunError("the loss diverged")
-    if os.environ.get("FAKE_FAIL") == f"{name}=bug":
-        raise KeyError("boom")
-    if os.environ.get("FAKE_FAIL") == f"{name}=stopped":
-        raise _StoppedWhileReportingError
-    if os.environ.get("FAKE_FAIL") == f"{name}=disk":
-        raise OSError(errno.ENOSPC, "No space left on device", "x")
-    if os.environ.get("FAKE_FAIL") == f"{name}=kill":
-        os.kill(os.getpid(), 9)
+    failing_stage, _, kind = os.environ.get("FAKE_FAIL", "").partition("=")
+    if failing_stage == name:
+        _fail(kind)
     if rank == 0:
         files = {
             stage: sorted(p.name for p in folder.iterdir()) for stage, folder in inputs.items()
@@ -65,6 +56,19 @@ def run(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> dict
             scores = {"checkpoints": {}, "missing": missing}
             (work_dir / "scores.json").write_text(json.dumps(scores))
     return {"stage": name, "rank": rank}
+
+
+def _fail(kind: str) -> None:
+    """End like a stage that fails; each kind has its own message and exit status."""
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {
+        "user": UserError("the corpus at x is empty; name another"),
+        "run": RunError("the loss diverged"),
+        "bug": KeyError("boom"),
+        "stopped": _StoppedWhileReportingError(),
+        "disk": OSError(errno.ENOSPC, "No space left on device", "x"),
+    }[kind]
 
 
 def refuse(loaded: LoadedRecipe) -> None:
