@@ -1,4 +1,4 @@
-"""Simulated coverage: how often intervals hold the true value. `test_coverage.py` prints it."""
+"""Simulated coverage: how often intervals contain the true value; `test_coverage.py` prints it."""
 
 from __future__ import annotations
 
@@ -79,8 +79,13 @@ def comparisons(
     rng, results = np.random.default_rng(seed), []
     for draw in range(draws):
         hardness = rng.random((subtasks, count))
-        own = np.where(rng.random(hardness.shape) < noise, rng.random(hardness.shape), hardness)
-        first, second = (hardness < scores[0]).astype(float), (own < scores[1]).astype(float)
+        second_hardness = np.where(
+            rng.random(hardness.shape) < noise, rng.random(hardness.shape), hardness
+        )
+        first, second = (
+            (hardness < scores[0]).astype(float),
+            (second_hardness < scores[1]).astype(float),
+        )
         results.append(compare(list(first), list(second), seed=draw))
     return results
 
@@ -90,9 +95,9 @@ def comparison_coverage(
 ) -> tuple[float, float | None, float]:
     """Coverage of the difference, of the ratio where half have one, and the share of p < 0.05."""
     difference = _coverage((result.difference for result in results), scores[0] - scores[1])
-    given = [result.ratio for result in results if result.ratio is not None]
-    few = len(given) < len(results) / 2
-    ratio = None if few or not scores[1] else _coverage(given, scores[0] / scores[1])
+    ratios = [result.ratio for result in results if result.ratio is not None]
+    has_few_ratios = len(ratios) < len(results) / 2
+    ratio = None if has_few_ratios or not scores[1] else _coverage(ratios, scores[0] / scores[1])
     return difference, ratio, float(np.mean([result.p_value < 0.05 for result in results]))
 
 
@@ -110,15 +115,15 @@ def seed_coverage(
         hardness = rng.normal(0.0, 0.2, examples)
         if is_skewed:
             hardness = rng.lognormal(-0.5, 1.0, examples) - 1.0
-        sides = [
+        results = [
             score
             + hardness
             + rng.normal(0, 0.1, (seeds, 1))
             + rng.normal(0, 0.1, (seeds, examples))
             for _ in range(2)
         ]
-        means.append(crossed_mean(sides[0]))
-        differences.append(crossed_difference(*sides))
+        means.append(crossed_mean(results[0]))
+        differences.append(crossed_difference(*results))
     return _coverage(means, score), _coverage(differences, 0.0)
 
 
@@ -137,9 +142,9 @@ def method_coverage(
 
         def answers(score: float, hardness: Values = hardness) -> Values:
             level = np.clip(score + rng.normal(0, spread, (seeds, 1)), 0, 1)
-            alone = rng.random((seeds, samples)) < 0.3
-            own = np.where(alone, rng.random((seeds, samples)), hardness)
-            return (own < level).astype(np.float64)
+            is_independent = rng.random((seeds, samples)) < 0.3
+            seed_hardness = np.where(is_independent, rng.random((seeds, samples)), hardness)
+            return (seed_hardness < level).astype(np.float64)
 
         first, second = map(answers, scores)
         means.append(crossed_mean(first, is_score=True))
@@ -151,5 +156,5 @@ def method_coverage(
 
 
 def _coverage(intervals: Iterable[Interval | Estimate], truth: float) -> float:
-    held = [interval.low - 1e-12 <= truth <= interval.high + 1e-12 for interval in intervals]
-    return float(np.mean(held))
+    covered = [interval.low - 1e-12 <= truth <= interval.high + 1e-12 for interval in intervals]
+    return float(np.mean(covered))
