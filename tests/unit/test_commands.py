@@ -144,7 +144,7 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "full KV heads by layer: 0: 1, 1: 0, 2: 3\n" in shown
     first = record["cache_bytes"][0]
     ours, theirs = (first[name] / 2**20 for name in ("hybrid", "original"))
-    assert f"    1,024 tokens: {ours:.2f} MiB of KV cache, not {theirs:.2f}\n" in shown
+    assert f"    1,024 tokens: {ours:.2f} MiB of KV cache instead of {theirs:.2f}\n" in shown
     full = materialize(model, HeadMask.all_full(3, 4), Window(6))
     shown = _shown(full, tmp_path, capsys)
     assert "12 of 12 KV heads full\n" in shown and "the others" not in shown
@@ -192,7 +192,7 @@ def test_show_states_the_windows_of_sliding_heads(
     assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
     # In the form that kv_budget takes, without thousands separators.
-    assert "KV slots, of 24, 60, 24576 that kv_budget may name\n" in shown
+    assert "KV slots, one of 24, 60, 24576\n" in shown
 
 
 def test_show_says_that_states_are_not_in_its_bytes(

@@ -53,7 +53,7 @@ def test_queries_and_keys_are_restored_and_nothing_else_changes(
     assert main(["repair", *paths, *([] if share == 1 else ["--share", str(share)])]) == 0
     ours, own, source = (weights(folder) for folder in (tmp_path / "out", tuned, older))
     changed = [name for name, value in ours.items() if not torch.equal(value, own[name])]
-    summary = f"out: {len(changed)} query and key weights, {share:g} of {older}\n"
+    summary = f"out: {len(changed)} query and key weights with a share of {share:g} of {older}\n"
     assert changed and capsys.readouterr().out.endswith(summary)
     config: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:

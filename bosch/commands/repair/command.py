@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bosch.commands import Command
 
-COMMAND = Command("take query and key weights of a fine-tuned hybrid from before its fine-tuning")
+COMMAND = Command("restore the query and key weights that a hybrid had before its fine-tuning")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -30,5 +30,8 @@ def run(options: argparse.Namespace) -> int:
     # Imported here, since it loads torch.
     repair = importlib.import_module("bosch.commands.repair.weights").repair
     count = repair(options.model, options.source, options.output, options.share)
-    print(f"{options.output}: {count} query and key weights, {options.share:g} of {options.source}")
+    print(
+        f"{options.output}: {count} query and key weights with a share of {options.share:g} of "
+        f"{options.source}"
+    )
     return 0

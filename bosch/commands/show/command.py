@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{record['model']}: {record['model_type']}, {count} of {total} KV heads full{others}")
     if budgets := record.get("kv_budgets"):
         names = ", ".join(map(str, budgets))
-        print(f"a budget of {record['kv_budget']} KV slots, of {names} that kv_budget may name")
+        print(f"kv_budget: {record['kv_budget']} KV slots, one of {names}")
     print("full KV heads by layer:", ", ".join(f"{layer}: {n}" for layer, n in full.items()))
     if sliding:
         counts = (f"{layer}: {' + '.join(map(str, n))}" for layer, n in sliding.items())
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
     for entry in record["cache_bytes"]:
         hybrid, original = (entry[name] / 2**20 for name in ("hybrid", "original"))
         print(
-            f"{entry['tokens']:>9,} tokens: {hybrid:,.2f} MiB of KV cache, not {original:,.2f}"
-            f"{beside}"
+            f"{entry['tokens']:>9,} tokens: {hybrid:,.2f} MiB of KV cache instead of "
+            f"{original:,.2f}{beside}"
         )
     return 0
 

@@ -23,7 +23,8 @@ def hybrid_record(model: str) -> dict[str, Any]:
     # The dtype of the whole model, as in transformers; that of its text decoder may be outdated.
     # Models with 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
-    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)  # known after a forward pass
+    # The bytes of states are known only after a forward pass.
+    size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)
     table = head_table(rows, has_sink_bias(config))
     for name, values in table.items():
         if name.endswith("_per_layer"):
