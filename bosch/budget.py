@@ -51,10 +51,10 @@ def check_granularity(
     heads = num_layers * num_heads
     budget = swa_budget(heads, swa_ratio)
     below = budget // granularity * granularity
-    near = [_ratio(n, heads) for n in (below, below + granularity) if n]
+    nearest_ratios = [_ratio(n, heads) for n in (below, below + granularity) if n]
     raise UserError(
         f"{field}: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no multiple "
-        f"of search.head_granularity = {granularity}; choose {' or '.join(near)}"
+        f"of search.head_granularity = {granularity}; choose {' or '.join(nearest_ratios)}"
     )
 
 

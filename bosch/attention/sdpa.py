@@ -42,8 +42,8 @@ class _Bands(torch.autograd.Function):
         total = grad.new_zeros(heads, starts[-1] + n * block, dim)
         for start in starts:
             piece = grad[:, :, start : start + block].transpose(0, 1)  # [H, n, <= C, D]
-            room = total[:, start : start + n * block].view(heads, n, block, dim)
-            room[:, :, : piece.shape[2]].add_(piece)
+            target = total[:, start : start + n * block].view(heads, n, block, dim)
+            target[:, :, : piece.shape[2]].add_(piece)
         return total[:, : ctx.length], None, None
 
 
@@ -138,8 +138,8 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
     batch, heads, length, dim = query.shape
     first = min(window.max_keys, length)
     beginning = query[:, :, :first], key[:, :, :first], value[:, :, :first]
-    head = masked_attention(*beginning, *options, is_causal=True)
-    outputs = [head]
+    first_out = masked_attention(*beginning, *options, is_causal=True)
+    outputs = [first_out]
     count = (length - first) // block
     middle = first + count * block
     # A band begins with the W slots before its first query.
@@ -164,7 +164,7 @@ def _banded_prefill(call: GroupCall, window: Window, block: int) -> Tensor:
             last_value = torch.cat([sink_states[1], last_value], dim=2)
         tail = query[:, :, middle:], last_key, last_value
         outputs.append(masked_attention(*tail, *options, mask))
-    return torch.cat(outputs, dim=2) if len(outputs) > 1 else head
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else first_out
 
 
 def _attend_bands(
@@ -222,8 +222,8 @@ def _band_mask(
 
 def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor:
     """One row of the batch with padding, documents, sinks or a past: [1, HQ_group, T, D]."""
-    only, context = slice(row, row + 1), call.context
-    query, key, value = (x[only] for x in (call.query, call.key, call.value))
+    this_row, context = slice(row, row + 1), call.context
+    query, key, value = (x[this_row] for x in (call.query, call.key, call.value))
     size, sinks, length = window.size, window.sinks, query.shape[2]
     count = -(-length // block)
     first = context.kv_length - key.shape[2]
@@ -242,8 +242,8 @@ def _banded_row(call: GroupCall, window: Window, row: int, block: int) -> Tensor
     elif call.sink_key is not None and call.sink_value is not None:
         # A cache stores sinks apart; some may be new in this pass.
         row_context = context.row(row)
-        sink_key = gather_sinks(key, call.sink_key[only], row_context, sinks)
-        sink_value = gather_sinks(value, call.sink_value[only], row_context, sinks)
+        sink_key = gather_sinks(key, call.sink_key[this_row], row_context, sinks)
+        sink_value = gather_sinks(value, call.sink_value[this_row], row_context, sinks)
         sink_states = sink_key.expand(count, -1, -1, -1), sink_value.expand(count, -1, -1, -1)
     else:
         # All keys are present: each block takes the sinks of the document in which its band begins.

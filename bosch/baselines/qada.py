@@ -56,6 +56,6 @@ def _local_fractions(
     mean = scores.masked_fill(~in_buffer, 0).sum(dim=-1) / count
     deviations = (scores - mean[..., None]).masked_fill(~in_buffer, 0)
     variance = deviations.square().sum(dim=-1) / count
-    keys = (torch.arange(begin, end, device=scores.device) - window_size + 1).clamp(min=0)
-    log_global = keys.log() + mean + variance / 2  # Eq. 17; -inf where no key is outside
+    keys_outside = (torch.arange(begin, end, device=scores.device) - window_size + 1).clamp(min=0)
+    log_global = keys_outside.log() + mean + variance / 2  # Eq. 17; -inf where no key is outside
     return torch.sigmoid(log_local - log_global)  # Eq. 18

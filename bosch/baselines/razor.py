@@ -27,9 +27,9 @@ def razor(
 ) -> Scores:
     """Scores [L, HQ]; the most local head has the smallest. They do not depend on the window.
 
-    The probe is a block of K random tokens four times over, K a quarter of the longest calibration
-    example. Induction looks at key m - K + `induction_offset`: 1 is the token after the earlier
-    occurrence, -1 the index as printed in Eq. 20.
+    The probe repeats a block of K random tokens four times; K is a quarter of the longest
+    calibration example. Induction looks at key m - K + `induction_offset`: 1 is the token after the
+    earlier occurrence, -1 the index as printed in Eq. 20.
     """
     layers, _ = mask_shape(model.config)
     length = max(2, calibration.max_length // _REPEATS)

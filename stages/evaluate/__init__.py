@@ -1,1 +1,1 @@
-"""Stage evaluate: Scores of the original, the hybrid and every checkpoint."""
+"""Stage evaluate: scores of the original, the hybrid and every checkpoint."""

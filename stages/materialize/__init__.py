@@ -1,1 +1,1 @@
-"""Stage materialize: The deployable hybrid model."""
+"""Stage materialize: the deployable hybrid model."""

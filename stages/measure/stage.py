@@ -132,7 +132,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if min(section.lengths) < search.window.size:
         yield (
             f"measure.lengths: {min(section.lengths):,} is less than {search.menu_field} = "
-            f"{search.window.size:,}, within which a hybrid computes what the original does"
+            f"{search.window.size:,}; at such a length the hybrid computes the same as the original"
         )
 
 

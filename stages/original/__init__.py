@@ -1,1 +1,1 @@
-"""Stage original: Scores of the original model."""
+"""Stage original: scores of the original model."""

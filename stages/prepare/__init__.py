@@ -1,1 +1,1 @@
-"""Stage prepare: Training data and calibration set."""
+"""Stage prepare: training data and calibration set."""

@@ -1,1 +1,1 @@
-"""Stage report: The page of a run's results."""
+"""Stage report: the page of a run's results."""

@@ -1,1 +1,1 @@
-"""Stage search: Which KV heads become sliding."""
+"""Stage search: which KV heads become sliding."""

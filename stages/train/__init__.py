@@ -1,1 +1,1 @@
-"""Stage train: Continual pretraining of the hybrid model."""
+"""Stage train: continual pretraining of the hybrid model."""

@@ -54,7 +54,9 @@ class _ChunkedHead(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         leaves = [weight, *([] if bias is None else [bias])]
         needs_grad = [ctx.needs_input_grad[0], *ctx.needs_input_grad[1 : 1 + len(leaves)]]
-        cast = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        cast_leaves = [
+            leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves
+        ]
         # Sums over chunks in float32: bf16 would lose small terms.
         sums: list[Any] = [
             torch.zeros_like(leaf, dtype=torch.float32) if leaf.requires_grad else None
@@ -66,13 +68,13 @@ class _ChunkedHead(torch.autograd.Function):
             rows = slice(first, first + chunk)
             with torch.enable_grad(), torch.autocast(device, enabled=False):
                 chunk_states = states[rows].detach().to(dtype).requires_grad_(needs_grad[0])
-                logits = chunk_states @ cast[0].t()
+                logits = chunk_states @ cast_leaves[0].t()
                 if bias is not None:
-                    logits = logits + cast[1]
+                    logits = logits + cast_leaves[1]
                 loss = chunk_loss(scaled_logits(config, logits.float()), rows)
                 del logits
             total += loss.detach()
-            inputs = [chunk_states, *cast]
+            inputs = [chunk_states, *cast_leaves]
             indices = [index for index, needed in enumerate(needs_grad) if needed]
             if not indices:
                 continue
@@ -182,8 +184,8 @@ def install_loss(
     if getattr(text_config(config), "output_router_logits", False):
         raise UserError(ROUTER_LOSS)
     scale = logit_scale(config)
-    scaled = any(number not in (None, 1.0) for number in (scale.factor, scale.divisor))
-    fused = liger and not scaled
+    has_scaled_logits = any(number not in (None, 1.0) for number in (scale.factor, scale.divisor))
+    uses_liger = liger and not has_scaled_logits
 
     def head_forward(self: Any, states: Tensor, loss_of: HeadLoss) -> Tensor:
         return loss_of(self, states.flatten(0, 1))
@@ -203,17 +205,19 @@ def install_loss(
             rows, length = targets.shape
             position_ids = context_parallel.begin(rows, length, position_ids, targets.device)
             input_ids, targets = (context_parallel.local(ids) for ids in (input_ids, targets))
-        flat = targets.flatten()
+        flat_targets = targets.flatten()
         loss_of: HeadLoss
-        values = torch.zeros(flat.shape if measure else 0, device=flat.device)
+        values = torch.zeros(flat_targets.shape if measure else 0, device=flat_targets.device)
         if measure is not None:
-            loss_of = partial(head_loss, config=config, chunk_loss=recording(measure, flat, values))
+            loss_of = partial(
+                head_loss, config=config, chunk_loss=recording(measure, flat_targets, values)
+            )
         elif distillation is not None:
             loss_of = distillation(config, input_ids, targets, position_ids)
-        elif fused:
-            loss_of = partial(liger_cross_entropy, labels=flat, config=config)
+        elif uses_liger:
+            loss_of = partial(liger_cross_entropy, labels=flat_targets, config=config)
         else:
-            loss_of = partial(head_loss, config=config, chunk_loss=cross_entropy(flat))
+            loss_of = partial(head_loss, config=config, chunk_loss=cross_entropy(flat_targets))
         decoder = self.get_decoder()
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         loss = self.get_output_embeddings()(output.last_hidden_state, loss_of)

@@ -43,7 +43,7 @@ class _Watch(Generic[T]):
         """Whether step `step` (from 1) ends with a score; the last one does."""
         return step % self._every == 0 or step == last_step
 
-    def _own_samples(self, model: Any) -> Iterator[tuple[T, bool]]:
+    def _samples_of_process(self, model: Any) -> Iterator[tuple[T, bool]]:
         """This process's samples, with `model` in evaluation mode, and whether each is a new one.
 
         All processes run the same number, since a sharded model's passes are collective: some
@@ -70,7 +70,7 @@ class NeedleWatch(_Watch[tuple[list[int], int]]):
         """The share of correct answers; called on every process, each with its share of samples."""
         is_first_of_group = rank() % self._sharing == 0
         correct = torch.zeros(1, dtype=torch.float64)
-        for (ids, answer_length), is_new in self._own_samples(model):
+        for (ids, answer_length), is_new in self._samples_of_process(model):
             # Padding at the end changes nothing before it, and makes chunks equal for the processes
             # that share a sample.
             padding = -len(ids) % (2 * self._sharing) if self._sharing > 1 else 0
@@ -103,7 +103,7 @@ class HeldOutWatch(_Watch[Batch]):
             router.register_forward_hook(partial(record, number))
             for number, router in enumerate(routers)
         ]
-        for batch, is_new in self._own_samples(model):
+        for batch, is_new in self._samples_of_process(model):
             inputs = {name: value.to(device) for name, value in batch.items()}
             losses = model(**inputs, measure=token_losses)["values"][0].cpu()
             if not is_new:
@@ -135,11 +135,11 @@ class HeldOutWatch(_Watch[Batch]):
 
 def _routing(router: Any, output: Any) -> Tensor:
     """From a router's logits [N, E] and choices [N, k]: sum of entropies, N, tokens per expert."""
-    logits, chosen = output[0].float(), output[-1]
+    logits, choices = output[0].float(), output[-1]
     if type(router).__name__ != "Gemma4TextRouter":  # its first output is probabilities
         logits = torch.softmax(logits, dim=-1)
     entropy = torch.special.entr(logits).sum()
-    counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).float()
+    counts = torch.bincount(choices.flatten(), minlength=logits.shape[-1]).float()
     entropy_and_count = torch.stack([entropy, entropy.new_tensor(len(logits))])
     return torch.cat([entropy_and_count, counts]).cpu()
 
