@@ -57,12 +57,12 @@ for line in sys.stdin:
 
 
 # The slowest imports of transformers and of loading a model with it.
-_NEEDED = """
+_SLOW_IMPORTS = """
 import accelerate, contextlib, scipy.optimize, torch, torch._dynamo, torch.distributed.tensor
 with contextlib.suppress(ImportError):
     import torchao.quantization
 """
-_LOADS = "from transformers import AutoModelForCausalLM, Qwen3ForCausalLM"
+_MODEL_IMPORTS = "from transformers import AutoModelForCausalLM, Qwen3ForCausalLM"
 
 
 @once
@@ -77,11 +77,15 @@ def _server(imports: str) -> subprocess.Popen[str]:
 
 
 def run_python(
-    code: str, cwd: Path = ROOT, bosch: bool = True, imports: str = _NEEDED, **environment: str
+    code: str,
+    cwd: Path = ROOT,
+    bosch: bool = True,
+    imports: str = _SLOW_IMPORTS,
+    **environment: str,
 ) -> str:
-    """Output of a Python that has imported neither transformers nor bosch; it must not fail.
+    """The output of `code` in a fresh Python, which has imported neither transformers nor bosch.
 
-    `bosch`: whether the checkout is in its path.
+    The code must not fail. `bosch`: whether the checkout is in its path.
     """
     server = _server(imports)
     with tempfile.TemporaryDirectory() as folder:
@@ -98,11 +102,13 @@ def run_python(
 
 
 def run_elsewhere(code: str, cwd: Path, *, cache: Path, blocked: bool = True) -> list[Any]:
-    """Run `code` in the directory `cwd`; returns what it passes to `report`.
+    """Run `code` in the directory `cwd`, with transformers imported; returns its `report` values.
 
-    `blocked`: without bosch. transformers is imported before.
+    `blocked`: bosch and the other packages of the checkout cannot be imported.
     """
-    place = f"import transformers.dynamic_module_utils as a\na.HF_MODULES_CACHE = {str(cache)!r}\n"
-    code = place + _REPORT + (_WITHOUT_BOSCH if blocked else "") + code
-    run_python(code, cwd, bosch=not blocked, imports=_LOADS)
+    set_module_cache = (
+        f"import transformers.dynamic_module_utils as a\na.HF_MODULES_CACHE = {str(cache)!r}\n"
+    )
+    code = set_module_cache + _REPORT + (_WITHOUT_BOSCH if blocked else "") + code
+    run_python(code, cwd, bosch=not blocked, imports=_MODEL_IMPORTS)
     return [json.loads(line) for line in (cwd / "report.jsonl").read_text().splitlines()]
