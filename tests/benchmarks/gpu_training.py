@@ -1,4 +1,4 @@
-"""Training at the shape of a 1.7B, 32k tokens, rho = 0.75: speed, memory against the plan, profile.
+"""Training at the shape of Qwen3-1.7B, 32k tokens, rho = 0.75: speed, memory, profile of a step.
 
 python -m tests.benchmarks.gpu_training             one GPU of 80 GB
 python -m tests.benchmarks.gpu_training --small     a small shape on any machine: shows that it runs
@@ -51,15 +51,15 @@ def make_case(folder: Path, small: bool) -> tuple[Any, int]:
 
 def profile_one_step(tables: list[str]) -> None:
     """Profile one step of the next training, and append its table to `tables`."""
-    passes = Loop.forward_backward
+    forward_backward_unprofiled = Loop.forward_backward
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
 
     def forward_backward(self: Loop, *args: Any) -> float:
         if self.step != PROFILED_STEP:
-            return passes(self, *args)
+            return forward_backward_unprofiled(self, *args)
         with profile(activities=activities) as profiler:
-            result = passes(self, *args)
+            result = forward_backward_unprofiled(self, *args)
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         rows = profiler.key_averages()
         tables.append(rows.table(sort_by=order, row_limit=MAX_ROWS, max_name_column_width=60))
@@ -74,13 +74,13 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
     job = TrainingJob(DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), length)
     memory = training_memory(job, processes=1, tokens=length, accumulation=1)
-    speed = statistics.median(step.tokens_per_second or 0.0 for step in steady)
-    print(f"tokens/s: {speed:,.0f}")
+    tokens_per_second = statistics.median(step.tokens_per_second or 0.0 for step in steady)
+    print(f"tokens/s: {tokens_per_second:,.0f}")
     utilisation = [step.mfu for step in steady if step.mfu is not None]
     print(f"MFU: {statistics.median(utilisation):.1%}" if utilisation else "MFU: no known GPU")
     peak = steps[-1].memory or 0
-    held = "measured" if torch.cuda.is_available() else "measured of the whole process"
-    print(f"peak: {peak / 2**30:.2f} GiB {held}, {memory.peak / 2**30:.2f} GiB planned")
+    scope = "measured" if torch.cuda.is_available() else "measured of the whole process"
+    print(f"peak: {peak / 2**30:.2f} GiB {scope}, {memory.peak / 2**30:.2f} GiB planned")
     print(json.dumps({name: round(size / 2**30, 3) for name, size in memory.breakdown.items()}))
 
 

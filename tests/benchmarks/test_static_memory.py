@@ -2,8 +2,8 @@
 
     pytest -s tests/benchmarks/test_static_memory.py
 
-Each figure is of a process of its own: the most memory it held while it scored, less what it held
-before, on a random model of one layer (4 query heads, 2 KV heads, D = 16), W = 1,024, one thread.
+Each figure is from its own process: its peak memory while it scored, less what it held before, on
+a random model of one layer (4 query heads, 2 KV heads, D = 16), W = 1,024, one thread.
 The columns printed are 2k, 4k, 8k, 16k and 32k tokens, the figures MiB. One figure alone, in bytes:
 
     MALLOC_TRIM_THRESHOLD_=0 python -m tests.benchmarks.test_static_memory dcam 2048
@@ -29,8 +29,8 @@ _MATRIX_BYTES = 4  # of one attention probability in float32
 
 @pytest.mark.parametrize("method", RANKINGS)
 def test_memory_grows_with_the_length_and_not_with_its_square(method: str) -> None:
-    more = {"MALLOC_TRIM_THRESHOLD_": "0"}
-    peaks = [printed_bytes("test_static_memory", method, str(n), **more) for n in LENGTHS]
+    environment = {"MALLOC_TRIM_THRESHOLD_": "0"}
+    peaks = [printed_bytes("test_static_memory", method, str(n), **environment) for n in LENGTHS]
     figures = " | ".join(f"{peak / 2**20:,.0f}" for peak in peaks)
     print(f"\n| {method} | {figures} |")
     # Four times the length: four times the memory where it is linear, 16 times with a T x T matrix.
@@ -51,14 +51,14 @@ def _measure(method: str, length: int) -> int:
     model = Qwen3ForCausalLM(config).eval()
     score = METHODS[method].load()
 
-    def scored(tokens: int) -> None:
+    def score_example(tokens: int) -> None:
         ids = torch.randint(64, (tokens,)).tolist()
         score(model, CalibrationSet.from_records([(ids, 4)]), 1024)
 
-    scored(64)  # what is loaded once is not part of it
+    score_example(64)  # loads what is loaded only once
     meter = memory_meter(torch.device("cpu"))
     before = meter.peak()
-    scored(length)
+    score_example(length)
     return meter.peak() - before
 
 
