@@ -1,9 +1,9 @@
-"""flash-attn's two functions by their documentation, in plain torch, in any dtype.
+"""flash-attn's two functions as documented, in plain torch, in any dtype.
 
-`install` lets the backends for a GPU run by it.
+`install` makes the GPU backends call them.
 
-Query i of Tq sees key j of Tk where i' - left <= j <= i' + right, with i' = i + Tk - Tq; -1 is no
-bound, and `causal` makes right 0. Shapes: [B, T, H, D]; [total, H, D] with the int32 borders of
+Query i of Tq sees key j of Tk where i' - left <= j <= i' + right, with i' = i + Tk - Tq. -1 is no
+bound; `causal` makes right 0. Shapes: [B, T, H, D]; [total, H, D] with the int32 borders of
 sequences.
 """
 
@@ -24,10 +24,12 @@ from bosch.attention import flex
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Let flash and varlen run by this module, and flex without a compiler, in small blocks."""
+    """Run flash and varlen by this module, and flex uncompiled, in small blocks."""
     patch.setattr(flex, "FLEX_BLOCK", 16)
     patch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    patch.setattr(torch_flex, "_validate_device", lambda *states: None)  # refuses gradients
+    patch.setattr(
+        torch_flex, "_validate_device", lambda *states: None
+    )  # it refuses gradients on a CPU
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         patch.setitem(sys.modules, name, sys.modules[__name__])
     patch.setattr(torch_varlen, "varlen_attn", varlen_attn)
@@ -125,19 +127,28 @@ def backward(
     softmax_scale: float,
     window_size: tuple[int, int],
 ) -> None:
-    """Gradients as the kernels work them out: from the output and the log-sum-exp they are given.
+    """Gradients as the kernels compute them: from the output and the log-sum-exp they are given.
 
     exp(s - lse) are the weights P, and dS = P (dP - rowsum(dO O)).
     """
     if borders is not None:
         ends_q, ends_k = (ends.tolist() for ends in borders)
         for n in range(len(ends_q) - 1):
-            one, two = (slice(ends[n], ends[n + 1]) for ends in (ends_q, ends_k))
+            queries, keys = (slice(ends[n], ends[n + 1]) for ends in (ends_q, ends_k))
             backward(
-                dout[None, one], q[None, one], k[None, two], v[None, two], out[None, one],
-                softmax_lse[None, :, one], dq[None, one], dk[None, two], dv[None, two],
-                None, softmax_scale, window_size,
-            )  # fmt: skip
+                dout[None, queries],
+                q[None, queries],
+                k[None, keys],
+                v[None, keys],
+                out[None, queries],
+                softmax_lse[None, :, queries],
+                dq[None, queries],
+                dk[None, keys],
+                dv[None, keys],
+                None,
+                softmax_scale,
+                window_size,
+            )
         return
     left, right = window_size
     visible = _visible(q, k, left, max(0, right))
@@ -165,8 +176,10 @@ def _flash_attn_backward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> None:
-    """Of either function: behind dO, Q, K, V, O, lse, dQ, dK, dV the borders and longest lengths
-    of sequences.
+    """The backward pass of both functions.
+
+    `states` are dO, Q, K, V, O, lse, dQ, dK, dV and, for the varlen function, the borders and the
+    longest lengths of queries and keys.
     """
     assert causal and not dropout_p and not softcap and states[1].shape[-1] % 8 == 0
     borders = states[9:11] or None

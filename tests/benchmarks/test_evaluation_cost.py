@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,17 @@ from stages.evaluate.suite import Suite
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness.suite import HarnessSuite
 from stages.original import run as original
+from tests.folders import write_jsonl
 from tests.tiny_data import save_tiny_model
 
 pytestmark = pytest.mark.slow
 
 _QUESTIONS, _BATCH, _BOUND = 64, 8, 1.3
-_REAL = Path(os.environ.get("GSM8K_DIR", Path(__file__).parents[3] / "shared/data/gsm8k"))
+_GSM8K = Path(os.environ.get("GSM8K_DIR", Path(__file__).parents[3] / "shared/data/gsm8k"))
 
 
 def _questions() -> list[dict[str, str]]:
-    file = _REAL / "test.jsonl"
+    file = _GSM8K / "test.jsonl"
     if file.is_file():
         lines = file.read_text(encoding="utf-8").splitlines()[:_QUESTIONS]
         return [json.loads(line) for line in lines]
@@ -53,7 +53,7 @@ def _questions() -> list[dict[str, str]]:
 
 
 def _count_tokens(model: Any) -> list[tuple[int, int]]:
-    """Rows and tokens of every pass from now on."""
+    """A list to which every later forward pass appends its rows and tokens per row."""
     passes: list[tuple[int, int]] = []
     model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: passes.append(tuple(inputs[0].shape))
@@ -71,15 +71,15 @@ def test_needle_prompts_are_padded_little(tmp_path: Path, monkeypatch: pytest.Mo
         passes.append(_count_tokens(model))
         return model
 
-    answer = Suite.generated
+    generated = Suite.generated
 
-    def ask(suite: Suite, model: Any, questions: Any, most: int) -> Any:
+    def count_distinct(suite: Suite, model: Any, questions: Any, max_tokens: int) -> Any:
         nonlocal distinct
-        distinct += sum(len(question.prompt_ids) + most - 1 for question in questions)
-        return answer(suite, model, questions, most)
+        distinct += sum(len(question.prompt_ids) + max_tokens - 1 for question in questions)
+        return generated(suite, model, questions, max_tokens)
 
     monkeypatch.setattr("stages.evaluate.models.load_evaluated", load)
-    monkeypatch.setattr(Suite, "generated", ask)
+    monkeypatch.setattr(Suite, "generated", count_distinct)
     tasks = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"]
     needle = {"tasks": tasks, "lengths": [512, 1024], "samples": 20, "max_new_tokens": 16}
     config = StageConfig(
@@ -97,7 +97,7 @@ def test_needle_prompts_are_padded_little(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _gsm8k(folder: Path) -> HarnessEvaluation:
-    _write(folder / "gsm8k/test.jsonl", _questions())
+    write_jsonl(folder / "gsm8k/test.jsonl", _questions())
     return HarnessEvaluation(tasks=["gsm8k_cot"], data_dir=str(folder), hub=False)
 
 
@@ -107,8 +107,8 @@ def _mmlu(folder: Path) -> HarnessEvaluation:
          "choices": ["a bone", "a muscle", "a nerve", "a vein"], "answer": n % 4}
         for n in range(_QUESTIONS)
     ]  # fmt: skip
-    for split, some in (("dev", rows[:5]), ("test", rows)):
-        _write(folder / f"mmlu_anatomy/{split}.jsonl", some)
+    for split, split_rows in (("dev", rows[:5]), ("test", rows)):
+        write_jsonl(folder / f"mmlu_anatomy/{split}.jsonl", split_rows)
     return HarnessEvaluation(tasks=["mmlu_anatomy"], num_fewshot=5, data_dir=str(folder), hub=False)
 
 
@@ -116,11 +116,6 @@ def _texts(request: Any) -> tuple[str, str]:
     """A prompt, and the option after it where there is one."""
     text, option = request.args
     return text, option if isinstance(option, str) else ""
-
-
-def _write(file: Path, rows: Sequence[Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(json.dumps(row) for row in rows))
 
 
 @pytest.mark.parametrize("task", [_gsm8k, _mmlu])
@@ -138,25 +133,25 @@ def test_shared_examples_are_computed_once(tmp_path: Path, task: Any) -> None:
     suite.prepare()
     [subtask] = suite.subtasks
     prompts = suite.requests(subtask)
-    # No logits follow an option's last token, so that options may have the same row.
-    rows = {
+    # An option's last token is not read, since nothing follows it: options may share a row.
+    distinct_rows = {
         tuple(
             tokenizer(text + option)["input_ids"][:-1] if option else tokenizer(text)["input_ids"]
         )
         for requests in prompts.values()
         for text, option in map(_texts, requests)
     }
-    ids = sorted(rows)
+    ids = sorted(distinct_rows)
     columns = enumerate(zip(*ids, strict=False))
-    beginning = next(place for place, column in columns if len(set(column)) > 1)
-    distinct = beginning + sum(len(row) - beginning for row in ids)
+    shared_tokens = next(place for place, column in columns if len(set(column)) > 1)
+    distinct = shared_tokens + sum(len(row) - shared_tokens for row in ids)
 
-    counts = _count_tokens(model)
+    passes = _count_tokens(model)
     evaluated = EvaluatedModel("hybrid", ModelConfig(path=str(folder)))
     with progress(len(prompts), "evaluation", "samples") as bar:
         suite.run(evaluated, model, bar)
     assert len(answers.read(evaluated, subtask)) == len(prompts)
-    computed = sum(width * rows for rows, width in counts if width > 1)
+    computed = sum(rows * width for rows, width in passes if width > 1)
     print(
         f"\n{len(prompts)} prompts of {sum(map(len, ids)):,} tokens: {computed:,} computed, "
         f"{distinct:,} distinct; ratio {computed / distinct:.2f}"
