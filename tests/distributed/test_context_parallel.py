@@ -37,14 +37,15 @@ from tests.training_case import make_case, metrics, train_here, train_in_process
 ROWS, CHUNK, DIM, Q_PER_KV = 2, 24, 8, 2
 LENGTH = 48  # of the models' sequences
 CPU = torch.device("cpu")
-# KV heads by window: less than a chunk, more than several, the whole sequence, two of them; one.
+# Windows of the KV heads: below a chunk, over several chunks, beyond the sequence; two windows in
+# one layer; one KV head.
 WINDOWS: list[list[int | None]] = [
     [None, 7, 7], [None, 60, 7], [1, None, 1], [25, 24, None], [1000, None, None], [7, 7], [None],
 ]  # fmt: skip
 
 
 def _documents(length: int) -> Tensor:
-    """Borders of one row: many documents, some borders close together; of the other row, one."""
+    """Document of each token: many in one row, some of them short; two in the other."""
     begins = torch.zeros(ROWS, length, dtype=torch.long)
     generator = torch.Generator().manual_seed(0)
     begins[0, torch.randperm(length, generator=generator)[:9]] = 1
@@ -60,12 +61,12 @@ def compare_attention(
     backend: str,
     communicator: Communicator,
 ) -> None:
-    """Compare outputs and all gradients, and the bytes with the formula."""
+    """Compare outputs, all gradients, and the bytes sent with the formula."""
     size, rank = communicator.ranks, communicator.rank
     length = 2 * size * CHUNK
     split = ContextSplit(length, size)
-    kinds = [None if window is None else Window(window, sinks) for window in windows]
-    layout = HeadLayout.search(kinds)
+    head_windows = [None if window is None else Window(window, sinks) for window in windows]
+    layout = HeadLayout.search(head_windows)
     generator = torch.Generator().manual_seed(1)
     heads = len(windows)
     shapes = [(ROWS, heads * Q_PER_KV, length, DIM), (ROWS, heads, length, DIM)]
@@ -77,28 +78,36 @@ def compare_attention(
     document = _documents(length) if packed else None
     context = AttentionContext(length, 0, document=document)
     states = [query, key, value]
-    whole = hybrid_attention(*states, layout, context, backend="eager")
-    own = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in split.chunks_of(rank)])
-    own_states = [x.detach()[:, :, own].requires_grad_() for x in states]
+    expected_out = hybrid_attention(*states, layout, context, backend="eager")
+    held_tokens = torch.cat(
+        [torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in split.chunks_of(rank)]
+    )
+    held_states = [x.detach()[:, :, held_tokens].requires_grad_() for x in states]
     communicator.sent_bytes = 0
-    current = SplitPass(split, ROWS, document, communicator, CPU)
-    call = AttentionCall(*own_states, layout, context, LogitTransform(DIM**-0.5), backend)
-    out = split_attention(call, current)
+    split_pass = SplitPass(split, ROWS, document, communicator, CPU)
+    call = AttentionCall(*held_states, layout, context, LogitTransform(DIM**-0.5), backend)
+    out = split_attention(call, split_pass)
     sent = [communicator.sent_bytes]
-    grads = torch.autograd.grad((out * weight[:, own]).sum(), own_states)
-    expected = torch.autograd.grad((whole * weight).sum(), states)
+    grads = torch.autograd.grad((out * weight[:, held_tokens]).sum(), held_states)
+    expected_grads = torch.autograd.grad((expected_out * weight).sum(), states)
     sent.append(communicator.sent_bytes - sent[0])
-    pairs = [(out, whole[:, own])]
-    pairs += [(ours, theirs[:, :, own]) for ours, theirs in zip(grads, expected, strict=True)]
+    pairs = [(out, expected_out[:, held_tokens])]
+    pairs += [
+        (ours, theirs[:, :, held_tokens])
+        for ours, theirs in zip(grads, expected_grads, strict=True)
+    ]
     name = f"{windows} sinks {sinks} packed {packed} {backend} on {size}"
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9, msg=lambda m: f"{name}: {m}")
     totals = torch.tensor(sent)
     dist.all_reduce(totals)
-    formula = sum(split.traffic(kind) for kind in kinds) * ROWS * 2 * DIM * 8
+    formula = sum(split.traffic(kind) for kind in head_windows) * ROWS * 2 * DIM * 8
     # Other documents' sinks are near, or are not those that another chunk has here.
-    room = ROWS * heads * sinks * 2 * size * 2 * DIM * 8 if packed else 0
-    assert all(formula - room <= total <= formula + room for total in totals), (name, totals)
+    sink_bytes = ROWS * heads * sinks * 2 * size * 2 * DIM * 8 if packed else 0
+    assert all(formula - sink_bytes <= total <= formula + sink_bytes for total in totals), (
+        name,
+        totals,
+    )
 
 
 def attention_on_ranks() -> None:
@@ -140,12 +149,12 @@ def compare_models(family: str, shared: ContextParallel) -> None:
         loss = hybrid(**batch, num_items_in_batch=90)["loss"]
         weights = [p for p in hybrid.parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-        own = [loss.detach().double(), *(grad.clone() for grad in grads)]
+        loss_and_grads = [loss.detach().double(), *(grad.clone() for grad in grads)]
         if split is not None:
-            for one in own:
-                dist.all_reduce(one)
-        losses.append(own[0])
-        gradients.append(own[1:])
+            for tensor in loss_and_grads:
+                dist.all_reduce(tensor)
+        losses.append(loss_and_grads[0])
+        gradients.append(loss_and_grads[1:])
     assert values[0].shape == values[1].shape == ids.shape
     torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-5, msg=family)
     torch.testing.assert_close(losses[0], losses[1], atol=0, rtol=1e-6, msg=family)
@@ -154,7 +163,7 @@ def compare_models(family: str, shared: ContextParallel) -> None:
 
 
 def score_needles(shared: ContextParallel) -> None:
-    """Samples of odd lengths, of which the model answers some: all ranks get the share."""
+    """Samples of unequal lengths, half of them answered: every rank gets the same score."""
     base = small_model("qwen3")
     hybrid = materialize(base, mask_of(base.config), Window(5, 2))
     samples = []
@@ -193,7 +202,7 @@ def models_on_ranks(*families: str) -> None:
 
 
 def test_models_on_split_sequences_equal_those_of_one_process() -> None:
-    """Of every family whose sequences may be split, and whose attention is not another's."""
+    """Of `SAMPLE`, one family for each kind of attention, those whose sequences may be split."""
     families = [name for name in SAMPLE if split_fault(small_config(name)) is None]
     assert len(families) > 35
     on_ranks(2, f"{__name__}:models_on_ranks", *families)
