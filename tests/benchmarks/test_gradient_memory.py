@@ -5,10 +5,11 @@
 T = 2,048, random models. Bytes are those of all tensors alive at once (`PeakMemory` of
 `bosch/objective/block_bytes.py`).
 
-One process: W = 1,024, the proportions of a 14B: F = 3.4 C, 5 query heads to a KV head, HQ x D = C.
-The ratio is with the weights in memory, as a device holds them. C is 640: at 5,120 activations are
-a smaller part of it. Two processes that share examples: W = 256, the proportions of an 8B: F = 3 C,
-4 query heads to a KV head; messages count, on the process with the most.
+C is the hidden size, F that of the feed-forward part. One process: W = 1,024 and the proportions of
+a 14B model: F = 3.4 C, 5 query heads to a KV head, HQ x D = C. The ratio of a gradient to a pass
+includes the weights, as on a device. C is 640; at a 14B's 5,120, activations are a smaller part of
+it. Two processes that share examples: W = 256 and the proportions of an 8B: F = 3 C, 4 query heads
+to a KV head; the bytes of messages count, on each process.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def test_a_process_that_shares_examples_takes_what_the_plan_states(dtype: str) -
 
 
 def measure_shared(dtype: str) -> None:
-    """On each of two processes; the assertions are those of one."""
+    """On each of two processes: the bounds on what the plan states, as for one process."""
     split, layers, window = ContextParallel(dist.group.WORLD), 3, Window(256)
     model = _model(getattr(torch, dtype), layers, 256, 768, 4)
     sizes = activation_sizes(model, sharing=split.ranks)
