@@ -360,7 +360,9 @@ def test_longbenchs_mean_over_categories_needs_a_task_of_each(
             [{"context": "a", "input": "b", "answers": ["c"], "all_classes": []}],
         )
     for split in ("train", "test"):
-        _write(tmp_path / f"gsm8k/{split}.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}] * 6)
+        write_jsonl(
+            tmp_path / f"gsm8k/{split}.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}] * 6
+        )
     for scored, means in (
         (tasks, {mean}),
         ([*tasks, "gsm8k"], {mean, of_paper}),
