@@ -2,9 +2,10 @@
 
     pytest -s tests/benchmarks/test_attention_speed.py
 
-One thread; processor time, so that other work on the machine counts little. What is compared takes
-turns, and the least of some runs counts. bf16, 16 query heads, 8 KV heads, D = 64, W = 256,
-rho = 0.75; T = 8,192 unless a test says otherwise. Prints the rows of docs/notes/benchmarks.md.
+One thread; processor time, so that other work on the machine counts little. The variants compared
+run in turn, and the minimum over the repeats counts. bf16, 16 query heads, 8 KV heads, D = 64,
+W = 256, rho = 0.75; T = 8,192 unless a test says otherwise. Prints the rows of
+docs/notes/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CAPPED_LENGTH = 2048
 LENGTHS = (2048, 4096, 8192, 16384, 32768)
 RATIO = 1 - FULL / KV_HEADS
 
-Work = Callable[[], object]
+Variant = Callable[[], object]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,15 +62,15 @@ def ideal_ratio(length: int, window: int, ratio: float) -> float:
     return 1 - ratio + ratio * window * (2 * length - window) / length**2
 
 
-def test_forward_and_both_modes() -> None:
+def test_a_forward_pass_costs_little_more_than_its_score_entries_in_both_modes() -> None:
     """Forward passes of deploy mode and of search mode, over all-full."""
     tensors = _tensors(LENGTH)
     rows = [True, False, False, False, True, False, False, False]
     layouts = {"deploy": _deploy(), "search": by_rows(rows, Window(WINDOW))}
-    works: dict[str, Work] = {"full": lambda: _all_full(*tensors)}
+    variants: dict[str, Variant] = {"full": lambda: _all_full(*tensors)}
     for name, layout in layouts.items():
-        works[name] = lambda layout=layout: hybrid_attention(*tensors, layout)
-    seconds = _least(works, 4)
+        variants[name] = lambda layout=layout: hybrid_attention(*tensors, layout)
+    seconds = _least_seconds(variants, 4)
     deploy, search = (seconds[name] / seconds["full"] for name in layouts)
     ideal = ideal_ratio(LENGTH, WINDOW, RATIO)
     print(f"\n| forward, deploy mode, over all-full | {deploy:.3f} | {ideal:.3f} |")
@@ -78,34 +79,34 @@ def test_forward_and_both_modes() -> None:
     assert search <= 1.10 * deploy
 
 
-def test_forward_and_backward() -> None:
+def test_a_forward_and_backward_pass_costs_less_than_half_of_all_full() -> None:
     """Deploy mode over all-full."""
     tensors = _tensors(LENGTH, grad=True)
     weight = torch.randn(1, LENGTH, QUERY_HEADS, DIM, dtype=torch.bfloat16)
 
-    def step(attend: Callable[..., Tensor], *more: HeadLayout) -> None:
-        torch.autograd.grad(attend(*tensors, *more), tensors, weight)
+    def step(attend: Callable[..., Tensor], *layout: HeadLayout) -> None:
+        torch.autograd.grad(attend(*tensors, *layout), tensors, weight)
 
-    works: dict[str, Work] = {
+    variants: dict[str, Variant] = {
         "full": lambda: step(_all_full),
         "hybrid": lambda: step(hybrid_attention, _deploy()),
     }
-    seconds = _least(works, 3)
+    seconds = _least_seconds(variants, 3)
     ratio, ideal = seconds["hybrid"] / seconds["full"], ideal_ratio(LENGTH, WINDOW, RATIO)
     print(f"\n| forward and backward, over all-full | {ratio:.3f} | {ideal:.3f} |")
     assert ratio <= 0.45
 
 
-def test_a_third_group_of_heads() -> None:
-    """Over two with the same score entries: windows of half and one and a half times `WINDOW`."""
+def test_a_third_group_of_heads_costs_little() -> None:
+    """Three groups over two with as many score entries: windows of 0.5 and 1.5 times `WINDOW`."""
     tensors, sliding = _tensors(LENGTH), (KV_HEADS - FULL) // 2
     narrow, wide = Window(WINDOW // 2), Window(WINDOW + WINDOW // 2)
     three = HeadLayout.deploy({None: FULL, wide: sliding, narrow: sliding})
-    works: dict[str, Work] = {
+    variants: dict[str, Variant] = {
         "two": lambda: hybrid_attention(*tensors, _deploy()),
         "three": lambda: hybrid_attention(*tensors, three),
     }
-    seconds = _least(works, 4)
+    seconds = _least_seconds(variants, 4)
     assert seconds["three"] / seconds["two"] <= 1.1
 
 
@@ -113,17 +114,17 @@ def test_sliding_heads_cost_linear_time() -> None:
     """Exponent b of the cost T^b of a layer of sliding heads, fitted over `LENGTHS`."""
     layout = full_first(0, KV_HEADS, Window(WINDOW))
     inputs = {length: _tensors(length) for length in LENGTHS}
-    works: dict[str, Work] = {
+    variants: dict[str, Variant] = {
         str(length): lambda tensors=tensors: hybrid_attention(*tensors, layout)
         for length, tensors in inputs.items()
     }
-    seconds = list(_least(works, 3).values())
+    seconds = list(_least_seconds(variants, 3).values())
     exponent = float(np.polyfit(np.log(LENGTHS), np.log(seconds), 1)[0])
     print(f"\n| sliding heads alone, exponent of T | {exponent:.2f} | 1 |")
     assert exponent <= 1.1
 
 
-def test_decoding_a_token() -> None:
+def test_decoding_a_token_costs_little_more_than_its_share_of_the_cache() -> None:
     """Cache update and attention of one layer for one token after 16,384, over the original's."""
     _, key, value = _tensors(DECODE_LENGTH)
     query, new_key, new_value = _tensors(1)
@@ -142,7 +143,7 @@ def test_decoding_a_token() -> None:
         hybrid_attention(query, keys, values, layout, context)
         keys.settle(context)
 
-    seconds = _least({"original": original_step, "hybrid": hybrid_step}, 40)
+    seconds = _least_seconds({"original": original_step, "hybrid": hybrid_step}, 40)
     ratio, formula = seconds["hybrid"] / seconds["original"], 2 * DIM * 2 * entries
     share = entries / (KV_HEADS * DECODE_LENGTH)
     print(f"\n| a token after 16k, over the original | {ratio:.3f} | {share:.3f} |")
@@ -154,7 +155,7 @@ def test_decoding_a_token() -> None:
 def test_a_chunk_after_a_past_makes_no_masks() -> None:
     """Full heads over a chunk of 2,048 after 14,336 tokens, over the same under masks.
 
-    Memory is the most that each takes on top.
+    Memory is each variant's peak above what was in use before.
     """
     query, key, value = _tensors(CHUNK_END)
     query, layout = query[:, :, -CHUNK:], full_first(KV_HEADS, KV_HEADS, Window(WINDOW))
@@ -168,9 +169,9 @@ def test_a_chunk_after_a_past_makes_no_masks() -> None:
         with patch.object(causal, "attention_after_past", lambda *states: None):
             chunk()
 
-    works: dict[str, Work] = {"chunk": chunk, "masked": masked}
-    seconds, peaks = _least(works, 3), {}
-    for name, work in works.items():
+    variants: dict[str, Variant] = {"chunk": chunk, "masked": masked}
+    seconds, peaks = _least_seconds(variants, 3), {}
+    for name, work in variants.items():
         meter.restart()
         before = meter.in_use()
         work()
@@ -183,16 +184,16 @@ def test_a_chunk_after_a_past_makes_no_masks() -> None:
 
 
 @pytest.mark.parametrize("full", [KV_HEADS, FULL])
-def test_capped_scores(full: int) -> None:
-    """Forward passes over 2,048 tokens with capped scores, over plain ones: full, and hybrid."""
+def test_soft_capped_logits_cost_at_most_ten_times_as_much(full: int) -> None:
+    """Forward passes over 2,048 tokens with a soft-cap, over those without: full, and hybrid."""
     tensors, layout = _tensors(CAPPED_LENGTH), full_first(full, KV_HEADS, Window(WINDOW))
-    works: dict[str, Work] = {
+    variants: dict[str, Variant] = {
         str(cap): lambda cap=cap: hybrid_attention(*tensors, layout, softcap=cap)
         for cap in (None, 50.0)
     }
-    seconds = _least(works, 3)
+    seconds = _least_seconds(variants, 3)
     ratio = seconds["50.0"] / seconds["None"]
-    print(f"\n| capped scores over plain ones, {full} full heads | {ratio:.1f} | |")
+    print(f"\n| soft-capped logits over plain ones, {full} full heads | {ratio:.1f} | |")
     assert ratio <= 10
 
 
@@ -214,12 +215,12 @@ def _deploy() -> HeadLayout:
     return full_first(FULL, KV_HEADS, Window(WINDOW))
 
 
-def _least(works: dict[str, Work], repeats: int) -> dict[str, float]:
-    """Least processor time of each, in seconds; they take turns, after one round to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in works}
+def _least_seconds(variants: dict[str, Variant], repeats: int) -> dict[str, float]:
+    """Minimum processor time of each variant; they run in turn, after one round to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats + 1):
-        for name, work in works.items():
+        for name, run in variants.items():
             start = time.process_time()
-            work()
+            run()
             times[name].append(time.process_time() - start)
-    return {name: min(spent[1:]) for name, spent in times.items()}
+    return {name: min(seconds[1:]) for name, seconds in times.items()}
