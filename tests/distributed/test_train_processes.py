@@ -59,7 +59,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_process(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work_dir = tmp_path_factory.mktemp("alone")
     train_here(case, work_dir, train={"document_masking": True})
     return work_dir
@@ -81,26 +81,26 @@ def test_a_sink_bias_trains_in_two_processes_as_in_one(tmp_path: Path) -> None:
         result = train_in_processes(case, tmp_path / sharding, 2, **changes)
         assert result.returncode == 0, result.stderr
         assert losses(tmp_path / sharding) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-        one, two = (
+        single, sharded = (
             load_file(next((tmp_path / name).rglob("model.safetensors")))
             for name in ("one", sharding)
         )
         for name in names:
-            assert (one[name] != start[name]).any()
-            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
+            assert (single[name] != start[name]).any()
+            torch.testing.assert_close(single[name], sharded[name], rtol=1e-3, atol=1e-4)
 
 
 def test_recomputation_and_offloading_change_no_bit_in_two_processes(
     case: Path, tmp_path: Path
 ) -> None:
     train = {"total_tokens": 3 * 128, "checkpoint_tokens": []}
-    ways: dict[str, dict[str, Any]] = {
+    runtimes: dict[str, dict[str, Any]] = {
         "none": {"checkpointing": "none"},
         "attention": {"checkpointing": "attention", "offload_activations": True},
     }
-    for way, runtime in ways.items():
+    for name, runtime in runtimes.items():
         done = train_in_processes(
-            case, tmp_path / way, 2, module="tests.offloaded_training", train=train,
+            case, tmp_path / name, 2, module="tests.offloaded_training", train=train,
             runtime={"sharding": "fsdp", **runtime},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def test_recomputation_and_offloading_change_no_bit_in_two_processes(
 
 
 def _copy_without_optimizer(point: Path, name: str) -> None:
-    """A restart point whose files match its hashes, but which cannot be loaded."""
+    """Copy a restart point so that its files match its hashes, but cannot be loaded."""
     copy = shutil.copytree(point, point.with_name(name))
     record = json.loads((copy / "whole.json").read_text())
     record["step"] = int(name.removeprefix("step-"))
@@ -162,7 +162,7 @@ def checked_checkpoints(*_: str) -> None:
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp", DEEPSPEED])
 def test_two_processes_train_like_one_and_resume(
-    case: Path, alone: Path, tmp_path: Path, sharding: str
+    case: Path, one_process: Path, tmp_path: Path, sharding: str
 ) -> None:
     """Documents of uneven length make the number of predicted tokens differ between processes.
 
@@ -194,7 +194,7 @@ def test_two_processes_train_like_one_and_resume(
     assert done.returncode == 0, done.stderr
     assert "resuming from step-4" in done.stderr
 
-    assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
+    assert losses(tmp_path) == pytest.approx(losses(one_process), rel=5e-4)
     assert not (tmp_path / "restart").exists()
     for tokens in (384, 1280):
         checkpoint = tmp_path / "checkpoints" / f"tokens-{tokens}"
@@ -212,7 +212,7 @@ def test_two_processes_train_like_one_and_resume(
         assert all(torch.equal(value, whole[name]) for name, value in ours.items())
         elements = sum(value.numel() for value in whole.values())
         assert index["metadata"] == {"total_parameters": elements, "total_size": 4 * elements}
-        theirs = load_file(alone / "checkpoints" / f"tokens-{tokens}" / "model.safetensors")
+        theirs = load_file(one_process / "checkpoints" / f"tokens-{tokens}" / "model.safetensors")
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
@@ -224,20 +224,20 @@ def test_two_processes_train_the_same_budgets_as_one(tmp_path: Path) -> None:
     case = make_case(tmp_path / "case", front=front)
     train = {"total_tokens": 6 * 128, "checkpoint_tokens": [], "budgets": "all"}
     train_here(case, tmp_path / "one", train=train)
-    ways: tuple[dict[str, Any], ...] = ({}, {"sharding": "fsdp"}, {"context_parallel": 2})
-    for number, way in enumerate(ways):
-        runtime = {"micro_batch_size": 1, "checkpointing": "full", **way}
+    runtimes: tuple[dict[str, Any], ...] = ({}, {"sharding": "fsdp"}, {"context_parallel": 2})
+    for number, changes in enumerate(runtimes):
+        runtime = {"micro_batch_size": 1, "checkpointing": "full", **changes}
         folder = tmp_path / f"two {number}"
         done = train_in_processes(case, folder, 2, train=train, runtime=runtime)
         assert done.returncode == 0 and "FutureWarning" not in done.stderr, done.stderr
-        for two, one in zip(metrics(folder), metrics(tmp_path / "one"), strict=True):
-            assert two["kv_budget"] == one["kv_budget"]
-            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        for parallel, single in zip(metrics(folder), metrics(tmp_path / "one"), strict=True):
+            assert parallel["kv_budget"] == single["kv_budget"]
+            assert parallel["loss"] == pytest.approx(single["loss"], rel=1e-4)
     assert len({record["kv_budget"] for record in metrics(tmp_path / "one")}) == 3
 
 
 def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
-    case: Path, alone: Path, tmp_path: Path
+    case: Path, one_process: Path, tmp_path: Path
 ) -> None:
     """Two nodes on one host; test_runner_processes.py has torchrun's part."""
     changes: dict[str, Any] = {
@@ -248,15 +248,15 @@ def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
         case, tmp_path, 2, kill_at_step=7, kill_rank=1, per_node=1, **changes
     )
     assert killed.returncode != 0
-    said = "LostRankError: node 1 (process 1) of this run does not answer"
-    assert said in killed.stderr, killed.stderr
+    message = "LostRankError: node 1 (process 1) of this run does not answer"
+    assert message in killed.stderr, killed.stderr
     shard = next((tmp_path / "restart" / "step-6").glob("__1_0.distcp"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
     done = train_in_processes(case, tmp_path, 4, per_node=2, **changes)
     assert done.returncode == 0, done.stderr
     assert "step-6 is damaged" in done.stderr and "__1_0.distcp has other content" in done.stderr
     assert "resuming from step-4" in done.stderr
-    assert losses(tmp_path) == pytest.approx(losses(alone), rel=5e-4)
+    assert losses(tmp_path) == pytest.approx(losses(one_process), rel=5e-4)
 
 
 def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_path: Path) -> None:
@@ -320,9 +320,9 @@ def _sum_of_outputs(model: torch.nn.Module) -> torch.Tensor:
     return model(torch.full((1, 2), value, dtype=torch.bfloat16)).sum()
 
 
-def _summed_by_fsdp(policy: MixedPrecisionPolicy) -> float:
-    """The gradient of a weight, averaged over the ranks, after all passes."""
-    model = fully_shard(torch.nn.Linear(2, 1, bias=False), mp_policy=policy)
+def _summed_by_fsdp(precision: MixedPrecisionPolicy) -> float:
+    """A weight's gradient, averaged over the ranks and summed over all passes."""
+    model = fully_shard(torch.nn.Linear(2, 1, bias=False), mp_policy=precision)
     for _ in range(_PASSES):
         _sum_of_outputs(model).backward()
     return float(model.weight.grad.full_tensor()[0, 0])
@@ -384,10 +384,10 @@ def test_gradients_are_summed_in_float32(sharding: str) -> None:
 def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
     case: Path, tmp_path: Path
 ) -> None:
-    """A collective may take 5 seconds in a step, and minutes while others wait for saving, or
-    for the first one's work at the end.
+    """A collective may take 5 seconds in a step here, but minutes while ranks wait for saving, or
+    for the first rank's work at the end.
 
-    The limit is the recipe's, or, once the time of a step is known, a multiple of it.
+    The limit is the recipe's or, once the time of a step is known, a multiple of that time.
     """
     limits = {"step": 5 / 60, "late step": 15, "save": 5 / 60}
 
@@ -414,20 +414,20 @@ def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
 def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
     """On each rank: the second one hangs in a step, or the first one saves and cleans up slowly."""
 
-    def late(call: Any, seconds: float, when: Any = lambda _: True) -> Any:
-        def wait_and_call(self: Any, *args: Any) -> Any:
-            if when(self):
+    def delayed(method: Any, seconds: float, condition: Any = lambda _: True) -> Any:
+        def wait_and_run(self: Any, *args: Any) -> Any:
+            if condition(self):
                 time.sleep(seconds)
-            return call(self, *args)
+            return method(self, *args)
 
-        return wait_and_call
+        return wait_and_run
 
     ranks.REPORT_SECONDS = 1.0
     decisions.MIN_STEP_TIMEOUT, decisions.TIMEOUT_FACTOR = 5 / 60, 0
     if slow == "save":
-        RestartPoints.publish = late(RestartPoints.publish, 6.0)  # type: ignore[method-assign]
-        RestartPoints.remove = late(RestartPoints.remove, 6.0)  # type: ignore[method-assign]
+        RestartPoints.publish = delayed(RestartPoints.publish, 6.0)  # type: ignore[method-assign]
+        RestartPoints.remove = delayed(RestartPoints.remove, 6.0)  # type: ignore[method-assign]
     elif os.environ["RANK"] == "1":
         number = {"step": 3, "late step": 8}[slow]
-        Loop.loss_of = late(Loop.loss_of, 9.0, lambda loop: loop.step == number)
+        Loop.loss_of = delayed(Loop.loss_of, 9.0, lambda loop: loop.step == number)
     main()
