@@ -27,8 +27,8 @@ from tests.training_case import stage_config, write_random_case
 
 pytestmark = pytest.mark.slow
 
-VOCABULARY, STEPS, WARM = 2048, 14, 3
-SAVED_STEPS, EVERY = 41, 10
+VOCABULARY, STEPS, WARM_UP_STEPS = 2048, 14, 3
+SAVED_STEPS, SAVE_EVERY = 41, 10  # in the test of restart points
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
@@ -68,7 +68,7 @@ def loop_of(
 
 
 def bare_step(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
-    """What a step cannot do without."""
+    """A training step with nothing but forward pass, backward pass, clipping and update."""
     loss = model(input_ids=ids, labels=ids)["loss"]
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -89,51 +89,56 @@ def test_a_step_takes_as_long_as_that_of_a_bare_loop(tmp_path: Path) -> None:
 
     def save_and_take_a_bare_step(decision: Any) -> None:
         save(decision)
-        seconds[0].append(time.process_time() - since[0])
+        seconds[0].append(time.process_time() - step_started[0])
         started = time.process_time()
         bare_step(model, optimizer, ids)
-        since[0] = time.process_time()
-        seconds[1].append(since[0] - started)
+        step_started[0] = time.process_time()
+        seconds[1].append(step_started[0] - started)
 
     loop.save = save_and_take_a_bare_step  # type: ignore[method-assign]
-    since = [time.process_time()]
+    step_started = [time.process_time()]
     loop.run()
-    ours, bare = (statistics.median(taken[WARM:]) for taken in seconds)
+    ours, bare = (statistics.median(taken[WARM_UP_STEPS:]) for taken in seconds)
     print(f"a step: {ours:.3f} s, of a bare loop {bare:.3f} s, ratio {ours / bare:.3f}")
     assert ours <= 1.03 * bare
 
 
 def test_restart_points_cost_two_percent_of_the_steps(tmp_path: Path) -> None:
-    """One per ten steps: what the thread that trains spends on them, of what it spends on all.
+    """One per ten steps: the training thread's time for them as a share of its time for all.
 
-    They are written by other threads; time that it waits for those would show in the second number.
+    Other threads write them; if the training thread waited for these, the elapsed time (the second
+    number printed) would show it.
     """
-    _, _, loop = loop_of(tmp_path, SAVED_STEPS, EVERY)
-    save, saved = loop.save, []
+    _, _, loop = loop_of(tmp_path, SAVED_STEPS, SAVE_EVERY)
+    save, saves_seconds = loop.save, []
     clocks = (time.thread_time, time.perf_counter)
 
     def timed_save(is_due: bool) -> None:
         before = [clock() for clock in clocks]
         save(is_due)
         if is_due:
-            saved.append([clock() - start for clock, start in zip(clocks, before, strict=True)])
+            saves_seconds.append(
+                [clock() - start for clock, start in zip(clocks, before, strict=True)]
+            )
 
     loop.save = timed_save  # type: ignore[method-assign]
     before = [clock() for clock in clocks]
     loop.run()
-    whole = [clock() - start for clock, start in zip(clocks, before, strict=True)]
-    steps = SAVED_STEPS / EVERY
+    run_seconds = [clock() - start for clock, start in zip(clocks, before, strict=True)]
+    intervals = SAVED_STEPS / SAVE_EVERY
     shares = [
-        [seconds / (total / steps) for seconds in saves]
-        for saves, total in zip(zip(*saved, strict=True), whole, strict=True)
+        [seconds / (total / intervals) for seconds in of_saves]
+        for of_saves, total in zip(zip(*saves_seconds, strict=True), run_seconds, strict=True)
     ]
     for name, values in zip(("processor time", "time"), shares, strict=True):
         print(f"a restart point of ten steps, {name}: {[f'{v:.2%}' for v in values]}")
-    assert len(saved) == SAVED_STEPS // EVERY
+    assert len(saves_seconds) == SAVED_STEPS // SAVE_EVERY
     assert statistics.median(shares[0]) <= 0.02
 
 
-def test_a_hybrids_step_over_its_originals_is_that_of_their_operations(tmp_path: Path) -> None:
+def test_the_times_of_a_hybrids_and_its_originals_step_relate_as_their_operations(
+    tmp_path: Path,
+) -> None:
     length, window = 4096, 256
     config = config_of(length)
     cases = [write_case(tmp_path / str(n), length, window, n) for n in (3, 0)]

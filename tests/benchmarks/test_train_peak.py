@@ -1,4 +1,4 @@
-"""The most that a rank holds in training against what `plan` says of it, on two ranks."""
+"""Measured peak memory of each of two ranks in training, compared with what `plan` states."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_plan_is_within_10_percent_of_the_measured_peak(
     request: pytest.FixtureRequest, tmp_path: Path, model: str, precision: str, sharding: str,
     checkpointing: str, accumulation: int, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """In float32 too: bf16 is many times slower on a CPU without units for it."""
+    """`no` is float32; bf16 is many times slower on a CPU without units for it."""
     folder = request.getfixturevalue(model)
     _check(folder, tmp_path, precision, sharding, checkpointing, accumulation, options)
 
@@ -86,7 +86,7 @@ def test_a_plan_is_within_10_percent_of_the_measured_peak(
 def test_a_plan_is_within_10_percent_of_the_measured_peak_of_split_sequences(
     case: Path, tmp_path: Path, sharding: str, checkpointing: str, options: dict[str, Any]
 ) -> None:
-    """Each rank holds half of every sequence, and of the full heads' keys all."""
+    """Each rank holds half of every sequence, but all keys of the full heads."""
     _check(case, tmp_path, "no", sharding, checkpointing, 1, options, context_parallel=RANKS)
 
 
@@ -126,7 +126,7 @@ def _check(
 
 
 def measured(*_: str) -> None:
-    """On each rank: train, and write the most bytes of tensors that were held at once."""
+    """On each rank: train, and write the peak of the bytes that tensors hold."""
     counted: list[TensorBytes] = []
     passes, write = Loop.forward_backward, Loop.write_checkpoint
 
@@ -137,7 +137,7 @@ def measured(*_: str) -> None:
         return passes(self, *args)
 
     def write_checkpoint(self: Loop, *args: Any) -> None:
-        # At the end of the last step: what is copied for the files is no memory of a GPU.
+        # After the last step: the copies for the files are in host memory, also with a GPU.
         counted[0].__exit__(None, None, None)
         write(self, *args)
 
