@@ -60,7 +60,7 @@ def save_hybrid(
 
 
 def save_menu_hybrid(folder: Path, family: str, sizes: Sequence[int]) -> HeadMaskFile:
-    """Save one with three windows, by a head mask of format 2, and return what was read of that."""
+    """Save a hybrid with three windows; returns its head mask file (format 2) as read back."""
     mask = HeadMask.of_choices([[0, 1, 2, 3], [3, 0, 2, 2], [1, 1, 3, 0]])
     windows = [Window(size) for size in sizes]
     path = folder / "head_mask.json"
@@ -90,7 +90,7 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Any]:
-    """vLLM on a model directory, in this process, and gone afterwards."""
+    """vLLM on a model directory, in this process, and shut down afterwards."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -112,9 +112,9 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
 def generate(
     llm: Any, prompts: Sequence[list[int]], tokens: int, of_prompt: bool = True
 ) -> list[Any]:
-    """Greedy outputs with the log-probability of each generated token, and of each of the prompt.
+    """Greedy outputs with log-probabilities of generated tokens and, if `of_prompt`, of the prompt.
 
-    vLLM reuses no cached prefix of a request that asks for those of its prompt.
+    vLLM reuses no cached prefix for a request that asks for log-probabilities of its prompt.
     """
     from vllm import SamplingParams
 
@@ -141,21 +141,21 @@ def reference_logprobs(model: Any, ids: Sequence[int]) -> list[float]:
 
 
 def stated_logprobs(output: Any) -> list[float]:
-    """Log-probability of each token that vLLM states: of the prompt but its first, then of more."""
+    """vLLM's log-probability of each prompt token but the first, then of each generated one."""
     entries = [*(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs]
     return [next(iter(entry.values())).logprob for entry in entries]
 
 
 def largest_difference(model: Any, prompt: list[int], output: Any) -> tuple[float, bool]:
-    """Largest distance of log-probabilities from transformers', and whether its tokens are greedy.
+    """Largest difference of vLLM's log-probabilities from transformers', and whether both agree.
 
-    Held over the prompt and the tokens generated after it, which are given to transformers as
-    input: each must be its most likely one.
+    transformers reads the prompt and the generated tokens. The second value is True if each
+    generated token is transformers' most likely one.
     """
     generated = list(output.outputs[0].token_ids)
     expected = reference_logprobs(model, [*prompt, *generated])
     stated = stated_logprobs(output)
-    expected = expected[-len(stated) :]  # without those of the prompt where none are stated
+    expected = expected[-len(stated) :]  # vLLM may state none of the prompt
     distance = max(abs(a - b) for a, b in zip(expected, stated, strict=True))
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]

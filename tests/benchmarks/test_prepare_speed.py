@@ -2,12 +2,12 @@
 
     pytest -s tests/benchmarks/test_prepare_speed.py
 
-Pydoc's topics twice over, as JSONL records of 3,000 characters (.9 MB), with byte-level BPEs of 512
-tokens (2 characters each) and of 8,192 (4.4, about as those of large models); one worker, one
-thread, as each of a stage's workers has. The library's part is `encode_batch_fast` over the same
-texts in batches of the same size. Rounds of both are interleaved, the best of 60 of each counts:
-short ones, for in a long one a shared machine is always disturbed. Peak memory is of a process of
-its own, which tokenises one text file of 15 MB.
+The text is pydoc's topics twice, as JSONL records of 3,000 characters (0.9 MB), with byte-level
+BPEs of 512 tokens (2 characters each) and of 8,192 (4.4, about as in large models); one worker with
+one thread, like each worker of the stage. The library's part is `encode_batch_fast` over the same
+texts in batches of the same size. Rounds of both alternate, and the best of 60 counts: the rounds
+are short, because other work on the machine disturbs every long one. Peak memory is measured in a
+process of its own, which tokenises one text file of 15 MB.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LENGTH = 4096
 
 
 def _texts() -> list[str]:
-    whole = "\n".join(pydoc_topics().values()) * 2
-    return [whole[at : at + 3000] for at in range(0, len(whole), 3000)]
+    text = "\n".join(pydoc_topics().values()) * 2
+    return [text[at : at + 3000] for at in range(0, len(text), 3000)]
 
 
 def _encoder(vocabulary: int = 512) -> Encoder:
@@ -74,20 +74,20 @@ def test_tokenising_and_packing_cost_little_more_than_encoding(
     per_batch = max(1, WINDOW // 3000)
     batches = [texts[at : at + per_batch] for at in range(0, len(texts), per_batch)]
     _tokenise_and_pack(source, encoder, tmp_path / "warm")
-    alone, ours = [], []
+    encoding, stage = [], []
     for number in range(60):
         started = time.process_time()
         for batch in batches:
             backend.encode_batch_fast(batch, add_special_tokens=False)
-        alone.append(time.process_time() - started)
+        encoding.append(time.process_time() - started)
         started = time.process_time()
         tokens = _tokenise_and_pack(source, encoder, tmp_path / f"{number}")
-        ours.append(time.process_time() - started)
-    ratio = min(alone) / min(ours)
+        stage.append(time.process_time() - started)
+    ratio = min(encoding) / min(stage)
     print(
         f"\n{vocabulary} tokens, {sum(map(len, texts)) / tokens:.1f} characters each: "
-        f"encode_batch_fast {tokens / min(alone) / 1e6:.2f}, tokenise and pack "
-        f"{tokens / min(ours) / 1e6:.2f} million tokens per second; ratio {ratio:.2f}"
+        f"encode_batch_fast {tokens / min(encoding) / 1e6:.2f}, tokenise and pack "
+        f"{tokens / min(stage) / 1e6:.2f} million tokens per second; ratio {ratio:.2f}"
     )
     assert ratio >= 0.9
 
@@ -98,10 +98,10 @@ def test_memory_does_not_grow_with_a_document(tmp_path: Path) -> None:
         file = tmp_path / f"{megabytes}.txt"
         text = "\n".join(pydoc_topics().values())
         file.write_text(text * (megabytes * 2**20 // len(text) + 1))
-        held = printed_bytes("test_prepare_speed", str(file), TOKENIZERS_PARALLELISM="false")
-        peaks[megabytes] = held / 2**20
+        peak = printed_bytes("test_prepare_speed", str(file), TOKENIZERS_PARALLELISM="false")
+        peaks[megabytes] = peak / 2**20
     print(f"\nin MiB, for a document of 1 and of 15 MB: {peaks[1]:.0f}, {peaks[15]:.0f}")
-    # The token ids of 14 MB of text, 4 bytes each, lie in the page cache and count where mapped.
+    # The token ids of the additional 14 MB, 4 bytes each, are mapped files and may count.
     assert peaks[15] < peaks[1] + 100
 
 
@@ -113,7 +113,7 @@ def _measure(file: Path) -> int:
 
     encoder = _encoder()
     encoder(["warm"])
-    # Not ru_maxrss, which begins with that of the process that started this one.
+    # Not ru_maxrss, which includes the parent's peak.
     meter = memory_meter(torch.device("cpu"))
     before = meter.peak()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Made the shards beside it with mosaicml-streaming 0.13: `python make_shards.py tests/data/mds`.
+"""Made these shards with mosaicml-streaming 0.13: `python make_shards.py tests/data/mds`.
 
 That library does not install beside transformers 5, so it needs an environment of its own. The
 token ids are the bytes of the texts.
@@ -23,9 +23,9 @@ def packed(times: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
 
 
 def main(folder: Path) -> None:
-    """Write five small folders of shards in the forms that occur."""
+    """Write five small folders of shards, one for each form of columns that is read."""
     records = [packed(times) for times in range(1, 7)]
-    u32 = [
+    packed_records = [
         {
             "domain": "d",
             "input_ids": ids.astype(np.uint32),
@@ -35,14 +35,21 @@ def main(folder: Path) -> None:
         for ids, spans in records
     ]
     columns = {"domain": "str", "input_ids": "ndarray:uint32", "length": "int"}
-    write(folder / "plain", columns, None, [{k: r[k] for k in columns} for r in u32])
-    write(folder / "packed_zstd", {**columns, "indices": "ndarray:uint32"}, "zstd", u32)
-    dynamic = [{"input_ids": ids.astype(np.int32), "indices": spans} for ids, spans in records]
-    write(folder / "dynamic", {"input_ids": "ndarray", "indices": "json"}, None, dynamic)
-    fixed = [
+    write(folder / "plain", columns, None, [{k: r[k] for k in columns} for r in packed_records])
+    write(folder / "packed_zstd", {**columns, "indices": "ndarray:uint32"}, "zstd", packed_records)
+    dynamic_records = [
+        {"input_ids": ids.astype(np.int32), "indices": spans} for ids, spans in records
+    ]
+    write(folder / "dynamic", {"input_ids": "ndarray", "indices": "json"}, None, dynamic_records)
+    fixed_records = [
         {"input_ids": ids[:8].astype(np.int32), "token_count": np.uint16(8)} for ids, _ in records
     ]
-    write(folder / "fixed", {"input_ids": "ndarray:int32:8", "token_count": "uint16"}, None, fixed)
+    write(
+        folder / "fixed",
+        {"input_ids": "ndarray:int32:8", "token_count": "uint16"},
+        None,
+        fixed_records,
+    )
     write(folder / "text", {"text": "str"}, "zstd:7", [{"text": text} for text in TEXTS])
 
 
