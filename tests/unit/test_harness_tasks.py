@@ -588,8 +588,29 @@ def test_metrics_that_are_no_mean_are_refused_before_the_first_answer(
     manager: TaskManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stub, "aggregation", lambda _: {"bleu": max})
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     with pytest.raises(UserError, match="hellaswag measures bleu, which is not a mean"):
-        load_tasks(manager, "hellaswag", HarnessEvaluation(tasks=["hellaswag"]))
+        suite_of(HarnessEvaluation(tasks=["hellaswag"])).prepare()
+    suite = suite_of(HarnessEvaluation(tasks=["hellaswag"], optional=["hellaswag"]))
+    suite.prepare()
+    assert "measures bleu" in suite.missing["hellaswag"]
+
+
+def test_a_task_with_two_settings_is_refused(
+    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group that the recipe sets, and by itself."""
+    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
+    row = {"question": "?", "choices": [*"abcd"], "answer": 2}
+    for split in ("test", "dev"):
+        write_jsonl(tmp_path / f"mmlu_anatomy/{split}.jsonl", [row])
+    tasks = "mmlu_stem", "mmlu_anatomy"
+    suite = suite_of(local(tmp_path, *tasks), tokenizer=tokenizer)
+    suite.prepare()
+    assert [subtask.task for subtask in suite.subtasks] == ["mmlu_anatomy"]
+    section = local(tmp_path, *tasks, settings={"mmlu_stem": {"num_fewshot": 1}})
+    with pytest.raises(UserError, match="mmlu_anatomy has mmlu_anatomy with other settings"):
+        suite_of(section, tokenizer=tokenizer).prepare()
 
 
 @pytest.mark.usefixtures("stubs")
