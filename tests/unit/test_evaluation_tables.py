@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -483,15 +484,20 @@ def test_cut_prompts_are_counted_and_reported_once(tmp_path: Path) -> None:
     folder = AnswerFolder(tmp_path / "answers", None, 0)
     names = ("original", "hybrid")
     suite = answered(folder, {name: {"a": [1.0, 0.0], "b": [1.0]} for name in names})
-    for name in names:
-        folder.journal(model(name), Subtask("c", 0)).append({"index": 0, "score": 1.0, "cut": True})
-    suite.tasks["c"] = 1
+    for task, name in itertools.product("cd", names):
+        folder.journal(model(name), Subtask(task, 0)).append(
+            {"index": 0, "score": 1.0, "cut": True}
+        )
+    suite.tasks |= {"c": 1, "d": 1}
     publish(write_tables([model(name) for name in names], [suite], tmp_path, None), tmp_path)
     scores = Scores.read(tmp_path)
     assert scores.checkpoints["hybrid"]["harness"].tasks["c"][0].cut == 1
-    [note] = scores.notes()
-    assert note.startswith("harness: of c 1 of 1 samples are longer than the model reads")
-    assert scores.notes("needle") == [] and scores.notes("harness") == [note]
+    notes = scores.notes()
+    assert len(notes) == 2
+    for task, note in zip("cd", notes, strict=True):
+        start = f"harness: of {task} 1 of 1 samples are longer than the model reads"
+        assert note.startswith(start)
+    assert scores.notes("needle") == [] and scores.notes("harness") == notes
 
 
 def test_cut_questions_about_one_context_are_one_cut_sample() -> None:

@@ -312,6 +312,11 @@ def test_equal_scores_go_by_index_and_are_counted():
     assert rank_units(np.ones((2, 4)), 2, 0.0, "largest").tied == 0
 
 
+def test_a_unit_of_several_heads_is_ranked_by_their_mean():
+    ranked = rank_units(np.array([[0.0, 10.0], [6.0, 6.0]]), 2, 0.5, "smallest", 2)
+    assert ranked.mask.swa_kv_heads == [[0, 1], []]
+
+
 def test_nan_and_infinite_scores_are_refused():
     model, calibration = case()
     with pytest.raises(ValueError, match="reshape"):  # other faults are not taken for this one
