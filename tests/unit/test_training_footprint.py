@@ -262,6 +262,8 @@ def test_a_recurrence_needs_the_measured_memory_of_its_block() -> None:
         options = {"checkpointing": checkpointing}
         found, plain = (held({}, options, shape=one) for one in (shape, without))
         assert found.layer_inputs - plain.layer_inputs == pytest.approx(TOKENS * more)
+        if checkpointing == "none":
+            assert found.layer == pytest.approx(TOKENS * blocks.added) and found.layer > plain.layer
     assert TOKENS * blocks.both_other < found.layer < 1.5 * TOKENS * blocks.both_other
 
 
