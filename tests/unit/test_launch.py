@@ -134,6 +134,17 @@ def test_no_process_and_no_folder_of_a_stage_remains(
     assert worker.exists() and not (worker.parent / f"work.control-{node_rank}").exists()
 
 
+def test_torchrun_leaves_no_files_of_a_stage_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("work", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    with pytest.raises(RunError):
+        launch({"stage": "search", "work_dir": str(tmp_path / "work")}, World(processes_per_node=2))
+    assert not [*(tmp_path / "temporary").glob("torchelastic*")]
+
+
 @pytest.mark.parametrize(
     ("status", "error"), [(REQUEUE_STATUS, StoppedError), (1, Terminated), (-9, Terminated)]
 )
