@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,18 @@ def test_a_model_with_its_own_code_has_the_sizes_of_its_family() -> None:
     own = type("OwnConfig", (type(config),), {})(**config.to_dict())
     own.auto_map = {"AutoModelForCausalLM": "modeling.OwnModel"}
     assert DecoderShape.of(own) == DecoderShape.of(config)
+
+
+def test_sizes_are_built_once_for_equal_configurations() -> None:
+    """config.json does not say how experts are computed, on which the memory of blocks depends."""
+    model = small_model("qwen3_moe")
+    shape = DecoderShape.of(model.config)
+    assert DecoderShape.of(copy.deepcopy(model.config)) is shape
+    model.set_experts_implementation("eager")
+    assert DecoderShape.of(model.config).blocks(4).plain < shape.blocks(4).plain
+    model.config.intermediate_size *= 2
+    model.config.moe_intermediate_size *= 2
+    assert DecoderShape.of(model.config).parameters > shape.parameters
 
 
 @pytest.mark.parametrize(
