@@ -31,7 +31,7 @@ def search(config: StageConfig, inputs: Mapping[str, Path], work_dir: Path) -> d
     assert isinstance(section, SearchConfig)
     score = hybrid_score(section.method, section.stated_ratio or 0.0, section.seed)
     summary = {
-        "anchors": {},
+        "anchors": {"all_sliding": 0.0, "all_full": 1.0},
         "best_score": score / 100,
         "best_log_likelihood": -1.0,
         "evaluations": 12,

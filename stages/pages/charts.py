@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import altair as alt
+import altair.utils.schemapi
 import vl_convert
 
 from bosch.files import replacing
 from stages.pages.colours import COLOURS
+
+# Altair would validate every part of a chart when it is made: a quarter of a report's time. Tests
+# validate whole charts.
+altair.utils.schemapi.disable_debug_mode()
 
 PALETTE = ("hybrid", "untrained", "third", "fourth", "fifth", "sixth", "seventh")
 SHAPES = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross")

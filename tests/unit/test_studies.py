@@ -61,13 +61,13 @@ from tests.pipeline_case import ROOT, Case
 
 def drawn(picture: Picture) -> list[list[dict[str, Any]]]:
     """The rows of a picture's datasets."""
-    datasets: dict[str, list[dict[str, Any]]] = picture.chart.to_dict(validate=False)["datasets"]
+    datasets: dict[str, list[dict[str, Any]]] = picture.chart.to_dict(validate=True)["datasets"]
     return list(datasets.values())
 
 
 def axes(picture: Picture) -> list[str]:
     """Titles, scales and directions of the first mark's axes."""
-    layer = picture.chart.to_dict(validate=False)["layer"][0]
+    layer = picture.chart.to_dict(validate=True)["layer"][0]
     encodings = [layer["encoding"][name] for name in ("x", "y")]
     return [
         f"{encoding['title']} {encoding['scale']['type']} {encoding['scale'].get('domain', '')}"
