@@ -30,6 +30,7 @@ from pipeline.run import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 _PRELOAD = [
+    "tests.fork_server",
     "stages.prepare.run", "stages.search.run", "stages.materialize.run", "stages.train.run",
     "stages.train.watch", "stages.evaluate.run", "stages.report.run", "tests.training_case",
     # The imports of training and torchrun at their start.

@@ -26,6 +26,7 @@ from stages.context import ModelConfig, Runtime
 from stages.kv_budgets import budget_share, named_budgets, share_names
 from stages.train import distillation
 from stages.train.budgets import BudgetDraw, budget_weights, mean_over_budgets
+from stages.train.footprint import TrainingJob
 from stages.train.loop import Loop
 from stages.train.metrics import step_flops
 from stages.train.model import load_for_training
@@ -276,8 +277,8 @@ def test_planned_memory_is_that_of_the_largest_budget(
     """Not of the default one, which receives fewer keys from other processes."""
     seen: list[Any] = []
 
-    def stop(*arguments: Any) -> None:
-        seen.append(arguments[-1])
+    def stop(job: TrainingJob, *_: Any) -> None:
+        seen.append(job.layers)
         raise UserError("seen")
 
     monkeypatch.setattr("stages.train.run.memory_budget", stop)

@@ -302,7 +302,7 @@ def test_operations_of_a_gradient_equal_torchs_count(family, sinks, changes, roo
     full = HeadMask.all_full(*mask.choices.shape)
     apply_head_mask(model, full, Window(WINDOW, sinks))
     objective.check_output_head(full)
-    assert objective.sizes.layers  # measured before the operations are counted
+    assert objective.sizes.shape.layers  # measured before the operations are counted
     with CountedFlops() as counter:
         measured = objective.gate_gradient(mask, share=1, shares=2)
     whole = objective.whole_pass_operations(full)
@@ -455,7 +455,7 @@ def test_a_gradient_keeps_only_the_input_of_each_layer():
         objective, calibration = searchable_with("qwen3", num_hidden_layers=layers)
         mask = HeadMask.all_sliding(layers, KV_HEADS)
         objective.evaluate(mask)
-        assert objective.sizes.layers == layers  # measured before the peak
+        assert objective.sizes.shape.layers == layers  # measured before the peak
         with PeakMemory() as memory:
             objective.gate_gradient(mask)
         peaks.append(memory.peak)
