@@ -180,7 +180,7 @@ def recovery(results: Results) -> Picture:
     )  # fmt: skip
 
 
-def training_loss(steps: Sequence[TrainingStep], loss_of_teacher: str = "") -> Picture:
+def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Picture:
     """Training loss over tokens: each logged step (faint) and a running mean.
 
     The heading names the loss if it is not the cross-entropy alone.
@@ -203,7 +203,7 @@ def training_loss(steps: Sequence[TrainingStep], loss_of_teacher: str = "") -> P
     text = (
         f"{len(rows)} logged steps, from {rows[0]['y']:.3f} to {rows[-1]['y']:.3f} nats per token."
     )
-    name = f"Training loss ({loss_of_teacher})" if loss_of_teacher else "Training loss"
+    name = f"Training loss ({loss_in_words})" if loss_in_words else "Training loss"
     heading = f"{name}: running mean, each logged step behind it"
     return Picture("loss", chart, text, heading)
 

@@ -93,7 +93,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         traces=[picture for picture in traces if picture is not None],
         layers=charts.layer_importance(results.search), search_facts=_search_facts(results),
         recovery=charts.recovery(results) if results.needle else None,
-        loss=charts.training_loss(training, results.loss_of_teacher) if training else None,
+        loss=charts.training_loss(training, results.loss_in_words) if training else None,
         score_tables=[score_table(scored) for scored in [*results.needle, *results.rivals]],
         about_marks=ABOUT_MARKS, filters=filters(scores.checkpoints.values()),
         budgets=budget_table(results), windows=charts.windows(results),

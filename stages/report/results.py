@@ -212,7 +212,7 @@ class Results:
     samples: Mapping[str, SampleScores]
     efficiency: Efficiency | None
     cached_answers: int
-    loss_of_teacher: str = ""  # `TrainConfig.loss_of_teacher`
+    loss_in_words: str = ""  # `TrainConfig.loss_in_words`
 
     @property
     def measured_points(self) -> list[Point]:
@@ -301,7 +301,7 @@ def load_results(
             Scores.read(inputs[stage]).cached_answers for stage in _EVALUATING if stage in inputs
         ),
         efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
-        loss_of_teacher=train.loss_of_teacher if train is not None else "",
+        loss_in_words=train.loss_in_words if train is not None else "",
         statistics=Statistics.read(inputs["prepare"]).content,
         present=frozenset(inputs),
         absent=tuple(stage for stage in stages if stage not in inputs),

@@ -125,17 +125,18 @@ class TrainConfig(Section):
         return steps
 
     @property
-    def loss_of_teacher(self) -> str:
-        """What the loss in the metrics is with a teacher, in words; empty for cross-entropy."""
+    def loss_in_words(self) -> str:
+        """What the loss in the metrics is; empty for the cross-entropy of one budget."""
+        budget = "" if self.budgets is None else "of each step's budget"
         if self.teacher == "none" or self.teacher_weight == 0:
-            return ""
+            return budget
         divergence = "KL divergence from the original"
         if self.teacher_tokens < 1:
             divergence += f" on the {100 * self.teacher_tokens:.3g} % of tokens where it is largest"
-        if self.teacher_weight == 1:
-            return divergence
-        shares = f"{100 * self.teacher_weight:.3g} %", f"{100 * (1 - self.teacher_weight):.3g} %"
-        return f"{shares[0]} {divergence}, {shares[1]} cross-entropy"
+        if self.teacher_weight < 1:
+            shares = (100 * self.teacher_weight, 100 * (1 - self.teacher_weight))
+            divergence = f"{shares[0]:.3g} % {divergence}, {shares[1]:.3g} % cross-entropy"
+        return f"{divergence}, {budget}" if budget else divergence
 
 
 ROUTER_LOSS = (

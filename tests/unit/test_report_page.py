@@ -511,9 +511,12 @@ def test_paths_below_the_checkout_are_shown_relative_to_it(
 
 @pytest.mark.usefixtures("only_text")
 @pytest.mark.parametrize(
-    ("teacher", "loss"),
+    ("changes", "loss"),
     [
         ({}, ""),
+        ({"budgets": "all"}, " (of each step's budget)"),
+        ({"budgets": "all", "teacher": "original"},
+         " (KL divergence from the original, of each step's budget)"),
         ({"teacher": "original"}, " (KL divergence from the original)"),
         ({"teacher": "original", "teacher_weight": 0.0}, ""),
         ({"teacher": "original", "teacher_weight": 0.7, "teacher_tokens": 0.37},
@@ -522,10 +525,10 @@ def test_paths_below_the_checkout_are_shown_relative_to_it(
     ],
 )  # fmt: skip
 def test_the_training_loss_is_called_what_it_is(
-    tmp_path: Path, inputs: dict[str, Path], teacher: dict[str, Any], loss: str
+    tmp_path: Path, inputs: dict[str, Path], changes: dict[str, Any], loss: str
 ) -> None:
     config = report_fixture.config(inputs)
-    train = config.upstream["train"].model_copy(update=teacher)
+    train = config.upstream["train"].model_copy(update=changes)
     report.run(replace(config, upstream={**config.upstream, "train": train}), inputs, tmp_path)
     text = outline((tmp_path / "index.html").read_text(encoding="utf-8")).text
     assert f"Training loss{loss}: running mean, each logged step behind it" in text
