@@ -176,9 +176,7 @@ def _open(path: Path, flags: int) -> int | None:
         if stat.S_ISREG(status.st_mode) and status.st_nlink < 2:
             return lock
         os.close(lock)
-    raise RunError(
-        f"{path}: is a folder, link or pipe where the lock of a run should be; delete it"
-    )
+    raise RunError(f"{path} is a folder, link or pipe where the lock of a run should be; delete it")
 
 
 def _is_at(path: Path, lock: int) -> bool:

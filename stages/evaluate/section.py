@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from stages.cost import BYTES
 from stages.fields import Section
 from stages.stage import LoadedRecipe
-
-_FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Work:
         if self.logits is not None:
             return 0
         copies = 2 * value_bytes
-        if self.float32_losses and value_bytes < _FLOAT32:
-            copies = value_bytes + 2 * _FLOAT32
+        if self.float32_losses and value_bytes < BYTES["float32"]:
+            copies = value_bytes + 2 * BYTES["float32"]
         return min(rows, self.most_rows) * min(self.longest, self.chunk) * vocabulary * copies
 
 

@@ -165,7 +165,6 @@ def exchanged_bytes(job: TrainingJob, sequences: int) -> list[tuple[float, float
     adds: the gradients of both chunks' keys from attention, spread over the sequence, and their
     sum.
     """
-
     split = ContextSplit(job.length, job.runtime.context_parallel)
 
     def head_tokens(row: LayerHeads) -> tuple[int, int]:

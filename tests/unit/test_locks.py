@@ -111,7 +111,7 @@ def test_a_folder_link_or_pipe_in_the_place_of_a_lock_is_reported(
 ) -> None:
     path = tmp_path / "a.json"
     harm(path)  # type: ignore[operator]
-    sentence = rf"^{path}: is a folder, link or pipe where the lock of a run should be"
+    sentence = rf"^{path} is a folder, link or pipe where the lock of a run should be"
     with pytest.raises(RunError, match=sentence):
         read_holder(path)
     for lock in (hold(path, "stage x", "r"), hold_briefly(path)):
