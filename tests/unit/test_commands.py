@@ -64,7 +64,7 @@ def test_a_module_with_a_command_becomes_a_command() -> None:
     assert command_help((bosch.commands, pipeline.commands)) == {
         name: found[name].COMMAND.help for name in sorted(found)
     }
-    assert {"run", "status", "plan", "mask", "show"} <= set(found)
+    assert {"run", "status", "plan", "show"} <= set(found)
     assert not {"options", "tables", "paths"} & set(found), "shared modules are none"
     text = (ROOT / "pipeline" / "cli.py").read_text() + (ROOT / "bosch" / "console.py").read_text()
     assert not [name for name in found if f'"{name}"' in text], "no list names a command"
@@ -249,7 +249,7 @@ def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[
     assert all(name in script for name in commands())
     if shell == "bash":
         assert "--dry-run" in script and " --version)" in script
-        for takes_files in ("run_pos_0", "repair___from", "evaluate___model", "new___data"):
+        for takes_files in ("run_pos_0", "evaluate___model", "new___data"):
             assert f"_shtab_bosch_{takes_files}_COMPGEN=_shtab_compgen_files" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
@@ -308,16 +308,6 @@ def test_new_names_the_files_that_are_not_read(
         (["new", "model", "--output=/proc/a.yaml"], "--output=/proc/a.yaml: No such file"),
         (["new", "model", "--output", "dangling"], "exists"),
         (["new", "a\nb"], "holds a line break"),
-        (["upload", "x" * 5000, "a/b"], _TOO_LONG),
-        # Replacing a device would make it a file, and a nameless folder has no neighbour.
-        *((["mask", "export", "mask.json", target, "--format", "duoattention"], "is there already")
-          for target in ("file", "pipe", "dangling", "", "..")),
-        (["mask", "export", "mask.json", "file/x", "--format", "duoattention"], "x: File exists"),
-        (["mask", "export", "mask.json", "empty", "--format", "rtp_llm", "--attention-heads", "8"],
-         "empty: is there already"),
-        (["mask", "import", "empty", "mask.json", "--format", "duoattention"], "is there already"),
-        (["mask", "export", "mask.json", "t", "--format", "rtp_llm", "--attention-heads",
-          str(2 * 10**12)], "--attention-heads"),
         (["show", "deep"], "num_hidden_layers = 1000000000; that is no model"),
     ],
 )  # fmt: skip

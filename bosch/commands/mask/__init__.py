@@ -1,1 +1,0 @@
-"""Head masks in the files of other projects: `bosch mask export|import`."""

@@ -1,1 +1,0 @@
-"""The command `bosch repair`."""
