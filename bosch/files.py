@@ -1,11 +1,10 @@
-"""Files: written so that a crash leaves the old or the new content, read within size limits."""
+"""Files: written so that a crash leaves the old or the new content; only regular ones are read."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import shutil
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -32,32 +30,6 @@ _FILE_MAY_BE_INTACT = frozenset(
      errno.ENFILE, errno.ENOMEM}
 )  # fmt: skip
 NOT_REGULAR = "is a pipe, socket or device; only regular files are read"
-SCANNED_BYTES = 2**20
-# For scanning JSON: bytes that precede a value; change of depth by brackets.
-_SEPARATORS = b",:[{"
-_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-@dataclass(frozen=True)
-class JsonLimits:
-    """Limits of a JSON text from an untrusted source.
-
-    Values (keys, lists and objects too) bound the memory: each takes up to 100 bytes in Python.
-    """
-
-    max_bytes: int
-    max_values: int
-    max_depth: int = 100
-
-
-# The largest tokenizer.json (Gemma 3) has 33 MB and 2.1 million values; the index of a model with
-# 100,000 tensors has 12 MB and 200,000.
-JSON_LIMITS = JsonLimits(64 * 2**20, 6_000_000)
-# Gemma 3's tokenizer_config.json has 1.2 MB and 96,000 values; a config.json may list all modules'
-# quantisation. transformers takes 30 microseconds for a key.
-CONFIG_LIMITS = JsonLimits(4 * 2**20, 200_000)
-MAX_LAYERS = 1_000  # layers that such a file may state; no model is near it
 
 
 def almost_full(folder: Path) -> bool:
@@ -184,7 +156,7 @@ def remove_old_temporaries(folder: Path, seconds: float) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file; None if it is missing, truncated, invalid or too large."""
+    """The value of a JSON file; None if it is missing, truncated or invalid."""
     try:
         return load_json(path)
     except (OSError, ValueError):
@@ -202,17 +174,18 @@ def read_record(path: Path) -> Any:
     return None
 
 
-def load_json(path: Path, limits: JsonLimits = JSON_LIMITS) -> Any:
+def load_json(path: str | os.PathLike[str]) -> Any:
     """The value of a JSON file. Raises OSError, or ValueError for any fault in the content."""
-    return parse_json(read_within(path, limits.max_bytes), limits)
-
-
-def load_user_json(
-    path: str | os.PathLike[str], advice: str, limits: JsonLimits = JSON_LIMITS, field: str = ""
-) -> Any:
-    """JSON that a user names in `field`; UserError with `advice` if missing, damaged or large."""
     try:
-        return load_json(Path(path), limits)
+        return json.loads(read_regular(path).decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def load_user_json(path: str | os.PathLike[str], advice: str, field: str = "") -> Any:
+    """JSON that a user names in `field`; UserError with `advice` if it is missing or damaged."""
+    try:
+        return load_json(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         where = f"{field}: {path}" if field else str(path)
@@ -221,50 +194,10 @@ def load_user_json(
         raise UserError(f"{where} cannot be read as JSON ({reason}); {advice}") from None
 
 
-def parse_json(text: bytes, limits: JsonLimits = JSON_LIMITS) -> Any:
-    """The value of a JSON text in UTF-8; raises ValueError for any fault."""
-    check_json_text(text, limits)
-    try:
-        return json.loads(text.decode(), object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these fields; refuses duplicate names with different values."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        for name, item in pairs:
-            if item != value[name]:
-                raise ValueError(f"{name!r:.60} appears twice, with different values")
-    return value
-
-
-def read_within(path: Path, max_bytes: int = JSON_LIMITS.max_bytes) -> bytes:
-    """A file's bytes. Raises OSError, or ValueError if it is longer than `max_bytes`."""
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """A regular file's bytes. Raises OSError."""
     with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"longer than {max_bytes:,} bytes")
-    return content
-
-
-def check_json_text(text: bytes, limits: JsonLimits) -> None:
-    """Raise ValueError for too many, or too deeply nested, values of a JSON text, unparsed."""
-    if b"\\" in text:
-        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    values, quotes, depth = 1, 0, 0
-    for start in range(0, len(text), SCANNED_BYTES):
-        parts = text[start : start + SCANNED_BYTES].split(b'"')
-        outside = b"".join(parts[quotes % 2 :: 2])
-        quotes += len(parts) - 1
-        values += sum(map(outside.count, _SEPARATORS))
-        if max(values, quotes // 2) > limits.max_values:  # each string has two quotes
-            raise ValueError(f"more than {limits.max_values:,} values")
-        steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
-        if max(itertools.accumulate(steps, initial=depth)) > limits.max_depth:
-            raise ValueError(f"nested more than {limits.max_depth} levels deep")
-        depth += sum(steps)
+        return file.read()
 
 
 def open_regular(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MAX_LAYERS, load_user_json, write_json
+from bosch.files import load_user_json, write_json
 from bosch.heads import MAX_HEADS, FieldTypes, HeadMask, typed_fields
 from bosch.window import MAX_WINDOWS, Window, Windows, rising_menu, window_menu
 
@@ -249,7 +249,7 @@ class Front:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Front:
         """Read and check a file; raises UserError when it is missing, damaged or too new."""
-        content = load_user_json(path, "search again", CONFIG_LIMITS)
+        content = load_user_json(path, "search again")
         try:
             return _from_content(content)
         except ValueError as error:
@@ -301,7 +301,7 @@ def _from_content(content: object) -> Front:
         raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
     values = typed_fields(content, _FRONT_TYPES)
     layers, heads = values["num_layers"], values["num_key_value_heads"]
-    if not 1 <= heads <= MAX_HEADS or not 1 <= layers <= MAX_LAYERS:
+    if not 1 <= heads <= MAX_HEADS or layers < 1:
         raise ValueError(f"{layers:,} layers of {heads:,} KV heads; that is no model")
     if len(values["points"]) > MAX_POINTS:
         raise ValueError(f"{len(values['points']):,} points, a front has at most {MAX_POINTS:,}")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.errors import UserError
-from bosch.files import CONFIG_LIMITS, MAX_LAYERS, load_user_json, write_json
+from bosch.files import load_user_json, write_json
 from bosch.window import MAX_WINDOWS, Window, Windows, kv_slots, rising_menu, window_menu
 
 FORMATS = (1, 2, 3)
@@ -286,7 +286,7 @@ class HeadMaskFile:
     def load(cls, path: str | os.PathLike[str]) -> HeadMaskFile:
         """Read and check a file; raises UserError when it is missing, damaged or too new."""
         advice = "make it again, or name another head_mask.json"
-        content = load_user_json(path, advice, CONFIG_LIMITS)
+        content = load_user_json(path, advice)
         try:
             return _file_of(content)
         except ValueError as error:
@@ -360,8 +360,6 @@ def _file_of(content: object) -> HeadMaskFile:
 def _heads_by_window(values: Mapping[str, Any]) -> list[list[list[int]]]:
     """`swa_kv_heads` as KV heads by layer and window; raises ValueError where it is malformed."""
     rows: list[Any] = values["swa_kv_heads"]
-    if len(rows) > MAX_LAYERS:
-        raise ValueError(f"swa_kv_heads has {len(rows):,} layers; that is no model")
     if "window_sizes" in values:
         windows = len(values["window_sizes"])
         expected = f"for each layer a list of head indices for each of {windows} windows"

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, read_json
-from bosch.model.untrusted import TOKENIZER_TEXTS, VOCABULARIES
 
 
 def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> list[Path]:
@@ -84,8 +83,26 @@ def _require_file(path: Path) -> None:
 
 # Files of a model directory from which its tokenizer is read.
 _TOKENIZER_PATTERNS = (
-    *VOCABULARIES,
-    *TOKENIZER_TEXTS,
+    "tokenizer.json",
+    "vocab.json",
+    "tekken.json",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "emoji.json",
+    "entity_vocab.json",
+    "byte_maps.json",
+    "word_shape.json",
+    "word_pronunciation.json",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "merges.txt",
+    "vocab.txt",
+    "vocab.bpe",
+    "bpe.codes",
+    "prophetnet.tokenizer",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import MAX_LAYERS
 from bosch.model import families
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -48,10 +47,7 @@ class StoredConfig:
         """The number of decoder layers."""
         listed = self.config.get("layers_block_type") or self.config.get("hybrid_override_pattern")
         count = len(listed) if isinstance(listed, list | str) else None
-        layers = self.number("num_hidden_layers", count)
-        if layers > MAX_LAYERS:
-            raise UserError(f"model.path: config.json has {layers:,} layers; that is no model")
-        return layers
+        return self.number("num_hidden_layers", count)
 
     @property
     def attention_heads(self) -> int:

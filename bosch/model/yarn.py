@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import read_within
+from bosch.files import read_regular
 from bosch.model.families import HYBRID_PREFIX
 
 _ORIGINAL = "original_max_position_embeddings"
 # Model cards have the number in JSON, as a server option, or in a sentence.
 _IN_CARD = re.compile(_ORIGINAL + r"[\W_]{1,8}(\d{3,8})\b")
-_MAX_BYTES = 4 * 2**20
 # Kinds of RoPE without scaling; mrope is an older name of the one for images.
 _UNSCALED = ("default", "mrope")
 # Families without RoPE, and phimoe, which needs fields that YaRN does not have.
@@ -49,7 +48,7 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
         if isinstance(value, int):
             return value
     try:
-        text = read_within(card, _MAX_BYTES).decode() if card is not None else ""
+        text = read_regular(card).decode() if card is not None else ""
     except (OSError, ValueError):
         return None
     lengths = {int(number) for number in _IN_CARD.findall(text)}

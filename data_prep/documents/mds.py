@@ -8,6 +8,7 @@ variable size, then the columns' bytes in the index's order.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from bosch.errors import UserError
-from bosch.files import open_regular, parse_json
+from bosch.files import open_regular
 from data_prep.documents.mds_index import Shard
-from data_prep.documents.records import RECORD_LIMITS
 
-# A file of a few kilobytes may decompress to gigabytes.
-_MAX_DECOMPRESSED = 2**30
 # Errors of decoders for damaged bytes.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
@@ -71,8 +69,6 @@ def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
     stated.check(stored, path)
     if not is_compressed:
         return memoryview(stored)
-    if shard.raw_data.size > _MAX_DECOMPRESSED:
-        raise UserError(f"{path}: more than {_MAX_DECOMPRESSED:,} bytes decompressed; split it")
     try:
         plain = pa.decompress(stored, decompressed_size=shard.raw_data.size, codec="zstd")
     except OSError as error:
@@ -111,7 +107,7 @@ def _decode_sample(
 def _decoder(encoding: str, where: str) -> _Decoder:
     kind, *fixed = encoding.split(":")
     if encoding == "json":
-        return lambda data: parse_json(bytes(data), RECORD_LIMITS)
+        return lambda data: json.loads(bytes(data))
     is_known_dtype = not fixed or fixed[0] in _TYPES.values()
     if kind == "ndarray" and is_known_dtype and len(fixed) <= 2:
         return partial(_decode_array, fixed)

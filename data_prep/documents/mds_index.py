@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -17,9 +16,6 @@ INDEX = "index.json"
 # Names of the hashes that an index may have: those of xxhash and of hashlib.
 _XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 _HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
-
-# Limit for a shard's entry, which has some values for each column.
-_MAX_CHARACTERS = 2**18
 
 # Offsets in a shard are 32-bit.
 _Size = Annotated[int, Field(ge=0, lt=2**32)]
@@ -93,9 +89,6 @@ def read_index(path: Path) -> list[Shard]:
 
 
 def _shard(path: Path, number: int, entry: Any) -> Shard:
-    # pydantic reports every wrong value with about a kilobyte, so limit their number.
-    if len(json.dumps(entry)) > _MAX_CHARACTERS:
-        raise _index_error(path, f"shards.{number}: more than {_MAX_CHARACTERS:,} characters")
     try:
         shard = Shard.model_validate(entry)
     except ValidationError as error:

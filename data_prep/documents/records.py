@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -19,20 +18,13 @@ import pyarrow.parquet as pq
 from pydantic_core import from_json
 
 from bosch.errors import RunError, UserError
-from bosch.files import JsonLimits, check_hub_cache, check_json_text, open_regular
+from bosch.files import check_hub_cache, open_regular
 from data_prep.documents.filters import Filters
 from data_prep.source_files import is_local
 from data_prep.text import decode_utf8
 
-# A record of this size, or with this many values, takes up to half a gigabyte in memory.
+# A longer line is no record, but a file of another kind.
 MAX_RECORD_BYTES = 64 * 2**20
-RECORD_LIMITS = JsonLimits(MAX_RECORD_BYTES, 2_000_000, max_depth=1000)
-# A shorter line cannot exceed the limit on values.
-_COUNTED_BYTES = 2**20
-# A file may decompress to this size and to `MAX_RATIO` times its own; text has a ratio of 3 to 20.
-MAX_DECOMPRESSED = 2**26
-MAX_RATIO = 256
-_MAX_EMPTY_LINES = 1_000_000
 _TOO_LARGE = f"a record of more than {MAX_RECORD_BYTES >> 20} MB; split it or leave it out"
 _BATCH_BYTES = 2**24
 _PARQUET_FAULTS = (pa.ArrowException, OSError, ValueError, OverflowError, KeyError, TypeError)
@@ -72,10 +64,8 @@ def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
 def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Non-empty lines that begin in bytes `start` to `stop`, with their offsets."""
     try:
-        size = path.stat().st_size
-        max_bytes = MAX_DECOMPRESSED + MAX_RATIO * size if is_compressed(path) else math.inf
         with _open_binary(path) as file:
-            at, empty_lines = max(start - 1, 0), 0
+            at = max(start - 1, 0)
             if at:
                 file.seek(at)
             while at < stop or is_compressed(path):
@@ -84,18 +74,9 @@ def _jsonl_lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes
                     break
                 if len(line) > MAX_RECORD_BYTES:
                     raise _record_fault(path, at, _TOO_LARGE)
-                if line.strip():
-                    if at >= start:  # otherwise the end of the previous part's last line
-                        yield at, line
-                    empty_lines = 0
-                else:
-                    empty_lines += 1
+                if at >= start and line.strip():  # before it, the end of the previous part's line
+                    yield at, line
                 at += len(line)
-                if empty_lines > _MAX_EMPTY_LINES or at > max_bytes:
-                    raise UserError(
-                        f"{path}: more than {_MAX_EMPTY_LINES:,} empty lines one after another, "
-                        f"or {MAX_RATIO} times its size decompressed; that is no text"
-                    )
     except OSError as error:
         raise UserError(f"{path}: cannot be read to its end ({error}); get it again") from None
 
@@ -118,11 +99,6 @@ def _record_text(line: bytes, at: int, path: Path, field: str, filters: Filters)
 
 def _record(line: bytes, at: int, path: Path) -> tuple[Any, bool]:
     """A line's record, and whether its text is known to have no lone surrogates."""
-    try:
-        if len(line) > _COUNTED_BYTES:
-            check_json_text(line, RECORD_LIMITS)
-    except ValueError as error:
-        raise _record_fault(path, at, f"a record of {error}; leave it out") from None
     try:
         return _parse(line, path, at)
     except json.JSONDecodeError as error:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,12 +14,10 @@ import numpy as np
 
 from bosch.errors import UserError
 from bosch.files import check_hub_cache, load_user_json
-from bosch.model import untrusted
+from bosch.model.untrusted import check_faults, model_file_faults
 from data_prep.text import WINDOW
 
 OVERLAP = 2**12
-# Unicode's normal forms make at most 18 characters of one; other steps of a tokenizer add a few.
-_MAX_GROWTH = 256
 
 
 @dataclass(frozen=True)
@@ -42,12 +37,13 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _check_files(spec)
+    if os.path.isdir(spec.path):
+        check_faults(model_file_faults(Path(spec.path)))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
         )
-        is_fast = tokenizer.is_fast  # missing in classes with two tokenizers
+        assert isinstance(tokenizer.is_fast, bool)  # missing in classes with two tokenizers
         tokenizer("a")
     except Exception as error:
         check_hub_cache(error)
@@ -55,11 +51,6 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
             load_user_json(file, "get the model again")
         reason = " ".join(str(error).split())
         raise UserError(f"{spec.path}: {_load_fault(spec)} ({reason})") from None
-    if is_fast:  # also if it was converted from another form
-        backend = tokenizer.backend_tokenizer
-        parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
-        states = {name: json.loads(part.__getstate__()) for name, part in parts.items() if part}
-        check_growth(spec.path, states)
     return tokenizer
 
 
@@ -73,82 +64,6 @@ def _load_fault(spec: TokenizerSpec) -> str:
         except Exception:
             return "config.json could not be read, and the tokenizer's class goes by it"
     return "no tokenizer could be loaded from here"
-
-
-def _check_files(spec: TokenizerSpec) -> None:
-    """Raise UserError for files that would take too much memory or time to load."""
-    if os.path.isdir(spec.path):
-        folder = Path(spec.path)
-        untrusted.check_faults(untrusted.model_file_faults(folder))
-        file: Path | None = folder / untrusted.TOKENIZER_FILE
-    else:
-        file = _hub_files(spec)
-    if file is not None and file.is_file():
-        content = load_user_json(file, "get the model again")
-        # Before loading, which runs the normalizer over the added tokens.
-        check_growth(str(file), content if isinstance(content, dict) else {})
-
-
-def _hub_files(spec: TokenizerSpec) -> Path | None:
-    """tokenizer.json of a hub name, after checking all files that are read."""
-    from transformers.utils.hub import cached_file
-
-    files = {}
-    for name in (*untrusted.CONFIG_FILES, untrusted.TOKENIZER_FILE):
-        try:
-            file = cached_file(
-                spec.path, name, revision=spec.revision, _raise_exceptions_for_missing_entries=False
-            )
-        except Exception:  # transformers reports faults of the name or the network
-            return None
-        if file is not None:
-            files[name] = Path(file)
-            untrusted.check_faults(untrusted.model_file_fault(Path(file)))
-    return files.get(untrusted.TOKENIZER_FILE)
-
-
-def check_growth(where: str, tokenizer: Mapping[str, Any]) -> None:
-    """Raise UserError if a normalizer or decoder may make a text many times longer."""
-    for part in ("normalizer", "decoder"):
-        try:
-            growth = _growth(tokenizer.get(part))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{where}: damaged, {part} has a wrong value ({reason})") from None
-        if growth > _MAX_GROWTH:
-            raise UserError(
-                f"{where}: its {part} may make a text {growth:,.6g} times longer; that is no "
-                "tokenizer"
-            )
-
-
-def _growth(part: Any) -> float:
-    """Most characters that a part of a tokenizer may make of one.
-
-    Unicode's normal forms are not counted, since they are bounded even if applied repeatedly.
-    """
-    if not isinstance(part, dict):
-        return 1.0
-    kind = part.get("type")
-    if kind == "Sequence":
-        steps = part.get("normalizers") or part.get("decoders") or ()
-        return math.prod(map(_growth, steps))
-    if kind == "Replace":
-        # A regular expression may match between any two characters.
-        text = part["pattern"].get("String")
-        added = len(part["content"])
-        return max(1.0, added / len(text)) if text else 1.0 + added
-    if kind == "Prepend":
-        return 1.0 + len(part["prepend"])
-    if kind == "ByteLevel":
-        return 4.0  # bytes of a character
-    if kind == "Precompiled":
-        table = base64.b64decode(part["precompiled_charsmap"] or "")
-        replacements = table[4 + int.from_bytes(table[:4], "little") :]
-        # The first four bytes are the size of the trie; then come zero-terminated strings.
-        longest = max(replacements.split(b"\0"), key=len)
-        return max(1.0, len(longest.decode("utf-8", "replace")))
-    return 1.0
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from bosch.errors import UserError
-from bosch.files import (
-    CONFIG_LIMITS,
-    NOT_REGULAR,
-    check_hub_cache,
-    irregular_entries,
-    load_user_json,
-)
+from bosch.files import NOT_REGULAR, check_hub_cache, irregular_entries, load_user_json
 from bosch.model.untrusted import config_faults, model_file_faults
 from bosch.weight_files import INDEX, weight_faults
 from data_prep.source_files import tokenizer_files
@@ -148,7 +142,7 @@ def _read_config(directory: Path, hybrid: bool = False) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    value = load_user_json(path, "get the model again", CONFIG_LIMITS, "model.path")
+    value = load_user_json(path, "get the model again", "model.path")
     if not isinstance(value, dict):
         raise UserError(f"model.path: {path} is damaged: expected a JSON object")
     return value

@@ -10,7 +10,7 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from bosch.errors import RunError
-from bosch.files import read_json, read_within
+from bosch.files import read_json, read_regular
 from bosch.model.stored_config import StoredConfig
 from bosch.model.untrusted import lasting_quantiser
 from bosch.search.methods import METHODS
@@ -93,7 +93,6 @@ def read_model_config(materialize: Path) -> StoredConfig:
 _FRONT = "---"
 _KEYS = ("license", "license_name", "license_link")
 _MAX_CHARACTERS = 500
-_MAX_BYTES = 4 * 2**20
 
 
 def licence_of(card: Path) -> dict[str, str]:
@@ -102,7 +101,7 @@ def licence_of(card: Path) -> dict[str, str]:
     Only these lines are parsed, since the card is untrusted.
     """
     try:
-        lines = read_within(card, _MAX_BYTES).decode().splitlines()
+        lines = read_regular(card).decode().splitlines()
     except (OSError, ValueError):
         return {}
     if not lines or lines[0].strip() != _FRONT or _FRONT not in lines[1:]:

@@ -83,7 +83,6 @@ def _in_point(number: int = 0, **values: Any) -> Any:
         (_with(points=[{}] * 101), "101 points, a front has at most 100"),
         (_with(chosen=4), "chosen is 4, there are 4 points"),
         (_with(chosen=-1), "chosen is -1, there are 4 points"),
-        (_with(num_layers=1001), "1,001 layers of 2 KV heads; that is no model"),
         (_with(num_key_value_heads=10_001), "2 layers of 10,001 KV heads; that is no model"),
         (_in_point(score=None), "points[0]: score has an unexpected value None"),
         (_in_point(score=float("nan")), "expected a finite number"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +156,8 @@ def test_a_truncated_shard_is_refused(tmp_path, cut):
         read_all(folder)
 
 
-def test_the_decompressed_size_is_bounded(tmp_path):
+def test_a_shard_of_another_decompressed_size_is_refused(tmp_path):
     folder = damaged(tmp_path, "packed_zstd")
-    change_index(folder, "shards.0.raw_data.bytes", 3 * 2**30)
-    with pytest.raises(UserError, match=r"more than .* bytes decompressed"):
-        read_all(folder)
     change_index(folder, "shards.0.raw_data.bytes", 1700)
     with pytest.raises(UserError, match="not a whole zstd file of 1,700 bytes"):
         read_all(folder)
@@ -345,26 +341,3 @@ def test_a_sample_shorter_than_its_columns_is_damaged(tmp_path):
 
 def test_a_sample_without_spans_has_no_document(tmp_path):
     assert documents(write_sample(tmp_path, input_ids=IDS, indices=("json", b"[]"))) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"shards": [' + b"{}," * 100_000 + b"{}]}", r"shards\.0\.version: Field required"),
-        (b'{"shards": [{"hashes": {' + b'"a":1,' * 20_000, "not an index"),
-        (b'{"shards": [{"x": [' + b"0," * 90_000 + b"0]}]}", r"shards\.0: more than 262,144 char"),
-        (
-            b'{"shards": [{' + b",".join(b'"%d": 0' % n for n in range(30_000)) + b"}]}",
-            r"shards\.0: more than 262,144 characters",
-        ),
-        (b'{"shards": [' + b"{}," * 4_000_000 + b"{}]}", "more than 6,000,000 values"),
-    ],
-    ids=["shards", "cut", "values of a shard", "keys of a shard", "values"],
-)
-def test_an_index_is_refused_at_its_first_fault(tmp_path, content, message):
-    """Reporting every fault took 3.5 GB for an index of a megabyte."""
-    (tmp_path / "index.json").write_bytes(content)
-    started = time.process_time()
-    with pytest.raises(UserError, match=message):
-        read_index(tmp_path / "index.json")
-    assert time.process_time() - started < 2

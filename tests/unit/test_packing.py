@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from contextlib import nullcontext
 from dataclasses import replace
 from operator import length_hint
 from pathlib import Path
@@ -27,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from bosch.errors import RunError, UserError
 from bosch.files import file_stamp
 from bosch.progress import Progress
-from data_prep.documents import records, tokenization, tokenizer
+from data_prep.documents import tokenization, tokenizer
 from data_prep.documents.filters import Filters
 from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write_dataset
 from data_prep.documents.sources import Source
@@ -496,15 +495,3 @@ def test_characters_of_a_file_are_counted(tmp_path):
     file = TextFile(tmp_path / "a.txt")
     assert Filters(max_characters=300_000).allow_text(file)
     assert not Filters(max_characters=299_999).allow_text(file)
-
-
-def test_the_size_of_a_decompressed_file_is_bounded(tmp_path, monkeypatch):
-    """By a constant and a multiple of it, so that neither small nor large files are refused."""
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "one two"}\n' * 500))
-    times = 10_000 // path.stat().st_size + 1
-    for constant, ratio, is_read in ((10_000, 0, True), (0, times, True), (9_999, 0, False)):
-        monkeypatch.setattr(records, "MAX_DECOMPRESSED", constant)
-        monkeypatch.setattr(records, "MAX_RATIO", ratio)
-        with nullcontext() if is_read else pytest.raises(UserError, match="that is no text"):
-            assert len(list(records.read_rows(path, ()))) == 500

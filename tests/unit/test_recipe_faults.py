@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +120,9 @@ def test_brackets_in_the_name_of_a_recipes_folder_are_no_glob(tmp_path: Path) ->
         ("name=" + "n" * 101, "name: 'nnn"),
         ("name=ü→", "name: 'ü→' cannot name a folder; use 1 to 100 letters"),
         ("prepare.sources.0.name=" + "n" * 300, "prepare.sources.0.name: expected one line of"),
-        ('report.title="\\e[31mred"', "a text holds the control character '\\x1b'"),
         ("evaluate.needle.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
         ("prepare.calibration.tasks=[niah_single_1,niah_single_1]", "names niah_single_1 twice"),
         ("evaluate.needle.lengths=[512,512]", "evaluate.needle.lengths: names 512 twice"),
-        ("seed=!!int 7", "the tag tag:yaml.org,2002:int; write the plain value"),
         ("runtime.processes=many", "runtime.processes: expected a whole number or auto"),
         ("prepare=3", "prepare: expected keys below it, found 3"),
         ("search=null", "search: is required and missing"),
@@ -340,57 +336,10 @@ def test_unreadable_files_are_named(case: Case, tmp_path: Path) -> None:
         load_recipe(bad)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("- " * 100_000, "nested more than 32 levels deep"),
-        ("{a: " * 100_000, "nested more than 32 levels deep"),
-        ("a: &a [*a]", "the alias '*a' is used before or inside its value"),
-        ("a: " + "x" * 2**21, "is longer than 1,048,576 characters"),
-        (
-            "a: &a [1,2,3,4,5,6,7,8,9]\n"
-            + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in pairwise("abcdefgh")),
-            "more than 10,000 values, aliases counted each time",
-        ),
-    ],
-    ids=["block", "maps", "cycle", "long", "laughs"],
-)
-def test_yaml_that_expands_without_limit_is_refused_at_once(
-    tmp_path: Path, text: str, expected: str
-) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text(text)
-    started = time.monotonic()
-    with pytest.raises(UserError) as caught:
-        load_recipe(file)
-    assert expected in str(caught.value)
-    assert time.monotonic() - started < 2
-
-
-@pytest.mark.parametrize(
-    ("most", "more"),
-    [
-        (31 * "[" + 31 * "]", 32 * "[" + 32 * "]"),
-        (
-            "&b " + 15 * "[" + 15 * "]" + "\nc: &c " + 16 * "[" + "*b" + 16 * "]" + "\nd: *c",
-            "&b " + 15 * "[" + 15 * "]" + "\nc: &c " + 16 * "[" + "*b" + 16 * "]" + "\nd: [*c]",
-        ),
-        ("[" + "1," * 9_997 + "]", "[" + "1," * 9_998 + "]"),
-        (
-            "&b [1, 1, 1, [" + "1," * 4_993 + "]]\nc: *b",
-            "&b [1, 1, 1, [" + "1," * 4_994 + "]]\nc: *b",
-        ),
-        ("9" * 64, "9" * 65),
-        ("9" * 63 + ".5", "9" * 64 + ".5"),
-    ],
-    ids=["depth", "depth of aliases", "values", "aliases", "digits", "places"],
-)
-def test_yaml_up_to_its_limits_is_read(most: str, more: str) -> None:
-    assert "a" in parse_yaml(f"a: {most}", "file")
-    with pytest.raises(
-        UserError, match=r"^file:\d: not valid YAML: (nested more than|more than|a number of) "
-    ):
-        parse_yaml(f"a: {more}", "file")
+def test_an_alias_inside_its_value_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("a: &a [*a]")
+    with pytest.raises(UserError, match="not valid YAML: nested too deeply"):
+        load_recipe(tmp_path / "bad.yaml")
 
 
 def test_unquoted_words_are_read_as_text(case: Case) -> None:

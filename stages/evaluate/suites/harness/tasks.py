@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import JsonLimits, check_json_text, read_within
+from bosch.files import read_regular
 from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
@@ -34,8 +34,6 @@ _SPLITS = ("train", "validation", "test", "dev")
 _SPLIT_FIELDS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _FIELD = "evaluate.harness.tasks"
 _ALL_TASKS = "`lm-eval ls tasks` lists them all"
-# Maximum bytes of a split, which is read as a whole: the largest of LongBench has 25 MB.
-_DATA_LIMITS = JsonLimits(2**30, 6_000_000)
 # lm-eval marks all of LongProc as unsafe; scoring these tasks executes no output of a model.
 _EXECUTES_NOTHING = re.compile(
     r"longproc_(path_traversal|tom_tracking|html_to_tsv|travel_planning)_[\d.]+k"
@@ -445,13 +443,9 @@ def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list
     file and, for an invalid object, its line.
     """
     try:
-        content = read_within(path, _DATA_LIMITS.max_bytes)
-        # Checks the limits of all lines together, up to the first that is not JSON.
-        check_json_text(content, _DATA_LIMITS)
+        content = read_regular(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     records, at = dict[int, dict[str, Any]](), 0  # by line
     for number, line in enumerate(io.BytesIO(content), 1):
         text = decode_utf8(line, str(path), at)

@@ -7,6 +7,7 @@ a random string. The data is read in its public layout, Parquet or JSONL with th
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bosch.errors import UserError
-from bosch.files import parse_json
 from data_prep.documents.records import read_rows
 from data_prep.text import encode_answer
 from stages.evaluate.chat import ChatTemplate, prompt_of
@@ -43,9 +43,7 @@ def sample_of(row: Mapping[str, Any]) -> MrcrSample:
     prompt, answer, prefix, needles = (row[name] for name in FIELDS)
     if not isinstance(prompt, str):
         raise ValueError("prompt is no text that holds JSON")
-    turns = [
-        {"role": turn["role"], "content": turn["content"]} for turn in parse_json(prompt.encode())
-    ]
+    turns = [{"role": turn["role"], "content": turn["content"]} for turn in json.loads(prompt)]
     # Without one of these every output would have the same score.
     if not turns or not all(isinstance(text, str) and text for text in (answer, prefix)):
         raise ValueError("a conversation, its answer and the string before it must not be empty")
