@@ -229,11 +229,3 @@ class Section(BaseModel):
             if text and not cls.model_fields[name].description:  # pydantic adds those
                 properties[name]["description"] = text
         return schema
-
-    def in_key(self) -> dict[str, Any]:
-        """The values that the stage's results depend on, as JSON."""
-        return self.model_dump(mode="json")
-
-    def environment(self) -> dict[str, Any]:
-        """Packages whose content the results depend on."""
-        return {}

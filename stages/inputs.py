@@ -102,14 +102,12 @@ def section_identity(section: Section, hasher: Hasher) -> tuple[dict[str, Any], 
 
     Raises OSError for a file that cannot be read, UserError for one that does not exist.
     """
-    config, inputs = section.in_key(), dict[str, Any]()
+    config, inputs = section.model_dump(mode="json"), dict[str, Any]()
     for place, owner in _sections(section):
         values: Any = config
         for step in place:
             values = values[step]
         prefix = "".join(f"{step}." for step in place)
-        if environment := owner.environment():
-            inputs[f"{prefix}environment"] = environment
         for name, path in owner:
             annotation = _annotation(owner, name)
             if annotation is None or annotation.identity is None:

@@ -25,8 +25,8 @@ from stages.published import TENSORBOARD, Summary
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that the store uses for its folders and the page of all runs.
 _RESERVED = ("store", "work", "shared", "locks", "logs", "damaged", "index.html")
-# Patterns of the files in stages' outputs that contain times.
-TIMED = ("stage*.log", Summary.FILE, f"{TENSORBOARD}/*")
+# Files of stages' outputs that hold times: two equal runs differ in them.
+TIMED = ("stage*.log", Summary.FILE, f"{TENSORBOARD}/*", "evaluations.jsonl", "metrics.jsonl")
 _Kind = TypeVar("_Kind", bound=Section)
 OwnSection = TypeVar("OwnSection", bound=Section)
 
@@ -117,18 +117,13 @@ class Stage(Generic[OwnSection]):
     the section does not run the stage. `field` declares the key as required or not, with its
     description; None if another stage declares it. `version` is raised when results change.
 
-    `needs` are the stages whose outputs it reads, if the recipe has them (None: all before it); of
-    those also in `configured_by` it reads only the section. `after` are other stages that run
-    before it, without being read. `model` is the part of the base model that it reads. Its key also
-    holds `card`, a part of the model's card, and `choices`, values of further sections; `unread`
-    are fields of the section that it does not read. Stages with the same `pool` share a folder for
-    results that they may reuse.
+    `needs` are the stages whose outputs it reads, if the recipe has them (None: all before it);
+    `after` are other stages that run before it, without being read. `reads` are the keys of further
+    sections that it reads, and `model` is the part of the base model that it reads. A `distributed`
+    stage runs in all processes of the recipe, any other in one process.
 
-    `timed` are patterns, besides `TIMED`, of output files that differ in every run: if the stage
-    runs again and all other files are the same, the stages that read its output stay current.
-
-    With `seeded` the recipe's seed is in the key. A `distributed` stage runs in all processes of
-    the recipe, any other in one process.
+    Its output's key is the hash of its name, its version, its section and those it reads, the seed,
+    the keys of the stages it needs, its input files and the base model.
 
     `completed` fills in defaults of its section that depend on the rest of the recipe.
 
@@ -144,20 +139,14 @@ class Stage(Generic[OwnSection]):
     name: str
     function: str
     section: type[OwnSection]
-    version: int
+    version: int = 1
     field: Any = None  # a FieldInfo, which pydantic types as the declared value
     key: str = ""
     needs: tuple[str, ...] | None = ()
-    configured_by: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     model: Literal["none", "tokenizer", "weights"] = "none"
-    seeded: bool = True
     distributed: bool = False
-    card: Callable[[LoadedRecipe], dict[str, Any]] | None = None
-    choices: Callable[[LoadedRecipe], dict[str, Any]] | None = None
-    pool: str | None = None
-    unread: tuple[str, ...] = ()
-    timed: tuple[str, ...] = ()
     completed: Callable[[OwnSection, Recipe], OwnSection] = lambda section, recipe: section
     checks: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
     missing: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())

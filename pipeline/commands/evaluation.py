@@ -12,7 +12,7 @@ from bosch.errors import RunError, UserError
 from bosch.files import write_text
 from pipeline.run.locks import hold, hold_briefly, read_holder
 from pipeline.run.runner import Runner
-from stages.evaluate.answers import MODELS, VERSIONS, content_identity, forget_answers
+from stages.evaluate.answers import MODELS, content_identity, forget_answers
 from stages.evaluate.scores import HYBRID, ORIGINAL, SAMPLES, SelectedScores
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
@@ -80,7 +80,6 @@ class Evaluation:
         self.runner.stamps(self.original)
         document: dict[str, Any] = {
             "original": self.original.key,
-            "code": [self.node.stage.version, VERSIONS],
             "budgets": self.runner.loaded.recipe[EvaluateConfig].budgets,
             "models": self._identities(folders),
         }
@@ -180,7 +179,7 @@ class Evaluation:
         if not changed:
             forgotten.add(str(self.runner.order(self.original, work)["model_identity"]))
         files.remove(work)
-        forget_answers(self.store.pool("evaluation"), forgotten)
+        forget_answers(self.store.shared("evaluate"), forgotten)
         names = ", ".join(f"--model {folders[name]}" for name in folders if name in changed)
         raise RunError(
             f"{names or changed_file}: changed while it was evaluated, so its answers are thrown "

@@ -37,10 +37,6 @@ class Node:
         return self.stage.name
 
     @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(name for name in self.needs if name not in self.stage.configured_by)
-
-    @property
     def key(self) -> str | None:
         return None if self.document is None else document_key(self.document)
 
@@ -61,7 +57,7 @@ def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
         document: dict[str, Any] | None = None
         if None not in keys.values():
             with contextlib.suppress(NotHashed):
-                document = _document(loaded, stage, section, keys, hasher)
+                document = _document(loaded, stage, keys, hasher)
         nodes[stage.name] = Node(stage, needs, section, document)
     return list(nodes.values())
 
@@ -69,7 +65,7 @@ def resolve(loaded: LoadedRecipe, hasher: FileHasher) -> list[Node]:
 def current_document(loaded: LoadedRecipe, node: Node, hasher: FileHasher) -> Mapping[str, Any]:
     """The node's document for the current files, with unchanged upstream outputs."""
     assert node.document is not None
-    return _document(loaded, node.stage, node.section, node.document["upstream"], hasher)
+    return _document(loaded, node.stage, node.document["upstream"], hasher)
 
 
 def upstream_of(name: str, nodes: Sequence[Node]) -> list[str]:
@@ -98,36 +94,31 @@ def find_stage(option: str, name: str, nodes: Sequence[Node]) -> str:
 def _document(
     loaded: LoadedRecipe,
     stage: Stage[Any],
-    section: Section,
     upstream: Mapping[str, str | None],
     hasher: FileHasher,
 ) -> dict[str, Any]:
     try:
-        config, inputs = section_identity(section, hasher)
-        config = {name: value for name, value in config.items() if name not in stage.unread}
+        config, inputs = dict[str, Any](), dict[str, Any]()
+        for key in (stage.key, *stage.reads):
+            if (section := getattr(loaded.recipe, key)) is not None:
+                config[key], inputs[key] = section_identity(section, hasher)
         model: dict[str, Any] = {}  # the part of the base model's files that the stage reads
         if stage.model == "tokenizer":
             model = tokenizer_identity(loaded, hasher)
         elif stage.model == "weights":
-            card = stage.card(loaded) if stage.card is not None else {}
-            model = model_identity(loaded, hasher) | card
+            model = model_identity(loaded, hasher)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
-    document: dict[str, Any] = {
+    return {
         "format": 1,
         "stage": stage.name,
         "version": stage.version,
         "config": config,
         "inputs": inputs,
+        "seed": loaded.recipe.seed,
         "upstream": dict(upstream),
+        "model": model,
     }
-    if stage.seeded:
-        document["seed"] = loaded.recipe.seed
-    if model:
-        document["model"] = model
-    if stage.choices is not None and (choices := stage.choices(loaded)):
-        document["choices"] = choices
-    return document
 
 
 def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
@@ -139,8 +130,9 @@ def model_identity(loaded: LoadedRecipe, hasher: Hasher) -> dict[str, Any]:
     directory = info.directory
     names = {"config.json", *weight_files(directory), *tokenizer_files(directory)}
     names |= set(code_files(directory))
-    if (directory / "generation_config.json").is_file():
-        names.add("generation_config.json")
+    # The model card has the licence, and the length that YaRN stretches.
+    optional = ("generation_config.json", "README.md")
+    names.update(name for name in optional if (directory / name).is_file())
     return {**_hashes(directory, names, hasher), **loading}
 
 

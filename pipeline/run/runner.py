@@ -305,7 +305,7 @@ class Runner:
         except UserError as fault:
             raise RunError(f"{node.name}: its inputs changed {when}: {fault}") from None
         if graph.document_key(current) != node.key:
-            changes = "; ".join(status.differences(node.document, current, node.stage.key))
+            changes = "; ".join(status.differences(node.document, current))
             raise RunError(f"{node.name}: its inputs changed {when}: {changes}")
 
     def _unlink_from(self, node: Node) -> None:
@@ -338,7 +338,9 @@ class Runner:
             "seed": recipe.seed,
             "runtime": _typed(recipe.runtime),
             "upstream": {
-                needed.stage.key: _typed(needed.section) for needed in map(self._node, upstream)
+                key: _typed(section)
+                for key in [*(self._node(name).stage.key for name in upstream), *node.stage.reads]
+                if (section := getattr(recipe, key)) is not None
             },
             "inputs": {
                 name: str(self.store.published(name, str(self._node(name).key)))
@@ -357,9 +359,7 @@ class Runner:
         upstream = graph.upstream_of(node.name, self.nodes)
         if {node.name, *upstream} & set(self.options.force) or node.document is None:
             return None
-        if node.stage.pool is not None:
-            return str(self.store.pool(node.stage.pool))
-        return str(self.store.shared(node.name, node.document))
+        return str(self.store.shared(node.stage.key))
 
     def _follow(self, node: Node) -> None:
         """Run on another node than the first: join distributed stages, wait for other outputs."""

@@ -47,7 +47,7 @@ def inspect(
     rebuilt: set[str] = set()
     states = []
     for node in nodes:
-        rebuilt_inputs = [name for name in node.reads if name in rebuilt]
+        rebuilt_inputs = [name for name in node.needs if name in rebuilt]
         is_forced = bool(rebuilt_inputs) or node.name in forced
         manifest = store.manifest(node.name, str(node.key)) if is_forced and force_id else None
         is_done = manifest is not None and manifest.get("force") == force_id
@@ -76,15 +76,14 @@ def contents(node: Node, nodes: Sequence[Node], store: Store) -> dict[str, str]:
     """
     hashes = {}
     for upstream in nodes:
-        if upstream.name not in node.reads:
+        if upstream.name not in node.needs:
             continue
         manifest = store.manifest(upstream.name, str(upstream.key))
         if manifest is not None:
-            timed = (*TIMED, *upstream.stage.timed)
             files = {
                 file["path"]: file["sha256"]
                 for file in manifest["files"]
-                if not any(fnmatchcase(file["path"], pattern) for pattern in timed)
+                if not any(fnmatchcase(file["path"], pattern) for pattern in TIMED)
             }
             hashes[upstream.name] = document_key(files)
     return hashes
@@ -136,26 +135,22 @@ def _reason(node: Node, store: Store, last_key: str | None) -> str:
     manifest = store.manifest(node.name, last_key)
     if manifest is None or node.document is None:
         return "recipe or inputs changed"
-    changes = list(differences(manifest["identity"], node.document, node.stage.key))
+    changes = list(differences(manifest["identity"], node.document))
     more = len(changes) - _SHOWN_CHANGES
     shown = "; ".join(changes[:_SHOWN_CHANGES])
     return f"{shown}; and {more} more" if more > 0 else shown or "recipe or inputs changed"
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) -> Iterator[str]:
-    """Differences between the documents of two keys of a stage; `section` configures it."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """Differences between the documents of two keys of a stage."""
     if old.get("version") != new.get("version"):
         versions = f"version {old.get('version')} → {new.get('version')}"
         yield f"the code of {new['stage']} changed: {versions}"
-    yield from starmap(_value_change, _changes(old.get("config"), new.get("config"), section))
-    old_choices, new_choices = old.get("choices") or {}, new.get("choices") or {}
-    for name in dict.fromkeys([*new_choices, *old_choices]):
-        changes = _changes(old_choices.get(name), new_choices.get(name), name)
-        yield from starmap(_value_change, changes)
+    yield from starmap(_value_change, _changes(old.get("config"), new.get("config")))
     if old.get("seed") != new.get("seed"):
         yield f"seed changed {old.get('seed')} → {new.get('seed')}"
     yield from starmap(_file_change, _changes(old.get("model"), new.get("model"), "model"))
-    for path, before, after in _changes(old.get("inputs"), new.get("inputs"), section):
+    for path, before, after in _changes(old.get("inputs"), new.get("inputs")):
         yield _file_change(path.replace(".files.", ": "), before, after)
     old_keys, new_keys = old.get("upstream") or {}, new.get("upstream") or {}
     changed = [name for name, key in new_keys.items() if old_keys.get(name, key) != key]
@@ -168,11 +163,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], section: str) ->
 _MISSING = object()
 
 
-def _changes(old: Any, new: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Differences between two JSON values: dotted path, old and new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*new, *old]):
-            yield from _changes(old.get(key, _MISSING), new.get(key, _MISSING), f"{path}.{key}")
+            yield from _changes(
+                old.get(key, _MISSING), new.get(key, _MISSING), f"{path}.{key}".lstrip(".")
+            )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (before, after) in enumerate(zip(old, new, strict=True)):
             yield from _changes(before, after, f"{path}.{index}")

@@ -2,8 +2,7 @@
 
 <root>/store/<stage>/<key>/    published output; exists only with its manifest.json
 <root>/work/<stage>/<key>/     unfinished work, kept over crashes; <key>.state.json beside it
-<root>/shared/<stage>/<hash>/  results that outputs of a stage may reuse; each has its own copy
-<root>/shared/evaluation/      samples and answers of all evaluations, by what they depend on
+<root>/shared/<section>/       results that outputs of a stage may reuse; each has its own copy
 <root>/locks/                  one lock for each output that is being made
 <root>/damaged/<stage>/<key>/  outputs that were changed on disk
 <root>/damaged/<stage>/<key>.added/  files that were added to an otherwise unchanged output
@@ -49,14 +48,9 @@ class Store:
     def work(self, stage: str, key: str) -> Path:
         return self.root / "work" / stage / key
 
-    def shared(self, stage: str, document: Mapping[str, Any]) -> Path:
-        """A folder for all runs of a stage on the same model."""
-        name = document_key({"stage": stage, "model": document.get("model")})
-        return self.root / "shared" / stage / name
-
-    def pool(self, name: str) -> Path:
-        """A folder for all runs of several stages, on any model."""
-        return self.root / "shared" / name
+    def shared(self, section: str) -> Path:
+        """A folder for all runs of the stages that a section configures, on any model."""
+        return self.root / "shared" / section
 
     def lock(self, stage: str, key: str) -> Path:
         return self.root / "locks" / f"{stage}-{key}.json"

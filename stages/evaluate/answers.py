@@ -23,14 +23,10 @@ if TYPE_CHECKING:
 
     from bosch.heads import HeadMaskFile
 
-# Part of the key of shared answers. Raise it when a model's answers to the same samples change, or
-# the scores of the same answers.
-GENERATION, SCORING = 6, 2
 # File in the work directory with names and identities of the evaluated models.
 MODELS = "models.json"
 # Suffixes of files other than weights and code that models and tokenizers are read from.
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
-VERSIONS = f"generation-{GENERATION}-scoring-{SCORING}"
 Answers = dict[int, dict[str, Any]]
 _FILE_NAME = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 
@@ -122,7 +118,7 @@ def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 def shared_answers(shared: Path) -> Path:
     """The folder of the answers of models with an identity, below a shared folder."""
-    return shared / "answers" / VERSIONS
+    return shared / "answers"
 
 
 def forget_answers(shared: Path, identities: Iterable[str]) -> None:

@@ -142,10 +142,6 @@ class SuiteSection(Section):
         """Whether the average is comparable with the NIAH averages of BOSCH's Table 1."""
         return False
 
-    def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
-        """Facts of the model's card that the scores depend on."""
-        return {}
-
     def work(self) -> tuple[list[Work], list[str]]:
         """The samples that are known in advance, and remarks for `plan`."""
         return [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model
 
@@ -170,24 +170,15 @@ def gaps(loaded: LoadedRecipe) -> Iterator[str]:
         yield from (f"evaluate.{name}: {why}" for why in section.gaps(loaded))
 
 
-def model_card(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The part of the model card that the key of an evaluation contains."""
-    sections = loaded.recipe[EvaluateConfig].suites.values()
-    return {name: value for section in sections for name, value in section.card(loaded).items()}
-
-
 STAGE = Stage(
     "evaluate",
     "stages.evaluate.run:run",
     EvaluateConfig,
-    version=28,
     field=Field(None, description="Scores; left out, nothing is evaluated."),
     completed=EvaluateConfig.completed,
     needs=("prepare", "materialize", "train", "train_rival", "original"),
     model="weights",
     distributed=True,
-    card=model_card,
-    pool="evaluation",
     checks=_faults,
     missing=_missing,
     slow_checks="stages.evaluate.stage:slow_faults",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import AfterValidator, Field
@@ -13,10 +13,8 @@ from bosch.errors import RunError
 from bosch.files import read_json, read_regular
 from bosch.model.stored_config import StoredConfig
 from bosch.model.untrusted import lasting_quantiser
-from bosch.search.methods import METHODS
 from stages.fields import Section, file_size
 from stages.published import RUN_AGAIN, Record, Summary
-from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe, Stage
 
 
@@ -119,20 +117,6 @@ def licence_of(card: Path) -> dict[str, str]:
     return {key: licence[key] for key in _KEYS if key in licence}
 
 
-def _licence(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The licence in the base model's card, which the hybrid's card repeats."""
-    directory = loaded.info.directory if loaded.info is not None else None
-    return {"licence": {} if directory is None else licence_of(directory / "README.md")}
-
-
-def _point(loaded: LoadedRecipe) -> dict[str, Any]:
-    """The budget that chooses a point of a front; the search's key does not contain it."""
-    search = loaded.recipe[SearchConfig]
-    if not METHODS[search.method].finds_front:
-        return {}
-    return {"search": {"budget": search.chosen_budget.model_dump(mode="json")}}
-
-
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     quantiser = lasting_quantiser(loaded.info.config) if loaded.info is not None else None
     if quantiser is not None:
@@ -146,13 +130,9 @@ STAGE = Stage(
     "materialize",
     "stages.materialize.run:run",
     MaterializeConfig,
-    version=8,
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
     checks=_faults,
     model="weights",
-    card=_licence,
-    choices=_point,
-    seeded=False,
     cost="stages.materialize.cost:cost",
 )

@@ -140,11 +140,9 @@ STAGE = Stage(
     "measure",
     "stages.measure.run:run",
     MeasureConfig,
-    version=3,
     field=Field(None, description="Measured speed and memory; left out, nothing is measured."),
     needs=("materialize",),
     model="weights",
-    seeded=False,
     checks=_faults,
     cost="stages.measure.cost:cost",
 )

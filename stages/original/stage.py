@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from stages.evaluate.stage import EvaluateConfig, model_card
+from stages.evaluate.stage import EvaluateConfig
 from stages.stage import Stage
 
 STAGE = Stage(
     "original",
     "stages.original.run:run",
     EvaluateConfig,
-    version=24,
     key="evaluate",
     after=("materialize",),
     model="weights",
     distributed=True,
-    card=model_card,
-    pool="evaluation",
-    unread=("rivals", "windows", "budgets"),
     cost="stages.evaluate.cost:original",
 )

@@ -151,14 +151,6 @@ class PrepareConfig(Section):
     """Where documents come from."""
     calibration: CalibrationConfig = CalibrationConfig()
 
-    def in_key(self) -> dict[str, Any]:
-        """Leaves out a false `special_tokens`, so that data of older versions stays current."""
-        values = super().in_key()
-        for source in values["sources"]:
-            if not source["special_tokens"]:
-                del source["special_tokens"]
-        return values
-
     @property
     def sequences(self) -> int:
         """Number of packed sequences: the fewest that hold `train_tokens`."""
@@ -281,7 +273,6 @@ STAGE = Stage(
     "prepare",
     "stages.prepare.run:run",
     PrepareConfig,
-    version=7,
     field=Field(description="Training data and calibration set."),
     model="tokenizer",
     checks=_faults,

@@ -32,9 +32,7 @@ STAGE = Stage(
     "report",
     "stages.report.run:run",
     ReportConfig,
-    version=25,
     field=Field(default_factory=ReportConfig, description="The HTML page."),
     completed=ReportConfig.completed,
     needs=None,
-    seeded=False,
 )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 
 from bosch.search.methods import UnsearchedName
 from stages.fields import Section
-from stages.materialize.stage import STAGE as MATERIALIZE
-from stages.search.stage import attention_corrections
 from stages.stage import LoadedRecipe, Stage
 from stages.train.stage import TrainConfig
 
@@ -32,16 +29,10 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
 
 
-def _key_corrections(loaded: LoadedRecipe) -> dict[str, Any]:
-    corrections = attention_corrections(loaded.recipe[RivalConfig].method, loaded.info)
-    return {"rival": corrections} if corrections else {}
-
-
 STAGE = Stage(
     "rival",
     "stages.rival.run:run",
     RivalConfig,
-    version=MATERIALIZE.version,
     field=Field(
         None, description="A second hybrid that is trained for comparison; left out, there is none."
     ),
@@ -49,7 +40,6 @@ STAGE = Stage(
     # The search's hybrid is trained first.
     after=("train",),
     model="weights",
-    choices=_key_corrections,
     checks=_faults,
     cost="stages.materialize.cost:cost",
 )

@@ -178,14 +178,6 @@ class SearchConfig(Section):
         changes = {"swa_ratio": None, "budget": budget.model_copy(update={"context": context})}
         return self.model_copy(update=changes)
 
-    def in_key(self) -> dict[str, Any]:
-        """The values without the amount of a front's budget, which only chooses a point."""
-        values = super().in_key()
-        if METHODS[self.method].finds_front:
-            counted = self.chosen_budget.model_dump(mode="json")
-            values |= {"budget": counted | dict.fromkeys(Budget.ALTERNATIVES[0])}
-        return values
-
     def engine_cache(self, kinds: DecoderLayers, dtype: str, context: int) -> EngineCache:
         """The cache in the budget's engine; `context` is used if the budget has none."""
         budget = self.chosen_budget
@@ -466,52 +458,17 @@ def _needs_of_model(info: ModelInfo | None) -> dict[str, str]:
         return {}
 
 
-# Families for which the cost of gradients was corrected: a budget allows another number of them.
-_RECOUNTED_FAMILIES = (
-    "afmoe", "beam", "biogpt", "cohere", "cohere2", "cohere2_moe", "gemma4", "gemma4_text",
-    "gemma4_unified_text", "gpt_neox", "granitemoehybrid", "granitemoeshared", "hyperclovax",
-    "laguna", "lfm3", "nemotron_h", "opt", "phi", "stablelm",
-)  # fmt: skip
-
-
-def _key_corrections(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Parts of the key that keep masks apart from those made before a correction of the search."""
-    search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].chosen_budget
-    corrections = attention_corrections(search.method, loaded.info)
-    if METHODS[search.method].kind == "profile" and budget.tokens and budget.context:
-        corrections |= {"slots_at": budget.tokens}
-    if search.method == "learned_gates" and search.head_granularity > 1:
-        corrections |= {"counts_gradient_of_units": True}
-    if search.method == "given" and len(search.menu) > 1:
-        corrections |= {"keeps_given_mask": True}
-    family = loaded.info.config.get("model_type") if loaded.info is not None else None
-    method = METHODS[search.method]
-    if method.gradients and method.searches and family in _RECOUNTED_FAMILIES:
-        corrections |= {"counts_gradients": True}
-    return {"search": corrections} if corrections else {}
-
-
-def attention_corrections(method: str, info: ModelInfo | None) -> dict[str, Any]:
-    """Part of the key for caps and extra logits, which rankings and profiles once ignored."""
-    reads = {"softcap", "head_logits"} if METHODS[method].reads_attention else set()
-    needs = sorted(reads & _needs_of_model(info).keys())
-    return {"reads": needs} if needs else {}
-
-
 STAGE = Stage(
     "search",
     "stages.search.run:run",
     SearchConfig,
-    version=17,
     field=Field(description="Which KV heads become sliding."),
     completed=SearchConfig.completed,
     needs=("prepare",),
     model="weights",
     distributed=True,
-    choices=_key_corrections,
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",
     refusal="stages.search.processes:refuse_shards",
-    timed=(EVALUATIONS,),
 )

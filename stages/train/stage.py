@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -407,25 +407,16 @@ def _attention_faults(loaded: LoadedRecipe, train: TrainConfig) -> Iterator[str]
         yield f"runtime.attention: {message}"
 
 
-def _key_corrections(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Part of the key for families whose norms had weight decay up to version 9."""
-    family = loaded.info.config.get("model_type") if loaded.info is not None else None
-    return {"train": {"norms_decay": False}} if family in ("hyperclovax", "nemotron_h") else {}
-
-
 STAGE = Stage(
     "train",
     "stages.train.run:run",
     TrainConfig,
-    version=9,
     field=Field(None, description="Continual pretraining; left out, nothing is trained."),
     needs=("prepare", "materialize"),
     # Also checks the evaluation before days of training.
     after=("original",),
     distributed=True,
-    choices=_key_corrections,
     checks=_faults,
     cost="stages.train.cost:cost",
     refusal="stages.train.fit:refuse_excess_memory",
-    timed=(METRICS,),
 )

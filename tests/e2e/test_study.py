@@ -31,7 +31,7 @@ from pipeline.commands.study.optimality import evaluation_log
 from pipeline.commands.study.studied_model import Setting, StudiedModel
 from pipeline.recipe.load import LoadedRecipe, load_recipe
 from pipeline.run.launch import Launcher
-from stages.search.stage import STAGE, SearchConfig
+from stages.search.stage import STAGE
 from stages.stage import World
 from tests.pipeline_case import in_process
 
@@ -362,23 +362,6 @@ def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
         files.append(evaluation_log(model, "calibration", model.calibration(0)).path)
     assert files[0] == files[1] != files[2]
     assert model.objective(model.calibration(0)).memory()["cache_bytes_limit"] == 5_000_000
-
-
-def test_a_study_searches_again_if_a_fix_changed_the_methods_masks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, found = load_recipe(RECIPE, SMALL, env={}), []
-    for mended in ("", "dcam", "rand", "rand"):
-
-        def choices(loaded: LoadedRecipe, mended: str = mended) -> dict[str, Any]:
-            return {"search": True} if loaded.recipe[SearchConfig].method == mended else {}
-
-        stage = replace(STAGE, choices=choices)
-        monkeypatch.setattr("pipeline.commands.study.studied_model.SEARCH", stage)
-        model = StudiedModel(recipe, StudyOptions(), tmp_path)
-        model.search(Setting("rand", 0.5), 0)
-        found.append(len(model.finished))
-    assert found == [1, 1, 2, 2]
 
 
 def test_the_seconds_of_a_stopped_search_include_all_its_attempts(

@@ -23,7 +23,6 @@ from pipeline.run.runner import Runner, RunOptions
 from stages.context import ModelConfig
 from stages.evaluate.answers import TaskGroup, content_identity
 from stages.evaluate.scores import SelectedScores, write_samples
-from stages.evaluate.stage import STAGE as EVALUATE
 from stages.evaluate.tables import suite_table
 from stages.pages.tables import Table
 from stages.stage import World
@@ -146,16 +145,11 @@ def test_evaluating_again_starts_no_process(
     (Path(launches.orders[2]["work_dir"]) / "scores.json").write_text("{")
     assert run(case, checkpoints=["tokens-16"]) == 0
     assert len(launches.orders) == 4
-    # Other scoring code, and other samples, give other scores.
-    monkeypatch.setattr(evaluation, "VERSIONS", "generation-0-scoring-0")
-    assert run(case, checkpoints=["tokens-16"]) == 0
-    assert len(launches.orders) == 5
-    document = json.loads((Path(launches.orders[-1]["work_dir"]) / "models.json").read_text())
-    assert document["code"] == [EVALUATE.version, "generation-0-scoring-0"]
+    # Other samples give other scores.
     case.content["evaluate"]["needle"]["samples"] = 3
     case.save()
     assert run(case, checkpoints=["tokens-16"]) == 0
-    assert len({order["work_dir"] for order in launches.orders}) == 5 == len(launches.orders) - 1
+    assert len({order["work_dir"] for order in launches.orders}) == 4 == len(launches.orders) - 1
 
 
 def test_files_of_concurrent_evaluations_are_not_mixed(
@@ -188,23 +182,6 @@ def test_each_model_has_one_name_and_the_command_runs_on_one_node(
             run(case, env, model=[place], **options)
     assert run(case, model=[place, f"{place}/"]) == 0
     assert [list(order["inputs"]) for order in launches.orders] == [["tokens-16"]]
-
-
-def test_scores_at_other_budgets_are_compared_with_the_same_original(
-    case: Case, launches: Launches
-) -> None:
-    case.content["search"]["method"] = "front"
-    case.content["prepare"]["calibration"]["examples"] = 8
-    keys = set()
-    for budgets in ([0.5], "all", [0.5]):
-        case.content["evaluate"]["budgets"] = budgets
-        case.save()
-        _publish(case, "materialize", "model")
-        assert run(case) == 0
-        nodes = Runner(load_recipe(case.file, (), env={}, stages=fake_table()), RunOptions()).nodes
-        keys.add(next(node.key for node in nodes if node.name == "original"))
-    places = [order["work_dir"] for order in launches.orders]
-    assert len(keys) == 1 and len(places) == len(set(places)) == 2
 
 
 def _place(launches: Launches) -> Path:
@@ -451,7 +428,7 @@ def test_answers_of_a_model_that_changed_meanwhile_are_discarded(
     with pytest.raises(RunError, match=f"^{named}: changed while it was evaluated"):
         run(case, model=[str(place), str(same)])
     assert not Path(launches.orders[0]["work_dir"]).exists()
-    assert forgotten == [(case.runs / "shared" / "evaluation", expected)]
+    assert forgotten == [(case.runs / "shared" / "evaluate", expected)]
 
 
 def test_checkpoints_that_training_publishes_meanwhile_are_found(

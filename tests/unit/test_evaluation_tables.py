@@ -530,8 +530,6 @@ def test_answers_are_stored_by_the_models_identity_and_the_task(
         others = other.read(replace(evaluated, name="y"), subtask)
         assert others.keys() == (set() if evaluated.identity is None else {number})
     assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
-    monkeypatch.setattr("stages.evaluate.answers.VERSIONS", "generation-0-scoring-0")
-    assert not other.read(*places[0])
 
 
 def test_answers_of_a_model_are_deleted_at_all_its_budgets(tmp_path: Path) -> None:

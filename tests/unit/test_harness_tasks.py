@@ -345,7 +345,6 @@ def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
     write_jsonl(tmp_path / "one/longbench/lcc.jsonl", [row])
     lcc = partial(digest, tasks=["longbench_lcc"])
     assert lcc(num_fewshot=1) == lcc() != lcc(max_length=9)
-    assert {"lm-eval", "jieba", "rouge"} <= HarnessEvaluation().environment().keys()
 
 
 def test_longbenchs_mean_over_categories_needs_a_task_of_each(

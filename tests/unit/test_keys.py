@@ -38,8 +38,7 @@ from stages.stage import World
 from tests.pipeline_case import Case, fake_table, write_safetensors
 
 EVERY_MODEL_STAGE = {"search", "materialize", "original", "evaluate"}
-# Of a model card: the length that YaRN stretches.
-TRAINED_LENGTH = '"original_max_position_embeddings": 512'
+EVERY_STAGE = {*EVERY_MODEL_STAGE, "prepare", "train", "report"}
 
 
 def documents(case: Case, *overrides: str, fetch: bool = True) -> dict[str, dict[str, Any]]:
@@ -86,27 +85,11 @@ def set_field(case: Case, section: str, name: str, value: object) -> None:
         (None, lambda c: write(c, "generation_config.json", "{}"), EVERY_MODEL_STAGE),
         (None, lambda c: c.change_config(model_type="llama"), {"prepare", *EVERY_MODEL_STAGE}),
         (None, lambda c: c.change_config(rope_theta=2.0), EVERY_MODEL_STAGE),
-        (
-            None,
-            lambda c: write(c, "README.md", f"---\nlicense: mit\n---\n{TRAINED_LENGTH}"),
-            {"materialize"},
-        ),
-        (
-            lambda c: (
-                set_field(c, "evaluate", "needle", {"lengths": [512], "yarn": {512: 2}}),
-                write(c, "README.md", TRAINED_LENGTH.replace("512", "1024")),
-            ),
-            lambda c: write(c, "README.md", TRAINED_LENGTH),
-            {"original", "evaluate"},
-        ),
+        (None, lambda c: write(c, "README.md", "license: mit"), EVERY_MODEL_STAGE),
         (None, lambda c: write_safetensors(c.model / "adapter.safetensors"), set()),
         (None, lambda c: set_field(c, "model", "trust_remote_code", True), EVERY_MODEL_STAGE),
-        (None, lambda c: set_field(c, "evaluate", "windows", [64]), {"evaluate"}),
-        (
-            None,
-            lambda c: (c.content.update(seed=7), c.save()),
-            {"prepare", "search", "train", "original", "evaluate"},
-        ),
+        (None, lambda c: set_field(c, "evaluate", "windows", [64]), {"original", "evaluate"}),
+        (None, lambda c: (c.content.update(seed=7), c.save()), EVERY_STAGE),
         (
             lambda c: set_field(c, "model", "trust_remote_code", True),
             lambda c: write(c, "helpers/bytes.py"),
@@ -131,13 +114,13 @@ def test_a_model_file_changes_the_keys_of_the_stages_that_read_it(
 @pytest.mark.parametrize(
     ("names", "stages"),
     [
-        (["code/deep/layers.py", "modeling_own.py"], EVERY_MODEL_STAGE),
+        (["code/deep/layers.py", "modeling_own.py", "README.md"], EVERY_MODEL_STAGE),
         (
             ["tekken.json", "sentencepiece.bpe.model", "additional_chat_templates/default.jinja",
              "tokenization_own.py", "own.tiktoken"], {"prepare", *EVERY_MODEL_STAGE},
         ),
         (
-            ["README.md", "LICENSE.txt", "NOTICE.txt", ".hidden.json", ".git/hooks/x.py",
+            ["LICENSE.txt", "NOTICE.txt", ".hidden.json", ".git/hooks/x.py",
              "training_args.json", "trainer_state.json"], set(),
         ),
     ],
@@ -184,16 +167,6 @@ def test_a_branch_of_the_hub_is_resolved_to_the_local_commit(
     loaded = load_recipe(case.file, changes, stages=fake_table(), fetch=False)
     run = Runner(loaded)
     assert run.order(run.nodes[0], case.folder)["model"]["values"]["revision"] == commit
-
-
-def test_a_source_without_special_tokens_keeps_its_older_key(case: Case) -> None:
-    field = "prepare.sources.0.special_tokens"
-    without, with_, false = (
-        resolve(load_recipe(case.file, overrides, env={}), FileHasher(case.folder / "hashes"))[0]
-        for overrides in ([], [f"{field}=true"], [f"{field}=false"])
-    )
-    assert without.document == false.document and without.key != with_.key
-    assert without.document and "special_tokens" not in str(without.document["config"])
 
 
 def test_a_stage_after_one_whose_files_are_not_hashed_has_no_key(case: Case) -> None:

@@ -39,7 +39,7 @@ from stages.context import StageConfig
 from stages.published import Manifest
 from stages.stage import LoadedRecipe, World
 from tests import fake_stages
-from tests.pipeline_case import Case, fake_table, in_process, lose, runner, write_safetensors
+from tests.pipeline_case import Case, fake_table, in_process, lose, runner
 
 # The stages that the recipe asks for.
 NAMES = ["prepare", "search", "materialize", "original", "train", "evaluate", "report"]
@@ -129,13 +129,13 @@ def test_a_stage_gets_its_config_inputs_and_folder(
     current.run()
     search, nodes = configs["SearchConfig"], {node.name: node for node in current.nodes}
     document = nodes["search"].document or {}
-    assert search.shared == current.store.shared("search", document)
+    assert search.shared == current.store.shared("search")
     assert search.model_identity == document_key(document["model"])
     assert search.other_stages == tuple(stage.name for stage in STAGES if stage.name != "search")
     assert str(case.model / "model.safetensors") in search.stamps
     recipe = current.loaded.recipe
     assert (search.seed, search.model, search.runtime) == (7, recipe.model, recipe.runtime)
-    assert configs["EvaluateConfig"].shared == current.store.pool("evaluation")
+    assert configs["EvaluateConfig"].shared == current.store.shared("evaluate")
     assert configs["ReportConfig"].model_identity is None
 
 
@@ -604,13 +604,10 @@ def test_searches_of_one_model_share_a_folder_unless_forced(case: Case) -> None:
         return shown
 
     first = shared_of()
-    assert Path(first).is_relative_to(case.runs / "shared" / "search")
+    assert first == str(case.runs / "shared" / "search")
     assert shared_of("search.swa_ratio=0.75", "search.method=rand") == first
-    assert shared_of("search.swa_ratio=0.25", "model.dtype=float32") not in (first, None)
     assert shared_of(force=("search",)) is None
     assert shared_of(force=("prepare",)) is None
-    write_safetensors(case.model / "model.safetensors", value=7)
-    assert shared_of() not in (first, None)
 
 
 def test_faults_of_later_stages_are_reported_before_the_first_stage_runs(case: Case) -> None:
@@ -640,9 +637,9 @@ def test_differences_between_two_key_documents_are_listed_in_order() -> None:
         "inputs": {"a": "none", "b": one, "c": other},
         "upstream": {"a": "1", "x": "1", "b": "2"},
     }
-    assert list(differences(old, new, "search")) == [
-        "search.seed is new", "search.value changed nothing → 2", "search.gone is gone",
-        *(f"search.{name} has other content" for name in "abc"),
+    assert list(differences(old, new)) == [
+        "seed is new", "value changed nothing → 2", "gone is gone",
+        *(f"{name} has other content" for name in "abc"),
         "input b changed", "input x is new",
         *(f"input {name} is no longer there" for name in "cdefgh"),
     ]  # fmt: skip

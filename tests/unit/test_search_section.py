@@ -14,9 +14,7 @@ from bosch.window import Window
 from pipeline.recipe.load import load_recipe
 from stages.search.budget import Budget, EngineCache, keep_fault, sliding_ratio
 from stages.search.live import mask_file
-from stages.search.stage import STAGE, SearchConfig, attention_corrections
-from stages.stage import ModelInfo
-from tests.hybrid_case import small_config
+from stages.search.stage import SearchConfig
 from tests.pipeline_case import Case
 from tests.search_case import config_of
 
@@ -329,49 +327,3 @@ def test_a_model_without_full_attention_is_reported_and_not_its_budget(
     fault = case.fault(*overrides)
     assert fault.startswith("model.path: the model has a sliding window of its own (9 tokens)")
     assert "\n" not in fault
-
-
-@pytest.mark.parametrize(
-    ("overrides", "mended"),
-    [
-        (
-            ["search.method=learned_gates", "search.head_granularity=2"],
-            {"counts_gradient_of_units"},
-        ),
-        (["search.method=learned_gates"], set()),
-        (["search.method=dcam"], set()),
-        (["search.method=moa", "search.budget={kv_cache: 0.5 @ 512, context: 256}"], {"slots_at"}),
-        (["search.method=moa", "search.budget={kv_cache: 0.5 @ 512}"], set()),
-        (["search.head_granularity=2"], set()),
-    ],
-)
-def test_only_searches_whose_results_a_fix_changed_have_another_key(
-    case: Case, overrides: list[str], mended: set[str]
-) -> None:
-    assert STAGE.choices is not None
-    choices = STAGE.choices(load_recipe(case.file, overrides))
-    assert choices.get("search", {}).keys() == mended
-
-
-@pytest.mark.parametrize(
-    ("family", "method", "mended"),
-    [
-        ("phi", "bosch_plus", {"counts_gradients"}),
-        ("opt", "bosch_plus", {"counts_gradients"}),
-        ("phi", "one_gradient", set()),
-        ("llama", "bosch_plus", set()),
-    ],
-)
-def test_a_search_whose_gradients_cost_differently_has_another_key(
-    case: Case, family: str, method: str, mended: set[str]
-) -> None:
-    case.change_config(model_type=family)
-    assert STAGE.choices is not None
-    choices = STAGE.choices(load_recipe(case.file, [f"search.method={method}"]))
-    assert choices.get("search", {}).keys() == mended
-
-
-def test_rankings_of_capped_logits_have_another_key(case: Case) -> None:
-    info = ModelInfo(small_config("gemma2").to_dict())
-    assert attention_corrections("dcam", info) == {"reads": ["softcap"]}
-    assert attention_corrections("bosch", info) == {} == attention_corrections("dcam", None)

@@ -298,22 +298,12 @@ class StudiedModel:
         }  # fmt: skip
         if menu is not None:
             key |= {**_windows_key(menu), "slots": self.slots(ratio)}
-        key |= self._choices(method, settings.head_granularity)
         unfinished = self.folder / f"under-way-{digest_of(key)}.jsonl"
         record = self.finished.once(
             key, lambda: self._run_search(method, settings, calibration, menu, log, unfinished)
         )
         unfinished.unlink(missing_ok=True)
         return SearchOutcome(**{**record, "mask": HeadMask.from_key(record["mask"])})
-
-    def _choices(self, method: str, head_granularity: int) -> Record:
-        """The search stage's `choices` for a method, so that corrected code gets another key."""
-        assert SEARCH.choices is not None
-        changes = {"method": method, "head_granularity": head_granularity, "budget": None}
-        section = self.recipe[SearchConfig].model_copy(update=changes)
-        recipe = self.recipe.model_copy(update={"search": section})
-        choices = SEARCH.choices(replace(self.loaded, recipe=recipe))
-        return {"choices": choices} if choices else {}
 
     def slots(self, ratio: float) -> int:
         """KV slots of masks with this ratio and the recipe's window, at the longest example."""

@@ -73,10 +73,6 @@ class HarnessEvaluation(SuiteSection):
     max_length: Count = Field(31500, ge=2)
     """LongBench: maximum tokens of a prompt; a longer one is truncated in the middle."""
 
-    def environment(self) -> dict[str, Any]:
-        """The harness, which holds the prompts, and the packages of its metrics."""
-        return dict(installed_versions(PACKAGES))
-
     def expanded(self, name: str) -> list[str]:
         """LongBench's tasks one by one, any other name as it is."""
         return [f"longbench_{task}" for task in LONGBENCH] if name == "longbench" else [name]

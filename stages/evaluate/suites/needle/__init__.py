@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 
 from bosch.model.yarn import original_positions, yarn_fault
 from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
-from data_prep.tasks.words import sentences_identity, words_identity
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, Number, PathText, different
 from stages.formats import counted
@@ -63,10 +62,6 @@ class NeedleEvaluation(SuiteSection):
 
     optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(default=[])
     """Tasks that may lack their data: they then have no score, but a reason."""
-
-    def environment(self) -> dict[str, Any]:
-        """Packages with the words of samples, and for splitting sentences."""
-        return {"words": words_identity(), "sentences": sentences_identity()}
 
     @property
     def matches_paper(self) -> bool:
@@ -137,10 +132,6 @@ class NeedleEvaluation(SuiteSection):
             return self.yarn_original_length
         card = info.directory / "README.md" if info.directory is not None else None
         return original_positions(info.config, card)
-
-    def card(self, loaded: LoadedRecipe) -> dict[str, Any]:
-        length = self._trained_length(loaded)
-        return {} if length is None else {"yarn_original_length": length}
 
     def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         for task in self.tasks:
