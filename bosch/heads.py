@@ -22,7 +22,7 @@ from bosch.errors import UserError
 from bosch.files import load_user_json, write_json
 from bosch.window import MAX_WINDOWS, Window, Windows, kv_slots, rising_menu, window_menu
 
-FORMATS = (1, 2, 3)
+FORMATS = (1, 2)
 MAX_HEADS = 10_000  # of a layer; no model is near it
 _LARGEST = 2**63
 
@@ -202,8 +202,7 @@ class HeadMask:
 class HeadMaskFile:
     """`head_mask.json`: a head mask with its model, windows and search.
 
-    It is written in format 3 with a sink bias, otherwise in format 2 with several windows, and in
-    format 1 with one.
+    It is written in format 2 with several windows, and in format 1 with one.
     """
 
     model: str
@@ -213,7 +212,6 @@ class HeadMaskFile:
     windows: tuple[Window, ...]
     score: float | None = None
     seed: int | None = None
-    sink_bias: tuple[tuple[float, ...], ...] | None = None
 
     @classmethod
     def of(
@@ -226,14 +224,12 @@ class HeadMaskFile:
         swa_ratio: float,
         score: float | None = None,
         seed: int | None = None,
-        sink_bias: Sequence[Sequence[float]] | None = None,
     ) -> HeadMaskFile:
-        """The file of `mask`; `sink_bias` [L][HQ]: logits. ValueError if `windows` are too few."""
+        """The file of `mask`; ValueError if `windows` are too few."""
         mask.windows_per_layer(windows)
         return cls(  # as Python's numbers: JSON cannot hold numpy's
             model, method, float(swa_ratio), mask, window_menu(windows),
             None if score is None else float(score), None if seed is None else operator.index(seed),
-            None if sink_bias is None else tuple(tuple(map(float, row)) for row in sink_bias),
         )  # fmt: skip
 
     @property
@@ -264,7 +260,7 @@ class HeadMaskFile:
             choices = range(len(self.windows), 0, -1)
             heads = [[np.flatnonzero(row == k).tolist() for k in choices] for row in mask.choices]
         return {
-            "format": 3 if self.sink_bias is not None else 2 if several else 1,
+            "format": 2 if several else 1,
             "model": self.model,
             "method": self.method,
             "swa_ratio": self.swa_ratio,
@@ -275,7 +271,6 @@ class HeadMaskFile:
             "swa_kv_heads": heads,
             "score": self.score,
             "seed": self.seed,
-            **({} if self.sink_bias is None else {"sink_bias": self.sink_bias}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -324,12 +319,11 @@ def _file_of(content: object) -> HeadMaskFile:
     if number not in FORMATS or type(number) is not int:
         known = ", ".join(map(str, FORMATS))
         raise ValueError(f"format is {number!r:.60}, this version reads formats {known}")
-    several = number == 2 or (number == 3 and "window_sizes" in content)
+    several = number == 2
     size: FieldTypes = {"window_sizes": (list,)} if several else {"window_size": (int,)}
     values = typed_fields(content, {
         "model": (str,), "method": (str,), "swa_ratio": _NUMBER, **size, "sinks": (int,),
         "num_layers": (int,), "num_key_value_heads": (int,), "swa_kv_heads": (list,),
-        **({"sink_bias": (list,)} if number == 3 else {}),
         "score": (*_NUMBER, _NONE), "seed": (int, _NONE),
     })  # fmt: skip
     ratio, heads = values["swa_ratio"], values["num_key_value_heads"]
@@ -353,7 +347,6 @@ def _file_of(content: object) -> HeadMaskFile:
         menu,
         values["score"],
         values["seed"],
-        None if number < 3 else _checked_bias(values, menu[0].sinks),
     )
 
 
@@ -379,23 +372,3 @@ def _heads_by_window(values: Mapping[str, Any]) -> list[list[list[int]]]:
             f"swa_kv_heads has {len(rows)} layers, num_layers says {values['num_layers']}"
         )
     return rows
-
-
-def _checked_bias(content: Mapping[str, Any], sinks: int) -> tuple[tuple[float, ...], ...]:
-    """The sink bias of a head mask file; raises ValueError where it is malformed."""
-    bias = content["sink_bias"]
-    layers, heads = content["num_layers"], content["num_key_value_heads"]
-    rows: list[Any] = bias if len(bias) == layers else [None]
-    widths = {len(row) if isinstance(row, list) else 0 for row in rows}
-    if (
-        len(widths) > 1
-        or not 0 < (width := min(widths)) <= MAX_HEADS
-        or width % heads
-        or not all(type(x) in (int, float) and abs(x) < _LARGEST for row in rows for x in row)
-    ):
-        raise ValueError(
-            f"sink_bias must hold {layers} lists of finite numbers, one for each query head"
-        )
-    if sinks:
-        raise ValueError(f"sink_bias takes the place of sinks, and sinks is {sinks}")
-    return tuple(tuple(float(x) for x in row) for row in bias)

@@ -18,8 +18,6 @@ _MAX_BLOCK = 128
 # Kernels and vLLM count keys in 32 bits.
 _MAX_KEYS = 2**31 - 1
 MAX_WINDOWS = 15  # of a mask, so that one hexadecimal digit names each
-# First tokens of a text that count as sinks for the estimate of a sink bias; a common number.
-SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)

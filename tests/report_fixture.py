@@ -96,7 +96,7 @@ def publish(
 def publish_front(root: Path) -> dict[str, Path]:
     """Stages of a recipe with a front and a budget in bytes, whose original ran out of memory.
 
-    A search by swaps, two windows, sink biases, a suite of prompts, no checkpoints, and three
+    A search by swaps, two windows, a suite of prompts, no checkpoints, and three
     budgets, of which the chosen one and the scarcest have scores.
     """
     inputs = publish(root, without=("train",))
@@ -111,10 +111,9 @@ def publish_front(root: Path) -> dict[str, Path]:
     front.save(inputs["search"] / FRONT)
     front.save(inputs["materialize"] / FRONT)
     mask = front.mask(2)
-    bias = [[0.25] * 16] * 6
     for folder in (inputs["search"], inputs["materialize"] / MODEL):
         HeadMaskFile.of(
-            mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio, sink_bias=bias
+            mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio
         ).save(folder / HEAD_MASK)
     # A search by swaps. The second evaluation has no log-likelihood, the fifth no best score; the
     # fifth and sixth ended early, and the final mask was evaluated fourth.

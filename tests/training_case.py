@@ -21,7 +21,6 @@ from bosch import ranks
 from bosch.front import Front
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import set_sink_bias
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize.model_card import UNTRAINED
@@ -55,7 +54,6 @@ def make_case(
     directory: Path,
     dtype: str = "float32",
     front: Front | None = None,
-    sink_bias: bool = False,
     hidden_size: int = 32,
 ) -> Path:
     """Write `prepare/train` (learnable token cycles) and `materialize/model` below `directory`.
@@ -88,8 +86,6 @@ def make_case(
     model_dir = directory / "materialize" / "model"
     base = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     mask = HeadMask.from_swa_kv_heads([[0], [0, 1]], config.num_key_value_heads)
-    if sink_bias:
-        set_sink_bias(base, torch.randn(2, 4).tolist())
     hybrid = materialize_front(base, front) if front else materialize(base, mask, Window(6))
     hybrid.save_pretrained(model_dir)
     (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")

@@ -17,7 +17,6 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import set_sink_bias
 from bosch.window import Window
 from tests.hybrid_case import KV_HEADS, VOCABULARY, small_model
 
@@ -44,16 +43,11 @@ def save_hybrid(
     counts: Sequence[int],
     window: int,
     sinks: int = 0,
-    sink_bias: bool = False,
     **changes: Any,
 ) -> Any:
     """Save a random hybrid model of a family in float32 and return it."""
     model = small_model(family, **{**SIZES, **changes}).float()
     mask = mask_of_counts(counts, decoder_layers(model.config).heads)
-    if sink_bias:
-        heads = model.config.num_attention_heads
-        generator = torch.Generator().manual_seed(3)
-        set_sink_bias(model, (2 * torch.randn(len(counts), heads, generator=generator)).tolist())
     hybrid = materialize(model, mask, Window(window, sinks))
     hybrid.save_pretrained(folder)
     return hybrid

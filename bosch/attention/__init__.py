@@ -97,7 +97,6 @@ def hybrid_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     head_logits: Tensor | None = None,
-    sliding_only: bool = False,
     dropout: float = 0.0,
     backend: str = "sdpa",
 ) -> Tensor:
@@ -106,12 +105,12 @@ def hybrid_attention(
     query [B, HQ, T, D]; key, value [B, HKV, Tk, D] with Tk >= T, where the queries are the last T
     slots, or the states that a HybridCache returned. `context` describes padding, documents and the
     past; by default there is one document without padding. `scaling` defaults to D**-0.5;
-    `softcap`, `head_logits` [HQ] and `sliding_only` are as in `LogitTransform`. Returns [B, T, HQ,
-    D], contiguous. Raises ValueError when the heads do not fit the layout, and UserError for what
-    the backend lacks: sinks, logit transforms, dropout, a dtype, wide heads.
+    `softcap` and `head_logits` [HQ] are as in `LogitTransform`. Returns [B, T, HQ, D], contiguous.
+    Raises ValueError when the heads do not fit the layout, and UserError for what the backend
+    lacks: sinks, logit transforms, dropout, a dtype, wide heads.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    transform = LogitTransform(scale, softcap, head_logits, sliding_only)
+    transform = LogitTransform(scale, softcap, head_logits)
     context = pass_context(context, query, key)
     call = AttentionCall(query, key, value, layout, context, transform, backend, dropout)
     return compute_attention(call)

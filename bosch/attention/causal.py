@@ -5,8 +5,6 @@ Shapes: B batch, T queries, Tk keys, HQ query heads, HKV key/value heads, D head
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
@@ -14,7 +12,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from bosch.attention.call import GroupCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import LogitTransform, dense_attention
 
@@ -37,33 +34,13 @@ def masked_attention(
 
     `mask` is bool and broadcasts to [B, HQ, T, Tk]; `is_causal` needs Tk = T.
     """
-    logits, compiling = transform.head_logits, torch.compiler.is_compiling()
     if not transform.is_plain:
         # Special families' logits are computed densely, equal to transformers' to the bit.
-        fused = transform.sliding_only and transform.softcap is None and not dropout
-        if logits is None or not fused or query.device.type != "cpu" or compiling:
-            return _unfused(query, key, value, transform, dropout, mask, is_causal)
-        kernel = _cpu_kernel(mask, is_causal, transform.scaling, query.dtype)
-        return with_head_logits(kernel, query, key, value, logits)
+        return _unfused(query, key, value, transform, dropout, mask, is_causal)
     return fused_attention(
         query, key, value, mask=mask, dropout=dropout, is_causal=is_causal,
         scale=transform.scaling,
     )  # fmt: skip
-
-
-def _cpu_kernel(
-    mask: Tensor | None, is_causal: bool, scale: float, dtype: torch.dtype
-) -> SoftmaxKernel:
-    """torch's CPU kernel, which also returns the log-sum-exp of the logits."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if mask is not None:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
-    options: dict[str, Any] = {"attn_mask": mask, "scale": scale}
-    return SoftmaxKernel(
-        lambda *states: kernel(*states, is_causal=is_causal, **options),
-        lambda *saved: backward(*saved, 0.0, is_causal, **options),
-    )
 
 
 def _unfused(

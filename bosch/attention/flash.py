@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.layout import CachedStates
 from bosch.attention.sdpa import sdpa_attention
 from bosch.errors import UserError
@@ -23,13 +22,12 @@ _NO_WINDOW = (-1, -1)
 
 
 def flash_kernel_attention(call: AttentionCall) -> Tensor:
-    """Attention [B, T, HQ, D]; by sdpa for fixed caches, and for extra logits with dropout.
+    """Attention [B, T, HQ, D]; by sdpa for fixed caches.
 
     Raises UserError for padding between a row's tokens.
     """
     key = call.key
-    is_fixed = call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring)
-    if is_fixed or (call.dropout and call.transform.head_logits is not None):
+    if call.context.start is not None or (isinstance(key, CachedStates) and key.has_ring):
         return sdpa_attention(call)
     return call.by_group(_flash)
 
@@ -41,11 +39,10 @@ def _flash(group: GroupCall) -> Tensor:
         "window_size": _NO_WINDOW if group.window is None else group.window.flash,
     }  # fmt: skip
     query, key, value = (x.transpose(1, 2) for x in (group.query, group.key, group.value))
-    logits, context, shape = group.transform.head_logits, group.context, query.shape
-    function, backward = "flash_attn_func", "_flash_attn_backward"
+    context, shape, function = group.context, query.shape, "flash_attn_func"
     borders: tuple[Any, ...] = ()
     if not context.is_plain:
-        function, backward = "flash_attn_varlen_func", "_flash_attn_varlen_backward"
+        function = "flash_attn_varlen_func"
         count = key.shape[1]
         segments = context.memo(
             ("flash", count), lambda: _flash_segments(context, count, query.device)
@@ -54,43 +51,10 @@ def _flash(group: GroupCall) -> Tensor:
         if segments.keys is not None:
             key, value = (x.index_select(0, segments.keys) for x in (key, value))
         borders = segments[:4]
-    if logits is not None:
-        kernel = _flash_kernel(function, backward, borders, options)
-        out = with_head_logits(kernel, query, key, value, logits)
-    else:
-        # Imported by name, since transformers would require any package that the code file imports.
-        package = importlib.import_module("flash_attn")
-        out = getattr(package, function)(query, key, value, *borders, **options)
+    # Imported by name, since transformers would require any package that the code file imports.
+    package = importlib.import_module("flash_attn")
+    out = getattr(package, function)(query, key, value, *borders, **options)
     return out.view(shape).transpose(1, 2)
-
-
-def _flash_kernel(
-    function: str, backward: str, borders: tuple[Any, ...], options: dict[str, Any]
-) -> SoftmaxKernel:
-    """A function of the package that returns its log-sum-exp, and its backward function."""
-    kernels = importlib.import_module("flash_attn")
-    interface = importlib.import_module("flash_attn.flash_attn_interface")
-    left, right = options["window_size"]
-
-    def run(*states: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, _ = getattr(kernels, function)(
-            *states, *borders, return_attn_probs=True, **options
-        )
-        return out, lse
-
-    def gradients(*saved: Tensor) -> list[Tensor]:
-        *states, lse = saved
-        dim = states[0].shape[-1]  # padded to a multiple of 8, as in the package
-        states = [nn.functional.pad(x, (0, -dim % 8)) for x in states]
-        results = [torch.empty_like(x) for x in states[1:4]]
-        getattr(interface, backward)(
-            *states, lse, *results, *borders, dropout_p=0.0, softmax_scale=options["softmax_scale"],
-            causal=True, window_size_left=left, window_size_right=right, softcap=0.0,
-            alibi_slopes=None, deterministic=False,
-        )  # fmt: skip
-        return [x[..., :dim] for x in results]
-
-    return SoftmaxKernel(run, gradients, heads_first=False)
 
 
 class Segments(NamedTuple):

@@ -17,7 +17,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from bosch.attention.call import AttentionCall
 from bosch.attention.context import AttentionContext
 from bosch.attention.layout import HeadLayout
-from bosch.attention.logit_transform import LogitTransform
 from bosch.attention.sdpa import sdpa_attention
 
 FLEX_BLOCK = 128
@@ -42,23 +41,10 @@ def flex_kernel_attention(call: AttentionCall) -> Tensor:
         out = kernel(query, key, value, **options)
     else:
         out, aux = kernel(query, key, value, return_aux=torch_flex.AuxRequest(lse=True), **options)
-        logits = _logits_of_heads(layout, transform, heads // layout.num_key_value_heads)
-        share = torch.sigmoid(aux.lse - logits.to(aux.lse.dtype)[:, None])  # [B, HQ, T]
+        logits = transform.head_logits.to(aux.lse.dtype)
+        share = torch.sigmoid(aux.lse - logits[:, None])  # [B, HQ, T]
         out = (out * share[..., None]).to(query.dtype)
     return out.transpose(1, 2).contiguous()
-
-
-def _logits_of_heads(layout: HeadLayout, transform: LogitTransform, q_per_kv: int) -> Tensor:
-    """The extra logit of each query head [HQ], -inf if it has none."""
-    logits = transform.head_logits
-    assert logits is not None
-    if not transform.sliding_only:
-        return logits
-    slides = torch.ones(layout.num_key_value_heads, dtype=torch.bool, device=logits.device)
-    for group in layout.groups:
-        if group.window is None:
-            slides[list(group.heads)] = False
-    return logits.where(slides.repeat_interleave(q_per_kv), float("-inf"))
 
 
 @functools.cache

@@ -18,13 +18,12 @@ class LogitTransform:
     """Attention logits s = scaling * q·k, and the changes of some families before the softmax.
 
     With `softcap` c, s becomes c * tanh(s / c) (Gemma 2). `head_logits` [HQ] (GPT-OSS's sinks) are
-    extra logits without a value, one per head. With `sliding_only` full heads ignore them.
+    extra logits without a value, one per head.
     """
 
     scaling: float
     softcap: float | None = None
     head_logits: Tensor | None = None
-    sliding_only: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -35,8 +34,6 @@ class LogitTransform:
         """The transform of one group of heads."""
         if self.head_logits is None:
             return self
-        if self.sliding_only and group.window is None:
-            return replace(self, head_logits=None)
         head_logits = layout.heads_of(self.head_logits[None, :, None, None], group, q_per_kv)
         return replace(self, head_logits=head_logits.flatten())
 

@@ -64,8 +64,7 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     key, value, length = call.key, call.value, call.context.kv_length
     # No query is W or more slots after a key, so all groups of heads see the same keys.
     fits = all(length <= window.size for window in call.layout.windows)
-    same_result = fits and not call.transform.sliding_only
-    if same_result and isinstance(key, Tensor) and isinstance(value, Tensor):
+    if fits and isinstance(key, Tensor) and isinstance(value, Tensor):
         options = call.context, call.transform, call.dropout
         out = causal_attention(GroupCall(call.query, key, value, None, *options))
         return out.transpose(1, 2).contiguous()

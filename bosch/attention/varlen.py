@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bosch.attention.call import AttentionCall, GroupCall
 from bosch.attention.context import AttentionContext
-from bosch.attention.head_logits import SoftmaxKernel, with_head_logits
 from bosch.attention.sdpa import sdpa_attention
 from bosch.backends.varlen import VARLEN_MODULE
 
@@ -34,46 +33,15 @@ def varlen_attention(call: AttentionCall) -> Tensor:
 
 def _varlen(group: GroupCall) -> Tensor:
     """Causal attention within each sequence, [B, HQ, T, D]."""
-    query, key, transform = group.query, group.key, group.transform
+    query, key, scale = group.query, group.key, group.transform.scaling
     window = _CAUSAL if group.window is None else group.window.flash
     kernel: Any = importlib.import_module(VARLEN_MODULE).varlen_attn
     borders, longest = group.context.memo("varlen", lambda: _borders(group.context, query))
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, group.value))
     bounds, grouped = (borders, borders, longest, longest), query.shape[1] != key.shape[1]
-    if transform.head_logits is None:
-        out = kernel(
-            q, k, v, *bounds, scale=transform.scaling, window_size=window, enable_gqa=grouped
-        )
-    else:
-        arguments = *bounds, window == _CAUSAL
-        lse_kernel = _varlen_kernel(arguments, transform.scaling, list(window), grouped)
-        out = with_head_logits(lse_kernel, q, k, v, transform.head_logits)
+    out = kernel(q, k, v, *bounds, scale=scale, window_size=window, enable_gqa=grouped)
     rows, heads, length, dim = query.shape
     return out.view(rows, length, heads, dim).transpose(1, 2)
-
-
-def varlen_operations() -> Any:
-    """torch's namespace of the operations; importing the module registers them."""
-    importlib.import_module(VARLEN_MODULE)
-    return torch.ops.torch_attn
-
-
-def _varlen_kernel(
-    arguments: tuple[Any, ...], scale: float, window: list[int], grouped: bool
-) -> SoftmaxKernel:
-    """The forward and backward operations of varlen_attn."""
-
-    def run(*states: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, _ = varlen_operations()._varlen_attn(*states, *arguments, scale, window, grouped)
-        return out, lse  # [B * T, HQ, D], [HQ, B * T]
-
-    def gradients(*saved: Tensor) -> Any:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=saved[0].device)
-        return varlen_operations()._varlen_attn_backward(
-            *saved, *arguments, no_dropout, scale, window
-        )
-
-    return SoftmaxKernel(run, gradients, heads_first=False)
 
 
 def _borders(context: AttentionContext, query: Tensor) -> tuple[Tensor, int]:

@@ -15,6 +15,6 @@ register(
         aliases=("flash_attention_2",),
         usable=lambda: has_gpu() and importlib.util.find_spec("flash_attn") is not None,
         needs="a GPU and the flash-attn package",
-        lacks=("sinks", "float32", "softcap", "wide_heads", "cpu"),
+        lacks=("sinks", "float32", "softcap", "head_logits", "wide_heads", "cpu"),
     ),
 )

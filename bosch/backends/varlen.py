@@ -27,6 +27,9 @@ register(
         rank=11,
         usable=_has_varlen,
         needs="a GPU and a torch with windows in torch.nn.attention.varlen",
-        lacks=("sinks", "float32", "dropout", "softcap", "wide_heads", "cache", "chunks", "cpu"),
+        lacks=(
+            "sinks", "float32", "dropout", "softcap", "head_logits", "wide_heads", "cache",
+            "chunks", "cpu",
+        ),
     ),
-)
+)  # fmt: skip

@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING
 from bosch.errors import UserError
 from bosch.mlx.cache import HybridLayerCache, LayerPass, check_caches, grouped_attention
 from bosch.model.deploy_mode import deploy_layouts
-from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family, decoder_layers, has_sink_bias
+from bosch.model.families import FAMILIES, HYBRID_PREFIX, Family, decoder_layers
 from bosch.model.loading import full_attention_config
 from bosch.model.published import published_names, renames_weights
 from bosch.model.registration import register_model
@@ -125,10 +125,6 @@ def _args_of(base: Any) -> Any:
         @classmethod
         def from_dict(cls, params: dict[str, Any]) -> Any:
             config = CONFIG_MAPPING[params["model_type"]].from_dict(params)
-            if has_sink_bias(config):
-                raise UserError(
-                    "mlx-lm: its caches have no sink bias; run this model with transformers or vLLM"
-                )
             base = full_attention_config(config)
             for setting in _unsupported_settings(base):
                 raise UserError(

@@ -11,11 +11,10 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -32,14 +31,12 @@ from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import CACHE_NAME, HybridCache, SplitCacheLayer
 from bosch.model.cache_users import check_cached_layout, forget_users, note_user
-from bosch.model.configuration import choosing_attention, hybrid_config_class, is_hybrid
+from bosch.model.configuration import choosing_attention, hybrid_config_class
 from bosch.model.families import (
     LAYER_KINDS,
-    SINK_BIAS,
     Family,
     attention_needs,
     decoder_layers,
-    has_sink_bias,
     text_config,
 )
 from bosch.model.head_table import chosen_budget, heads_by_window
@@ -109,8 +106,6 @@ class HybridModelMixin:
             parent.__init__(config, *args, **kwargs)
             if text_config(config) is not config:  # the text config has its own implementation
                 self.get_decoder().set_attn_implementation(NAME)  # type: ignore[attr-defined]
-            if has_sink_bias(config):
-                add_sink_bias(self, layouts)
         self._install(layouts)
 
         # At the decoder, since libraries replace the `forward` of the whole model.
@@ -282,16 +277,6 @@ class HybridModelMixin:
     create_masks_for_generate = staticmethod(masks_for_generate)
 
 
-def add_sink_bias(model: Any, layouts: Sequence[HeadLayout | None]) -> None:
-    """Add a parameter `sink_bias` [HQ], 0 until it is loaded, to each layer with sliding heads."""
-    heads = text_config(model.config).num_attention_heads
-    for layer in decoder_layers(model.config).full:
-        layout = layouts[layer]
-        if layout is not None and layout.windows:
-            bias = nn.Parameter(torch.zeros(heads))
-            attention_module(model, layer).register_parameter(SINK_BIAS, bias)
-
-
 def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
     """Raise UserError if loading left weights random, or did not use weights of the files.
 
@@ -304,11 +289,6 @@ def check_weights(where: Any, model: Any, info: Mapping[str, Any]) -> None:
             f"{min(missing)} first; get the model again"
         )
     unexpected = set(info["unexpected_keys"])
-    layouts = deploy_layouts(model.config) if is_hybrid(model.config) else []
-    full = decoder_layers(model.config).full if layouts else ()
-    # Layers in which no head needs a bias; layers that slide in the base model never do.
-    if not any(layout.windows for layer in full if (layout := layouts[layer])):
-        unexpected = {name for name in unexpected if name.rpartition(".")[2] != SINK_BIAS}
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."
         unexpected = {name for name in unexpected if name.startswith((prefix, "layers."))}

@@ -89,8 +89,6 @@ def _auto_table(module: str, table: str) -> Mapping[str, str]:
 
 
 HYBRID_PREFIX = "hybrid_"
-# Parameter of attention (in search mode a buffer) with logits of query heads; full heads use none.
-SINK_BIAS = "sink_bias"
 # Prefix of fields with a base value that config.json replaces by one that transformers refuses.
 BASE_PREFIX = "base_"
 SLIDING = "sliding_attention"
@@ -423,22 +421,16 @@ def _reason(config: Any) -> str | None:
 
 
 def attention_needs(config: Any) -> dict[str, str]:
-    """Needs of a backend, with reasons: `softcap`, `head_logits` (own or a bias), `wide_heads`."""
+    """Needs of a backend, with reasons: `softcap`, `head_logits`, `wide_heads`."""
     needs = {}
     if getattr(text_config(config), "attn_logit_softcapping", None) is not None:
         needs["softcap"] = "the model has"
-    if "sinks" in known_family(config).per_head or has_sink_bias(config):
+    if "sinks" in known_family(config).per_head:
         needs["head_logits"] = "the model has"
     layers = decoder_layers(config)
     if (dim := max(layers.head_dim, layers.own_head_dim)) > WIDEST_HEAD:
         needs["wide_heads"] = f"the model's have {dim}"
     return needs
-
-
-def has_sink_bias(config: Any) -> bool:
-    """Whether the sliding heads of a hybrid have a sink bias."""
-    table = getattr(config, "hybrid_attention", None)
-    return isinstance(table, dict) and table.get("sink") == "bias"
 
 
 def split_fault(config: Any) -> str | None:

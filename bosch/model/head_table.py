@@ -2,10 +2,8 @@
 
 With one window: `window_size`, `sinks`, `full_kv_heads_per_layer`. With several: the ascending
 `window_sizes` instead of `window_size`, and `swa_kv_heads_per_layer`: how many heads of each layer
-have each of them. With `sink: bias` each query head of a sliding head has an extra logit in its
-softmax, in the parameter `sink_bias` [query heads] of its layer's attention. A model that serves
-several budgets has these counts and `kv_slots`, at `context` tokens, in each of `budgets`. `chosen`
-has the default's slots, used if `kv_budget` is not set.
+have each of them. A model that serves several budgets has these counts and `kv_slots`, at `context`
+tokens, in each of `budgets`. `chosen` has the default's slots, used if `kv_budget` is not set.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ _NESTED = {"context", "chosen", "budgets"}
 Rows = list[dict[Window | None, int]]
 
 
-def head_table(
-    rows: Sequence[Mapping[Window | None, int]], sink_bias: bool = False
-) -> dict[str, Any]:
+def head_table(rows: Sequence[Mapping[Window | None, int]]) -> dict[str, Any]:
     """`hybrid_attention` for rows of heads by window, one for each layer with full attention.
 
     All rows have the same keys: None for full heads, then the windows from the widest down.
@@ -38,7 +34,7 @@ def head_table(
     table |= {"sinks": rising[0].sinks, "full_kv_heads_per_layer": [row[None] for row in rows]}
     if several:
         table["swa_kv_heads_per_layer"] = [[row[window] for window in rising] for row in rows]
-    return table | ({"sink": "bias"} if sink_bias else {})
+    return table
 
 
 def budget_table(
@@ -171,12 +167,6 @@ def _rows(config: Any, table: Mapping[str, Any]) -> Rows:
         menu = rising_menu(sizes, table["sinks"])
     except ValueError as error:
         raise UserError(f"{where}: hybrid_attention.{error}") from error
-    sink = table.get("sink")
-    if sink not in (None, "bias") or (sink is not None and menu[0].sinks):
-        raise UserError(
-            f"{where}: hybrid_attention.sink must be missing, or bias where sinks is 0, found "
-            f"{sink!r:.60} with {menu[0].sinks} sinks; make the model again"
-        )
     kinds = decoder_layers(config)
     heads, layers = kinds.heads, len(kinds.full)
     full = table["full_kv_heads_per_layer"]

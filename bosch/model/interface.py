@@ -27,7 +27,7 @@ from bosch.attention import (
     pass_context,
 )
 from bosch.errors import UserError
-from bosch.model.families import SINK_BIAS, decoder_layers, known_family
+from bosch.model.families import decoder_layers, known_family
 from bosch.model.paged import paged_attention
 from bosch.window import Window
 
@@ -133,9 +133,7 @@ def attention_forward(
     elif type(module).__name__ in _ALWAYS_RETURN_WEIGHTS:
         with_weights = state.backend == "eager" and state.attend is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    bias = getattr(module, SINK_BIAS, None)
-    sink_logits = kwargs.get("s_aux") if bias is None else bias
-    transform = LogitTransform(scale, kwargs.get("softcap"), sink_logits, bias is not None)
+    transform = LogitTransform(scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     if context is None or isinstance(context, AttentionContext):
         context = pass_context(context, query, key)
     dropout = dropout if state.attend is None else 0.0

@@ -13,13 +13,13 @@ from bosch.front import Front
 from bosch.heads import HeadMask
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.deploy_mode import hybrid_model_class
-from bosch.model.families import SINK_BIAS, family_of, known_family, text_config
+from bosch.model.families import family_of, known_family, text_config
 from bosch.model.head_table import budget_table, head_table
 from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
-from bosch.model.search_mode import check_fit, sink_bias_is_set
+from bosch.model.search_mode import check_fit
 from bosch.window import Windows
 
 HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in their new order
@@ -52,30 +52,23 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
 
     Heads with the same window keep the base model's order. `model` does not change, so there are
     two models in memory; with `take_weights` its weights move to the hybrid one by one, with memory
-    for one model and one weight. The hybrid has the model's device, dtypes, sink bias and
-    generation settings; save it with `save_pretrained` and load it with AutoModelForCausalLM after
+    for one model and one weight. The hybrid has the model's device, dtypes and generation
+    settings; save it with `save_pretrained` and load it with AutoModelForCausalLM after
     `import bosch`. Raises UserError when the family is not supported, mask or windows do not fit
     the model, or some of its weights are offloaded, adapters or quantised.
     """
     family_of(model.config)  # reported before a mask that does not fit
     check_fit(model.config, mask, windows)
     rows = mask.heads_per_layer(windows)
-    table = head_table(rows, sink_bias=sink_bias_is_set(model))
-    return _hybrid(model, table, mask.head_order(), take_weights)
+    return _hybrid(model, head_table(rows), mask.head_order(), take_weights)
 
 
 def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -> Any:
     """The hybrid model that serves every nested budget of `front`, from one set of weights.
 
     Its default is the front's chosen budget, else the largest; `set_kv_budget` and
-    `from_pretrained(…, kv_budget=…)` select another. Otherwise as `materialize`. Also raises
-    UserError if the model has a sink bias.
+    `from_pretrained(…, kv_budget=…)` select another. Otherwise as `materialize`.
     """
-    if sink_bias_is_set(model):
-        raise UserError(
-            "a head that slides in one budget and is full in another has no sink bias of its own; "
-            "materialise one mask, or search without sink: bias"
-        )
     nested = [index for index, is_nested in enumerate(front.nested) if is_nested]
     chosen = nested[-1] if front.chosen is None else front.chosen
     mask = front.mask(chosen)
@@ -97,10 +90,7 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
     device = model.device  # that of the first weight, which is moved first
-    names = set(hybrid.state_dict())
     for name, weight in permute_heads(model, order):
-        if name not in names:  # the sink bias of a layer with only full heads
-            continue
         # Keep its dtype: transformers keeps some weights of a bf16 model in float32.
         moved = weight.to(device, copy=not take_weights)
         _replace(hybrid, name, moved)
@@ -116,8 +106,7 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
 def _check_plain_weights(model: Any, hybrid: Any) -> None:
     """Raise UserError unless `model` holds the weights of its family's class, all in memory."""
     weights, names = model.state_dict(), hybrid.state_dict().keys()
-    others = {name for name in weights.keys() ^ names if name.rpartition(".")[2] != SINK_BIAS}
-    if others:
+    if others := weights.keys() ^ names:
         name = min(others)
         raise UserError(
             f"the model is not as its class makes it, its weights differ in {name}: before "

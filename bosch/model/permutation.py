@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.model.families import SINK_BIAS, Family, decoder_layers
+from bosch.model.families import Family, decoder_layers
 
 
 def reorder_weight(
@@ -19,7 +19,7 @@ def reorder_weight(
 
     `name` is the weight's name within the module: q_proj.weight, o_proj.weight, sinks. The rows of
     query, key and value projections and biases, the columns of the output projection, and
-    parameters with an entry per head (such as the sink bias) move with their heads. Other weights
+    parameters with an entry per head move with their heads. Other weights
     are returned unchanged, such as norms over one head's dimension, which all heads share.
     """
     module = name.partition(".")[0]
@@ -29,9 +29,8 @@ def reorder_weight(
         key = weight.shape[0] // (q_per_kv + 2)
         projections = torch.split(weight, [q_per_kv * key, key, key])
         return torch.cat([x.index_select(0, _entries(order, len(x), x)) for x in projections])
-    per_head = (*family.per_head, SINK_BIAS)
     is_norm = module in ("q_norm", "k_norm") and family.norms_over_heads
-    if module in ("q_proj", "k_proj", "v_proj") or is_norm or module in per_head:
+    if module in ("q_proj", "k_proj", "v_proj") or is_norm or module in family.per_head:
         # Norms are [heads * D], or [heads, D] in some families.
         flat = weight.flatten() if is_norm else weight
         return flat.index_select(0, _entries(order, len(flat), weight)).view_as(weight)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from bosch.attention import HeadLayout
 from bosch.backends import resolve_backend
@@ -141,47 +139,6 @@ def apply_head_mask(model: Any, mask: HeadMask, windows: Windows) -> None:
         prepare_for_search(model, "auto" if state is None else state.backend)
     check_fit(model.config, mask, windows)
     _set_layouts(model, mask, windows, interface.required_state(modules[0]).backend)
-
-
-def set_sink_bias(model: Any, values: Sequence[Sequence[float]] | None) -> None:
-    """Set the sink bias [L][HQ] of the sliding heads of a model in search mode; None removes it.
-
-    It is an extra logit in the softmax of a query head's window, in the model's dtype as in the
-    hybrid. Full heads ignore it. Raises UserError unless there is a finite number for each query
-    head, or if the family's heads already have such a logit.
-    """
-    modules = interface.attention_modules(model)
-    heads = families.text_config(model.config).num_attention_heads
-    if values is None:
-        for module in modules:
-            module._buffers.pop(families.SINK_BIAS, None)
-        return
-    check_sink_bias(model.config)
-    table = torch.tensor(values, dtype=model.dtype, device=model.device)
-    if table.shape != (len(modules), heads) or not bool(table.isfinite().all()):
-        raise UserError(
-            f"the sink bias is of shape {list(table.shape)}, expected finite numbers for "
-            f"{len(modules)} layers of {heads} query heads"
-        )
-    rows = local_row(
-        model, table.view(len(modules), mask_shape(model.config)[1], -1).transpose(0, 1)
-    )
-    for number, module in enumerate(modules):
-        module.register_buffer(families.SINK_BIAS, rows[:, number].flatten().clone())
-
-
-def sink_bias_is_set(model: Any) -> bool:
-    """Whether `set_sink_bias` has set one."""
-    return families.SINK_BIAS in interface.attention_modules(model)[0]._buffers
-
-
-def check_sink_bias(config: Any) -> None:
-    """Raise UserError for a family whose heads already have an extra logit."""
-    if "head_logits" in families.attention_needs(config):
-        raise UserError(
-            f"search.sink: models of type '{config.model_type}' have a learned sink logit in every "
-            "head already, which their sliding heads keep; leave search.sink out"
-        )
 
 
 def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> None:

@@ -94,8 +94,7 @@ def plan_of(
     if sinks:
         raise UserError(
             f"hybrid_attention.sinks is {sinks}: vLLM keeps a window of a sliding head and no "
-            "sinks before it; search and train with sink: bias in place of sinks, or serve the "
-            "model with transformers"
+            "sinks before it; serve the model with transformers"
         )
     rows = ({group.window: len(group.heads) for group in layout.groups} for layout in layouts)
     return planner.module_plan(planner.engine_heads(rows), ranks, grouping)

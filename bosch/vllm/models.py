@@ -22,7 +22,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
 from bosch.errors import UserError
-from bosch.model.families import FAMILIES, SINK_BIAS, Family, has_sink_bias
+from bosch.model.families import FAMILIES, Family
 from bosch.model.loading import full_attention_config
 from bosch.model.permutation import reorder_heads
 from bosch.model.published import published_names
@@ -100,9 +100,8 @@ def _module_arguments(
     sizes: tuple[int, ...],
     index: int,
     window: int | None,
-    sliding_only: bool,
 ) -> dict[str, Any]:
-    """Arguments of module `index`; with `sliding_only` full heads have no extra logits."""
+    """Arguments of module `index`."""
     q_per_kv = arguments["num_heads"] // arguments["num_kv_heads"]
     changed = {
         "num_heads": sizes[index] * q_per_kv,
@@ -116,31 +115,7 @@ def _module_arguments(
         first = sum(sizes[:index]) * q_per_kv
         # A view of the parameter, into which weights are loaded later.
         changed["sinks"] = logits.data[first : first + changed["num_heads"]]
-    result = {**arguments, **changed}
-    if sliding_only and window is None:
-        result.pop("sinks", None)
-    return result
-
-
-def _add_sink_bias(
-    model: nn.Module, family: Family, layer: int, heads: int, ranks: int, rank: int
-) -> nn.Parameter:
-    """Add the sink bias of this rank's query heads in a layer, with the checkpoint's name."""
-    ending = f"layers.{layer}.{family.attention}"
-    owners = [module for name, module in model.named_modules() if f".{name}".endswith(f".{ending}")]
-    if len(owners) != 1:
-        raise UserError(
-            f"hybrid_attention.sink is bias: vLLM's {type(model).__name__} has no place for it, "
-            f"because no module is named {ending}; serve the model with transformers"
-        )
-    bias = nn.Parameter(torch.zeros(heads), requires_grad=False)
-
-    def load(parameter: nn.Parameter, weight: Tensor) -> None:
-        parameter.data.copy_(weight.chunk(ranks)[rank])
-
-    bias.weight_loader = load  # type: ignore[attr-defined]
-    owners[0].register_parameter(SINK_BIAS, bias)
-    return bias
+    return {**arguments, **changed}
 
 
 def _attention(arguments: dict[str, Any], window: int | None, cache: int | None) -> Attention:
@@ -167,7 +142,6 @@ class HybridMixin:
             self._hybrid_layouts, get_tensor_model_parallel_world_size(), grouping_of(vllm_config)
         )
         self._hybrid_plan = plan
-        has_bias = has_sink_bias(config)
         rank = get_tensor_model_parallel_rank()
         parent: Any = super()
         with _recorded_arguments() as records:
@@ -187,15 +161,9 @@ class HybridMixin:
                     f"{type(self).__name__}: vLLM's attention of layer {layer} is not one module "
                     "of all its heads, so that it cannot be split"
                 )
-            if has_bias and self._hybrid_layouts[layer].windows:
-                heads = arguments["num_heads"]
-                bias = _add_sink_bias(module, self._hybrid_family, layer, heads, plan.ranks, rank)
-                arguments = {**arguments, "sinks": bias}
             del registered[attention.layer_name]
             attentions = [
-                _attention(
-                    _module_arguments(arguments, sizes, index, window, has_bias), window, cache
-                )
+                _attention(_module_arguments(arguments, sizes, index, window), window, cache)
                 for index, (cache, window) in enumerate(zip(caches, windows, strict=True))
             ]
             _check_windows(attentions, windows, layer)

@@ -22,7 +22,6 @@ from bosch.files import exists, file_hashes, load_json, remove, write_json
 from bosch.model.families import max_positions, text_config
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import set_sink_bias
 from bosch.progress import progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
@@ -276,7 +275,6 @@ def load_evaluated(
     config.check_inputs()
     if mask is None:
         return loaded
-    set_sink_bias(loaded, mask.sink_bias)
     hybrid = materialize(loaded, mask.mask, mask.windows, take_weights=True)
     hybrid.set_attn_implementation(resolve_backend(config.runtime.attention))
     return hybrid

@@ -87,7 +87,7 @@ def rival_masks(
     """Masks of rules and rankings with as many sliding heads as the `searched` one, by one process.
 
     If that mask has several windows, they use its most common one, and the fewest sliding heads
-    with no larger KV cache. They use the mask's sink bias, if it has one.
+    with no larger KV cache.
     """
     section = config.upstream_section(SearchConfig)
     calibration = CalibrationSet.load(prepared / CALIBRATION)
@@ -110,7 +110,6 @@ def rival_masks(
                 method=method,
                 swa_ratio=ratio,
                 seed=settings.seed,
-                sink_bias=searched.sink_bias,
             )
         )
         logger.info("%s: mask of a rival", method)
@@ -139,6 +138,4 @@ def _identity(model: str | None, file: HeadMaskFile) -> str | None:
     mask: dict[str, Any] = {
         "mask": file.mask.swa_kv_heads, "window": [file.window_size, file.sinks],
     }  # fmt: skip
-    if file.sink_bias is not None:
-        mask["sink_bias"] = file.sink_bias
     return f"{model}-{digest_of(mask)}"

@@ -17,7 +17,6 @@ _FRONT = "---"
 _PAPER = "https://arxiv.org/abs/2604.05942"
 UNTRAINED = "| continual pretraining | none, the weights are the base model's |"
 
-_SINK_BIAS = "a learned sink bias in each sliding query head"
 _LOADING = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -96,7 +95,7 @@ only; the others see everything, as before. Made by BOSCH-pipeline, after [BOSCH
 | licence of the base model | {licence_name or "not stated in its card"} |
 | sliding KV heads | {mask_file.mask.num_sliding} of {mask_file.mask.is_full.size} |
 | window{plural} | {sizes} tokens, the query's own included |
-| sinks | {_SINK_BIAS if mask_file.sink_bias is not None else mask_file.sinks} |
+| sinks | {mask_file.sinks} |
 | head mask found by | {mask_file.method}{seed} |
 | its score in the search | {score} |
 {UNTRAINED}

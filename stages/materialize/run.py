@@ -20,7 +20,7 @@ from bosch.model.families import decoder_layers, family_of, max_positions, text_
 from bosch.model.head_table import head_table
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import check_mask, head_mask, mask_shape, set_sink_bias
+from bosch.model.search_mode import check_mask, head_mask, mask_shape
 from bosch.window import Window, Windows
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
@@ -81,7 +81,6 @@ def run(
         check_mask(base.config, mask_file.mask)
     except UserError as error:
         raise UserError(f"{mask_path}: {error}") from error
-    set_sink_bias(base, mask_file.sink_bias)
     share = mask_file.mask.swa_ratio
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, share)
     summary = _memory(base, mask_file, front) | _budgeted_bytes(config, base, mask_file, front)
@@ -94,7 +93,6 @@ def run(
     if in_float32:  # `_logits` has converted the model to float32
         del base
         base = _load_base(config, device)
-        set_sink_bias(base, mask_file.sink_bias)
     if front is None:
         hybrid = materialize(base, mask_file.mask, mask_file.windows, take_weights=True)
     else:

@@ -22,7 +22,7 @@ from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.cache import HybridCache
 from bosch.model.configuration import is_hybrid
-from bosch.model.families import decoder_layers, has_sink_bias
+from bosch.model.families import decoder_layers
 from bosch.model.head_table import head_table, heads_by_window
 from bosch.model.interface import NAME, attention_modules, head_state
 from bosch.model.loading import auto_class, full_attention_config, load_config, load_model
@@ -173,7 +173,7 @@ def build_model(
         return _original(_load(original or path, config, settings), settings)
     rows = variant.kv_heads(decoder_layers(config).heads)
     if is_hybrid(config):
-        config.hybrid_attention = head_table(rows, has_sink_bias(config))
+        config.hybrid_attention = head_table(rows)
         config.kv_budget = None
         model = _load(path, config, settings)
     else:

@@ -134,8 +134,6 @@ def _tiles(results: Results) -> Iterable[Tile]:
     yield Tile("Sliding KV heads (ρ)", format_share(search.sliding / search.total), heads)
     sinks = search.mask.sinks
     reach = f"and {sinks} sink tokens" if sinks else "the token itself included"
-    if search.mask.sink_bias is not None:
-        reach += "; a learned sink bias in each sliding query head"
     plural = "s" if len(search.windows) > 1 else ""
     yield Tile(f"Window{plural} (W)", search.window_sizes, reach, "tokens")
 

@@ -62,7 +62,6 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "sinks": search.mask.sinks,
         **({} if budget is None else {"budget": budget.model_dump()}),
         **({} if search.front is None else {"point": search.front.chosen}),
-        **({"sink": "bias"} if search.mask.sink_bias is not None else {}),
         "kv_cache_bytes_per_token": {
             "before": cache.original_per_token,
             "after": cache.per_token,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from bosch.errors import UserError
-from bosch.heads import HeadMaskFile
 from bosch.search.given import given_mask
 from stages.formats import format_bytes
 from stages.search.stage import SearchConfig
@@ -32,12 +31,5 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
                 f"search.budget.{cache.budget.name}: allows {format_bytes(cache.allowed_bytes)}, "
                 f"and {search.mask} holds {cache.text(size)}"
             )
-        file = HeadMaskFile.load(str(search.mask))
     except UserError as fault:
         yield str(fault)
-        return
-    if file.sink_bias is not None and search.sink is None:
-        yield (
-            f"search.sink: {search.mask} has a sink bias for each query head; set sink: bias, or "
-            "choose another mask"
-        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from bosch.errors import RunError
 from bosch.files import remove
@@ -16,15 +14,9 @@ from stages.published import TENSORBOARD
 from stages.search.stage import SearchConfig
 
 BEST = "best_so_far.json"
-SinkBias: TypeAlias = Sequence[Sequence[float]]
 
 
-def mask_file(
-    config: StageConfig[SearchConfig],
-    mask: HeadMask,
-    score: float,
-    sink_bias: SinkBias | None = None,
-) -> HeadMaskFile:
+def mask_file(config: StageConfig[SearchConfig], mask: HeadMask, score: float) -> HeadMaskFile:
     """The head mask file of `mask`, with the settings of its search."""
     section = config.section
     ratio = section.stated_ratio
@@ -39,7 +31,6 @@ def mask_file(
         swa_ratio=ratio,
         score=score,
         seed=config.seed if section.seed is None else section.seed,
-        sink_bias=sink_bias,
     )
 
 
@@ -49,13 +40,11 @@ class LiveView:
     A resumed search replays its log, so the scalars start over. RunError if they are not written.
     """
 
-    def __init__(
-        self, work_dir: Path, config: StageConfig[SearchConfig], sink_bias: SinkBias | None = None
-    ) -> None:
+    def __init__(self, work_dir: Path, config: StageConfig[SearchConfig]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.best_file = work_dir / BEST
-        self._config, self._sink_bias = config, sink_bias
+        self._config = config
         self._best: HeadMask | None = None
         remove(work_dir / TENSORBOARD)
         try:
@@ -85,8 +74,7 @@ class LiveView:
             values["best_log_likelihood"] = evaluation.log_likelihood
             if mask != self._best:
                 self._best = mask
-                file = mask_file(self._config, mask, evaluation.score, self._sink_bias)
-                file.save(self.best_file)
+                mask_file(self._config, mask, evaluation.score).save(self.best_file)
         for name, value in values.items():
             self._board.add_scalar(f"search/{name}", value, point.step)
 

@@ -16,16 +16,14 @@ from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
-from bosch.journal import Journal
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
-from bosch.model.search_mode import prepare_for_search, set_sink_bias
+from bosch.model.search_mode import prepare_for_search
 from bosch.model.tensor_parallel import load_sharded
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
-from bosch.objective.sink_bias import fit_sink_bias
 from bosch.progress import progress
 from bosch.ranks import Ranks, limit_collectives
 from bosch.search.bosch import SearchResult
@@ -38,13 +36,11 @@ from stages.prepare.stage import CALIBRATION
 from stages.search.budget import HELD_OUT_EVERY, EngineCache
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
-from stages.search.live import BEST, LiveView, SinkBias, mask_file
+from stages.search.live import BEST, LiveView, mask_file
 from stages.search.processes import join_process_group, numerics, reuse_bytes
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
-
-_SINK_BIAS = "sink_bias.jsonl"  # of an unfinished search; a resumed search uses it again
 
 
 def run(
@@ -64,10 +60,7 @@ def run(
         HeadMaskFile.load(section.mask)  # refuses a damaged mask before the model is loaded
     with join_process_group(runtime.search_parallel, runtime.timeout_minutes) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
-        sink_bias = _set_sink_bias(section, objective, work_dir)
         log = _evaluation_log(config, objective, ranks, work_dir)
-        if sink_bias is not None and ranks.is_first:
-            Journal(work_dir / _SINK_BIAS).replace([{"values": sink_bias}])
         ranks.from_first(None)  # all ranks have loaded; from here on they synchronise
         limit_collectives(config.runtime.collective_timeout_minutes)
         if ranks.is_first and ranks.size > objective.batches:
@@ -93,7 +86,7 @@ def run(
                 total = method.most_evaluations(settings, *objective.shape)
                 bar = progress(total, f"search ({section.method})", "evaluations")
                 evaluator.progress = stack.enter_context(bar)
-                view = contextlib.closing(LiveView(work_dir, config, sink_bias))
+                view = contextlib.closing(LiveView(work_dir, config))
                 evaluator.watch = stack.enter_context(view).update
             try:
                 result = find_mask(section.method, evaluator, settings)
@@ -104,7 +97,7 @@ def run(
         summary = summary_of(evaluator, result, time.perf_counter() - started)
         summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
-            _write_results(work_dir, config, summary, result, cache, sink_bias)
+            _write_results(work_dir, config, summary, result, cache)
     names = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
     return {name: summary[name] for name in names}
 
@@ -152,23 +145,6 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
     )  # fmt: skip
 
 
-def _set_sink_bias(section: SearchConfig, objective: Objective, work_dir: Path) -> SinkBias | None:
-    """Set and return the sink bias: from the mask, a stopped search, or estimated; None without."""
-    if section.sink is None:
-        return None
-    mask_bias, recorded = None, None
-    if section.method == "given":
-        mask_bias = HeadMaskFile.load(str(section.mask)).sink_bias
-    if objective.ranks.is_first:
-        entries = Journal(work_dir / _SINK_BIAS).read_new(lambda entry: entry["values"])
-        recorded = entries[-1] if entries else None
-    values: SinkBias | None = mask_bias or objective.ranks.from_first(recorded)
-    if values is None:
-        return fit_sink_bias(objective)
-    set_sink_bias(objective.model, values)
-    return values
-
-
 def summary_of(evaluator: Evaluator, result: SearchResult, seconds: float) -> dict[str, Any]:
     """The summary of a search's result and cost; `seconds` are those of the stage."""
     evaluation = result.evaluation
@@ -192,20 +168,18 @@ def _write_results(
     summary: dict[str, Any],
     result: SearchResult,
     cache: EngineCache,
-    sink_bias: SinkBias | None,
 ) -> None:
     published = SearchSummary.check(summary, "summary")
     published.write(work_dir)
     if result.front is None:
-        file = mask_file(config, result.mask, result.evaluation.score, sink_bias)
+        file = mask_file(config, result.mask, result.evaluation.score)
         file.save(work_dir / HEAD_MASK)
         if config.section.stated_ratio is None:
             _log_bytes(cache, file)
     else:
         _write_front(work_dir, config, result.front, cache)
     write_traces(published, result.mask.key, work_dir)
-    for name in (BEST, _SINK_BIAS):
-        (work_dir / name).unlink(missing_ok=True)
+    (work_dir / BEST).unlink(missing_ok=True)
     logger.info(
         "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "
         "known from other searches, %.1f full passes computed",

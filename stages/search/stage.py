@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -18,7 +18,7 @@ from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.trace import TracePoint
-from bosch.window import MAX_WINDOWS, SINK_TOKENS, Window, named_share, rising_menu
+from bosch.window import MAX_WINDOWS, Window, named_share, rising_menu
 from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
@@ -72,9 +72,6 @@ class SearchConfig(Section):
     attention; default: eight, evenly spaced on a logarithmic scale."""
     sinks: int = Field(0, ge=0, le=MOST)
     """First tokens that sliding heads always attend to (attention sinks)."""
-    sink: Literal["bias"] | None = None
-    """bias: instead of sinks, each query head of a sliding head has one learned logit in the
-    softmax over its window; it starts with the attention mass of 4 sinks."""
     solver: SolverName = SearchSettings.solver
     """Optimiser of sub-problems that are too large for brute force. nomad decodes its points so
     that all are on the budget; nomad_penalty uses the penalty of Eq. 5 instead, as published."""
@@ -281,16 +278,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             f"search.mask: method {search.method} reads no mask; set search.method: given, or "
             "leave search.mask out"
         )
-    if search.sink is not None and search.sinks:
-        yield (
-            f"search.sink: bias takes the place of sink tokens, search.sinks asks for "
-            f"{search.sinks}; set one of the two"
-        )
-    if search.sink is not None and METHODS[search.method].finds_front:
-        yield (
-            "search.sink: a front has no sink bias; choose another search.method, or search.sinks "
-            "for sink tokens"
-        )
     if len(search.menu) > 1 and not METHODS[search.method].several_windows:
         yield (
             f"search.windows: method {search.method} knows one window; name it in "
@@ -300,13 +287,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     length = loaded.recipe[PrepareConfig].calibration.length
     where = "prepare.calibration.length"
     yield from window_faults(search.menu, search.menu_field, where, length)
-    widest = search.menu[0].size
-    if search.sink is not None and widest < length <= widest + SINK_TOKENS:
-        yield (
-            "search.sink: the bias is estimated by queries that see beyond the window and "
-            f"{SINK_TOKENS} tokens, of which {where} = {length:,} has none; raise it or lower "
-            "search.window_size"
-        )
     yield from _budget_faults(loaded)
     yield from _parallel_faults(loaded, search)
     yield from _attention_faults(loaded)
@@ -425,8 +405,6 @@ def _parallel_faults(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str
             f"{field}: context splits what a search measures, and {search.method} reads the "
             "examples in one process; set data"
         )
-    if search.sink is not None:
-        yield f"{field}: search.sink is estimated on whole examples; set data, or leave it out"
 
 
 def _attention_faults(loaded: LoadedRecipe) -> Iterator[str]:
@@ -438,15 +416,7 @@ def _attention_faults(loaded: LoadedRecipe) -> Iterator[str]:
         requests["sinks"] = f"search.sinks asks for {sinks}"
     if recipe.model.dtype == "float32":
         requests["float32"] = "model.dtype asks for float32"
-    own_needs = _needs_of_model(loaded.info)
-    requests |= own_needs
-    if recipe[SearchConfig].sink is not None:
-        if "head_logits" in own_needs:
-            yield (
-                "search.sink: the model's heads have a learned sink logit of their own, which "
-                "sliding heads keep; leave search.sink out"
-            )
-        requests["head_logits"] = "search.sink asks for it"
+    requests |= _needs_of_model(loaded.info)
     for message in lacking(recipe.runtime.attention, requests):
         yield f"runtime.attention: {message}"
 

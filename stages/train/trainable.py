@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from bosch.errors import UserError
-from bosch.model.families import SINK_BIAS
 from bosch.model.interface import attention_modules
 from bosch.model.loading import load_model
 from stages.train.stage import LoraConfig, TrainConfig
@@ -44,9 +43,6 @@ def restrict_training(model: Any, train: TrainConfig, untrained: Collection[str]
     """
     if train.lora is not None:
         _add_adapters(model, train.lora, attention_only=train.freeze == "attention_only")
-        for module in attention_modules(model):  # one number per head, too small for an adapter
-            if (bias := getattr(module, SINK_BIAS, None)) is not None:
-                bias.requires_grad_(True)
     elif train.freeze == "attention_only":
         model.requires_grad_(False)
         for module in attention_modules(model):

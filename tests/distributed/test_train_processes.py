@@ -69,27 +69,6 @@ def losses(work_dir: Path) -> list[float]:
     return [record["loss"] for record in metrics(work_dir)]
 
 
-def test_a_sink_bias_trains_in_two_processes_as_in_one(tmp_path: Path) -> None:
-    case = make_case(tmp_path / "case", sink_bias=True)
-    train = {"total_tokens": 3 * 4 * 32, "checkpoint_tokens": [3 * 4 * 32]}
-    train_here(case, tmp_path / "one", train=train)
-    start = load_file(case / "materialize/model/model.safetensors")
-    names = [name for name in start if name.endswith("sink_bias")]
-    assert len(names) == 2
-    for sharding in SHARDINGS:
-        changes: dict[str, Any] = {"train": train, "runtime": {"sharding": sharding}}
-        result = train_in_processes(case, tmp_path / sharding, 2, **changes)
-        assert result.returncode == 0, result.stderr
-        assert losses(tmp_path / sharding) == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-        single, sharded = (
-            load_file(next((tmp_path / name).rglob("model.safetensors")))
-            for name in ("one", sharding)
-        )
-        for name in names:
-            assert (single[name] != start[name]).any()
-            torch.testing.assert_close(single[name], sharded[name], rtol=1e-3, atol=1e-4)
-
-
 def test_recomputation_and_offloading_change_no_bit_in_two_processes(
     case: Path, tmp_path: Path
 ) -> None:

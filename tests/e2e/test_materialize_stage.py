@@ -132,8 +132,7 @@ def test_the_directory_carries_its_code_and_its_card(base: Path, tmp_path: Path)
 def test_the_card_names_several_windows_and_the_base_on_the_hub() -> None:
     mask, windows = HeadMask.of_choices([[0, 1], [2, 1]]), (Window(20), Window(8))
     file = HeadMaskFile.of(
-        mask, windows, model="m", method="given", swa_ratio=0.7, score=0.8125, seed=4,
-        sink_bias=[[0.5] * 4] * 2,
+        mask, windows, model="m", method="given", swa_ratio=0.7, score=0.8125, seed=4
     )  # fmt: skip
     card = model_card(file, ModelConfig(path="org/model"), NUMBERS, [0, 1], {"license": "mit"})
     # The share of sliding heads in the mask, not the requested one.
@@ -141,7 +140,6 @@ def test_the_card_names_several_windows_and_the_base_on_the_hub() -> None:
     assert "| windows | 20 or 8 tokens" in card and "1 a window of 20, 2 a window of 8" in card
     assert "0  ■ 1\n1  2 1\n" in card and "first, then those of each window" in card
     assert "| given (seed 4) |" in card and "0.8125, the share" in card and "| mit |" in card
-    assert "| sinks | a learned sink bias in each sliding query head |" in card
     card = model_card(_mask(), ModelConfig(path="org/model", revision="abc"), NUMBERS, [0, 1], {})
     front_matter = yaml.safe_load(card.split("---")[1])
     assert front_matter["base_model"] == "org/model" and "license" not in front_matter

@@ -341,15 +341,6 @@ def test_a_model_too_large_to_enumerate_is_refused(
     assert "more than 20,000 that can be enumerated" in capsys.readouterr().err
 
 
-def test_a_study_with_a_sink_bias_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    few = "--methods", "rand", "--ratios", "0.5"
-    assert study("cost", tmp_path / "study", *few, "search.sink=bias") == 2
-    assert capsys.readouterr().err.startswith("error: search.sink: ")
-    assert not (tmp_path / "study").exists()
-
-
 def test_a_study_keeps_results_by_version_and_reuses_as_the_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

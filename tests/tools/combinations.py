@@ -35,7 +35,7 @@ _FAMILIES = (
 _OPTIONS: list[tuple[float, list[list[str]]]] = [
     (0.3, [["model.dtype=bfloat16"]]),
     (0.5, [["search.window_size=16"], ["search.window_size=48"]]),
-    (0.5, [["search.sinks=1"], ["search.sinks=4"], ["search.sink=bias"]]),
+    (0.5, [["search.sinks=1"], ["search.sinks=4"]]),
     (0.5, [
         ["search.swa_ratio=0.75"], ["search.swa_ratio=0.6"],
         ["search.swa_ratio=null", "search.budget.ratio=0.5"],

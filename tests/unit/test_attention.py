@@ -359,7 +359,7 @@ def test_the_fastest_backend_is_the_first_with_all_abilities(
     assert fastest_backend(half, dropout=0.1) == "flash"
     assert fastest_backend(half, sinks=4, dropout=0.1) == "sdpa"
     assert fastest_backend(half, needs={"softcap"}) == "sdpa"
-    assert fastest_backend(half, needs={"head_logits"}) == "flash"
+    assert fastest_backend(half, needs={"head_logits"}) == "flex"
     assert fastest_backend(half, needs={"wide_heads"}) == "sdpa"
     monkeypatch.setitem(BACKENDS, "flash", BACKENDS["flash"]._replace(usable=lambda: False))
     assert fastest_backend(half) == "varlen"

@@ -103,7 +103,6 @@ _LAYOUT = {"window_size": WINDOW, "sinks": 0, "full_kv_heads_per_layer": [1, 2, 
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, -1]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": [1, 2, 3.0]}, "3 numbers from 0 to 4"),
         (_LAYOUT | {"full_kv_heads_per_layer": "123"}, "3 numbers from 0 to 4"),
-        (_LAYOUT | {"sink": "biased"}, "sink must be missing, or bias where sinks is 0, found 'bi"),
         (
             _SEVERAL | {"window_sizes": [9, WINDOW]},
             "window_sizes must be in ascending order without repeats",

@@ -22,7 +22,6 @@ from bosch.model.configuration import hybrid_config_class
 from bosch.model.families import FAMILIES
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import set_sink_bias
 from bosch.window import Window
 from tests.elsewhere import ROOT, run_elsewhere, run_python
 from tests.hybrid_case import SAMPLE, mask_of, small_config, small_model, tokens
@@ -32,14 +31,8 @@ LENGTH, NEW = 40, 10
 
 
 def _save(family: str, folder: Path, **changes: Any) -> Any:
-    """Save a hybrid, Llama's with a sink bias."""
     model = small_model(family, **changes)
-    window = Window(WINDOW, SINKS)
-    if family == "llama":
-        window = Window(WINDOW)
-        heads = model.config.num_attention_heads
-        set_sink_bias(model, torch.linspace(-2, 2, 3 * heads).view(3, heads).tolist())
-    hybrid = materialize(model, mask_of(model.config), window)
+    hybrid = materialize(model, mask_of(model.config), Window(WINDOW, SINKS))
     hybrid.save_pretrained(folder)
     return hybrid
 

@@ -30,7 +30,6 @@ from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import held_bytes
 from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import set_sink_bias
 from bosch.version import VERSION
 from bosch.window import Window
 from data_prep.documents.sources import KINDS
@@ -148,9 +147,6 @@ def test_show_counts_heads_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixtu
     full = materialize(model, HeadMask.all_full(3, 4), Window(6))
     shown = _shown(full, tmp_path, capsys)
     assert "12 of 12 KV heads full\n" in shown and "the others" not in shown
-    set_sink_bias(model, [[0.0] * 8] * 3)
-    shown = _shown(materialize(model, HeadMask(rows), Window(6)), tmp_path, capsys)
-    assert "the others see 6 tokens, with a learned sink bias in each query head\n" in shown
     model.save_pretrained(tmp_path)
     assert main(["show", str(tmp_path)]) == 2
     assert f"{tmp_path} is no hybrid model" in capsys.readouterr().err

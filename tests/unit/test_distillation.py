@@ -14,12 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from bosch.errors import UserError
-from bosch.heads import HeadMask
-from bosch.model.families import text_config
-from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import mask_shape, set_sink_bias
+from bosch.model.search_mode import mask_shape
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
@@ -195,26 +191,6 @@ def test_no_model_computes_all_logits_at_once(
         teacher(small_config(), targets, targets, None)(head, states).backward()
     assert held.elements == 8 * 1000  # the output head's weight and its gradient
     assert states.grad is not None
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_a_teacher_has_no_sink_bias(tmp_path: Path, family: str) -> None:
-    """None of its heads slides, whatever the file holds; a hybrid with sliding heads needs its own.
-
-    Layers that slide in the base model itself, like Gemma 3's, have no sink bias.
-    """
-    base, ids = small_model(family).eval(), tokens(2, 12)
-    expected = base.get_decoder()(ids).last_hidden_state
-    layers, kv_heads = mask_shape(base.config)
-    mask = HeadMask.all_sliding(layers, kv_heads)
-    heads = text_config(base.config).num_attention_heads
-    set_sink_bias(base, [[0.5] * heads] * layers)
-    materialize(base, mask, Window(WINDOW)).save_pretrained(tmp_path)
-    torch.testing.assert_close(teacher_of(tmp_path)(ids, None), expected)
-    config = load_config(str(tmp_path))
-    del config.hybrid_attention["sink"]
-    with pytest.raises(UserError, match=r"have no place .*sink_bias first"):
-        load_model(tmp_path, config=config)
 
 
 def test_a_teacher_has_no_budget(tmp_path: Path) -> None:

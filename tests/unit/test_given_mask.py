@@ -124,21 +124,6 @@ def test_the_recipe_names_the_file_and_its_content_is_in_the_key(tmp_path: Path)
     assert _keys(case) == second
 
 
-def test_a_mask_with_a_sink_bias_needs_a_search_with_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case, path = Case(tmp_path), str(tmp_path / "mask.json")
-    case.content["search"] |= {"method": "given", "mask": path}
-    case.save()
-    HeadMaskFile.of(
-        _mask((4, 4), 8), Window(32), model="m", method="elsewhere", swa_ratio=0.5,
-        sink_bias=[[0.5] * 8] * 4,
-    ).save(path)  # fmt: skip
-    assert main(["validate", str(case.file), "search.sink=bias"]) == 0
-    assert main(["validate", str(case.file)]) == 2
-    assert "has a sink bias for each query head; set sink: bias" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [

@@ -49,16 +49,14 @@ def test_a_mask_of_several_windows_survives_every_conversion(
     assert HeadMask.from_key(mask.key) == mask
     assert (mask == HeadMask(mask.is_full)) == (choices.max() < 2)
     windows = [Window(3 * size) for size in range(1, most + 1)]
-    bias = [[seed / 7] * 2 * shape.num_key_value_heads] * shape.num_layers if seed % 2 else None
     file = HeadMaskFile.of(
-        mask, windows, model="m", method="given", swa_ratio=mask.swa_ratio, score=0.9, seed=seed,
-        sink_bias=bias,
+        mask, windows, model="m", method="given", swa_ratio=mask.swa_ratio, score=0.9, seed=seed
     )  # fmt: skip
     with TemporaryDirectory() as folder:
         path = Path(folder) / "head_mask.json"
         file.save(path)
         assert HeadMaskFile.load(path) == file
-        assert json.loads(path.read_text())["format"] == (3 if bias else 2 if most > 1 else 1)
+        assert json.loads(path.read_text())["format"] == (2 if most > 1 else 1)
     rows = mask.heads_per_layer(windows)
     shares = [(choices == choice).mean() for choice in range(1, most + 1)]
     assert list(window_shares(rows).values()) == pytest.approx(shares)
@@ -148,37 +146,31 @@ def test_any_ratio_above_zero_gives_a_sliding_unit(ratio: float) -> None:
 
 
 def _content(damaged: str) -> dict[str, Any]:
-    """Content of a file: one window, several windows, or one window with a sink bias."""
-    mask, windows, bias = HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), [Window(16)], None
+    """Content of a file: one window, or several windows."""
+    mask, windows = HeadMask.from_swa_kv_heads([[0, 1], [2, 3]], 4), [Window(16)]
     if damaged == "several":
         mask = HeadMask.of_choices([[0, 1, 2, 2], [1, 0, 0, 0]])
         windows = [Window(4), Window(8)]
-    if damaged == "bias":
-        bias = [[0.0] * 8] * 2
-    file = HeadMaskFile.of(
-        mask, windows, model="base", method="bosch", swa_ratio=0.5, score=0.9, seed=1,
-        sink_bias=bias,
-    )  # fmt: skip
-    return file.content
+    return HeadMaskFile.of(
+        mask, windows, model="base", method="bosch", swa_ratio=0.5, score=0.9, seed=1
+    ).content
 
 
 def test_a_file_accepts_numpys_numbers(tmp_path: Path) -> None:
-    ratio, score, bias = np.float32([0.5, 0.75, -2.5])
+    ratio, score = np.float32([0.5, 0.75])
     mask = HeadMask.from_swa_kv_heads([[0], [1]], 2)
     numbers = {"swa_ratio": ratio, "score": score, "seed": np.int64(3)}
-    sink_bias = np.full((2, 4), bias)
-    HeadMaskFile.of(mask, Window(8), model="m", method="rand", sink_bias=sink_bias, **numbers).save(
+    HeadMaskFile.of(mask, Window(8), model="m", method="rand", **numbers).save(
         tmp_path / "mask.json"
     )
     file = HeadMaskFile.load(tmp_path / "mask.json")
     assert (file.swa_ratio, file.score, file.seed) == (0.5, 0.75, 3)
-    assert file.sink_bias == ((-2.5,) * 4,) * 2
 
 
 @pytest.mark.parametrize(
     ("damaged", "change", "named"),
     [
-        ("one", {"format": 4}, "format is 4, this version reads formats 1, 2, 3"),
+        ("one", {"format": 3}, "format is 3, this version reads formats 1, 2"),
         ("one", {"format": 2}, "the field window_sizes is missing"),
         ("one", {"swa_kv_heads": [[0, 1]]}, "num_layers"),
         ("one", {"swa_kv_heads": [[0, 9], []]}, "KV head 9"),
@@ -212,14 +204,6 @@ def test_a_file_accepts_numpys_numbers(tmp_path: Path) -> None:
             "for each layer a list of head indices for each of 2 win",
         ),
         ("several", {"swa_kv_heads": [[[0], [0]], [[], []]]}, "layer 0 names a KV head twice"),
-        ("bias", {"sink_bias": [[0.0] * 8]}, "must hold 2 lists of finite numbers"),
-        ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 7]}, "must hold 2 lists"),
-        ("bias", {"sink_bias": [[0.0] * 8, [0.0] * 4]}, "must hold 2 lists"),
-        ("bias", {"sink_bias": [[0.0] * 6] * 2}, "must hold 2 lists"),
-        ("bias", {"sink_bias": [["0"] * 8] * 2}, "must hold 2 lists"),
-        ("bias", {"sink_bias": [[float("inf")] * 8] * 2}, "must hold 2 lists of finite numbers"),
-        ("bias", {"sink_bias": None}, "sink_bias has an unexpected value"),
-        ("bias", {"sinks": 4}, "sink_bias takes the place of sinks, and sinks is 4"),
     ],
 )
 def test_a_damaged_file_is_refused_with_its_field(

@@ -27,7 +27,6 @@ from bosch.heads import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.loading import full_attention_config, load_config, load_model
 from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import prepare_for_search, set_sink_bias
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
 from pipeline.commands.measure import default_output
@@ -240,19 +239,6 @@ def test_a_hybrid_of_several_budgets_is_measured_at_its_default(tmp_path: Path) 
         assert own.kv_heads(KV_HEADS) == front.mask(index).heads_per_layer(front.windows)
         measured = build_model(str(tmp_path), None, own, SETTINGS)
         assert type(measured.new_cache()).__name__ == "HybridCache"
-
-
-def test_a_hybrid_with_a_sink_bias_is_measured_with_it(tmp_path: Path) -> None:
-    model = small_model("qwen3")
-    prepare_for_search(model, "auto")
-    set_sink_bias(model, [[1.0] * model.config.num_attention_heads] * LAYERS)
-    hybrid = materialize(model, HeadMask.all_sliding(LAYERS, KV_HEADS), Window(8))
-    hybrid.save_pretrained(tmp_path)
-    config = load_config(str(tmp_path))
-    _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
-    measured = build_model(str(tmp_path), None, own, SETTINGS)
-    biases = [p for name, p in measured.model.named_parameters() if name.endswith("sink_bias")]
-    assert len(biases) == LAYERS and all((bias == 1).all() for bias in biases)
 
 
 def test_a_cache_that_differs_from_the_formula_ends_the_run(

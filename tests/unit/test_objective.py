@@ -25,7 +25,6 @@ from bosch.model.search_mode import (
     apply_head_mask,
     mask_shape,
     prepare_for_search,
-    set_sink_bias,
 )
 from bosch.objective import incremental_forward, memory
 from bosch.objective.activation_cache import ActivationCache
@@ -818,7 +817,6 @@ def scaled_logits(forward, *args, **kwargs):
 def test_a_model_that_computes_more_than_layers_and_head_is_refused(dtype):
     model, calibration = searchable()
     model.to(dtype)
-    set_sink_bias(model, np.linspace(-1, 1, LAYERS * 8).reshape(LAYERS, 8).tolist())
     Objective(model, calibration, Window(WINDOW)).evaluate(random_mask())
     if dtype == torch.float32:
         model.forward = partial(scaled_states, model)

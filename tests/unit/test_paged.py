@@ -19,7 +19,7 @@ from bosch.model.cache_size import PAGE_SIZE, CacheSize
 from bosch.model.families import decoder_layers
 from bosch.model.head_table import heads_by_window
 from bosch.model.materialize import materialize
-from bosch.model.search_mode import mask_shape, set_sink_bias
+from bosch.model.search_mode import mask_shape
 from bosch.window import Window
 from tests.hybrid_case import OWN_WINDOW, mask_of, small_model, tokens
 
@@ -32,8 +32,6 @@ def _hybrid(
     **changes: Any,
 ) -> Any:  # fmt: skip
     model = small_model(family, **changes)
-    if family == "llama":
-        set_sink_bias(model, torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).tolist())
     hybrid = materialize(model, mask(model.config), window or Window(WINDOW))
     hybrid.generation_config.update(do_sample=False, max_new_tokens=NEW, eos_token_id=-1)
     return hybrid
@@ -56,11 +54,11 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
     return list(output[0, len(prompt) :].tolist())
 
 
-# Plain logits; capped ones and own windows; a logit of each head, experts; a sink bias.
+# Plain logits; capped ones and own windows; a logit of each head, experts.
 @pytest.mark.parametrize(
     ("family", "mask"),
     [
-        *((family, mask_of) for family in ("qwen3", "gemma2", "gpt_oss", "llama")),
+        *((family, mask_of) for family in ("qwen3", "gemma2", "gpt_oss")),
         # Heads of one kind, for which transformers makes a single mask.
         *(("qwen3", _all_full), ("qwen3", _all_sliding), ("gemma2", _all_sliding)),
     ],

@@ -627,8 +627,6 @@ def test_validate_reads_the_first_document_of_each_source(
 @pytest.mark.parametrize(
     ("config", "override", "fault"),
     [
-        ({"model_type": "gpt_oss"}, "search.sink=bias",
-         "search.sink: the model's heads have a learned sink logit"),
         ({"num_hidden_layers": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"]},
          "search.method=front", "search.method: front has no points where the model has one KV"),
         ({"model_type": "afmoe"}, "train.document_masking=true",

@@ -55,9 +55,14 @@ def _written_down(
     return torch.stack(outputs, dim=2)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(("capped", "joined"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("backend", "capped", "joined"),
+    [
+        *((name, *kinds) for name in ("eager", "sdpa") for kinds in ((True, False), (True, True))),
+        *((name, False, True) for name in ("eager", "sdpa", "flex")),
+    ],
+)
 def test_outputs_and_gradients_equal_the_definition(
     backend: str, layout: HeadLayout, capped: bool, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,8 +88,11 @@ def test_outputs_and_gradients_equal_the_definition(
             torch.testing.assert_close(left, right)
 
 
-@pytest.mark.parametrize("backend", ["flex", "flash"])
-def test_backends_that_do_not_support_capped_logits_refuse_them(backend: str) -> None:
-    *tensors, _ = _tensors(8)
+@pytest.mark.parametrize("backend", ["flex", "flash", "varlen"])
+def test_backends_that_do_not_support_changed_logits_refuse_them(backend: str) -> None:
+    *tensors, logits = _tensors(8)
     with pytest.raises(UserError, match=f"{backend} has no capped attention scores"):
         hybrid_attention(*tensors, LAYOUTS["deployed"], softcap=30.0, backend=backend)
+    if backend != "flex":
+        with pytest.raises(UserError, match=f"{backend} has no extra logit per head"):
+            hybrid_attention(*tensors, LAYOUTS["deployed"], head_logits=logits, backend=backend)

@@ -18,7 +18,7 @@ from stages.search.stage import SearchConfig
 from tests.pipeline_case import Case
 from tests.search_case import config_of
 
-FRONT, BIAS = "search.method=front", "search.sink=bias"
+FRONT = "search.method=front"
 TWO, NODES = {"NPROC_PER_NODE": "2"}, {"NNODES": "2", "MASTER_PORT": "1", "MASTER_ADDR": "one"}
 
 
@@ -38,8 +38,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "no mask": ("search.method=given", "search.mask: method given", "seed=0"),
     "head room below none": ("search.gamma=-0.01", "search.gamma: ", "search.gamma=0"),
     "a penalty of nothing": ("search.alpha=0", "search.alpha: ", "search.alpha=0.01"),
-    "a bias and sinks": ("search.sinks=1", "search.sink: bias", "search.sinks=0", BIAS),
-    "a bias in a front": (BIAS, "search.sink: a front", "search.sinks=0", FRONT),
     "windows of one method": (
         "search.windows=[16,32]", "search.windows: method bosch", "search.windows=[16]",
     ),
@@ -52,9 +50,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         FRONT, "search.sinks=3",
     ),
     "sinks beyond what engines count": (f"search.sinks={10**15}", "2^31 in all", "search.sinks=3"),
-    "a bias that no query tells": (
-        "search.window_size=252", "search.sink: the bias", "search.window_size=251", BIAS,
-    ),
     "windows beyond what engines count": (
         f"search.windows=[{10**14},{10**15}]", "2^31 in all", "search.windows=[16,32]", FRONT,
     ),
@@ -140,7 +135,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "model.dtype=bfloat16", "runtime.attention=flash",
     ),
     "sinks in flash": (
-        "search.sinks=2", "flash has no sinks, search.sinks asks for 2", BIAS,
+        "search.sinks=2", "flash has no sinks, search.sinks asks for 2", "search.sinks=0",
         "runtime.attention=flash",
     ),
 }  # fmt: skip
@@ -167,9 +162,6 @@ def test_a_value_is_refused_and_its_neighbour_is_accepted(name: str, case: Case)
          "dcam reads the examples in one process"),
         (["search_parallel=context", "search.method=rand"], TWO, None),
         (["search_parallel=data", "search.method=dcam"], TWO, None),
-        (["search_parallel=context", "search.sink=bias"], TWO,
-         "search.sink is estimated on whole examples"),
-        (["search_parallel=tensor", "search.sink=bias"], TWO, None),
         (["search_parallel=context", "runtime.attention=varlen"], TWO,
          "search_parallel = context splits them"),
         (["evaluate_parallel=context"], {}, "evaluate_parallel: context needs several processes"),

@@ -88,15 +88,6 @@ def _check_cache(llm: Any, plan: ModulePlan) -> tuple[int, int]:
     return blocks, block_bytes
 
 
-def test_a_sink_bias_is_served(tmp_path: Path) -> None:
-    """In layers with heads of both kinds, with only full heads, and with only sliding heads."""
-    save_hybrid(tmp_path, "qwen3", [1, 4, 0], WINDOW, sink_bias=True)
-    prompts = random_prompts(LENGTHS)
-    with engine(tmp_path) as running:
-        outputs = generate(running, prompts, 12)
-    _agree(load_reference(tmp_path), prompts, outputs)
-
-
 def test_a_mixed_batch_in_chunks_equals_transformers(llm: Any, reference: Any) -> None:
     """64 tokens a step: prompts are read in chunks, while other requests already generate."""
     prompts = random_prompts(LENGTHS)

@@ -25,8 +25,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     full, heads = record["full_kv_heads_per_layer"], record["key_value_heads_per_layer"]
     sinks = f" and {record['sinks']} sinks" if record["sinks"] else ""
-    if record.get("sink") == "bias":
-        sinks = ", with a learned sink bias in each query head"
     sliding = record.get("swa_kv_heads_per_layer", {})
     sizes = record.get("window_sizes") or [record["window_size"]]
     # With one of several budgets, some windows of the menu may be unused.

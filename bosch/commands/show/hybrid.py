@@ -7,7 +7,7 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.configuration import is_hybrid
-from bosch.model.families import decoder_layers, has_sink_bias, text_config
+from bosch.model.families import decoder_layers, text_config
 from bosch.model.head_table import chosen_budget, head_table, heads_by_window, kv_budgets
 from bosch.model.loading import load_config
 
@@ -25,7 +25,7 @@ def hybrid_record(model: str) -> dict[str, Any]:
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
     # The bytes of states are known only after a forward pass.
     size = CacheSize.of(rows, kinds, itemsize, state_bytes=0)
-    table = head_table(rows, has_sink_bias(config))
+    table = head_table(rows)
     for name, values in table.items():
         if name.endswith("_per_layer"):
             table[name] = dict(zip(map(str, kinds.full), values, strict=True))

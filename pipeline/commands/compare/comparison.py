@@ -363,12 +363,11 @@ def _cache_shares(folder: Path, search: Search, tokens: int) -> dict[str, float]
 def paper_scores(recipe: Recipe) -> dict[str, dict[float, dict[str, float]]]:
     """NIAH averages of untrained hybrids by suite, ratio and method (BOSCH Table 1).
 
-    Empty for another model, window, sinks, tasks or lengths, and with a sink bias; the number of
-    samples may differ.
+    Empty for another model, window, sinks, tasks or lengths; the number of samples may differ.
     """
     search, evaluate = recipe[SearchConfig], recipe.get(EvaluateConfig)
     by_ratio = _published().get(Path(recipe.model.path).name)
-    has_other_window = search.window.size != 1024 or search.sinks or search.sink is not None
+    has_other_window = search.window.size != 1024 or search.sinks
     if by_ratio is None or evaluate is None or has_other_window:
         return {}
     scores = {float(ratio): methods for ratio, methods in by_ratio.items()}

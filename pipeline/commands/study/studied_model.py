@@ -141,10 +141,6 @@ class StudiedModel:
         self, loaded: LoadedRecipe, options: StudyOptions, folder: Path, launcher: Launcher = launch
     ) -> None:
         recipe = loaded.recipe
-        if recipe[SearchConfig].sink is not None:
-            raise UserError(
-                "search.sink: studies compare searches without a sink bias; leave the field out"
-            )
         self.loaded, self.recipe, self.options, self.folder = loaded, recipe, options, folder
         self.launcher = launcher
         folder.mkdir(parents=True, exist_ok=True)
