@@ -1,8 +1,8 @@
-"""Text of a page, line by line, and data of its charts: the golden report and comparison.
+"""Text of a page, line by line, and data of its charts: the golden reports.
 
     python -m tests.golden_page
 
-writes the reports again, `python -m tests.golden_comparison` the comparison; look at their diff.
+writes the reports again; look at their diff.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ REPORTS = {
     report_fixture.publish: Path(__file__).with_name("golden_report.txt"),
     report_fixture.publish_front: Path(__file__).with_name("golden_front_report.txt"),
 }
-COMPARED = Path(__file__).with_name("golden_comparison.txt")
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
 _HIDDEN = {"script", "style", "svg", "head", "select"}
 _LINES = {"h1", "h2", "h3", "h4", "p", "tr", "caption", "summary", "div", "figure", "footer"}

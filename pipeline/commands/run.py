@@ -9,7 +9,6 @@ import os
 from bosch.errors import UserError, is_disk_full
 from bosch.files import make_folder
 from pipeline.commands import RecipeCommand
-from pipeline.commands.evaluate import print_missing
 from pipeline.commands.paths import typed_path
 from pipeline.commands.status import print_states
 from pipeline.run.runner import Runner, RunOptions
@@ -78,4 +77,7 @@ def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
             importlib.import_module("stages.report.index").write_index(loaded.output_root)
     if "evaluate" not in runner.chosen or loaded.world.node_rank > 0:
         return 0
-    return print_missing(Scores.read(results / "evaluate"))
+    scores = Scores.read(results / "evaluate")
+    for sentence in scores.notes():
+        print(sentence)
+    return 1 if scores.missing else 0

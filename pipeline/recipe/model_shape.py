@@ -31,21 +31,19 @@ def read_model(
     fetch: bool,
     files: bool = True,
     family: bool = True,
-    hybrid: bool = False,
 ) -> tuple[ModelInfo | None, list[str]]:
     """Find and check a base model: returns its facts, if known, and all faults.
 
     Without `fetch`, a hub model that is not on this machine has the shape in recipes/shapes for its
     name; if there is none, or config.json cannot be read, the facts are None. Without `files`, a
     directory needs neither weights nor tokenizer. Without `family`, the check whether transformers
-    can make the model hybrid is skipped. With `hybrid` the model may be a hybrid, which counts as
-    its base.
+    can make the model hybrid is skipped.
     """
     directory = Path(path)
     if directory.is_dir():
         faults = list(file_faults(directory)) if files else []
         try:
-            info = ModelInfo(_read_config(directory, hybrid), directory)
+            info = ModelInfo(_read_config(directory), directory)
         except UserError as fault:
             return None, [str(fault), *faults]
         return info, [*_shape_faults(info, family), *faults]
@@ -125,7 +123,7 @@ def has_tokenizer(directory: Path) -> bool:
     return any(name for name in tokenizer_files(directory) if "config" not in name)
 
 
-def _read_config(directory: Path, hybrid: bool = False) -> dict[str, Any]:
+def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"model.path: {directory} has no config.json, so it is no model directory")
@@ -134,7 +132,7 @@ def _read_config(directory: Path, hybrid: bool = False) -> dict[str, Any]:
         raise UserError(f"model.path: {path}: {fault}")
     if not isinstance(content.get("model_type"), str):
         raise UserError(f"model.path: {path} names no model_type")
-    if content.get("hybrid_attention") and not hybrid:
+    if content.get("hybrid_attention"):
         raise UserError(
             f"model.path: {directory} is a hybrid model already; expected its full-attention base"
         )

@@ -6,13 +6,13 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError
-from bosch.files import canonical_json, exists, names_in, remove
+from bosch.files import canonical_json, exists, names_in
 from bosch.journal import Journal
 from bosch.weight_files import code_files, weight_files
 from stages.context import ModelConfig
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from bosch.heads import HeadMaskFile
 
-# File in the work directory with names and identities of the evaluated models.
-MODELS = "models.json"
 # Suffixes of files other than weights and code that models and tokenizers are read from.
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 Answers = dict[int, dict[str, Any]]
@@ -119,15 +117,6 @@ def _answer(line: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 def shared_answers(shared: Path) -> Path:
     """The folder of the answers of models with an identity, below a shared folder."""
     return shared / "answers"
-
-
-def forget_answers(shared: Path, identities: Iterable[str]) -> None:
-    """Delete the answers of these models at all budgets."""
-    for identity in identities:
-        remove(shared_answers(shared) / identity)
-        for path in shared_answers(shared).glob(f"{identity}-*"):
-            if path.name.removeprefix(f"{identity}-").isdecimal():  # others have a mask
-                remove(path)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

@@ -67,7 +67,6 @@ def evaluate_models(
     *,
     calibration: CalibrationNeedles | None = None,
     original: Path | None = None,
-    scores_type: type[Scores] = Scores,
 ) -> Scores:
     """Score `models` and write scores.json and samples.jsonl; called on every rank.
 
@@ -90,7 +89,7 @@ def evaluate_models(
     if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
         shared = SharedReading()
         rank_options |= {"rank": 0, "world": 1, "shared": shared}
-    if scores_type.finished(work_dir) is None:
+    if Scores.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites = _suites(
             config, load_tokenizer(tokenizer), calibration, answers_dir, rank_options, tables
@@ -111,11 +110,11 @@ def evaluate_models(
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
             tables["cached_answers"] = load_json(answers_dir / _CACHED)["answers"]
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
-            scores_type.model_validate(tables).write(work_dir)
+            Scores.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
         remove(answers_dir)
-    return scores_type.read(work_dir)
+    return Scores.read(work_dir)
 
 
 def _count_cached(path: Path, models: Sequence[EvaluatedModel], suites: Sequence[Suite]) -> None:

@@ -266,12 +266,6 @@ class Scores(WorkSummary):
         }
 
 
-class SelectedScores(Scores):
-    """scores.json of the command evaluate, where models may have any name."""
-
-    checkpoints: dict[str, dict[str, SuiteScores]]  # type: ignore[assignment]
-
-
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
     """The answers below a stage's folder: checkpoint, suite, task, length, index, score, output."""
     with (folder / SAMPLES).open(encoding="utf-8") as file:

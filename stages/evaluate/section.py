@@ -137,11 +137,6 @@ class SuiteSection(Section):
         """Name and config of the hub dataset of each of the tasks that has one."""
         return {}
 
-    @property
-    def matches_paper(self) -> bool:
-        """Whether the average is comparable with the NIAH averages of BOSCH's Table 1."""
-        return False
-
     def work(self) -> tuple[list[Work], list[str]]:
         """The samples that are known in advance, and remarks for `plan`."""
         return [], []

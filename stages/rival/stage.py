@@ -18,8 +18,7 @@ class RivalConfig(Section):
     method: UnsearchedName = "intr"
     """Layer rule or ranking that chooses its full heads: as many as the search's mask has, or,
     where that has several windows, with one window and no more KV cache. It is trained on the same
-    tokens as the search's hybrid, with the same settings: training costs twice as much. More
-    methods: `bosch compare`."""
+    tokens as the search's hybrid, with the same settings: training costs twice as much."""
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:

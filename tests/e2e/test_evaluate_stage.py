@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from bosch.search.runs import run_method
 from bosch.window import Window
 from data_prep.documents.calibration import CalibrationNeedles
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import models, rivals, selected, suite
+from stages.evaluate import models, rivals, suite
 from stages.evaluate import run as evaluate
 from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.scores import Scores, named_budget, read_samples
@@ -325,18 +323,3 @@ def test_all_budgets_are_those_that_the_directory_serves(stages, front, tmp_path
     single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
     with pytest.raises(UserError, match="a single head layout"):
         evaluate.at_other_budgets(EvaluatedModel("hybrid", single), section)
-
-
-def test_the_command_scores_the_budgets_of_a_directory(stages, front, tmp_path, monkeypatch):
-    slots, share = _largest_budget(front)
-    hybrid = tmp_path / "materialize" / "model"
-    shutil.copytree(stages / "prepare" / "tokenizer", hybrid, dirs_exist_ok=True)
-    monkeypatch.setattr(
-        selected, "evaluate_models", lambda _, chosen, *__, **___: SimpleNamespace(content=chosen)
-    )
-    (tmp_path / "models.json").write_text(json.dumps({"models": {"mine": "abc"}}))
-    section = EvaluateConfig(needle=SECTION.needle, budgets=[0.4, slots])
-    evaluated_models = selected.run(_config(section, stages / "model"), {"mine": hybrid}, tmp_path)
-    assert [(model.name, model.identity) for model in evaluated_models] == [
-        ("original", None), ("mine", "abc"), (f"mine @ {share}", f"abc-{slots}"),
-    ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 
 import numpy as np
@@ -17,11 +16,10 @@ from bosch.progress import progress
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from data_prep.tasks.longbench import category_means
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import selected
 from stages.evaluate import suite as suites
 from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.scores import Scores, SelectedScores, read_samples
+from stages.evaluate.scores import Scores, read_samples
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import suite as harness_suite
@@ -205,12 +203,15 @@ def test_tasks_without_worked_examples_need_no_training_split(tmp_path):
     assert len(task.eval_docs) == len(QUESTIONS)
 
 
-def _select(folder, work, models, **section):
-    """The command's selection of model directories, with the original."""
-    work.mkdir()
-    (work / "models.json").write_text(json.dumps({"models": {name: name for name in models}}))
-    selected.run(suites_config(folder, **section), models, work)
-    return SelectedScores.read(work)
+def _evaluate(folder, work, models, **section):
+    """Scores of the original and of other models."""
+    config, tokenizer = suites_config(folder, **section), TokenizerSpec(str(folder / "model"))
+    configs = {"original": config.model} | {
+        name: ModelConfig(path=str(path), dtype="float32") for name, path in models.items()
+    }
+    return evaluate_models(
+        config, list(itertools.starmap(EvaluatedModel, configs.items())), tokenizer, work
+    )
 
 
 def _model_with_nan(place):
@@ -225,25 +226,25 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     """In every suite, whether its logits are NaN or its weights cannot be loaded."""
     broken = save_tiny_model(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"no weights")
-    models = {"nan": _model_with_nan(tmp_path / "nan"), "broken": broken}
+    models = {"rand": _model_with_nan(tmp_path / "nan"), "intr": broken}
     section = {
         "harness": _harness(folder, "longbench_trec", max_length=300),
         "positions": {"length": 300, "documents": 1, "path": str(folder / "texts")},
     }
-    models["good"] = save_tiny_model(tmp_path / "good", seed=1)
-    models["short"] = save_tiny_model(tmp_path / "short", seed=1)
-    config = AutoConfig.from_pretrained(models["short"])
+    models["bme"] = save_tiny_model(tmp_path / "bme", seed=1)
+    models["apl"] = save_tiny_model(tmp_path / "apl", seed=1)
+    config = AutoConfig.from_pretrained(models["apl"])
     config.max_position_embeddings = 200
-    config.save_pretrained(models["short"])
-    scores = _select(folder, tmp_path / "work", models, **section)
-    assert set(scores.missing["models"]) == {"nan", "broken"}
-    assert scores.missing["models"]["nan"] == "its logits are no numbers (NaN)"
-    assert scores.checkpoints["nan"] == scores.checkpoints["broken"] == {}
-    assert scores.checkpoints["good"]["harness"].tasks["longbench_trec"][0].samples == 1
-    assert set(scores.positions) == {"original", "good", "short"}
+    config.save_pretrained(models["apl"])
+    scores = _evaluate(folder, tmp_path / "work", models, **section)
+    assert set(scores.missing["models"]) == {"rand", "intr"}
+    assert scores.missing["models"]["rand"] == "its logits are no numbers (NaN)"
+    assert scores.checkpoints["rand"] == scores.checkpoints["intr"] == {}
+    assert scores.checkpoints["bme"]["harness"].tasks["longbench_trec"][0].samples == 1
+    assert set(scores.positions) == {"original", "bme", "apl"}
     # Too long prompts in one suite leave the model its scores in the others.
-    assert scores.missing["harness"].keys() == {"short"} and scores.checkpoints["short"] == {}
-    assert "more than its 200 positions" in scores.missing["harness"]["short"]
+    assert scores.missing["harness"].keys() == {"apl"} and scores.checkpoints["apl"] == {}
+    assert "more than its 200 positions" in scores.missing["harness"]["apl"]
 
     def evaluate_alone(work, *names, **section):
         """Models without the original, in a folder that may hold an earlier attempt."""
@@ -253,19 +254,18 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
             list(map(EvaluatedModel, names, model_configs)),
             TokenizerSpec(str(folder / "model")),
             tmp_path / f"alone-{work}",
-            scores_type=SelectedScores,
         )
 
     for suite, suite_section in section.items():
-        with pytest.raises(RunError, match="nan: its logits are no numbers"):
-            evaluate_alone(suite, "nan", **{suite: suite_section})
-    for names, error in ((["broken"], UserError), (["broken", "nan"], RunError)):
-        with pytest.raises(error, match="broken: "):
+        with pytest.raises(RunError, match="rand: its logits are no numbers"):
+            evaluate_alone(suite, "rand", **{suite: suite_section})
+    for names, error in ((["intr"], UserError), (["intr", "rand"], RunError)):
+        with pytest.raises(error, match="intr: "):
             evaluate_alone("-".join(names), *names, positions=section["positions"])
     # The weights are valid now, and the earlier attempt left no record of the fault.
-    models["nan"] = models["good"]
-    mended = evaluate_alone("positions", "nan", positions=section["positions"])
-    assert set(mended.positions) == {"nan"} and not mended.missing
+    models["rand"] = models["bme"]
+    mended = evaluate_alone("positions", "rand", positions=section["positions"])
+    assert set(mended.positions) == {"rand"} and not mended.missing
 
 
 def test_nan_logits_are_reported_for_answers_of_the_harness(folder, tmp_path):
@@ -281,30 +281,6 @@ def test_nan_logits_are_reported_for_answers_of_the_harness(folder, tmp_path):
     for kind, arguments in requests.items():
         with pytest.raises(ModelError, match="no numbers"):
             getattr(lm, kind)([Instance(kind, {}, arguments, 0, ("task", 0, 1))])
-
-
-def test_a_models_tokenizer_may_differ_in_padding_but_not_in_its_tokens(folder, tmp_path):
-    padded = save_tiny_model(tmp_path / "other")
-    content = json.loads((padded / "tokenizer.json").read_text())
-    content["padding"] = {
-        "strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
-        "pad_type_id": 0, "pad_token": "x",
-    }  # fmt: skip
-    content["truncation"] = {
-        "direction": "Right",
-        "max_length": 8,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    (padded / "tokenizer.json").write_text(json.dumps(content))
-    section = {"positions": {"length": 300, "documents": 1, "path": str(folder / "texts")}}
-    _select(folder, tmp_path / "padded", {"other": padded}, **section)
-    merges = content["model"]["merges"]
-    content["model"]["merges"] = merges[: len(merges) // 2]
-    fewer_merges = save_tiny_model(tmp_path / "smaller")
-    (fewer_merges / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"other: the tokenizer of .* makes other tokens"):
-        _select(folder, tmp_path / "work", {"other": fewer_merges}, **section)
 
 
 def test_longbenchs_worked_examples_are_asked_without_the_chat_template(

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -133,30 +132,6 @@ def test_a_run_killed_again_and_again_ends_the_same(undisturbed: Path, tmp_path:
         run.wait()
     finish(tmp_path, "--until", "train")
     assert results(tmp_path) == results(undisturbed)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_can_be_evaluated_separately(undisturbed: Path, tmp_path: Path) -> None:
-    """It reuses the answers of the run, also for a copy of the checkpoint."""
-    name = "tokens-3072"
-    chosen, output = _evaluate(undisturbed, "--checkpoints", name)
-    assert list(chosen["checkpoints"]) == ["original", name]
-    scores = json.loads((undisturbed / "quickstart/evaluate/scores.json").read_text())
-    assert chosen["checkpoints"].items() <= scores["checkpoints"].items()
-    assert "evaluating" not in output.stderr
-    copy = shutil.copytree(undisturbed / "quickstart/train/checkpoints" / name, tmp_path / name)
-    again, output = _evaluate(undisturbed, "--model", str(copy))
-    assert again == chosen
-    # The run has already computed answers of the original, and of equal weights elsewhere.
-    assert "evaluating" not in output.stderr
-
-
-def _evaluate(root: Path, *options: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
-    arguments = ["evaluate", RECIPE, *SMALL, "--verbose", f"runtime.output_root={root}", *options]
-    done = Forked(arguments, root / "log").done(300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "niah_single_2 at 256" in done.stdout
-    return json.loads((root / "quickstart/evaluation/scores.json").read_text()), done
 
 
 @pytest.mark.slow

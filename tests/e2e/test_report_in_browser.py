@@ -1,9 +1,8 @@
-"""The report and the comparison in headless Chromium: clicks, looks, offline use."""
+"""The report in headless Chromium: clicks, looks, offline use."""
 
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import re
 import shutil
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.compare.comparison import Combination, Comparison, Result, ScoreRow
-from pipeline.commands.compare.page import page, write_predictions
 from stages.report import run as report
 from stages.report.index import write_index
 from tests import report_fixture
@@ -49,38 +46,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The two pages, made from the report's fixture."""
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page, made from the report's fixture."""
     root = tmp_path_factory.mktemp("pages")
     inputs = report_fixture.publish(root)
     config = report_fixture.config(inputs, gpu_hour_price=2.0)
     report.run(config, inputs, root / "report")
-    folder = root / "compare"
-    compared = _comparison(folder)
-    for combination in compared.combinations:
-        (folder / combination.folder).mkdir(parents=True)
-        for stage in ("original", "evaluate"):
-            (folder / combination.folder / stage).symlink_to(inputs[stage])
-        write_predictions(compared, combination)
-    (folder / "compare.html").write_text(page(compared), encoding="utf-8")
-    return {"report": root / "report" / "index.html", "compare": folder / "compare.html"}
-
-
-def _comparison(folder: Path) -> Comparison:
-    rows = [
-        ScoreRow(models, "needle", task, length, score, score - 3, score + 2)
-        for models, score in (("original", 97.5), ("untrained", 31.0))
-        for task, length in [("", 0), *itertools.product(TASKS, report_fixture.LENGTHS)]
-    ]
-    combinations = tuple(
-        Combination(method, 0.75, seed, seed == 0)
-        for method, seed in (("intr", 0), ("bosch", 0), ("bosch", 1))
-    )
-    results = {
-        combination: Result({"evaluate": "e" * 64}, 0.9, -0.4, {}, [], rows, None)
-        for combination in combinations
-    }
-    return Comparison("tiny", "base", folder, combinations, False, results)
+    return root / "report" / "index.html"
 
 
 def _shown(browser: Any, selector: str) -> list[Any]:
@@ -121,8 +93,8 @@ def _open(browser: Any, path: Path) -> None:
     browser.get(path.as_uri())
 
 
-def test_filters_show_one_task_and_one_length(browser: Any, pages: dict[str, Path]) -> None:
-    _open(browser, pages["report"])
+def test_filters_show_one_task_and_one_length(browser: Any, page: Path) -> None:
+    _open(browser, page)
     cells = len(_shown(browser, "td.score"))
     assert cells == 5 * (len(TASKS) + 1) * len(LENGTHS)
     _choose(browser, "length", "1k")
@@ -136,14 +108,9 @@ def test_filters_show_one_task_and_one_length(browser: Any, pages: dict[str, Pat
     _choose(browser, "task", "all")
     assert len(_shown(browser, "td.score")) == cells
 
-    _open(browser, pages["compare"])
-    assert len(_shown(browser, "tr[data-task]")) == len(TASKS) * len(LENGTHS)
-    _choose(browser, "length", "2k")
-    assert len(_shown(browser, "tr[data-task]")) == len(TASKS)
 
-
-def test_a_score_links_to_its_predictions(browser: Any, pages: dict[str, Path]) -> None:
-    _open(browser, pages["report"])
+def test_a_score_links_to_its_predictions(browser: Any, page: Path) -> None:
+    _open(browser, page)
     assert not _shown(browser, ".samples")
     link = browser.find_element("css selector", f'a[href="#samples-hybrid-needle-{TASKS[0]}-1024"]')
     link.click()
@@ -155,20 +122,9 @@ def test_a_score_links_to_its_predictions(browser: Any, pages: dict[str, Path]) 
     browser.find_element("css selector", '.tile a[href="#samples-original"]').click()
     assert _shown(browser, '[id="samples-original"][open]')
 
-    _open(browser, pages["compare"])
-    places = browser.find_elements("css selector", "td.score a")
-    targets = [place.get_attribute("href") for place in places]
-    # For each row the original, INTR, and BOSCH's two seeds.
-    assert len(targets) == 4 * len(TASKS) * len(LENGTHS)
-    chosen = next(place for place in places if "bosch-0.75-seed-1" in place.get_attribute("href"))
-    chosen.click()
-    assert "predictions-" in browser.current_url
-    [heading] = _shown(browser, f'[id="{browser.current_url.partition("#")[2]}"]')
-    assert "output 59 of hybrid" in heading.find_element("xpath", "..").text
 
-
-def test_runs_are_sorted_by_a_column(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
-    published = pages["report"].parents[1]
+def test_runs_are_sorted_by_a_column(browser: Any, page: Path, tmp_path: Path) -> None:
+    published = page.parents[1]
     summary = json.loads((published / "report/summary.json").read_text())
     for name, kib, hours in (("a", 24, 999.5), ("b", 400, 1234.5), ("c", 0.625, 2.0), ("d", 3, 0)):
         cache = summary["kv_cache_bytes_per_token"] | {"after": 1024 * kib}
@@ -190,38 +146,35 @@ def test_runs_are_sorted_by_a_column(browser: Any, pages: dict[str, Path], tmp_p
             assert [row.text for row in rows] == expected, head
 
 
-def test_pages_work_in_light_dark_on_phones_and_on_paper(
-    browser: Any, pages: dict[str, Path]
-) -> None:
-    for path in pages.values():
-        _open(browser, path)
-        colours = {}
-        for scheme in ("light", "dark"):
-            _emulate(browser, scheme=scheme)
-            style = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
-            colours[scheme] = browser.execute_script(style)
-        assert all(a != b for a, b in zip(colours["light"], colours["dark"], strict=True))
-        for width in (1280, 768, 390):
-            _size(browser, width)
-            assert _overflow(browser) <= 0, (path.name, width)
-        _size(browser, 1280)
-        _emulate(browser, media="print")
-        # Paper shows what is closed on the screen, but no menus and no predictions.
-        assert not _shown(browser, ".filter") and not _shown(browser, ".samples")
-        assert len(_shown(browser, ".facts tr")) == len(
-            browser.find_elements("css selector", ".facts tr")
-        )
-        paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-        pages = re.findall(rb"/Type\s*/Page[^s]", base64.b64decode(paper["data"]))
-        assert 1 <= len(pages) <= 10
+def test_pages_work_in_light_dark_on_phones_and_on_paper(browser: Any, page: Path) -> None:
+    _open(browser, page)
+    colours = {}
+    for scheme in ("light", "dark"):
+        _emulate(browser, scheme=scheme)
+        style = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
+        colours[scheme] = browser.execute_script(style)
+    assert all(a != b for a, b in zip(colours["light"], colours["dark"], strict=True))
+    for width in (1280, 768, 390):
+        _size(browser, width)
+        assert _overflow(browser) <= 0, width
+    _size(browser, 1280)
+    _emulate(browser, media="print")
+    # Paper shows what is closed on the screen, but no menus and no predictions.
+    assert not _shown(browser, ".filter") and not _shown(browser, ".samples")
+    assert len(_shown(browser, ".facts tr")) == len(
+        browser.find_elements("css selector", ".facts tr")
+    )
+    paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    sheets = re.findall(rb"/Type\s*/Page[^s]", base64.b64decode(paper["data"]))
+    assert 1 <= len(sheets) <= 10
 
 
-def test_charts_are_interactive(browser: Any, pages: dict[str, Path]) -> None:
+def test_charts_are_interactive(browser: Any, page: Path) -> None:
     """Drawn when they come into view, with values under the pointer and series that go."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.support.wait import WebDriverWait
 
-    _open(browser, pages["report"])
+    _open(browser, page)
     figure = browser.find_element("id", "cache")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", figure)
     wait = WebDriverWait(browser, 20)
@@ -241,10 +194,10 @@ def test_charts_are_interactive(browser: Any, pages: dict[str, Path]) -> None:
     wait.until(lambda _: faded() == 11)
 
 
-def test_without_scripts_everything_is_visible(browser: Any, pages: dict[str, Path]) -> None:
+def test_without_scripts_everything_is_visible(browser: Any, page: Path) -> None:
     try:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-        _open(browser, pages["report"])
+        _open(browser, page)
         cells = browser.find_elements("css selector", "td.score")
         assert len(cells) == 5 * (len(TASKS) + 1) * len(LENGTHS)
         assert all(cell.is_displayed() for cell in cells[::7])
@@ -253,18 +206,15 @@ def test_without_scripts_everything_is_visible(browser: Any, pages: dict[str, Pa
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
-def test_nothing_is_fetched_and_the_policy_blocks_nothing(
-    browser: Any, pages: dict[str, Path]
-) -> None:
+def test_nothing_is_fetched_and_the_policy_blocks_nothing(browser: Any, page: Path) -> None:
     browser.get_log("performance")
     browser.get_log("browser")
-    for path in pages.values():
-        _open(browser, path)
+    _open(browser, page)
     requests = [
         entry["message"]
         for entry in browser.get_log("performance")
         if '"Network.requestWillBeSent"' in entry["message"]
     ]
-    assert len(requests) == len(pages)
+    assert len(requests) == 1
     assert not any('"url":"http' in request for request in requests)
     assert browser.get_log("browser") == []  # violations of the page's policy would appear here

@@ -245,7 +245,7 @@ def test_completion_has_every_command(shell: str, capsys: pytest.CaptureFixture[
     assert all(name in script for name in commands())
     if shell == "bash":
         assert "--dry-run" in script and " --version)" in script
-        for takes_files in ("run_pos_0", "evaluate___model", "new___data"):
+        for takes_files in ("run_pos_0", "new___data"):
             assert f"_shtab_bosch_{takes_files}_COMPGEN=_shtab_compgen_files" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 

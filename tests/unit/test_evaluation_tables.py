@@ -15,7 +15,7 @@ from bosch.analysis.intervals import Documents, compare, effective_count, mean_o
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
-from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask, TaskGroup, forget_answers
+from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask, TaskGroup
 from stages.evaluate.models import write_tables
 from stages.evaluate.scores import SAMPLES, PairedComparison, Scores, read_samples
 from stages.evaluate.suite import Suite
@@ -530,17 +530,6 @@ def test_answers_are_stored_by_the_models_identity_and_the_task(
         others = other.read(replace(evaluated, name="y"), subtask)
         assert others.keys() == (set() if evaluated.identity is None else {number})
     assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
-
-
-def test_answers_of_a_model_are_deleted_at_all_its_budgets(tmp_path: Path) -> None:
-    folder, subtask = AnswerFolder(tmp_path / "own", tmp_path, 0), Subtask("task", 0)
-    names = ["a1", "a1-12", "a1-c0ffee", "a12", "b"]
-    every = {name: EvaluatedModel(name, ModelConfig(path="m"), name) for name in names}
-    for one in every.values():
-        folder.journal(one, subtask).append({"index": 0, "score": 1.0})
-    forget_answers(tmp_path, ["a1", "none"])
-    left = [name for name, one in every.items() if folder.read(one, subtask)]
-    assert left == ["a1-c0ffee", "a12", "b"]
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:

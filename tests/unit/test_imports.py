@@ -187,7 +187,6 @@ LIGHT = (
     "pipeline.run.runner",
     "pipeline.commands.run",
     "pipeline.commands.status",
-    "pipeline.commands.evaluate",
     "pipeline.commands.options",
     "stages.report.index",
     "bosch.search.methods",

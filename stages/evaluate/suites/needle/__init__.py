@@ -63,12 +63,6 @@ class NeedleEvaluation(SuiteSection):
     optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(default=[])
     """Tasks that may lack their data: they then have no score, but a reason."""
 
-    @property
-    def matches_paper(self) -> bool:
-        default = type(self)()
-        same_tasks = set(self.tasks) == set(default.tasks)
-        return same_tasks and set(self.lengths) == set(default.lengths)
-
     def new_tokens(self, task: str) -> int:
         """Tokens that a model may generate in a task."""
         return NEW_TOKENS[task] if self.max_new_tokens is None else self.max_new_tokens

@@ -1,1 +1,0 @@
-"""Every method at every ratio, side by side."""
