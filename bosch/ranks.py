@@ -29,34 +29,28 @@ REPORT_SECONDS = 10.0
 class Ranks:
     """This process among `size` of a torch.distributed group; by default there is only one.
 
-    With `shards` > 1 it holds shard `shard` of one model, or of each sequence; then all processes
-    compute the same numbers and use those of the first. `device` is where tensors must be for
-    communication: a GPU for nccl, the CPU for gloo.
+    `device` is where tensors must be for communication: a GPU for nccl, the CPU for gloo.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    shard: int = 0
-    shards: int = 1
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes files and prints."""
-        return self.rank == self.shard == 0
+        return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
         """Whether there is no other process."""
-        return self.size == self.shards == 1
+        return self.size == 1
 
     def merge(self, *tensors: Tensor) -> list[Tensor]:
         """Exact sums of float64 CPU tensors, each entry set by one rank; raises LostRankError."""
         if self.is_alone:
             return list(tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(self.device)
-        if self.shard > 0:
-            flat = torch.zeros_like(flat)
         with partners_alive(every=True):
             dist.all_reduce(flat)
             flat = flat.cpu()
@@ -71,19 +65,6 @@ class Ranks:
         with partners_alive(every=True):
             dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
-
-    def agree(self, condition: bool) -> bool:
-        """Whether `condition` holds on every shard, so that all decide alike."""
-        return bool(self.least(int(condition)))
-
-    def least(self, value: int) -> int:
-        """The least `value` of all shards."""
-        if self.shards == 1:
-            return value
-        values = torch.tensor([value], device=self.device)
-        with partners_alive(every=True):
-            dist.all_reduce(values, op=dist.ReduceOp.MIN)
-            return int(values.item())
 
 
 def limit_collectives(minutes: float) -> None:

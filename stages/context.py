@@ -15,7 +15,6 @@ from bosch.files import Stamp, changed_file
 from stages.fields import (
     MOST,
     BatchSize,
-    Bytes,
     Count,
     Flag,
     Line,
@@ -55,16 +54,6 @@ class Runtime(Section):
     what the model needs; the log says which."""
     processes: ProcessesOrAuto = "auto"
     """Processes per node of a distributed stage: auto is one per GPU, or 1."""
-    search_parallel: Literal["data", "tensor", "context"] = "data"
-    """How the search uses its processes: data deals batches to them, each with the whole model;
-    tensor shards one model over the processes of a node; context splits each example over all
-    processes, each with the whole model, where one cannot hold it."""
-    evaluate_parallel: Literal["data", "context"] = "data"
-    """How the evaluation uses its processes: data deals samples to them; context splits each prompt
-    over all processes, of which the first one generates the answer."""
-    reuse_memory: Literal["auto"] | Bytes = "auto"
-    """Memory per process for results of a search's passes that later passes reuse, like 40GB; auto
-    is the memory left after one gradient pass."""
     data_workers: ProcessesOrAuto = "auto"
     """Tokenising processes."""
     micro_batch_size: BatchSize | Literal["auto"] = "auto"

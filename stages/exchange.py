@@ -1,4 +1,4 @@
-"""Sequences split over processes: values sent in a pass, and models that cannot be split."""
+"""Sequences split over processes in training: values sent in a pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from bosch.budget import LayerHeads
 from bosch.context_split import ContextSplit
-from bosch.model.families import split_fault
 from bosch.window import Window
-from stages.stage import LoadedRecipe
 
 if TYPE_CHECKING:  # it loads torch, which checks of recipes avoid
     from bosch.objective.decoder_shape import DecoderShape
@@ -39,12 +37,3 @@ def split_layers(
         yield row, shape.kinds.head_dim
     for size in shape.kinds.windows.values():
         yield {Window(size): shape.kinds.own_heads}, shape.kinds.own_head_dim
-
-
-def split_faults(loaded: LoadedRecipe, field: str) -> Iterator[str]:
-    """Why `{field}: context` is impossible; faults of the model only if it is known."""
-    if loaded.world.size == 1:
-        yield f"{field}: context needs several processes, there is one (runtime.processes)"
-    fault = split_fault(loaded.info.loaded) if loaded.info is not None else None
-    if fault is not None:
-        yield f"{field}: the model's sequences cannot be split: {fault}; set data"

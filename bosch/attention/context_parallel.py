@@ -148,18 +148,6 @@ class SplitPass:
             self._contexts[chunk, window] = context
         return self._contexts[chunk, window]
 
-    def in_sequence(self, window: Window | None, seen: Tensor) -> Tensor:
-        """The last chunk's `seen` states [B, HG, K + C, D] by slot, [B, HG, T, D]; others are 0."""
-        if window is None:
-            return seen
-        split = self.split
-        slots = self._slots_before(2 * split.ranks - 1, window)[0].to(seen.device)
-        rows, heads, _, size = seen.shape
-        whole = seen.new_zeros(rows, heads, split.length, size)
-        whole[:, :, split.length - split.chunk :] = seen[:, :, slots.shape[1] :]
-        index = slots[:, None, :, None].expand(-1, heads, -1, size)
-        return whole.scatter_(2, index, seen[:, :, : slots.shape[1]])
-
     def _slots_before(self, chunk: int, window: Window) -> tuple[Tensor, Tensor]:
         """Slots of the keys before a chunk that its queries may see, and which are keys: [B, K].
 
@@ -212,13 +200,11 @@ class SplitPass:
         return tokens[self._owner[tokens].argsort(stable=True)]
 
 
-def split_attention(
-    call: AttentionCall, split_pass: SplitPass, last_seen: list[tuple[Tensor, ...]] | None = None
-) -> Tensor:
+def split_attention(call: AttentionCall, split_pass: SplitPass) -> Tensor:
     """`hybrid_attention` of the two chunks that this process holds: [B, 2C, HQ, D].
 
     The call has query [B, HQ, 2C, D], key and value [B, HKV, 2C, D]; its context is not read. All
-    processes must call it. What the second chunk sees is appended to `last_seen`, by group.
+    processes must call it.
     """
     call = call.autocast()
     query, key, value, layout = call.query, call.key, call.value, call.layout
@@ -233,8 +219,6 @@ def split_attention(
         states = torch.cat([layout.heads_of(x, group) for x in (key, value)], dim=-1)
         keys = _near_keys(states, window, split_pass) if window else _all_keys(states, split_pass)
         transform = call.transform.of(layout, group, q_per_kv)
-        if last_seen is not None:
-            last_seen.append(torch.split(keys[1], sizes, dim=-1))
         parts = []
         for chunk, queries, seen in zip(chunks, heads.chunk(2, dim=2), keys, strict=True):
             keys_seen, values_seen = torch.split(seen, sizes, dim=-1)

@@ -22,7 +22,6 @@ from bosch.heads import HeadMask
 from bosch.model.families import family_of, text_config
 from bosch.model.interface import attention_modules
 from bosch.model.search_mode import head_mask, mask_shape
-from bosch.model.tensor_parallel import gather_heads
 from bosch.objective.calibration import CalibrationExample, CalibrationSet
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
 from bosch.window import Window
@@ -110,38 +109,31 @@ def summed_terms(
 @contextlib.contextmanager
 def _captured(model: Any, visit: Visit) -> Iterator[None]:
     family_of(model.config)  # raises for families that are not supported
-    gather = partial(gather_heads, model)
     full = HeadMask.all_full(*mask_shape(model.config))
     with contextlib.ExitStack() as stack:
         stack.enter_context(head_mask(model, full, Window(1)))  # not used by any head
         for layer, module in enumerate(attention_modules(model)):
             show = partial(visit, layer)
-            stack.enter_context(replace_attention(module, partial(_attend, show, gather)))
+            stack.enter_context(replace_attention(module, partial(_attend, show)))
         yield
 
 
-def _attend(
-    show: Callable[[LayerStates], None],
-    gather: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    call: AttentionCall,
-) -> Tensor:
+def _attend(show: Callable[[LayerStates], None], module: nn.Module, call: AttentionCall) -> Tensor:
     """Full causal attention of one example, [1, T, HQ, D]; passes its states to `show`."""
     assert isinstance(call.key, Tensor) and isinstance(call.value, Tensor)
     states, (group,) = (call.query, call.key, call.value), call.layout.groups
     transform = call.transform.of(call.layout, group, call.query.shape[1] // call.key.shape[1])
     if transform.head_logits is not None:
-        head_logits = gather(transform.head_logits.detach()[None, :, None])[0, :, 0]
-        transform = replace(transform, head_logits=head_logits)
+        transform = replace(transform, head_logits=transform.head_logits.detach())
     if transform.is_plain:
         out = fused_attention(*states, is_causal=True, scale=transform.scaling).transpose(1, 2)
     else:
         out = compute_attention(call._replace(backend="sdpa"))
-    queries, keys, values = (gather(x.detach())[0] for x in states)
+    queries, keys, values = (x.detach()[0] for x in states)
     if out.requires_grad:
 
         def show_gradient(gradient: Tensor) -> None:
-            by_head = gather(gradient.detach().transpose(1, 2))[0]
+            by_head = gradient.detach().transpose(1, 2)[0]
             show(LayerStates(queries, keys, values, transform, by_head))
 
         out.register_hook(show_gradient)  # type: ignore[no-untyped-call]

@@ -1,12 +1,10 @@
-"""Identity of a loaded model, which may be sharded over processes."""
+"""Identity of a loaded model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from typing import Any
-
-from bosch.model.tensor_parallel import whole_weight
 
 _SAMPLED_VALUES = 4096
 # Fields about the origin and name of a model, on which outputs do not depend.
@@ -19,7 +17,7 @@ def model_fingerprint(model: Any) -> str:
     content = _relevant(model.config.to_dict())
     digest.update(json.dumps(content, sort_keys=True, default=str).encode())
     for name, weight in model.state_dict().items():
-        flat = whole_weight(weight.detach()).reshape(-1)
+        flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(sample.tobytes())

@@ -76,7 +76,6 @@ def load_model(
     trust_remote_code: bool = False,
     config: Any = None,
     kv_budget: int | float | None = None,
-    distributed_config: Any = None,
     weights: bool = True,
 ) -> Any:
     """An ordinary or a hybrid causal language model, in eval mode.
@@ -85,8 +84,7 @@ def load_model(
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
     `config` replaces the directory's own, for the same weights in another head layout.
     `kv_budget` selects one of several budgets of the directory, as in `set_kv_budget`.
-    `distributed_config` is transformers' (see `bosch.model.tensor_parallel`). Without `weights` the
-    parameters are on the meta device and take no memory.
+    Without `weights` the parameters are on the meta device and take no memory.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
     """
     name = str(path)
@@ -99,8 +97,6 @@ def load_model(
         config.kv_budget = kv_budget
     _avoid_hub_kernels(config)
     options: dict[str, Any] = {"attn_implementation": _attention(config, backend)}
-    if distributed_config is not None:
-        options["distributed_config"] = distributed_config
     options["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options["trust_remote_code"] = trust_remote_code
     if not weights:
@@ -127,8 +123,7 @@ def load_model(
     check_weights(name, model, info)
     if device is not None:
         model.to(device)
-    if distributed_config is None:
-        _copy_cpu_weights(model)
+    _copy_cpu_weights(model)
     return model.eval()
 
 

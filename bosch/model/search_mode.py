@@ -14,7 +14,6 @@ from bosch.heads import HeadMask
 from bosch.model import families, interface
 from bosch.window import Window, Windows, window_menu, windows_text
 
-_LOCAL_HEADS = "bosch_local_kv_heads"
 _MASK_METHOD = "create_masks_for_generate"
 
 
@@ -32,22 +31,6 @@ def check_mask(config: Any, mask: HeadMask) -> None:
             f"the head mask is for {mask.num_layers} layers of {mask.num_key_value_heads} KV heads,"
             f" the model has {layers} of {heads} with full attention: search again with this model"
         )
-
-
-def set_local_kv_heads(model: Any, heads: slice) -> None:
-    """Set which KV heads of each layer of a sharded model this process computes."""
-    setattr(model, _LOCAL_HEADS, heads)
-
-
-def local_kv_heads(model: Any) -> slice | None:
-    """The KV heads of each layer that this process computes; None for all."""
-    return getattr(model, _LOCAL_HEADS, None)
-
-
-def local_row(model: Any, row: Any) -> Any:
-    """The entries of a mask's row [HKV] that this process computes."""
-    heads = local_kv_heads(model)
-    return row if heads is None else row[heads]
 
 
 def check_fit(config: Any, mask: HeadMask, windows: Windows) -> None:
@@ -146,9 +129,9 @@ def _set_layouts(model: Any, mask: HeadMask, windows: Windows, backend: str) -> 
     kinds = families.decoder_layers(model.config)
     layouts: list[HeadLayout | None] = [None] * kinds.count
     for layer, row in zip(kinds.full, mask.windows_per_layer(windows), strict=True):
-        layouts[layer] = _layout(tuple(local_row(model, row)))
+        layouts[layer] = _layout(tuple(row))
     for layer, size in kinds.windows.items():
-        layouts[layer] = _layout(tuple(local_row(model, [Window(size)] * kinds.own_heads)))
+        layouts[layer] = _layout((Window(size),) * kinds.own_heads)
     interface.set_layouts(model, layouts, backend)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bosch.errors import UserError
-from bosch.model.context_parallel import ContextParallel
 from bosch.objective.calibration import MAX_ROUNDS, CalibrationExample, CalibrationSet
 from bosch.ranks import Ranks
 
@@ -90,13 +89,9 @@ def batch_of(examples: Sequence[CalibrationExample], indices: list[int]) -> Batc
     return Batch(torch.tensor(indices), input_ids, *torch.tensor(answers).T)
 
 
-def final_states(
-    decoder: Any, batch: Batch, device: torch.device, split: ContextParallel | None = None
-) -> Tensor:
-    """A decoder's last hidden states [E, T, C] of a batch; with `split`, of local tokens only."""
-    input_ids = batch.input_ids.to(device)
-    inputs = {"input_ids": input_ids} if split is None else split.inputs(input_ids)
-    output = decoder(**inputs, use_cache=False)
+def final_states(decoder: Any, batch: Batch, device: torch.device) -> Tensor:
+    """A decoder's last hidden states [E, T, C] of a batch."""
+    output = decoder(input_ids=batch.input_ids.to(device), use_cache=False)
     return output.last_hidden_state
 
 

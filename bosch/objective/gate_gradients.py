@@ -10,7 +10,7 @@ windows of the menu.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,7 @@ from torch import Tensor, nn
 
 from bosch.attention import AttentionCall, HeadLayout, compute_attention
 from bosch.heads import HeadMask
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.interface import Attend, attention_modules
-from bosch.model.search_mode import local_row
-from bosch.model.tensor_parallel import sum_over_shards
 from bosch.objective.answers import answer_logits
 from bosch.objective.batches import Batch, final_states
 from bosch.objective.patching import freeze, recompute_layers, replace_attention
@@ -34,54 +31,40 @@ def gate_gradients(
     layouts: Sequence[HeadLayout],
     *,
     recompute: bool,
-    split: ContextParallel | None,
 ) -> Tensor:
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU as float64.
 
     It is computed in the model's dtype. `layouts`: full, then each window from the widest to the
     narrowest, which has no gate, so entry k is for `layouts[k]`. The model is in search mode.
     Parameters get no gradient. With `recompute` the backward pass recomputes each layer instead of
-    storing its activations, with bit-identical results. If sequences are `split`, the gradients of
-    all processes, each over the answers among its tokens, are summed.
+    storing its activations, with bit-identical results.
     """
     device = model.device
     chosen = torch.tensor(mask.choices, device=device)[..., None]
     gates = (chosen == torch.arange(len(layouts) - 1, device=device)).float().requires_grad_()
-    attention = compute_attention if split is None else split.attention
     with contextlib.ExitStack() as stack:
         stack.enter_context(freeze(model))
         for module, gate in zip(attention_modules(model), gates.unbind(), strict=True):
-            blend = blended_attention(local_row(model, gate), layouts, attention)
+            blend = blended_attention(gate, layouts)
             stack.enter_context(replace_attention(module, blend))
         if recompute:
             stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
-        hidden = final_states(model.get_decoder(), batch, device, split)
+        hidden = final_states(model.get_decoder(), batch, device)
         rows, columns, answers = (
             places.to(device) for places in (batch.rows, batch.columns, batch.answers)
         )
-        if split is not None:
-            is_local, columns = split.local_columns(columns)
-            rows, columns, answers = rows[is_local], columns[is_local], answers[is_local]
         logits = answer_logits(model, hidden[rows, columns])
         log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
-        # Every process runs it, even without an answer, since layers exchange keys and values.
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
-    gradient = gradient.double()
-    if split is not None:
-        return split.communicator.all_gather(gradient).sum(0).cpu()
-    return sum_over_shards(model, gradient).cpu()
+    return gradient.double().cpu()
 
 
-def blended_attention(
-    gates: Tensor,
-    layouts: Sequence[HeadLayout],
-    attention: Callable[..., Tensor] = compute_attention,
-) -> Attend:
+def blended_attention(gates: Tensor, layouts: Sequence[HeadLayout]) -> Attend:
     """Attention of all layouts weighted by `gates` [HKV, K], of the last one by 1 - their sum."""
 
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:
-        *others, narrowest = (attention(call._replace(layout=layout)) for layout in layouts)
+        *others, narrowest = (compute_attention(call._replace(layout=layout)) for layout in layouts)
         shares = gates.repeat_interleave(call.query.shape[1] // len(gates), dim=0)
         shares = shares.to(narrowest.dtype)
         blended = narrowest

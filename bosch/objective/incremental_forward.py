@@ -28,10 +28,8 @@ from bosch.attention import (
 from bosch.attention.kernels import fused_attention
 from bosch.attention.logit_transform import dense_attention
 from bosch.heads import HeadMask
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers, known_family
 from bosch.model.interface import Attend, attention_modules
-from bosch.model.search_mode import local_row
 from bosch.objective import patching
 from bosch.objective.activation_cache import ActivationCache, LayerActivations
 from bosch.objective.batches import Batch, final_states
@@ -47,8 +45,7 @@ class IncrementalForward:
     """Runs batches under head masks that `apply_head_mask` has set on the model.
 
     With `answers_only` the last layer is computed only at the answers, unless it has no full
-    attention or holds a state, or sequences are `split` over processes. `agree` makes a decision
-    equal in all processes that share a model or a sequence.
+    attention or holds a state.
     """
 
     def __init__(
@@ -58,8 +55,6 @@ class IncrementalForward:
         cache: ActivationCache,
         *,
         answers_only: bool,
-        agree: Callable[[bool], bool],
-        split: ContextParallel | None,
     ) -> None:
         self.decoder = model.get_decoder()
         self.layers: list[nn.Module] = list(self.decoder.layers)
@@ -70,19 +65,15 @@ class IncrementalForward:
         self.family = known_family(model.config)
         self.device = model.device
         self.flops = Flops(model, windows)
-        self.cache, self.agree, self.split = cache, agree, split
-        self.attention = compute_attention if split is None else split.attention
+        self.cache = cache
         last = kinds.count - 1
         only_full = kinds.full[-1] == last and last not in kinds.states
-        self.answers_only = answers_only and split is None and only_full
+        self.answers_only = answers_only and only_full
         heads, self.q_per_kv = self.flops.num_key_value_heads, self.flops.q_per_kv
-        # Under tensor parallelism a process has only some of the heads.
-        self.local_heads = partial(local_row, model)
-        count = len(self.local_heads([True] * heads))
         # All heads under each choice: full, then each window.
-        self.layouts = [HeadLayout.search([w] * count) for w in (None, *self.flops.windows)]
-        # Width of the outputs of this process's heads.
-        width = count * self.q_per_kv * kinds.head_dim
+        self.layouts = [HeadLayout.search([w] * heads) for w in (None, *self.flops.windows)]
+        # Width of the outputs of all heads.
+        width = heads * self.q_per_kv * kinds.head_dim
         self.bytes_per_position: int = len(self.layouts) * width * model.dtype.itemsize
         # CPU threads divide a batched product by its heads, so last bits may depend on other heads.
         self.can_mix = self.device.type != "cpu" or torch.get_num_threads() == 1
@@ -103,7 +94,7 @@ class IncrementalForward:
             return states, reusing.operations
         plain = BatchPass(self, index, batch, mask, reuse=False)
         expected = plain.answer_states()
-        if self.agree(torch.equal(expected, states)):
+        if torch.equal(expected, states):
             self.verified |= reusing.savings
         else:
             mixed = any(name.startswith(_MIXTURE) for name in reusing.savings)
@@ -153,14 +144,10 @@ class BatchPass:
     def answer_states(self) -> Tensor:
         """Run the decoder, each layer's forward replaced by `_layer`."""
         with patching.replace_layers(self.owner.layers, self.owner.family, self._layer):
-            states = final_states(
-                self.owner.decoder, self.batch, self.owner.device, self.owner.split
-            )
+            states = final_states(self.owner.decoder, self.batch, self.owner.device)
         batch = self.batch
         columns = batch.answer_indices if self.owner.answers_only else batch.columns
         rows, columns = batch.rows.to(states.device), columns.to(states.device)
-        if self.owner.split is not None:
-            return self.owner.split.at(states, rows, columns)
         return states[rows, columns]
 
     def _layer(
@@ -231,7 +218,7 @@ class BatchPass:
 
         def attend(module: nn.Module, call: AttentionCall) -> Tensor:
             outputs = [
-                self.owner.attention(call._replace(layout=layout)) for layout in self.owner.layouts
+                compute_attention(call._replace(layout=layout)) for layout in self.owner.layouts
             ]
             self._add(number, outputs=outputs)
             return self.mix(self.mask.choices[number], outputs)
@@ -248,7 +235,7 @@ class BatchPass:
         """Outputs [..., HQ, D] with each head's choice in `row` [HKV]."""
         *others, last = np.unique(row).tolist()
         mixture: Tensor = outputs[last]
-        choices = torch.tensor(self.owner.local_heads(row), device=mixture.device)
+        choices = torch.tensor(row, device=mixture.device)
         choices = choices.repeat_interleave(self.owner.q_per_kv)[:, None]
         for choice in others:
             mixture = torch.where(choices == choice, outputs[choice], mixture)

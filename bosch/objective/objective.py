@@ -21,11 +21,9 @@ from torch import Tensor
 
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import family_of
 from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import apply_head_mask, mask_shape
-from bosch.model.tensor_parallel import local_shard
 from bosch.objective import answers
 from bosch.objective.activation_cache import ActivationCache
 from bosch.objective.batches import Batch, batch_of, batches_by_round, batches_of_rank
@@ -52,9 +50,8 @@ class Objective:
     several `ranks` each measures its share of the batches; all of them must evaluate the same masks
     in the same order, and get equal evaluations. The set is measured in up to `MAX_ROUNDS` rounds
     of consecutive examples, between which an evaluation can end early. `held_out` examples are used
-    only by `evaluate_held_out`. With `split`, the shards of `ranks` share every sequence: all
-    compute every batch, each its own tokens. Raises UserError if a sliding head would see every
-    token of every example.
+    only by `evaluate_held_out`. Raises UserError if a sliding head would see every token of every
+    example.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class Objective:
         answers_only: bool = True,
         ranks: Ranks | None = None,
         held_out: CalibrationSet | None = None,
-        split: ContextParallel | None = None,
     ) -> None:
         self.windows = window_menu(windows)
         self.window = self.windows[0]  # the widest
@@ -93,19 +89,17 @@ class Objective:
         sizes = [[batch.positions for batch in batches] for batches in rounds]
         self._local_batches = set(batches_of_rank(sizes, self.ranks))
         self.cache = ActivationCache(self.num_layers, reuse_bytes)
-        self._split = split
-        agree = self.ranks.agree
         self._new_forward = partial(
-            IncrementalForward, model, self.windows, answers_only=answers_only, agree=agree
+            IncrementalForward, model, self.windows, answers_only=answers_only
         )
-        self._forward = self._new_forward(self.cache, split=split)
+        self._forward = self._new_forward(self.cache)
         self._likelihood_of_round = [0.0] * self.rounds
         self._checked = False
         self._held_out = None
         if held_out is not None:
             self._held_out = Objective(
                 model, held_out, self.windows, batch_size=batch_size, reuse_bytes=0,
-                answers_only=answers_only, ranks=ranks, split=split,
+                answers_only=answers_only, ranks=ranks,
             )  # fmt: skip
 
     def local_batches(self) -> list[Batch]:
@@ -236,7 +230,7 @@ class Objective:
             batch, recompute = self._batches[index], not self._keeps_activations(index)
             gradients[index] = gate_gradients(
                 self.model, batch, mask, self._forward.layouts,
-                recompute=recompute, split=self._split,
+                recompute=recompute,
             )  # fmt: skip
             operations[index] = self._forward.flops.gradient(batch, recompute=recompute)
         gradients, operations, seconds = self._merge(mask, gradients, operations, started)
@@ -251,9 +245,7 @@ class Objective:
     @cached_property
     def sizes(self) -> ActivationSizes:
         """Memory of passes and gradients, measured on meta tensors for the first gradient."""
-        split = self._split
-        sharing = {"shards": self.ranks.shards} if split is None else {"sharing": split.ranks}
-        return activation_sizes(self.model, **sharing)
+        return activation_sizes(self.model)
 
     def _keeps_activations(self, index: int) -> bool:
         """Whether a batch's activations for the backward pass fit beside the cached ones."""
@@ -261,7 +253,7 @@ class Objective:
         needed = self.sizes.gradient_without_recompute(
             *self._batches[index].input_ids.shape, *windows
         )
-        return self.ranks.agree(needed <= self.cache.max_bytes - self.cache.bytes)
+        return needed <= self.cache.max_bytes - self.cache.bytes
 
     def example_results(self, mask: HeadMask) -> Tensor:
         """Exact match and log-likelihood of each example in the set's order, [N, 2] float64."""
@@ -299,8 +291,6 @@ class Objective:
     def _apply(self, mask: HeadMask) -> None:
         apply_head_mask(self.model, mask, self.windows)
         self.check_output_head(mask)
-        if self._split is not None:
-            self._split.install(self.model)  # changing the mask removes it
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         """Zeros for the results of examples [N, 2] and the operations of batches [K]."""
@@ -374,7 +364,7 @@ class Objective:
     def check_output_head(self, mask: HeadMask) -> None:
         """Raise UserError if states or logits differ from the model's own; runs once.
 
-        The model must have `mask` applied and unsplit sequences.
+        The model must have `mask` applied.
         """
         if self._checked:
             return
@@ -383,7 +373,7 @@ class Objective:
         states, is_head_known = answers.states_and_check(self.model, ids)
         answer = len(ids) - 1
         batch = batch_of([CalibrationExample(tuple(ids.tolist()), answer)], [0])
-        forward = self._new_forward(ActivationCache(self.num_layers, max_bytes=0), split=None)
+        forward = self._new_forward(ActivationCache(self.num_layers, max_bytes=0))
         incremental = forward.answer_states(0, batch, mask)[0]
         if not is_head_known or not answers.equal_but_rounding(
             states[:-1], incremental, self.model.dtype, _ALL_LAYERS
@@ -397,7 +387,7 @@ class Objective:
 def remedy(model: Any) -> str:
     """Advice for an error message: replace a damaged weight, or else use a wider dtype."""
     for name, weight in model.state_dict().items():
-        if not bool(local_shard(weight).isfinite().all()):  # local check, without other processes
+        if not bool(weight.isfinite().all()):
             return f"{name} of the model holds such numbers; make or fetch the model again"
     if model.dtype == torch.float32:
         return "they overflow even in float32"

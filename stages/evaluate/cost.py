@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
-from bosch.context_split import ContextSplit
 from bosch.model.cache_size import CacheSize, states_text
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
@@ -16,7 +15,6 @@ from stages.cost import BYTES, EFFICIENCY, Cost, Devices
 from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
-from stages.exchange import pass_values
 from stages.formats import counted, format_bytes, format_count
 from stages.rival.stage import RivalConfig
 from stages.search.choice import budget_rows
@@ -105,7 +103,6 @@ def _cost(
     recipe, shape = loaded.recipe, shape_of(loaded)
     work, facts = _work(recipe[EvaluateConfig], loaded.positions)
     samples = sum(part.samples for part in work)
-    sharing = devices.processes if recipe.runtime.evaluate_parallel == "context" else 1
     itemsize, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0
     caches = [CacheSize.of(layout, shape.kinds, itemsize, state_bytes=0) for layout in layouts]
@@ -113,15 +110,12 @@ def _cost(
         shares = window_shares(layout)
         for part in work:
             flops += shape.forward_flops(part.tokens, part.length, shares, part.logits)
-            # A generated token reads all weights once for the batch, and the cache of its row. If
-            # processes share prompts, the first process generates.
+            # A generated token reads all weights once for the batch, and the cache of its row.
             weight_bytes = itemsize * shape.active_parameters / min(rows, part.most_rows)
-            reads += sharing * (part.logits or 0) * (weight_bytes + cache.dynamic(part.length))
+            reads += (part.logits or 0) * (weight_bytes + cache.dynamic(part.length))
     memory = f"per process: {format_bytes(itemsize * weights)} of weights"
     if work:
         largest = max(work, key=lambda part: min(rows, part.most_rows) * part.longest)
-        if sharing > 1:
-            facts.append(_split_fact(shape, layouts, largest.longest, sharing, itemsize))
         facts.append(f"{counted(samples, 'sample')}{models}")
         if generated := sum(part.logits or 0 for part in work):
             facts.append(
@@ -130,11 +124,10 @@ def _cost(
             )
         longest, rows = largest.longest, min(rows, largest.most_rows)
         cache_bytes = rows * max(cache.dynamic(longest) for cache in caches)
-        pass_bytes, logit_bytes = _pass_bytes(recipe, shape, work, sharing)
-        where = " in the first one" if sharing > 1 else ""
+        pass_bytes, logit_bytes = _pass_bytes(recipe, shape, work)
         memory += (
             f", {format_bytes(cache_bytes)} of KV cache for {counted(rows, 'sample')} of "
-            f"{longest:,}{where}{states_text(len(shape.kinds.states))}, "
+            f"{longest:,}{states_text(len(shape.kinds.states))}, "
             f"about {format_bytes(pass_bytes)} in a pass"
         )
         if logit_bytes:
@@ -143,35 +136,22 @@ def _cost(
         flops,
         1e6 + len(layouts) * samples * _ANSWER_BYTES,
         [*facts, memory],
-        (sharing,) if sharing > 1 else (max(1, samples),),
+        (max(1, samples),),
         efficiency=devices.efficiency or EFFICIENCY,
         reads=reads,
     )
 
 
-def _pass_bytes(
-    recipe: Recipe, shape: DecoderShape, work: Sequence[Work], sharing: int
-) -> tuple[int, int]:
+def _pass_bytes(recipe: Recipe, shape: DecoderShape, work: Sequence[Work]) -> tuple[int, int]:
     """Most bytes of a pass of any suite, and of the logits after it."""
     itemsize, batch = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
-    sizes = ActivationSizes.of(shape, itemsize, sharing=sharing, attention=recipe.runtime.attention)
+    sizes = ActivationSizes.of(shape, itemsize, attention=recipe.runtime.attention)
     passes, logits = list[int](), list[int]()
     for part in work:
-        tokens = part.longest if sharing > 1 else min(part.longest, part.chunk)
+        tokens = min(part.longest, part.chunk)
         passes.append(sizes.plain_pass(min(batch, part.most_rows), tokens))
         logits.append(part.logit_bytes(batch, shape.vocabulary, itemsize))
     return max(passes), max(logits)
-
-
-def _split_fact(
-    shape: DecoderShape, layouts: Sequence[Layout], tokens: int, processes: int, itemsize: int
-) -> str:
-    split = ContextSplit.padded(tokens, processes)
-    sent = itemsize * max(pass_values(shape, layout, split) for layout in layouts)
-    return (
-        f"each prompt split over {processes} processes, which send each other "
-        f"{format_bytes(sent)} of one of {tokens:,} tokens; the first one generates"
-    )
 
 
 def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], list[str]]:

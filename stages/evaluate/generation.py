@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
-    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -18,11 +17,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from bosch.model.cache import CACHE_NAME
 from bosch.model.families import max_positions
 from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
-from stages.evaluate.shared_reading import SharedReading
 
 _NAN_LOGITS = "its logits are no numbers (NaN)"
 
@@ -95,14 +92,12 @@ def generate(
     *,
     stop_at_newline: bool = False,
     not_empty: bool = False,
-    shared: SharedReading | None = None,
 ) -> Iterator[list[tuple[Question, str]]]:
     """Batches of questions with the text generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
     to its question. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
-    least one token. If processes read prompts together (`shared`), all of them get the texts.
-    Raises ModelError if a prompt with its answer exceeds the model's positions.
+    least one token. Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
     positions = max_positions(model.config)
 
@@ -126,7 +121,7 @@ def generate(
     batches += [with_room[at : at + batch_size] for at in range(0, len(with_room), batch_size)]
     for batch in batches:
         limit = min(max_new_tokens, room(batch[0]))
-        texts = _generate_batch(model, tokenizer, batch, limit, stop_at_newline, not_empty, shared)
+        texts = _generate_batch(model, tokenizer, batch, limit, stop_at_newline, not_empty)
         yield list(zip(batch, texts, strict=True))
 
 
@@ -138,7 +133,6 @@ def _generate_batch(
     max_new_tokens: int,
     stop_at_newline: bool,
     not_empty: bool,
-    shared: SharedReading | None,
 ) -> list[str]:
     ends = _end_tokens(model, tokenizer, stop_at_newline)
     pad = next((id for id in (tokenizer.pad_token_id, *(ends or ())) if id is not None), 0)
@@ -157,30 +151,20 @@ def _generate_batch(
         use_cache=True,
     )
     ids, mask = ids.to(model.device), mask.to(model.device)
-
-    def answer(cache: Cache | None = None) -> list[str]:
-        nan_check = NanCheck()
-        saved, model.generation_config = model.generation_config, GenerationConfig()
-        try:  # unset fields come from the model's generation_config.json
-            output = model.generate(
-                ids,
-                attention_mask=mask,
-                **{CACHE_NAME: cache},
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([nan_check]),
-                stopping_criteria=StoppingCriteriaList(
-                    [_AllAnswersGiven(tokenizer, batch, length)]
-                ),
-            )
-        finally:
-            model.generation_config = saved
-        nan_check.check()
-        return [decode(tokenizer, _without_end(row[length:], pad)) for row in output]
-
-    if shared is None:
-        return answer()
-    cache = shared.cache(model, ids, mask)
-    return shared.on_first(lambda: answer(cache))
+    nan_check = NanCheck()
+    saved, model.generation_config = model.generation_config, GenerationConfig()
+    try:  # unset fields come from the model's generation_config.json
+        output = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([nan_check]),
+            stopping_criteria=StoppingCriteriaList([_AllAnswersGiven(tokenizer, batch, length)]),
+        )
+    finally:
+        model.generation_config = saved
+    nan_check.check()
+    return [decode(tokenizer, _without_end(row[length:], pad)) for row in output]
 
 
 def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:

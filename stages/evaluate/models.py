@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from stages.evaluate.scores import (
     read_samples,
     write_samples,
 )
-from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suite import Suite
 from stages.evaluate.tables import SuiteAnswers, not_shares, suite_table
@@ -81,14 +79,11 @@ def evaluate_models(
     """
     state = process_state(config.runtime)
     answers_dir = work_dir / "answers"
-    rank, shared = state.process_index, None
+    rank = state.process_index
     rank_options: dict[str, Any] = {
         "answers": AnswerFolder(answers_dir, config.shared, rank), "rank": rank,
         "world": state.num_processes,
     }  # fmt: skip
-    if config.runtime.evaluate_parallel == "context" and state.num_processes > 1:
-        shared = SharedReading()
-        rank_options |= {"rank": 0, "world": 1, "shared": shared}
     if Scores.finished(work_dir) is None:
         tables: dict[str, Any] = {}
         suites = _suites(
@@ -99,7 +94,7 @@ def evaluate_models(
         if state.is_main_process:
             _count_cached(answers_dir / _CACHED, models, suites)
         state.wait_for_everyone()
-        faults = _answer(config, models, suites, state, shared)
+        faults = _answer(config, models, suites, state)
         state.wait_for_everyone()
         failed = _failed_models(gather_object(faults), models, suites)
         if state.is_main_process:
@@ -198,7 +193,6 @@ def _answer(
     models: Sequence[EvaluatedModel],
     suites: Sequence[Suite],
     state: PartialState,
-    shared: SharedReading | None,
 ) -> list[_Fault]:
     """Answer this rank's unanswered samples for every model; a fault does not stop the others."""
     faults: list[_Fault] = []
@@ -217,8 +211,7 @@ def _answer(
                     loaded.set_kv_budget(model.kv_budget)
                 else:
                     loaded = in_memory = None  # free the memory before the next model is loaded
-                    load = partial(load_evaluated, config, model, state.device)
-                    loaded = load() if shared is None else shared.load(load, config.runtime)
+                    loaded = load_evaluated(config, model, state.device)
                     in_memory = model.model
                 for suite in suites:
                     with _recording_faults(faults, model.name, suite.name):

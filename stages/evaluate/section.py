@@ -84,14 +84,13 @@ class SuiteSection(Section):
 
     `title` is its display name, `runner` its `Suite` as `module:class`. Suites are run and shown by
     `rank`, then by name. A suite that is `by_default` runs with its defaults if the recipe does not
-    name it. A suite that `reads_alone` cannot split a prompt over processes.
+    name it.
     """
 
     title: ClassVar[str]
     runner: ClassVar[str]
     rank: ClassVar[int] = 3
     by_default: ClassVar[bool] = False
-    reads_alone: ClassVar[bool] = False
 
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         """Conflicts between the section's fields: messages that begin with `where`."""

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model
 
-from bosch.backends import lacking
-from bosch.search.methods import METHODS, UnsearchedName
+from bosch.search.methods import UnsearchedName
 from bosch.window import Window, windows_text
 from stages.evaluate.chat import has_template
 from stages.evaluate.presets import PRESETS, Benchmark, PresetName, benchmarks
 from stages.evaluate.section import SuiteSection
 from stages.evaluate.suites import SUITES
-from stages.exchange import split_faults
 from stages.fields import Count, Flag, Section, different
 from stages.kv_budgets import KvBudgets, front_faults
 from stages.search.stage import SearchConfig, window_faults
@@ -104,29 +102,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
         yield from section.faults(loaded, f"evaluate.{name}")
         if evaluate.chat_template:
             yield from section.chat_faults(loaded, f"evaluate.{name}")
-    yield from _split_faults(loaded, evaluate)
-
-
-def _split_faults(loaded: LoadedRecipe, evaluate: EvaluateConfig) -> Iterator[str]:
-    runtime, field = loaded.recipe.runtime, "runtime.evaluate_parallel"
-    if runtime.evaluate_parallel != "context":
-        return
-    yield from split_faults(loaded, field)
-    for name, section in evaluate.suites.items():
-        if section.reads_alone:
-            yield (
-                f"{field}: context cannot split evaluate.{name}, which reads its prompts in one "
-                "process: set data, or leave it out (evaluate.presets too)"
-            )
-    rankings = [name for name in evaluate.rivals if METHODS[name].kind == "ranking"]
-    if rankings:
-        yield (
-            f"{field}: evaluate.rivals names {', '.join(rankings)}; static rankings read the "
-            "examples in one process: set data, or leave them out"
-        )
-    requests = {"chunks": "runtime.evaluate_parallel = context splits them"}
-    for message in lacking(runtime.attention, requests):
-        yield f"runtime.attention: {message}"
 
 
 def _missing(loaded: LoadedRecipe) -> Iterator[str]:

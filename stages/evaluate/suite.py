@@ -14,7 +14,6 @@ from data_prep.documents.calibration import CalibrationNeedles
 from stages.evaluate.answers import AnswerFolder, EvaluatedModel, Subtask, TaskGroup
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.generation import Question, generate
-from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.tables import SuiteAnswers
 
 # Batches of answer records.
@@ -25,9 +24,8 @@ Records = Iterator[list[dict[str, Any]]]
 class Suite(ABC):
     """A benchmark on one of `world` ranks, which takes every `world`-th sample.
 
-    If all processes read each prompt together (`shared`), the first one reads and writes the
-    answers for all. `missing` has the reason for each task without a score, `failed` for each
-    model; `groups` are sets of tasks with a common score.
+    `missing` has the reason for each task without a score, `failed` for each model; `groups` are
+    sets of tasks with a common score.
     """
 
     name: str
@@ -43,7 +41,6 @@ class Suite(ABC):
     positions: int | None = None  # of the models; None where they have no limit
     seed: int = 0
     chat: ChatTemplate | None = None
-    shared: SharedReading | None = None
     missing: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     groups: dict[str, TaskGroup] = field(default_factory=dict)
@@ -80,8 +77,7 @@ class Suite(ABC):
             if indices := self.unanswered(model, subtask):
                 journal = self.answers.journal(model, subtask)
                 for records in self.answer(subtask, indices, loaded):
-                    if self.shared is None or self.shared.is_first:
-                        journal.append(*records)
+                    journal.append(*records)
                     bar.update(len(records), note=self.note(subtask))
 
     def records(self, model: EvaluatedModel) -> Iterator[dict[str, Any]]:
@@ -118,11 +114,7 @@ class Suite(ABC):
 
     def unanswered(self, model: EvaluatedModel, subtask: Subtask) -> list[int]:
         """This rank's samples of a subtask that have no answer, in ascending order."""
-
-        def read() -> set[int]:
-            return set(self.answers.read(model, subtask))
-
-        answered = read() if self.shared is None else self.shared.on_first(read)
+        answered = set(self.answers.read(model, subtask))
         own_indices = range(self.rank, self.samples(subtask), self.world)
         return [index for index in own_indices if index not in answered]
 
@@ -130,10 +122,7 @@ class Suite(ABC):
         self, loaded: Any, questions: Sequence[Question], new_tokens: int, **options: bool
     ) -> Iterator[list[tuple[Question, str]]]:
         """Questions with their outputs, a batch at a time; `options` are those of `generate`."""
-        return generate(
-            loaded, self.tokenizer, questions, new_tokens, self.batch_size, shared=self.shared,
-            **options,
-        )  # fmt: skip
+        return generate(loaded, self.tokenizer, questions, new_tokens, self.batch_size, **options)
 
 
 def answer_record(

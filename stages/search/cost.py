@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from bosch.context_split import ContextSplit
 from bosch.objective.batches import examples_by_round
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
-from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.exchange import pass_values
 from stages.formats import counted, format_bytes, format_flops, format_hours
 from stages.prepare.stage import PrepareConfig
 from stages.search.budget import HELD_OUT_EVERY
@@ -26,51 +23,32 @@ from stages.stage import LoadedRecipe, Recipe
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     """The method's largest number of evaluations, each a full pass without reuse."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    processes = devices.processes
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     (evaluations,) = _most_evaluations(loaded, shape, [search.method])
     examples, length = _searched_examples(recipe, search.method), calibration.length
     per_evaluation = _evaluation_flops(recipe, shape, search.method)
     batch = recipe.runtime.eval_batch_size
     batches = _batches_by_round(recipe, search.method)
-    sharded = recipe.runtime.search_parallel == "tensor"
-    split = recipe.runtime.search_parallel == "context"
     itemsize = BYTES[recipe.model.dtype]
-    shards = processes if sharded else 1
-    weights = itemsize * shape.parameters / shards
+    weights = itemsize * shape.parameters
     rows = min(batch, examples)
-    sharing, attention = processes if split else 1, recipe.runtime.attention
-    sizes = ActivationSizes.of(shape, itemsize, shards, sharing, attention)
+    sizes = ActivationSizes.of(shape, itemsize, attention=recipe.runtime.attention)
     passes = sizes.plain_pass(rows, length)
     gradients = sizes.gradient(rows, length, *(window.size for window in search.menu))
     # Weights are moved to the GPUs one by one, from mapped files that all processes of a node
     # share; on a CPU each process has a copy.
-    host = itemsize * shape.parameters if devices.on_gpu else weights * devices.local_processes
+    host = weights if devices.on_gpu else weights * devices.local_processes
     facts = [
         f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
         f"in {counted(sum(batches), 'batch', 'batches')}",
         f"{format_flops(per_evaluation)} each with every head full and nothing reused",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
-        _reuse_fact(
-            recipe, sizes, examples if sharded or split else math.ceil(examples / processes)
-        ),
         f"host memory while loading: {format_bytes(host)} a node",
     ]
     facts += _budget_facts(recipe, shape)
     jobs = _search_jobs(recipe, search.method)
-    if sharded:
-        facts.append(f"one model sharded over {processes} processes")
-        if processes > devices.local_processes:
-            facts.append(
-                f"does not run on {processes} processes: runtime.search_parallel: tensor shards "
-                f"the model over the processes of one node, {devices.local_processes} here"
-            )
-        jobs = (processes,)
-    elif split:
-        facts.append(_exchange_fact(recipe, shape, processes))
-        jobs = (processes,)
-    elif jobs == batches:
+    if jobs == batches:
         facts.append(
             "gradients, and evaluations that may end early, take "
             f"{' or '.join(str(size) for size in sorted({*batches}))} of the batches at a time: "
@@ -79,24 +57,6 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     efficiency = devices.efficiency or EFFICIENCY
     result = Cost(evaluations * per_evaluation, 1e6, facts, jobs, efficiency=efficiency)
     return replace(result, facts=[*facts, _hours_of_methods(loaded, result, devices)])
-
-
-def _exchange_fact(recipe: Recipe, shape: DecoderShape, processes: int) -> str:
-    """Bytes that the processes send each other for an example."""
-    search, itemsize = recipe[SearchConfig], BYTES[recipe.model.dtype]
-    split = ContextSplit.padded(recipe[PrepareConfig].calibration.length, processes)
-
-    def sent(*kinds: Window | None) -> float:
-        """Bytes of a pass in which every KV head has each of these windows (None: full)."""
-        row = dict.fromkeys(kinds, shape.key_value_heads)
-        return float(itemsize * pass_values(shape, [row] * shape.full_layers, split))
-
-    return (
-        f"each example split over {processes} processes, which send each other "
-        f"{format_bytes(sent(search.menu[-1]))} of it in a pass with every "
-        f"head sliding, {format_bytes(sent(None))} with every head full, and up to "
-        f"{format_bytes(3 * sent(None, *search.menu))} in a gradient"
-    )
 
 
 def _budget_facts(recipe: Recipe, shape: DecoderShape) -> list[str]:
@@ -155,22 +115,6 @@ def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
     return batches if in_rounds else (sum(batches),)
 
 
-def _reuse_fact(recipe: Recipe, sizes: ActivationSizes, examples: int) -> str:
-    """Bytes that reuse stores for a layer and a process's examples, and the share that fits."""
-    windows = len(recipe[SearchConfig].menu)
-    entry = examples * sizes.layer_entry(recipe[PrepareConfig].calibration.length, windows)
-    memory = recipe.runtime.reuse_memory
-    kinds = "both kinds" if windows == 1 else f"all {1 + windows} kinds"
-    fact = (
-        f"reuse: the input of a layer and its attention of {kinds}, "
-        f"{format_bytes(entry)} for {counted(examples, 'example')} of a process; "
-        "runtime.reuse_memory "
-    )
-    if isinstance(memory, int):
-        return fact + f"holds {min(1.0, memory / entry):.0%} of it"
-    return fact + "is the memory left after one gradient pass"
-
-
 def _most_evaluations(
     loaded: LoadedRecipe, shape: DecoderShape, methods: Iterable[str]
 ) -> list[int]:
@@ -187,12 +131,10 @@ def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> s
     shape, section = shape_of(loaded), loaded.recipe[SearchConfig]
     # Without a ratio the bounds of methods that need one are unknown.
     methods = [section.method] if section.budget and section.budget.keep else list(METHODS)
-    together = loaded.recipe.runtime.search_parallel != "data"
     times: dict[str, list[str]] = {}
     for method, evaluations in zip(methods, _most_evaluations(loaded, shape, methods), strict=True):
         flops = _evaluation_flops(loaded.recipe, shape, method) * evaluations
-        jobs = search.jobs if together else _search_jobs(loaded.recipe, method)
-        method_cost = replace(search, flops=flops, jobs=jobs)
+        method_cost = replace(search, flops=flops, jobs=_search_jobs(loaded.recipe, method))
         text = format_hours(method_cost.hours(devices.name, devices.count))
         times.setdefault(text, []).append(method)
     return "upper bounds: " + "; ".join(

@@ -10,17 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
-from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
 from bosch.model.search_mode import prepare_for_search
-from bosch.model.tensor_parallel import load_sharded
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
@@ -37,7 +33,7 @@ from stages.search.budget import HELD_OUT_EVERY, EngineCache
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
 from stages.search.live import BEST, LiveView, mask_file
-from stages.search.processes import join_process_group, numerics, reuse_bytes
+from stages.search.processes import join_process_group, numerics
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
@@ -58,7 +54,7 @@ def run(
     section, runtime, method = config.section, config.runtime, METHODS[config.section.method]
     if section.method == "given" and section.mask is not None:
         HeadMaskFile.load(section.mask)  # refuses a damaged mask before the model is loaded
-    with join_process_group(runtime.search_parallel, runtime.timeout_minutes) as ranks:
+    with join_process_group(runtime.timeout_minutes) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
         log = _evaluation_log(config, objective, ranks, work_dir)
         ranks.from_first(None)  # all ranks have loaded; from here on they synchronise
@@ -113,12 +109,10 @@ def budgets_in_slots(section: SearchConfig, cache: EngineCache) -> SlotBudgets:
 def _evaluation_log(
     config: StageConfig[SearchConfig], objective: Objective, ranks: Ranks, work_dir: Path
 ) -> EvaluationLog:
-    """The evaluation log for this search's numerics: hardware, backend, batch, split."""
-    splits_sequences = config.runtime.search_parallel == "context"
+    """The evaluation log for this search's numerics: hardware, backend, batch."""
     settings = numerics(
         ranks.device, resolve_backend(config.runtime.attention), config.runtime.eval_batch_size,
-        STAGE.version, shards=1 if splits_sequences else ranks.shards,
-        parts=ranks.shards if splits_sequences else 1,
+        STAGE.version,
     )  # fmt: skip
     context = replace(objective.context, numerics=settings)
     return EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
@@ -129,19 +123,12 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
     calibration, held_out = CalibrationSet.load(prepared / CALIBRATION), None
     if METHODS[section.method].finds_front:
         calibration, held_out = calibration.split(HELD_OUT_EVERY)
-    split = None
-    if ranks.shards > 1 and config.runtime.search_parallel == "tensor":
-        model = load_sharded(config.model.path, ranks, **config.model.loading)
-    else:
-        model = load_model(config.model.path, device=ranks.device, **config.model.loading)
-    if ranks.shards > 1 and config.runtime.search_parallel == "context":
-        split = ContextParallel(dist.group.WORLD)
+    model = load_model(config.model.path, device=ranks.device, **config.model.loading)
     config.check_inputs()
     prepare_for_search(model, config.runtime.attention)
     return Objective(
         model, calibration, section.menu, batch_size=config.runtime.eval_batch_size,
-        reuse_bytes=reuse_bytes(config.runtime, model, section.menu, calibration, ranks),
-        ranks=ranks, held_out=held_out, split=split,
+        ranks=ranks, held_out=held_out,
     )  # fmt: skip
 
 

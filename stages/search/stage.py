@@ -19,7 +19,6 @@ from bosch.search.methods import METHODS, MethodName
 from bosch.search.settings import SearchSettings, SolverName
 from bosch.search.trace import TracePoint
 from bosch.window import MAX_WINDOWS, Window, named_share, rising_menu
-from stages.exchange import split_faults
 from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, rising
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
@@ -288,7 +287,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     where = "prepare.calibration.length"
     yield from window_faults(search.menu, search.menu_field, where, length)
     yield from _budget_faults(loaded)
-    yield from _parallel_faults(loaded, search)
     yield from _attention_faults(loaded)
 
 
@@ -386,32 +384,9 @@ def _ratio_faults(search: SearchConfig, ratio: float) -> Iterator[str]:
         )
 
 
-def _parallel_faults(loaded: LoadedRecipe, search: SearchConfig) -> Iterator[str]:
-    """Reasons why the processes cannot share a search as the recipe asks."""
-    field, world = "runtime.search_parallel", loaded.world
-    parallel = loaded.recipe.runtime.search_parallel
-    if parallel == "tensor" and world.nodes > 1:
-        yield (
-            f"{field}: tensor shards the model over the processes of one node, "
-            f"NNODES asks for {world.nodes}"
-        )
-    elif parallel == "tensor" and world.size == 1:
-        yield f"{field}: tensor needs several processes, there is one (runtime.processes)"
-    if parallel != "context":
-        return
-    yield from split_faults(loaded, field)
-    if METHODS[search.method].reads_attention:
-        yield (
-            f"{field}: context splits what a search measures, and {search.method} reads the "
-            "examples in one process; set data"
-        )
-
-
 def _attention_faults(loaded: LoadedRecipe) -> Iterator[str]:
     recipe = loaded.recipe
     requests = {}
-    if recipe.runtime.search_parallel == "context":
-        requests["chunks"] = "runtime.search_parallel = context splits them"
     if sinks := recipe[SearchConfig].sinks:
         requests["sinks"] = f"search.sinks asks for {sinks}"
     if recipe.model.dtype == "float32":
@@ -440,5 +415,4 @@ STAGE = Stage(
     checks=_faults,
     cost="stages.search.cost:cost",
     slow_checks="stages.search.given:mask_faults",
-    refusal="stages.search.processes:refuse_shards",
 )

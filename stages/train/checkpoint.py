@@ -23,9 +23,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from bosch.errors import RunError
 from bosch.files import remove, replace, sync, write_json
 from bosch.model.loading import kept_in_float32
-from bosch.model.tensor_parallel import whole_weight
 from stages.fields import bytes_of
 from stages.materialize.model_card import note_training
+from stages.train.parallel import whole_weight
 from stages.train.stage import CHECKPOINTS, LoraConfig, checkpoint_name
 from stages.train.storage import copy_other_files, disk_errors, processes, rank, wait
 from stages.train.trainable import is_adapter, merged

@@ -18,11 +18,11 @@ from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import decoder_layers
 from bosch.model.head_table import head_table, heads_by_window
 from bosch.model.loading import load_config, load_model
-from bosch.model.tensor_parallel import whole_weight
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
 from stages.train.footprint import chunk_tokens
 from stages.train.loss import IGNORED, HeadLoss, Measure, head_loss, recording
+from stages.train.parallel import whole_weight
 from stages.train.stage import TrainConfig
 
 

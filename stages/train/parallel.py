@@ -19,6 +19,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
 )
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,11 @@ def make_context_parallel(runtime: Runtime) -> ContextParallel | None:
         runtime.context_parallel, timeout=timedelta(minutes=runtime.collective_timeout_minutes)
     )
     return ContextParallel(group)
+
+
+def whole_weight(weight: Any) -> Tensor:
+    """The whole weight, gathered if it is sharded; all processes must call it together."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def sharding_layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:

@@ -18,14 +18,12 @@ from bosch.budget import swa_budget
 from bosch.errors import RunError
 from bosch.files import file_stamp
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.bosch import SearchResult
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
 from bosch.window import Window
-from stages.context import Runtime, StageConfig
-from stages.search import processes
+from stages.context import StageConfig
 from stages.search import run as search
 from stages.search.processes import numerics
 from stages.search.stage import TRACES, SearchConfig
@@ -203,38 +201,10 @@ def test_evaluations_appear_in_log_and_tensorboard(inputs, tmp_path):
 
 def test_numerics_hold_all_that_the_last_bits_of_a_result_depend_on():
     places = [
-        numerics(torch.device("cpu"), *options, **more)
-        for options, more in (
-            (("sdpa", 3, 14), {}), (("eager", 3, 14), {}), (("sdpa", 4, 14), {}),
-            (("sdpa", 3, 15), {}), (("sdpa", 3, 14), {"shards": 2}),
-            (("sdpa", 3, 14), {"parts": 2}),
-        )
-    ]  # fmt: skip
+        numerics(torch.device("cpu"), *options)
+        for options in (("sdpa", 3, 14), ("eager", 3, 14), ("sdpa", 4, 14), ("sdpa", 3, 15))
+    ]
     assert len(set(places)) == len(places)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "shards", "sharing"), [("data", 1, 1), ("tensor", 4, 1), ("context", 1, 4)]
-)
-def test_memory_for_reuse_is_shared_by_the_processes_of_a_machine(
-    parallel, shards, sharing, monkeypatch
-):
-    asked = []
-
-    def reuse_room(*arguments, **options):
-        asked.append((arguments[2:], options))
-        return 100
-
-    monkeypatch.setattr(processes, "reuse_room", reuse_room)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    ranks = SimpleNamespace(shards=1 if parallel == "data" else 4, least=lambda room: room - 1)
-    examples = CalibrationSet.from_records(([1, 2, 3, k], 1) for k in range(5))
-    for batch, rows in ((8, 5), (2, 2)):
-        runtime = Runtime(search_parallel=parallel, eval_batch_size=batch)
-        assert processes.reuse_bytes(runtime, None, (), examples, ranks) == 99
-        options = {"processes": 3, "shards": shards, "sharing": sharing}
-        assert asked.pop() == ((rows, 4), options)
-    assert processes.reuse_bytes(Runtime(reuse_memory=7), None, (), examples, ranks) == 7
 
 
 def test_a_base_that_changes_while_it_is_read_is_not_searched(inputs, tmp_path):

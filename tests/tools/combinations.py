@@ -68,15 +68,12 @@ _OPTIONS: list[tuple[float, list[list[str]]]] = [
     (0.4, [[f"runtime.checkpointing={way}"] for way in ("none", "attention", "full")]),
     (0.3, [["runtime.heldout_every_steps=1", "runtime.heldout_sequences=2"]]),
     (0.3, [["runtime.needle_every_steps=2", "runtime.needle_samples=3"]]),
-    (0.2, [["runtime.reuse_memory=200KiB"]]),
     (0.3, [["runtime.micro_batch_size=1"]]),
     (0.2, [["runtime.compile=true"]]),
 ]  # fmt: skip
 _TOGETHER: list[tuple[float, list[list[str]]]] = [
     (0.7, [[f"runtime.sharding={way}"] for way in ("fsdp", "deepspeed")]),
     (0.3, [["runtime.context_parallel=2"]]),
-    (0.4, [["runtime.search_parallel=context"], ["runtime.search_parallel=tensor"]]),
-    (0.3, [["runtime.evaluate_parallel=context"]]),
 ]
 _FRONT: list[tuple[float, list[list[str]]]] = [
     (0.7, [["search.windows=[8, 32]"], ["search.windows=[16, 32, 64]"]]),

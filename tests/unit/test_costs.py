@@ -38,20 +38,6 @@ def test_plans_equal_the_golden_ones() -> None:
     assert list(plans()) == GOLDEN.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize(("way", "speedup"), [("data", 1.0), ("context", 2.0)])
-def test_processes_that_share_a_sample_answer_it_faster(
-    tmp_path: Path, way: str, speedup: float
-) -> None:
-    case = Case(tmp_path)
-    overrides = [
-        f"runtime.evaluate_parallel={way}", "evaluate.needle.samples=1",
-        "evaluate.needle.tasks=[vt]",
-    ]  # fmt: skip
-    loaded = load_recipe(case.file, overrides, env={"NPROC_PER_NODE": "2"})
-    cost = plan_costs(loaded, plan_devices(loaded))["original"]
-    assert cost.speedup(2) == speedup
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("suite", "length"), [("positions", 300), ("positions", 1200), ("options", 300)]

@@ -183,19 +183,6 @@ def test_the_rival_is_trained_for_one_budget_only(case: Case) -> None:
     assert all_budgets["train"].flops < all_budgets["train_rival"].flops == one["train"].flops
 
 
-def test_the_plan_says_that_a_model_sharded_over_two_nodes_does_not_run() -> None:
-    loaded = _paper("qwen3_8b", "runtime.search_parallel=tensor", "runtime.processes=8")
-    for count, runs in ((8, True), (16, False)):
-        text = "\n".join(plan_lines(loaded, f"h100x{count}"))
-        message = f"does not run on {count} processes: runtime.search_parallel: tensor"
-        assert (message in text) != runs
-
-
-def test_a_prompt_is_split_over_the_processes_of_all_nodes() -> None:
-    loaded = _paper("qwen3_8b", "runtime.evaluate_parallel=context", "runtime.processes=8")
-    assert plan_costs(loaded, plan_devices(loaded, "h100x16"))["evaluate"].jobs == (16,)
-
-
 def test_experts_train_at_the_efficiency_that_the_papers_days_imply() -> None:
     assert _hours("qwen3_30b_a3b", "train", "a800", 16, None) == pytest.approx(96, rel=0.05)
     text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "a800x16"))
@@ -365,16 +352,6 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(
         refuse_excess_memory(_load(case))
     assert main(["run", str(case.file)]) == 2
     assert "training needs" in capsys.readouterr().err
-    assert not (case.runs / "store").exists()
-
-
-def test_heads_that_processes_cannot_share_are_refused_before_the_run(
-    case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case.change_config(num_key_value_heads=2)
-    sharded = ["runtime.search_parallel=tensor", "runtime.processes=4"]
-    assert main(["run", str(case.file), *sharded]) == 2
-    assert "2 KV heads cannot be divided among 4 processes" in capsys.readouterr().err
     assert not (case.runs / "store").exists()
 
 

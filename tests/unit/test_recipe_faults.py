@@ -110,7 +110,6 @@ def test_brackets_in_the_name_of_a_recipes_folder_are_no_glob(tmp_path: Path) ->
             "runtime.timeout_minutes=1e9",
             "runtime.timeout_minutes: expected a value at most 525,600",
         ),
-        ("runtime.reuse_memory=-1GB", "auto or a size like 40GB or 512MiB, found '-1GB'"),
         ("runtime.output_root=", "runtime.output_root: expected text, found nothing"),
         ("runtime.output_root=''", "runtime.output_root: expected a path, found an empty text"),
         ("search.mask=" + "m" * 5000, "search.mask: no path can be that long"),

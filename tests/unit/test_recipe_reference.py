@@ -72,7 +72,6 @@ def test_the_schema_that_a_recipe_names_accepts_it(maker: ModuleType, recipe: Pa
         (("search", "method"), "bosh", False),
         (("runtime", "compile"), "yes", True),
         (("runtime", "compile"), 1, False),
-        (("runtime", "reuse_memory"), "40GB", True),
         (("train",), None, True),
         (("model",), None, False),
     ],

@@ -150,43 +150,6 @@ def test_a_value_is_refused_and_its_neighbour_is_accepted(name: str, case: Case)
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "said"),
-    [
-        (["search_parallel=tensor"], {}, "search_parallel: tensor needs several processes"),
-        (["search_parallel=tensor"], TWO, None),
-        (["search_parallel=tensor"], {**TWO, **NODES}, "NNODES asks for 2"),
-        (["search_parallel=data"], {**TWO, **NODES}, None),
-        (["search_parallel=context"], {}, "search_parallel: context needs several processes"),
-        (["search_parallel=context"], TWO, None),
-        (["search_parallel=context", "search.method=dcam"], TWO,
-         "dcam reads the examples in one process"),
-        (["search_parallel=context", "search.method=rand"], TWO, None),
-        (["search_parallel=data", "search.method=dcam"], TWO, None),
-        (["search_parallel=context", "runtime.attention=varlen"], TWO,
-         "search_parallel = context splits them"),
-        (["evaluate_parallel=context"], {}, "evaluate_parallel: context needs several processes"),
-        (["evaluate_parallel=context"], TWO, None),
-        (["evaluate_parallel=context", "runtime.attention=varlen"], TWO,
-         "evaluate_parallel = context splits them"),
-        (["evaluate_parallel=context", "evaluate.rivals=[dcam]"], TWO,
-         "rivals names dcam; static rankings read"),
-        (["evaluate_parallel=context", "evaluate.harness.tasks=[gsm8k]"], TWO,
-         "evaluate.harness, which reads its prompts in one"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_processes_share_a_search_or_an_evaluation_if_they_can(
-    options: list[str], env: dict[str, str], said: str | None, case: Case
-) -> None:
-    way, *more = options
-    overrides = [f"runtime.{way}", *more]
-    if said is None:
-        load_recipe(case.file, overrides, env=env)
-    else:
-        assert said in case.fault(*overrides, **env)
-
-
-@pytest.mark.parametrize(
     ("keep", "examples", "said"),
     [
         (0.05, 4, None),

@@ -33,7 +33,6 @@ from bosch.objective.answers import model_results
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
 from bosch.objective.objective import Objective
-from bosch.ranks import Ranks
 from bosch.search.evaluator import SlotBudgets
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method
@@ -50,7 +49,6 @@ from pipeline.run.runner import Runner, RunOptions
 from stages.finished import FinishedWork, Record
 from stages.formats import counted
 from stages.prepare.stage import PrepareConfig
-from stages.search.processes import reuse_bytes
 from stages.search.stage import STAGE as SEARCH
 from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe
@@ -249,8 +247,7 @@ class StudiedModel:
     def _new_objective(self, examples: CalibrationSet, window: Windows | None) -> Objective:
         window, runtime = window or self.window, self.recipe.runtime
         return Objective(
-            self.model, examples, window, batch_size=runtime.eval_batch_size,
-            reuse_bytes=reuse_bytes(runtime, self.model, window, examples, Ranks()),
+            self.model, examples, window, batch_size=runtime.eval_batch_size
         )  # fmt: skip
 
     def calibration(self, seed: int, examples: int | None = None) -> CalibrationSet:

@@ -51,7 +51,6 @@ class HarnessEvaluation(SuiteSection):
     title = "Tasks of lm-eval"
     runner = "stages.evaluate.suites.harness.suite:HarnessSuite"
     rank = 1
-    reads_alone = True
 
     tasks: Annotated[list[Line], AfterValidator(different)] = Field(default=[])
     """Names of tasks, groups and tags as lm-eval has them, like gsm8k, mmlu, hellaswag; longbench

@@ -21,7 +21,6 @@ from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import refuse_nan
-from stages.evaluate.shared_reading import SharedReading
 from stages.evaluate.suite import Records, Suite
 from stages.evaluate.suites.positions import CHUNK, PositionEvaluation
 from stages.evaluate.tables import SuiteAnswers
@@ -74,7 +73,7 @@ class PositionSuite(Suite):
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         bounds = edges(self.section.length)
         for index in indices:
-            losses = token_losses(loaded, self._documents[index], self.shared)
+            losses = token_losses(loaded, self._documents[index])
             bins = [float(losses[a - 1 : b - 1].mean()) for a, b in itertools.pairwise(bounds)]
             yield [{"index": index, "loss": bins}]
 
@@ -101,16 +100,9 @@ class PositionSuite(Suite):
 
 
 @torch.inference_mode()
-def token_losses(model: Any, ids: np.ndarray, shared: SharedReading | None = None) -> np.ndarray:
-    """Cross-entropy of every token except the first, nats [T - 1].
-
-    Computed by a prefill in chunks, or in one pass if all processes read together (`shared`).
-    """
+def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Cross-entropy of every token except the first, nats [T - 1], by a prefill in chunks."""
     tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)[None]
-    if shared is not None:
-        all_losses = shared.token_losses(model, tokens)
-        refuse_nan(all_losses)
-        return np.asarray(all_losses.cpu())
     cache, losses = None, []
     for start in range(0, tokens.shape[1] - 1, CHUNK):
         chunk = tokens[:, start : min(start + CHUNK, tokens.shape[1] - 1)]
