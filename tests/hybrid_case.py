@@ -186,21 +186,6 @@ _VISION = {
     "head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8,
 }  # fmt: skip
 FAMILY_NAMES = tuple(name for name in _EXTRA if FAMILIES[name].is_installed)
-# Families with experts, and the changes with which some of them have experts.
-EXPERT_CHANGES: dict[str, dict[str, Any]] = {
-    **{name: {} for name, extra in _EXTRA.items() if any("experts" in key for key in extra)},
-    "beam": {"mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
-    "gemma4": {
-        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["full_attention", "linear_attention", "moe", "full_attention"],
-        "moe_shared_expert_intermediate_size": 16, "moe_intermediate_size": 16,
-        "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-    },
-    "qwen3_5_moe": {},
-    "qwen3_vl_moe": {},
-}  # fmt: skip
 PARTLY_SLIDING = tuple(name for name, extra in _EXTRA.items() if extra.get("sliding_window"))
 # Only full attention in every layer, so that the number of layers may change.
 PLAIN = tuple(

@@ -140,16 +140,12 @@ These weights serve several sizes of the KV cache. What stands above is true of
 """
 
 
-def note_training(folder: Path, tokens: int, averaged: int) -> None:
-    """Add to the card in `folder`, if there is one, how many tokens the model was trained on.
-
-    `averaged`: the checkpoints whose mean the model is.
-    """
+def note_training(folder: Path, tokens: int) -> None:
+    """Add to the card in `folder`, if there is one, how many tokens the model was trained on."""
     path = folder / "README.md"
     if path.is_file():
         card = path.read_text(encoding="utf-8")
-        mean = f", mean of the last {averaged} checkpoints" if averaged > 1 else ""
-        row = f"| continual pretraining | {tokens:,} tokens{mean} |"
+        row = f"| continual pretraining | {tokens:,} tokens |"
         path.write_text(card.replace(UNTRAINED, row), encoding="utf-8")
 
 

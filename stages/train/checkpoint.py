@@ -7,7 +7,7 @@ the group. So a process holds one file of the checkpoint in memory, not the mode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from bosch.errors import RunError
 from bosch.files import remove, replace, sync, write_json
 from bosch.model.loading import kept_in_float32
 from stages.fields import bytes_of
@@ -62,14 +61,12 @@ class CheckpointWriter:
         self,
         tokens: int,
         model: Any,
-        averaged: Sequence[int] = (),
         lora: LoraConfig | None = None,
         trained: int | None = None,
     ) -> None:
         """Save `model` in the starting model's precision; every process calls it.
 
-        With `averaged`, the mean of `model` and the checkpoints of these token counts is saved. The
-        model card names `trained`, the tokens of whole steps, which may differ from `tokens`.
+        The model card names `trained`, the tokens of whole steps, which may differ from `tokens`.
         """
         writing = self._directory / "writing"
         is_first = rank() == 0
@@ -82,15 +79,8 @@ class CheckpointWriter:
             wait()
             if is_first:
                 _name_files(writing, sizes)
-            if averaged:
-                wait()
-                earlier = [self._directory / checkpoint_name(count) for count in averaged]
-                files = sorted(writing.glob("*.safetensors"))
-                average_into(files[rank() :: processes()], earlier)
-                wait()
-            if is_first:
                 copy_other_files(self._model_dir, writing)
-                note_training(writing, trained or tokens, averaged=1 + len(averaged))
+                note_training(writing, trained or tokens)
                 replace(writing, self._directory / checkpoint_name(tokens))
 
     def write_weights(self, model: Any, writing: Path, lora: LoraConfig | None) -> dict[str, int]:
@@ -207,29 +197,3 @@ def _gathered(value: Any) -> Iterator[Tensor]:
 def _count(value: Any) -> int:
     """Elements of the whole weight; under DeepSpeed the parameter itself is empty."""
     return int(getattr(value, "ds_numel", value.numel()))
-
-
-def average_into(files: Sequence[Path], checkpoints: Sequence[Path]) -> None:
-    """Replace the weights in `files` by their mean with the same files of `checkpoints`.
-
-    `checkpoints` are folders of the same training, so their files hold the same tensors. Only
-    floating-point tensors are averaged, one at a time in float32. Raises RunError when the files do
-    not hold the same tensors.
-    """
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata()
-        averaged = load_file(file)  # memory-mapped; changed tensors are copies
-        weights = []
-        for checkpoint in checkpoints:
-            path = checkpoint / file.name
-            weights.append(load_file(path) if path.is_file() else {})
-            if weights[-1].keys() != averaged.keys():
-                raise RunError(f"{path}: holds other weights than {file}")
-        for name, value in averaged.items():
-            if value.is_floating_point():
-                total = sum((tensors[name].float() for tensors in weights), value.float())
-                averaged[name] = (total / (1 + len(weights))).to(value.dtype)
-            else:
-                averaged[name] = value.clone()
-        save_file(averaged, file, metadata=metadata)

@@ -119,7 +119,7 @@ def _storage(
     point = restart_point_bytes(shape, train, runtime.sharding)
     # A copy of the state of a node's processes; without sharding of the first process only.
     writing = point * (1.0 if runtime.sharding == "none" else local / devices.processes)
-    # Each process holds one file of a checkpoint that is written or averaged.
+    # Each process holds one file of a checkpoint that is written.
     file = bytes_of(materialize.max_shard_size)
     files = float(min(shape.parameters * itemsize, file * local))
     restart = 2 * point  # the older is kept until the newer is complete

@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # it loads torch
 # Logits computed at a time by the chunked loss: 256 MiB in float32.
 _CHUNK_ELEMENTS = 2**26
 _FLOAT32 = 4
-# Bytes per weight of each of AdamW's two moments; 8-bit ones have a float32 scale per 256 weights.
-_MOMENT_BYTES = {"adamw": _FLOAT32, "adamw_8bit": 1 + _FLOAT32 / 256}
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,9 @@ def float32_bytes(numbers: int, shards: int) -> float:
     return _FLOAT32 * numbers / shards
 
 
-def optimizer_bytes(trained: int, shards: int, optimizer: str) -> float:
-    """AdamW's mean and variance, in the precision of `train.optimizer`."""
-    return 2 * _MOMENT_BYTES[optimizer] * trained / shards
+def optimizer_bytes(trained: int, shards: int) -> float:
+    """AdamW's mean and variance, in float32."""
+    return 2 * _FLOAT32 * trained / shards
 
 
 def loss_bytes(
@@ -116,7 +114,7 @@ def restart_point_bytes(shape: DecoderShape, train: TrainConfig, sharding: str) 
     if sharding != "deepspeed":
         weights = shape.parameters + (trained if train.lora is not None else 0)
         weights += shape.table if shape.tied else 0
-    return float32_bytes(weights, 1) + optimizer_bytes(trained, 1, train.optimizer)
+    return float32_bytes(weights, 1) + optimizer_bytes(trained, 1)
 
 
 def load_host_bytes(
@@ -263,7 +261,7 @@ def training_memory(
     if runtime.context_parallel > 1:
         exchanged = exchanged_bytes(job, tokens // job.length)
         tokens //= runtime.context_parallel
-    optimizer = optimizer_bytes(trained, shards, train.optimizer)
+    optimizer = optimizer_bytes(trained, shards)
     gradients = float32_bytes(trained, shards)
     if runtime.sharding == "deepspeed":
         # Weights for computation, in addition to the master copy.

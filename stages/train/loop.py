@@ -36,7 +36,6 @@ from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
 from stages.train.decisions import RestartTimer, SpikeRule, step_timeout
 from stages.train.loss import IGNORED
 from stages.train.metrics import MetricsLog, Stopwatch, peak_flops, peak_memory
-from stages.train.optimizer import set_learning_rate
 from stages.train.parallel import sharding_layout
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig
@@ -118,7 +117,8 @@ class Loop:
 
         They depend on the step's number only, the seed also on the process.
         """
-        set_learning_rate(self.optimizer, self.learning_rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
         entropy = [self.seed, self.step, self.accelerator.process_index]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
         if self.budget is not None:
@@ -276,37 +276,29 @@ class Loop:
         with self.stopwatch.timed("checkpoint"), limit:
             for tokens, at_step in self.schedule.checkpoint_steps.items():
                 if at_step == self.step:
-                    averaged = self._earlier_checkpoints(tokens) if is_last else []
-                    self.write_checkpoint(tokens, averaged)
+                    self.write_checkpoint(tokens)
             self.restarts.check()
             if is_due and not is_last:
                 # Without sharding all processes have the same weights; the first one writes them.
                 writes = runtime.sharding != "none" or self.accelerator.is_main_process
                 state = self.state() if writes else {}
                 self.restarts.save(
-                    state, self.step, sharding_layout(runtime, self.train), runtime.timeout_minutes
+                    state, self.step, sharding_layout(runtime), runtime.timeout_minutes
                 )
 
-    def write_checkpoint(self, tokens: int, averaged: list[int]) -> None:
-        """Write `tokens-<tokens>`, averaged with the checkpoints of the token counts `averaged`."""
+    def write_checkpoint(self, tokens: int) -> None:
+        """Write the checkpoint `tokens-<tokens>`."""
         # DeepSpeed keeps small parameters unsharded between steps, and expects this afterwards.
         sharded = self.model.optimizer if self.runtime.sharding == "deepspeed" else None
         if sharded is not None:
             sharded.checkpoint_event_prologue()
         self.checkpoint_writer.write(
-            tokens, self.unwrapped, averaged, self.train.lora,
-            self.step * self.schedule.batch_tokens,
+            tokens, self.unwrapped, self.train.lora, self.step * self.schedule.batch_tokens,
         )  # fmt: skip
         if sharded is not None:
             sharded.checkpoint_event_epilogue()
         with disk_errors("a checkpoint's record", self.restarts.directory.parent):
             self.restarts.record_checkpoint(tokens)
-
-    def _earlier_checkpoints(self, tokens: int) -> list[int]:
-        """Token counts of the checkpoints with which the final one, of `tokens`, is averaged."""
-        count = (self.train.averaged_checkpoints or 1) - 1
-        earlier = sorted(n for n in self.schedule.checkpoint_steps if n < tokens)
-        return earlier[len(earlier) - count :] if count else []
 
     @property
     def unwrapped(self) -> Any:

@@ -52,14 +52,12 @@ def whole_weight(weight: Any) -> Tensor:
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
-def sharding_layout(runtime: Runtime, train: TrainConfig) -> dict[str, object]:
+def sharding_layout(runtime: Runtime) -> dict[str, object]:
     """Settings that a restart point must share with the run that resumes from it.
 
-    They include the number of processes if shards cannot be split differently: those of DeepSpeed,
-    and 8-bit moments, whose blocks may cross a shard's boundary.
+    They include the number of processes under DeepSpeed, whose shards cannot be split differently.
     """
-    quantised = runtime.sharding == "fsdp" and train.optimizer == "adamw_8bit"
-    fixed = runtime.sharding == "deepspeed" or quantised
+    fixed = runtime.sharding == "deepspeed"
     return {"sharding": runtime.sharding, "processes": world_size(), "fixed": fixed}
 
 

@@ -76,7 +76,7 @@ def _train(config: StageConfig[TrainConfig], inputs: Mapping[str, Path], work_di
     if (project := config.runtime.wandb_project) is not None:
         require_package("wandb", f"runtime.wandb_project = {project}", "leave the setting out")
     restarts = RestartPoints(work_dir, config.section)
-    restarts.check_layout(parallel.sharding_layout(config.runtime, config.section))
+    restarts.check_layout(parallel.sharding_layout(config.runtime))
     loop = build_loop(config, inputs, work_dir, restarts)
     try:
         with loop.timer.signals(), partners_alive():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
@@ -48,9 +47,6 @@ class TrainConfig(Section):
     """Share of steps with rising learning rate."""
     min_lr_ratio: Ratio = 0.0
     """Final learning rate over the peak."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW with its moments in float32, or in 8 bits with a scale for each block of 256 (torchao;
-    arXiv 2110.02861): two bytes a trained weight instead of eight."""
     adam_beta1: Number = Field(0.9, ge=0, lt=1)
     """AdamW's decay of the mean."""
     adam_beta2: Number = Field(0.95, ge=0, lt=1)
@@ -88,9 +84,6 @@ class TrainConfig(Section):
     spike_factor: Annotated[Number, Field(gt=1)] | None = None
     """A step is bad if its gradient norm exceeds this many times the median of the last 100 steps
     (a spike); default: only if the norm is not finite."""
-    averaged_checkpoints: Annotated[int, Field(gt=1, le=1000)] | None = None
-    """The final checkpoint is the mean of this many last checkpoints; default: it has the last
-    step's weights."""
 
     budgets: Literal["all"] | KvBudgets | None = Field(
         None,
@@ -186,9 +179,8 @@ class TrainingStep(Record):
     step's budget in KV slots, if there are several. `tokens_per_second` and `mfu` leave out the
     `checkpoint_seconds` since the step before and the time of scores. `memory`: peak bytes of the
     first process. `heldout_loss` is in nats per token, `heldout_by_position` by quarter of the
-    sequence, None for a quarter without predictions. `router_entropy` (nats) is a mean over tokens
-    and layers, always of the logits' softmax; `expert_load` is that of the busiest expert divided
-    by its layer's mean. `source_tokens` are the tokens read so far from each source of prepare.
+    sequence, None for a quarter without predictions. `source_tokens` are the tokens read so far
+    from each source of prepare.
     """
 
     step: int
@@ -208,8 +200,6 @@ class TrainingStep(Record):
     seconds_left: float | None = None
     heldout_loss: float | None = None
     heldout_by_position: list[float | None] | None = None
-    router_entropy: float | None = None
-    expert_load: float | None = None
     source_tokens: dict[str, int] | None = None
 
 
@@ -233,8 +223,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _deepspeed_faults(train, recipe.runtime, recipe[MaterializeConfig].dtype)
     if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
         yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
-    if train.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        yield "train.optimizer: adamw_8bit needs torchao; install it, or set adamw"
     if train.budgets is not None:
         yield from front_faults(loaded, "train.budgets", train.budgets)
     yield from _attention_faults(loaded, train)
@@ -322,12 +310,6 @@ def _checkpoint_faults(train: TrainConfig) -> Iterator[str]:
                 f"train.checkpoint_tokens: {before:,} and {tokens:,} are reached by the "
                 f"same step (of {train.batch_tokens:,} tokens)"
             )
-    count = len(steps)
-    if train.averaged_checkpoints is not None and train.averaged_checkpoints > count:
-        yield (
-            f"train.averaged_checkpoints: {train.averaged_checkpoints} are to be averaged, and "
-            f"train.checkpoint_tokens makes {count}"
-        )
 
 
 def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Iterator[str]:
@@ -337,7 +319,6 @@ def _deepspeed_faults(train: TrainConfig, runtime: Runtime, saved: str) -> Itera
     unsupported = {
         "train.teacher": train.teacher != "none",
         "train.lora": train.lora is not None,
-        "train.optimizer": train.optimizer != "adamw",
         "runtime.context_parallel": runtime.context_parallel > 1,
     }
     for field, is_set in unsupported.items():

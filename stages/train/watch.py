@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +24,6 @@ T = TypeVar("T")
 
 _PARTS = 4  # of a sequence, by position
 _SEED_OFFSET = 1_000_003  # for other samples than the search's calibration set
-_ROUTERS = ("Router", "Gate")  # suffixes of transformers' router classes
 
 
 class _Watch(Generic[T]):
@@ -48,7 +46,7 @@ class _Watch(Generic[T]):
 
         All processes run the same number, since a sharded model's passes are collective: some
         repeat a sample. Compiled layers run uncompiled: each length would be compiled, which torch
-        does not always survive, and graphs do not call hooks that were added later.
+        does not always survive.
         """
         size, group = processes() // self._sharing, rank() // self._sharing
         was_training = model.training
@@ -84,7 +82,7 @@ class NeedleWatch(_Watch[tuple[list[int], int]]):
 
 
 class HeldOutWatch(_Watch[Batch]):
-    """The loss and the experts' load on sequences that training does not read.
+    """The loss on sequences that training does not read.
 
     A sample is a batch of one sequence, with labels.
     """
@@ -93,29 +91,15 @@ class HeldOutWatch(_Watch[Batch]):
     def score(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Fields of `TrainingStep`; called on every process."""
         sums = torch.zeros(2, _PARTS, dtype=torch.float64)
-        routers = [module for module in model.modules() if type(module).__name__.endswith(_ROUTERS)]
-        routed: list[list[Tensor]] = [[] for _ in routers]
-
-        def record(number: int, module: Any, args: Any, output: Any) -> None:
-            routed[number].append(_routing(module, output))
-
-        hooks = [
-            router.register_forward_hook(partial(record, number))
-            for number, router in enumerate(routers)
-        ]
         for batch, is_new in self._samples_of_process(model):
             inputs = {name: value.to(device) for name, value in batch.items()}
             losses = model(**inputs, measure=token_losses)["values"][0].cpu()
-            if not is_new:
-                for passes in routed:
-                    passes[-1].zero_()
-            elif rank() % self._sharing == 0:  # all processes that share a sequence have its losses
+            # All processes that share a sequence have its losses.
+            if is_new and rank() % self._sharing == 0:
                 predicted = batch["labels"][0, 1:] != IGNORED
                 parts = (values.tensor_split(_PARTS) for values in (losses[:-1], predicted))
                 for part, (loss, counts) in enumerate(zip(*parts, strict=True)):
                     sums[:, part] += torch.stack([loss.double().sum(), counts.sum()])
-        for hook in hooks:
-            hook.remove()
         sums = sum_over_processes(sums, device)
         total, count = sums.sum(1).tolist()
         fields: dict[str, Any] = {}
@@ -124,24 +108,7 @@ class HeldOutWatch(_Watch[Batch]):
             fields["heldout_by_position"] = [
                 loss / count if count else None for loss, count in sums.T.tolist()
             ]
-        if routers:
-            layers = [torch.stack(passes).double().sum(0) for passes in routed]
-            totals = sum_over_processes(torch.stack(layers), device)
-            loads = totals[:, 2:]
-            fields["router_entropy"] = (totals[:, 0] / totals[:, 1]).mean().item()
-            fields["expert_load"] = (loads.amax(1) / loads.mean(1)).max().item()
         return fields
-
-
-def _routing(router: Any, output: Any) -> Tensor:
-    """From a router's logits [N, E] and choices [N, k]: sum of entropies, N, tokens per expert."""
-    logits, choices = output[0].float(), output[-1]
-    if type(router).__name__ != "Gemma4TextRouter":  # its first output is probabilities
-        logits = torch.softmax(logits, dim=-1)
-    entropy = torch.special.entr(logits).sum()
-    counts = torch.bincount(choices.flatten(), minlength=logits.shape[-1]).float()
-    entropy_and_count = torch.stack([entropy, entropy.new_tensor(len(logits))])
-    return torch.cat([entropy_and_count, counts]).cpu()
 
 
 def sum_over_processes(values: Tensor, device: torch.device) -> Tensor:

@@ -114,7 +114,7 @@ def checked_checkpoints(*_: str) -> None:
     written: list[Any] = []
     write, group = Loop.write_checkpoint, CheckpointWriter.write_group
 
-    def checked_checkpoint(self: Loop, tokens: int, averaged: list[int]) -> None:
+    def checked_checkpoint(self: Loop, tokens: int) -> None:
         if self.runtime.sharding == "deepspeed":
             state = self.model._zero3_consolidated_16bit_state_dict()
         else:
@@ -125,7 +125,7 @@ def checked_checkpoints(*_: str) -> None:
             state.pop("lm_head.weight")  # tied embeddings
             self.unwrapped.save_pretrained(work_dir / f"expected-{tokens}", state_dict=state)
         written.clear()
-        write(self, tokens, averaged)
+        write(self, tokens)
         # Not in the work directory, which the other rank may be hashing.
         counted = work_dir.with_name(f"{work_dir.name}.files-{tokens}.{dist.get_rank()}")
         counted.write_text(str(len(written)))
@@ -250,23 +250,6 @@ def test_a_process_without_rows_of_an_adapter_resumes_exactly(case: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "resuming from step-2" in done.stderr
     assert losses(tmp_path) == pytest.approx(before, rel=1e-6)
-
-
-def test_processes_share_the_averaging_of_checkpoints(case: Path, tmp_path: Path) -> None:
-    done = train_in_processes(
-        case, tmp_path, 2, module=f"{__name__}:checked_checkpoints", max_shard_size="40KB",
-        train={"averaged_checkpoints": 2}, runtime={"sharding": "fsdp"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    final = tmp_path / "checkpoints" / "tokens-1280"
-    files = sorted(final.glob("*.safetensors"))
-    assert len(files) == 3
-    first, last = (load_file(tmp_path / f"expected-{n}" / "model.safetensors") for n in (384, 1280))
-    for file in files:
-        for name, value in load_file(file).items():
-            torch.testing.assert_close(value, (first.pop(name) + last[name]) / 2, msg=name)
-    assert not first
-    assert "mean of the last 2 checkpoints" in (final / "README.md").read_text()
 
 
 def test_bf16_losses_are_not_rounded(case: Path, tmp_path: Path) -> None:

@@ -75,9 +75,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "train.mixed_precision=bf16", "would be rounded to bf16 under", "train.mixed_precision=no",
         "train.freeze=attention_only", "materialize.dtype=float32", DEEPSPEED,
     ),
-    "more averaged than there are": (
-        "train.averaged_checkpoints=3", "3 are to be averaged", "train.averaged_checkpoints=2",
-    ),
     "a weight of no teacher": (
         "train.teacher=none", "teacher_weight and teacher_tokens need", "train.teacher=original",
         "train.teacher_weight=0.5",
@@ -91,10 +88,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "adapters in DeepSpeed": (
         DEEPSPEED, "train.lora: it does not run under", "runtime.sharding=fsdp", "train.lora={}",
-    ),
-    "8 bits in DeepSpeed": (
-        DEEPSPEED, "train.optimizer: it does not run under", "runtime.sharding=fsdp",
-        "train.optimizer=adamw_8bit",
     ),
     "budgets of one mask": (
         "search.method=bosch", "train.budgets: ", "search.method=front",
@@ -213,11 +206,6 @@ def test_a_stretch_of_scaled_positions_and_a_folder_without_text_are_refused(
     case.change_config(rope_scaling={"rope_type": "linear", "factor": 2.0})
     fault = case.fault("evaluate.needle.yarn={512: 2}")
     assert fault.startswith("evaluate.needle.yarn: RoPE cannot be stretched: its config.json ")
-
-
-def test_moments_in_8_bits_need_torchao(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "train.optimizer: adamw_8bit needs torchao" in case.fault("train.optimizer=adamw_8bit")
 
 
 @pytest.mark.parametrize(

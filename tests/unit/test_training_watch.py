@@ -1,4 +1,4 @@
-"""Monitoring of a training: bad steps, speed, needle scores, boards, averaged checkpoints."""
+"""Monitoring of a training: bad steps, speed, needle scores, boards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
 from stages.train.trainable import restrict_training
 from stages.train.watch import HeldOutWatch, NeedleWatch, make_needle_watch
-from tests.hybrid_case import EXPERT_CHANGES, small_model
+from tests.hybrid_case import small_model
 from tests.training_case import (
     SEQUENCE_LENGTH,
     TRAIN,
@@ -409,38 +409,8 @@ def test_the_held_out_loss_is_that_of_sequences_never_trained_on(
         data.held_out(9)
 
 
-@pytest.mark.parametrize("family", sorted(EXPERT_CHANGES))
-def test_routers_are_measured_on_held_out_sequences(family: str) -> None:
-    """A router is a module that returns choices of experts, as integers."""
-    model = small_model(family, **EXPERT_CHANGES[family])
-    install_loss(model)
-    ids = torch.arange(24)[None] % 50
-    batches = [{"input_ids": ids + shift, "labels": ids + shift} for shift in (0, 1)]
-    outputs: dict[Any, list[Any]] = {}
-
-    def note(module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, tuple) and getattr(output[-1], "dtype", None) == torch.int64:
-            outputs.setdefault(module, []).append(output)
-
-    hooks = [module.register_forward_hook(note) for module in model.modules()]
-    score = HeldOutWatch(batches, 1).score(model, torch.device("cpu"))
-    for hook in hooks:
-        hook.remove()
-    entropies, loads = [], []
-    for passes in outputs.values():
-        first, chosen = (torch.cat([one[place] for one in passes]) for place in (0, -1))
-        is_probability = torch.allclose(first.sum(-1), torch.ones(len(first)))
-        probabilities = first if is_probability else first.softmax(-1)
-        entropies.append(torch.special.entr(probabilities).sum(-1).mean().item())
-        counts = torch.bincount(chosen.flatten(), minlength=first.shape[-1]).double()
-        loads.append((counts.max() / counts.mean()).item())
-    assert score["router_entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
-    assert score["expert_load"] == pytest.approx(max(loads))
-    assert all(not module._forward_hooks for module in outputs)
-
-
 def test_a_sequence_that_is_run_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With three sequences on two processes, the second one repeats one; also for routers."""
+    """With three sequences on two processes, the second one repeats one."""
     model, device = small_model("qwen3_moe"), torch.device("cpu")
     install_loss(model)
     ids = [torch.arange(24)[None] % tokens for tokens in (50, 11, 7)]
@@ -450,13 +420,13 @@ def test_a_sequence_that_is_run_again_counts_once(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(watching, name, lambda value=value: value)
     monkeypatch.setattr(watching, "sum_over_processes", lambda values, device: values)
     score = HeldOutWatch(batches, 1).score(model, device)
-    assert "expert_load" in alone and score.keys() == alone.keys()
+    assert score.keys() == alone.keys()
     for name, value in alone.items():
         assert score[name] == pytest.approx(value), name
 
 
-def test_scoring_compiles_nothing_and_measures_routers_of_compiled_layers() -> None:
-    """With samples of many lengths, after a pass whose graph has no hooks."""
+def test_scoring_compiles_nothing() -> None:
+    """With samples of many lengths."""
     scores, passes = [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -571,21 +541,7 @@ def test_missing_wandb_is_reported(
         train_here(case, tmp_path, runtime={"wandb_project": "x"})
 
 
-def test_the_final_checkpoint_can_be_the_mean_of_the_last_ones(
-    case: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    steps = {"averaged_checkpoints": 2, "checkpoint_tokens": [384, 700, 1280]}
-    train_here(case, tmp_path, train=steps)
-    own, single = tmp_path / "checkpoints", undisturbed / "checkpoints"
-    first = load_file(own / "tokens-700" / "model.safetensors")
-    last = load_file(single / "tokens-1280" / "model.safetensors")
-    mean = load_file(tmp_path / "checkpoints" / "tokens-1280" / "model.safetensors")
-    assert mean.keys() == last.keys()
-    for name, value in mean.items():
-        torch.testing.assert_close(value, (first[name] + last[name]) / 2, msg=name)
-    card = (tmp_path / "checkpoints" / "tokens-1280" / "README.md").read_text()
-    assert "1,280 tokens, mean of the last 2 checkpoints" in card
-    # In whole steps of 128 tokens.
-    assert "| continual pretraining | 768 tokens |" in (own / "tokens-700/README.md").read_text()
-    weights = [folder / "tokens-384" / "model.safetensors" for folder in (own, single)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+def test_a_checkpoints_card_counts_the_tokens_of_whole_steps(case: Path, tmp_path: Path) -> None:
+    train_here(case, tmp_path, train={"checkpoint_tokens": [700, 1280]})
+    card = (tmp_path / "checkpoints" / "tokens-700" / "README.md").read_text()
+    assert "| continual pretraining | 768 tokens |" in card
