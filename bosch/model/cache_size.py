@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 
-# Default page size of transformers' continuous batching, in tokens.
-PAGE_SIZE = 256
-
 
 @dataclass(frozen=True)
 class OwnWindow:
@@ -95,19 +92,6 @@ class CacheSize:
         slots = sum(count * min(window.max_keys, room) for window, count in self.sliding.items())
         own_bytes = sum(w.bytes_per_head * w.heads * min(w.window, room) for w in self.own_windows)
         return self.per_token * room + self.bytes_per_head * slots + own_bytes + self.state_bytes
-
-    def paged(self, tokens: int, page_size: int = PAGE_SIZE) -> int:
-        """Bytes of the pages of a request of `tokens` tokens in transformers' continuous batching.
-
-        Sliding heads have a ring of W tokens, all have whole pages (see `families.pages_refusal`).
-        """
-
-        def pages(limit: int) -> int:
-            return -(-min(tokens, limit) // page_size) * page_size
-
-        slots = sum(count * pages(window.size) for window, count in self.sliding.items())
-        own_bytes = sum(w.bytes_per_head * w.heads * pages(w.window) for w in self.own_windows)
-        return self.per_token * pages(tokens) + self.bytes_per_head * slots + own_bytes
 
     def _others(self, tokens: int) -> int:
         """Bytes of the layers without full attention."""

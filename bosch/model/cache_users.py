@@ -1,4 +1,4 @@
-"""Users of a hybrid's layout: caches, and managers of continuous batching.
+"""Caches that hold states of a hybrid's layout.
 
 The layout must not change while there are any. They are weak references, so that a cache which is
 no longer used does not count.
@@ -13,11 +13,10 @@ from typing import Any
 from bosch.errors import UserError
 from bosch.model.cache import SplitCacheLayer
 from bosch.model.interface import layouts_of
-from bosch.model.paged import PagedView
 
 
 class _Users(weakref.WeakSet[Any]):
-    """Caches and managers that hold states of a model; not copied with the model."""
+    """Caches that hold states of a model; not copied with the model."""
 
     def __deepcopy__(self, memo: Any) -> _Users:
         return _Users()
@@ -45,14 +44,7 @@ def forget_users(model: Any) -> None:
 
 
 def _holds_layout(user: Any) -> bool:
-    return isinstance(user, PagedView) or any(
-        isinstance(layer, SplitCacheLayer) and layer.is_initialized for layer in user.layers
-    )
-
-
-def note_user(decoder: Any, user: Any) -> None:
-    """Register a cache or manager that holds states of this decoder."""
-    _users_of(decoder).add(user)
+    return any(isinstance(layer, SplitCacheLayer) and layer.is_initialized for layer in user.layers)
 
 
 def check_cached_layout(decoder: Any, cache: Any) -> None:

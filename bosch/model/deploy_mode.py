@@ -30,7 +30,7 @@ from bosch.attention import HeadLayout
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import CACHE_NAME, HybridCache, SplitCacheLayer
-from bosch.model.cache_users import check_cached_layout, forget_users, note_user
+from bosch.model.cache_users import check_cached_layout, forget_users
 from bosch.model.configuration import choosing_attention, hybrid_config_class
 from bosch.model.families import (
     LAYER_KINDS,
@@ -53,7 +53,6 @@ from bosch.model.interface import (
     required_state,
     set_layouts,
 )
-from bosch.model.paged import PagedConfig, PagedView
 from bosch.model.static_cache import StaticHybridCache
 from bosch.window import Window
 
@@ -263,16 +262,10 @@ class HybridModelMixin:
         return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Continuous batching with heads as slices; UserError for what its pools do not support."""
-        layouts = layouts_of(self)
-        modules = [
-            None if layout is None else attention_module(self, layer)
-            for layer, layout in enumerate(layouts)
-        ]
-        view = PagedView(self, PagedConfig(self.config, layouts, modules))  # type: ignore[attr-defined]
-        note_user(self.get_decoder(), view)  # type: ignore[attr-defined]
-        parent: Any = super()
-        return parent.init_continuous_batching.__func__(view, *args, **kwargs)
+        """Refused: transformers' pools of pages expect heads of one kind in a layer."""
+        raise UserError(
+            "continuous batching: the heads of a layer differ; call generate, or serve with vLLM"
+        )
 
     create_masks_for_generate = staticmethod(masks_for_generate)
 
@@ -359,8 +352,6 @@ def _prepare_pass(
     old = kwargs.pop("past_key_values", None)  # transformers 5.24 renames it after this hook
     if old is not None and kwargs.get(CACHE_NAME) is None:
         kwargs[CACHE_NAME] = old
-    if kwargs.get("pages") is not None:  # continuous batching brings its own masks and pages
-        return (), kwargs
     if kwargs.get("output_attentions"):
         for module in attention_modules(decoder):
             check_shows_weights(required_state(module))

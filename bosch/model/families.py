@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bosch.backends import WIDEST_HEAD
 from bosch.errors import UserError
-from bosch.window import Window
 
 
 @dataclass(frozen=True)
@@ -293,22 +292,6 @@ def decoder_layers(config: Any) -> DecoderLayers:
         own_heads=own_heads,
         own_head_dim=own_head_dim,
     )
-
-
-def pages_refusal(kinds: DecoderLayers, windows: Collection[Window]) -> str | None:
-    """A trait that continuous batching does not support, of a model with these windows, or None."""
-    sizes = sorted({window.size for window in windows})
-    if kinds.states:
-        return "layers with states of a fixed size, for which transformers has no pages"
-    if any(window.sinks for window in windows):
-        return "sinks, which transformers' rings of a window do not keep"
-    if len(sizes) > 1:
-        return f"the windows {', '.join(map(str, sizes))}, and transformers takes one of a model"
-    if sizes == [1]:
-        return "a window of 1, which transformers takes for none"
-    if kinds.windows and kinds.own_head_dim != kinds.head_dim:
-        return "heads of two sizes, and transformers' pages have one"
-    return None
 
 
 def _layer_types(text: Any) -> list[str]:

@@ -28,7 +28,6 @@ from bosch.attention import (
 )
 from bosch.errors import UserError
 from bosch.model.families import decoder_layers, known_family
-from bosch.model.paged import paged_attention
 from bosch.window import Window
 
 # A model's code file has a copy of these modules, with its own classes and its own name for them.
@@ -140,8 +139,6 @@ def attention_forward(
     call = AttentionCall(query, key, value, layout, context, transform, state.backend, dropout)
     if state.attend is not None:
         return state.attend(module, call), None
-    if kwargs.get("pages") is not None and isinstance(key, Tensor) and isinstance(value, Tensor):
-        return paged_attention(module, call, kwargs), None
     if not isinstance(context, AttentionContext):
         raise ValueError("hybrid attention takes a 2-D attention mask [batch, keys], not a 4-D one")
     if attention_mask is not None and isinstance(key, Tensor) and isinstance(value, Tensor):

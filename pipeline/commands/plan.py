@@ -17,10 +17,7 @@ from bosch.budget import LayerHeads
 from bosch.commands import print_json
 from bosch.errors import UserError
 from bosch.hardware import DEVICES, cpu_cores
-from bosch.model.cache_size import PAGE_SIZE, CacheSize
-from bosch.model.families import pages_refusal
 from bosch.vllm import plan as vllm
-from bosch.window import Window
 from pipeline.commands import RecipeCommand
 from pipeline.recipe.faults import suggest
 from pipeline.recipe.load import missing_inputs
@@ -182,36 +179,6 @@ def plan_lines(
 
 
 def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
-    yield from _served_by_vllm(loaded, info, device)
-    yield from _served_in_batches(loaded, info)
-
-
-def _served_in_batches(loaded: LoadedRecipe, info: ModelInfo) -> Iterator[str]:
-    """Pages of transformers' continuous batching per request."""
-    search, name = loaded.recipe[SearchConfig], "generate_batch"
-    rows, heads = len(info.kinds.full), info.kinds.heads
-    layers = search.kv_heads(info.kinds, loaded.recipe.model.dtype)
-    windows = {window for row in layers for window, count in row.items() if window and count}
-    base_windows = {Window(size) for size in info.kinds.windows.values()}
-    if reason := pages_refusal(info.kinds, windows | base_windows):
-        yield f"  {name:<12} not served: the model has {reason}"
-        return
-    itemsize = BYTES[loaded.recipe[MaterializeConfig].dtype]
-    # Models with states have no pages.
-    hybrid = CacheSize.of(layers, info.kinds, itemsize, state_bytes=0)
-    original = CacheSize.of([{None: rows * heads}], info.kinds, itemsize, state_bytes=0)
-    block = original.paged(PAGE_SIZE)  # as in `num_blocks`: a page of every head
-    figures = (
-        f"{format_length(tokens)}: {hybrid.paged(tokens) / block:,.1f} instead of "
-        f"{original.paged(tokens) / block:,.1f} ({format_bytes(hybrid.paged(tokens))} instead of "
-        f"{format_bytes(original.paged(tokens))})"
-        for tokens in vllm.served_tokens(info.max_positions)
-    )
-    size = f"{PAGE_SIZE} tokens and {format_bytes(block)}"
-    yield f"  {name:<12} a request in transformers' blocks of {size}: {', '.join(figures)}"
-
-
-def _served_by_vllm(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]:
     """Bytes per request in vLLM, with the mask of a file or any mask on budget."""
     search = loaded.recipe[SearchConfig]
     if search.sinks:

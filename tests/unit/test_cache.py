@@ -88,7 +88,6 @@ def test_layers_that_slide_in_the_original_are_counted() -> None:
     full = 4 * 32 * 100 + 5
     assert size.original(100) == size.dynamic(100) == full + 2 * 64 * (7 + 15 + 7)
     assert size.static(100) == full + 2 * 64 * (8 + 16 + 8)
-    assert size.paged(100, 10) == 4 * 32 * 100 + 2 * 64 * (10 + 20 + 10)
 
 
 def test_sinks_stay_once_the_window_is_full() -> None:

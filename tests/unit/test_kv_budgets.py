@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from bosch.errors import UserError
@@ -203,17 +203,6 @@ def test_a_budget_cannot_change_while_a_cache_holds_states(family: str) -> None:
         served.set_kv_budget(second)
         served.set_kv_budget(first)
     assert torch.equal(outputs(served, ids)[0], expected[0])
-
-
-def test_a_budget_cannot_change_while_a_batching_manager_exists(model: Any) -> None:
-    front = front_of(model, menu=[Window(6)])
-    served = materialize_front(model, front)
-    options = ContinuousBatchingConfig(num_blocks=40, page_size=4)
-    manager = served.init_continuous_batching(continuous_batching_config=options)
-    with pytest.raises(UserError, match="a PagedView of this model holds states"):
-        served.set_kv_budget(front.points[0].kv_slots)
-    del manager
-    served.set_kv_budget(front.points[0].kv_slots)
 
 
 def test_an_empty_cache_takes_the_current_layout_and_a_copy_of_another_is_refused(

@@ -481,24 +481,6 @@ def test_plan_states_what_vllm_holds_for_any_mask(case: Case) -> None:
     assert "of it because the ranks cannot share" in lines(*given)[1]
 
 
-def test_plan_states_what_continuous_batching_holds(case: Case) -> None:
-    """4 layers of 4 heads, half of them sliding: a window takes one page of 256 tokens."""
-
-    def line(*overrides: str) -> str:
-        lines = plan_lines(_load(case, *overrides))
-        return next(line for line in lines if "generate_batch" in line)
-
-    sizes = "of 256 tokens and 128 KiB: 1k: 2.5 instead of 4.0 (320 KiB instead of 512 KiB)"
-    assert line().endswith(sizes)
-    assert "(640 KiB instead of 1 MiB)" in line("materialize.dtype=float32")
-    mask, menu = case.folder / "mask.json", [Window(8), Window(4)]
-    for second, refused in ((2, True), (1, False)):  # no head has the other window
-        choices = HeadMask.of_choices([[0, 1, second, 0]] * 4)
-        HeadMaskFile.of(choices, menu, model="", method="rand", swa_ratio=0.5).save(mask)
-        text = line("search.method=given", f"search.mask={mask}")
-        assert ("the windows 4, 8" in text) == ("not served" in text) == refused
-
-
 def test_the_search_of_the_14b_recipe_takes_at_most_20_minutes_on_8_h100() -> None:
     assert _hours("qwen3_14b", "search", "h100", 8, 0.4) <= 20 / 60
     published = "search.method=bosch", "search.strict=true", "search.budget_per_layer=100"

@@ -143,6 +143,11 @@ def test_other_caches_of_generate_are_refused(hybrid: Any, name: str, sentence: 
         _greedy(hybrid, tokens(1, LENGTH), cache_implementation=name)
 
 
+def test_continuous_batching_is_refused(hybrid: Any) -> None:
+    with pytest.raises(UserError, match="the heads of a layer differ"):
+        hybrid.generate_batch([[5, 6, 7]])
+
+
 @pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}])
 def test_decoding_methods_that_transformers_has_removed_are_refused(
     hybrid: Any, options: Any
