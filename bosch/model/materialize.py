@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from bosch.errors import UserError
+from bosch.errors import RunError, UserError
 from bosch.front import Front
 from bosch.heads import HeadMask
 from bosch.model.configuration import hybrid_config_class
@@ -19,9 +21,11 @@ from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
 from bosch.model.registration import register_model
-from bosch.model.search_mode import check_fit
-from bosch.window import Windows
+from bosch.model.search_mode import check_fit, mask_shape
+from bosch.window import Window, Windows
 
+# Largest difference between a model and its hybrid with wide windows, in root mean squares.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 HeadOrder: TypeAlias = Sequence[Sequence[int]]  # the KV heads of each layer in their new order
 
 
@@ -86,6 +90,8 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
     for name in ("model_type", "architectures", "_name_or_path", "transformers_version"):
         content.pop(name, None)
     config = hybrid_config_class(family)(**content, hybrid_attention=table)
+    if has_own_head(model):
+        untie(config)
     with parameters_on_meta():
         hybrid = hybrid_model_class(family)._from_config(config, dtype=model.dtype)
     _check_plain_weights(model, hybrid)
@@ -101,6 +107,58 @@ def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: b
     # Includes the flag with which transformers saves generation settings that it finds odd.
     hybrid.generation_config = deepcopy(model.generation_config)
     return hybrid.eval()
+
+
+def check_hybrid(model: Any, tokens: Tensor) -> None:
+    """Raise RunError unless the hybrid of `model` computes what `model` does for `tokens` [B, T].
+
+    Every second KV head slides, with a window as wide as the text, so heads change places and no
+    output may change. The weights move into the hybrid and back, so memory holds one model.
+    """
+    with torch.no_grad():
+        expected = _states(model, tokens)
+        mask = HeadMask(np.indices(mask_shape(model.config)).sum(0) % 2 == 1)
+        hybrid = materialize(model, mask, Window(tokens.shape[1]), take_weights=True)
+        try:
+            actual = _states(hybrid, tokens)
+        finally:
+            order = [np.argsort(heads).tolist() for heads in mask.head_order()]
+            names = model.state_dict().keys()
+            for name, weight in permute_heads(hybrid, order):
+                if name in names:
+                    _replace(model, name, weight)
+            if not has_own_head(hybrid):
+                model.tie_weights()
+    parts = ["the embeddings", *(f"layer {n}" for n in range(len(expected) - 2)), "the output head"]
+    for part, one, other in zip(parts, expected, actual, strict=True):
+        difference = float((one - other).square().mean().sqrt() / one.square().mean().sqrt())
+        if not difference <= TOLERANCE[model.dtype]:  # a NaN fails too
+            raise RunError(
+                f"{model.config.name_or_path}: its hybrid with windows wider than the text is not "
+                f"the model: after {part} they differ by {difference:.3g} of the root mean square, "
+                f"where {TOLERANCE[model.dtype]:g} is rounding"
+            )
+
+
+def _states(model: Any, tokens: Tensor) -> list[Tensor]:
+    """Embeddings, the output of each layer, and logits, in float32."""
+    output = model(tokens.to(model.device), use_cache=False, output_hidden_states=True)
+    return [state.float() for state in (*output.hidden_states, output.logits)]
+
+
+def has_own_head(model: Any) -> bool:
+    """Whether the head's weights are not the embeddings', whatever the configuration says.
+
+    transformers keeps both where a file holds both with different values, and says
+    `tie_word_embeddings` all the same.
+    """
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is not model.get_input_embeddings().weight
+
+
+def untie(config: Any) -> None:
+    """Say in `config`, and in that of its text decoder, that the head has weights of its own."""
+    config.tie_word_embeddings = text_config(config).tie_word_embeddings = False
 
 
 def _check_plain_weights(model: Any, hybrid: Any) -> None:

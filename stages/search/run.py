@@ -10,12 +10,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.families import decoder_layers
 from bosch.model.loading import load_model
+from bosch.model.materialize import check_hybrid
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationLog
@@ -37,6 +40,9 @@ from stages.search.processes import join_process_group, numerics
 from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
+
+# Tokens of the text on which the model and its hybrid are compared before the search.
+_CHECKED_TOKENS = 128
 
 
 def run(
@@ -125,6 +131,8 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
         calibration, held_out = calibration.split(HELD_OUT_EVERY)
     model = load_model(config.model.path, device=ranks.device, **config.model.loading)
     config.check_inputs()
+    text = calibration.examples[0].input_ids[:_CHECKED_TOKENS]
+    check_hybrid(model, torch.tensor([text]))
     prepare_for_search(model, config.runtime.attention)
     return Objective(
         model, calibration, section.menu, batch_size=config.runtime.eval_batch_size,
