@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from bosch.errors import UserError
 from bosch.window import Window
 
-KEEP_TAIL = 0.05  # error rate of the one-sided limits on held-out scores that `keep` compares
 LayerHeads = Mapping[Window | None, int]  # number of KV heads of a layer by window; None: full
 
 
@@ -33,14 +32,8 @@ def admits_granularity(layers: int, heads: int, ratio: float, granularity: int) 
     return not heads % granularity and not swa_budget(layers * heads, ratio) % granularity
 
 
-def check_granularity(
-    num_layers: int,
-    num_heads: int,
-    swa_ratio: float,
-    granularity: int,
-    field: str = "search.swa_ratio",
-) -> None:
-    """Raise UserError, about `field`, where `admits_granularity` is false."""
+def check_granularity(num_layers: int, num_heads: int, swa_ratio: float, granularity: int) -> None:
+    """Raise UserError where `admits_granularity` is false."""
     if admits_granularity(num_layers, num_heads, swa_ratio, granularity):
         return
     if num_heads % granularity:
@@ -53,8 +46,8 @@ def check_granularity(
     below = budget // granularity * granularity
     nearest_ratios = [_ratio(n, heads) for n in (below, below + granularity) if n]
     raise UserError(
-        f"{field}: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no multiple "
-        f"of search.head_granularity = {granularity}; choose {' or '.join(nearest_ratios)}"
+        f"search.swa_ratio: {swa_ratio:g} means {budget} sliding heads of {heads}, which is no "
+        f"multiple of search.head_granularity = {granularity}; choose {' or '.join(nearest_ratios)}"
     )
 
 

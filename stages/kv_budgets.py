@@ -48,7 +48,7 @@ def front_faults(
         )
     elif names != "all" and loaded.info is not None and loaded.info.kinds.full:
         context = loaded.recipe[PrepareConfig].calibration.length
-        cache = search.front_cache(loaded.info.kinds, loaded.recipe.model.dtype, context)
+        cache = search.request_cache(loaded.info.kinds, loaded.recipe.model.dtype, context)
         least, most = search.slot_range(cache)
         for name in names:
             slots = name * most if name <= 1 else name

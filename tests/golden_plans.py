@@ -47,7 +47,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("qwen3_14b_r075", "h100x8", (
         "search.method=front", "search.swa_ratio=null", "search.head_granularity=2",
-        "search.budget={bytes: 2GiB @ 128k, engine: vllm, ranks: 2, cache_dtype: float8}",
+        "search.budget={bytes: 6GiB @ 128k}",
         "train.budgets=[0.5]", "evaluate.budgets=[0.5]", "runtime.sharding=deepspeed",
         "runtime.offload_activations=true",
         "runtime.checkpointing=full", "train.checkpoint_tokens=[]",

@@ -130,8 +130,8 @@ def publish_front(root: Path) -> dict[str, Path]:
     size = CacheSize(bytes_per_head=BYTES_PER_HEAD, heads=heads)
     summary = json.loads((inputs["materialize"] / "summary.json").read_text())
     budget = {
-        "engine": "generate", "ranks": 2, "tokens": 2048, "bytes": size.dynamic(2048),
-        "original": size.original(2048), "allowed": size.dynamic(2048) - 1,
+        "tokens": 2048, "bytes": size.dynamic(2048),
+        "original": size.original(2048), "allowed": size.dynamic(2048),
     }  # fmt: skip
     budgets = [
         {"kv_slots": slots, "share": share, "full_kv_heads": full, "cache_bytes": 128 * slots}

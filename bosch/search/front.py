@@ -31,7 +31,6 @@ from dataclasses import replace
 import numpy as np
 
 from bosch.analysis.intervals import share
-from bosch.budget import KEEP_TAIL
 from bosch.front import Front, FrontPoint, share_order
 from bosch.heads import HeadMask
 from bosch.search.allotment import Choices, Order, Values, allotted, order_of, slots_of
@@ -56,6 +55,8 @@ _GATE_BUDGETS, _MIN_FULL = 4, 4
 _MIXED = 0
 # Largest loss of score for a nested mask, at least one example.
 _NESTED_LOSS = 0.02
+# Error rate of the one-sided limits of held-out scores.
+_HELD_OUT_TAIL = 0.05
 
 
 def front(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
@@ -323,7 +324,7 @@ class FrontSearch(Moves):
         held_out = None
         if count:
             score = self.evaluator.evaluate_held_out(mask).score
-            held_out = share(score, count, KEEP_TAIL)
+            held_out = share(score, count, _HELD_OUT_TAIL)
         return FrontPoint.of(
             self.evaluator.units.head_mask(mask),
             self.menu,

@@ -24,7 +24,6 @@ from pipeline.recipe.load import missing_inputs
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices, memory_here
 from stages.formats import format_bytes, format_flops, format_hours, format_length
 from stages.materialize.stage import MaterializeConfig
-from stages.search.budget import CACHE_BYTES
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe, ModelInfo, World, call
@@ -192,9 +191,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
     budget = sum(row[None] for row in mask)
     is_given = search.method == "given"
     engine = vllm.engine_on(device, DEVICES[device].memory)
-    dtype = search.budget and search.budget.cache_dtype
-    dtype_text = f", cache in {dtype}" if dtype else ""
-    itemsize = CACHE_BYTES[dtype or loaded.recipe[MaterializeConfig].dtype]
+    itemsize = BYTES[loaded.recipe[MaterializeConfig].dtype]
 
     def caches_of(layers: Sequence[LayerHeads], ranks: Sequence[int]) -> list[vllm.ServedCache]:
         served = vllm.served_caches(
@@ -241,7 +238,7 @@ def _served(loaded: LoadedRecipe, info: ModelInfo, device: str) -> Iterator[str]
         ranks_by_text.setdefault(text, []).append(ranks)
     for text, numbers in ranks_by_text.items():
         on = f"{' or '.join(map(str, numbers))} rank{'s' * (numbers[-1] > 1)}"
-        yield f"  {'vLLM':<12} a request on {on} ({engine.name}{dtype_text}): {text}"
+        yield f"  {'vLLM':<12} a request on {on} ({engine.name}): {text}"
 
 
 def _cache_text(cache: vllm.ServedCache) -> str:

@@ -26,7 +26,7 @@ from stages.evaluate.models import process_state
 from stages.evaluate.scores import window_name
 from stages.evaluate.stage import EvaluateConfig
 from stages.prepare.stage import CALIBRATION, PrepareConfig
-from stages.search.budget import EngineCache
+from stages.search.budget import RequestCache
 from stages.search.stage import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def rival_masks(
     if len(searched.windows) > 1:
         kinds = decoder_layers(model.config)
         context = config.upstream_section(PrepareConfig).calibration.length
-        cache = section.engine_cache(kinds, config.model.dtype, context)
+        cache = section.request_cache(kinds, config.model.dtype, context)
         window, ratio = one_window(searched, cache, section.head_granularity)
     settings = section.settings(config.seed, ratio)
     files = []
@@ -117,7 +117,7 @@ def rival_masks(
 
 
 def one_window(
-    searched: HeadMaskFile, cache: EngineCache, granularity: int
+    searched: HeadMaskFile, cache: RequestCache, granularity: int
 ) -> tuple[Window, float]:
     """The most common window of a mask, and the smallest ratio with no larger cache at this window.
 

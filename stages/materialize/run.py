@@ -28,7 +28,6 @@ from stages.kv_budgets import share_names
 from stages.materialize.cost import FLOAT32_PARAMETERS
 from stages.materialize.model_card import base_licence, model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
-from stages.search.budget import EngineCache
 from stages.search.choice import chosen_point
 from stages.search.stage import FRONT, HEAD_MASK, SearchConfig
 from stages.train.checkpoint import save_model
@@ -140,18 +139,21 @@ def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
     return load_model(config.model.path, device=device, **options)
 
 
-def _engine_cache(config: StageConfig[MaterializeConfig], base: Any, context: int) -> EngineCache:
-    """Cache bytes in the budget's engine; `context` is used if the budget has none."""
-    search = config.upstream_section(SearchConfig)
-    return search.engine_cache(decoder_layers(base.config), config.model.dtype, context)
-
-
 def _with_choice(config: StageConfig[MaterializeConfig], base: Any, front: Front) -> Front:
-    """The front with the point that the budget chooses."""
+    """The front with the chosen point."""
     if (len(front.points[0].layout), front.num_key_value_heads) != mask_shape(base.config):
         raise UserError(f"{FRONT}: the front is another model's; search again")
-    cache = _engine_cache(config, base, front.context)
-    front = replace(front, chosen=chosen_point(front, cache))
+    search = config.upstream_section(SearchConfig)
+    cache = search.request_cache(decoder_layers(base.config), config.model.dtype, front.context)
+    if (number := config.section.point) is None:
+        index = chosen_point(front, search, cache)
+    elif number <= len(front.points):
+        index = number - 1
+    else:
+        raise UserError(
+            f"materialize.point: there is no point {number} in a front of {len(front.points)}"
+        )
+    front = replace(front, chosen=index)
     assert front.chosen is not None
     point = front.points[front.chosen]
     logger.info(
@@ -175,22 +177,19 @@ def _chosen_mask(front: Front) -> HeadMaskFile:
 def _budgeted_bytes(
     config: StageConfig[MaterializeConfig], base: Any, file: HeadMaskFile, front: Front | None
 ) -> dict[str, Any]:
-    """The mask's cache bytes in the engine of `search.budget`; empty if that has no context."""
+    """The mask's cache bytes at the budget's context, or the front's; empty without both."""
     search = next(
         (section for section in config.upstream.values() if isinstance(section, SearchConfig)), None
     )
-    if search is None or (front is None and search.chosen_budget.tokens is None):
+    if search is None or (front is None and search.budget is None):
         return {}
-    cache = _engine_cache(config, base, 1 if front is None else front.context)
-    cache_bytes = cache.bytes_of(file.mask.heads_per_layer(file.windows))
-    has_bytes = cache.budget.tokens is not None
+    context = 1 if front is None else front.context
+    cache = search.request_cache(decoder_layers(base.config), config.model.dtype, context)
     budget = {
-        "engine": cache.budget.engine,
-        "ranks": cache.budget.ranks,
         "tokens": cache.tokens,
-        "bytes": cache_bytes,
+        "bytes": cache.bytes_of(file.mask.heads_per_layer(file.windows)),
         "original": cache.original,
-        "allowed": cache.allowed_bytes if has_bytes else None,
+        "allowed": None if search.budget is None else cache.allowed_bytes,
     }
     return {"budget": budget}
 

@@ -13,8 +13,10 @@ from bosch.errors import RunError
 from bosch.files import read_json, read_regular
 from bosch.model.stored_config import StoredConfig
 from bosch.model.untrusted import lasting_quantiser
-from stages.fields import Section, file_size
+from bosch.search.methods import METHODS
+from stages.fields import Count, Section, file_size
 from stages.published import RUN_AGAIN, Record, Summary
+from stages.search.stage import SearchConfig
 from stages.stage import LoadedRecipe, Stage
 
 
@@ -25,6 +27,9 @@ class MaterializeConfig(Section):
     """Precision of the saved weights."""
     max_shard_size: Annotated[str, AfterValidator(file_size)] = "5GB"
     """Largest safetensors file."""
+    point: Count | None = None
+    """Number of a front's point, from 1 for the smallest; default: the best within the search's
+    budget."""
 
 
 MODEL = "model"
@@ -44,13 +49,8 @@ class ServedBudget(Record):
 
 
 class BudgetedCache(Record):
-    """Cache bytes of a request of `tokens` tokens in the budget's engine, in vLLM on each rank.
+    """Cache bytes of a request of `tokens` tokens; `allowed` is the budget's limit in bytes."""
 
-    `allowed` is the budget's limit, if it has one in bytes.
-    """
-
-    engine: str
-    ranks: int
     tokens: int
     bytes: int
     original: int
@@ -118,6 +118,9 @@ def licence_of(card: Path) -> dict[str, str]:
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
+    method = loaded.recipe[SearchConfig].method
+    if loaded.recipe[MaterializeConfig].point is not None and not METHODS[method].finds_front:
+        yield f"materialize.point: method {method} finds one mask; leave it out"
     quantiser = lasting_quantiser(loaded.info.config) if loaded.info is not None else None
     if quantiser is not None:
         yield (

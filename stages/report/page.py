@@ -343,13 +343,11 @@ def budget_table(results: Results) -> Table | None:
 
 
 def budget_text(budget: BudgetedCache) -> str:
-    """The cache's share of the original's, the engine, and whether the budget is kept."""
-    text = f"{budget.bytes / budget.original:.1%} of the original's, in {budget.engine}"
-    text += f" on each of {budget.ranks} ranks" if budget.ranks > 1 else ""
+    """The cache's share of the original's, and the budget."""
+    text = f"{budget.bytes / budget.original:.1%} of the original's"
     if budget.allowed is None:
         return text
-    relation = "more than" if budget.bytes > budget.allowed else "within"
-    return f"{text}, {relation} the {format_bytes(budget.allowed)} of the budget"
+    return f"{text}, within the {format_bytes(budget.allowed)} of the budget"
 
 
 def front_table(front: Front) -> Table:

@@ -134,7 +134,7 @@ def _budget(results: Results) -> list[tuple[str, str]]:
     if (budget := results.materialized.budget) is None:
         return []
     sizes = f"{format_bytes(budget.original)} → {format_bytes(budget.bytes)}"
-    return [(f"KV cache at {budget.tokens:,} tokens ({budget.engine})", sizes)]
+    return [(f"KV cache at {budget.tokens:,} tokens", sizes)]
 
 
 def _averages(results: Results, suite: str) -> Iterator[tuple[str, str]]:

@@ -62,27 +62,22 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
 def _budget_facts(recipe: Recipe, shape: DecoderShape) -> list[str]:
     """Remarks on a budget in bytes, the original's cache, and the points of a front."""
     search, length = recipe[SearchConfig], recipe[PrepareConfig].calibration.length
-    if search.budget is None:
-        return []
     heads = shape.full_layers * shape.key_value_heads
-    cache = search.engine_cache(shape.kinds, recipe.model.dtype, length)
+    cache = search.request_cache(shape.kinds, recipe.model.dtype, length)
     facts = []
-    if cache.budget.tokens is not None:
-        facts.append(f"search.budget.{cache.budget.name} allows {cache.text(cache.allowed_bytes)}")
+    if search.budget is not None:
+        facts.append(f"search.budget.{search.budget.name} allows {cache.text(cache.allowed_bytes)}")
     if METHODS[search.method].finds_front:
-        front = search.front_cache(shape.kinds, recipe.model.dtype, length)
-        shares = [slots / (heads * front.tokens) for slots in point_slots(search, front)]
+        shares = [slots / (heads * cache.tokens) for slots in point_slots(search, cache)]
         facts.append(
             f"a front of {counted(len(shares), 'point')}, {shares[0]:.1%} to {shares[-1]:.1%} of "
             "the slots of full layers; the original holds "
-            f"{format_bytes(front.original)}{front.ranks_text} at {front.tokens:,} tokens"
+            f"{format_bytes(cache.original)} at {cache.tokens:,} tokens"
         )
-        if cache.budget.keep is not None:
-            facts.append("which point search.budget.keep takes is unknown: all heads count as full")
         held_out = recipe[PrepareConfig].calibration.examples
         held_out -= _searched_examples(recipe, search.method)
         facts.append(f"held out to score the points: {counted(held_out, 'example')}")
-    elif search.stated_ratio is None:
+    elif search.swa_ratio is None:
         sliding = round(heads * search.ratio_for(shape.kinds, recipe.model.dtype))
         facts.append(f"so {sliding} of {heads} KV heads slide (rho = {sliding / heads:.4g})")
     return facts
@@ -128,11 +123,9 @@ def _most_evaluations(
 
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
     """The largest number of hours of each method, without reuse."""
-    shape, section = shape_of(loaded), loaded.recipe[SearchConfig]
-    # Without a ratio the bounds of methods that need one are unknown.
-    methods = [section.method] if section.budget and section.budget.keep else list(METHODS)
+    shape = shape_of(loaded)
     times: dict[str, list[str]] = {}
-    for method, evaluations in zip(methods, _most_evaluations(loaded, shape, methods), strict=True):
+    for method, evaluations in zip(METHODS, _most_evaluations(loaded, shape, METHODS), strict=True):
         flops = _evaluation_flops(loaded.recipe, shape, method) * evaluations
         method_cost = replace(search, flops=flops, jobs=_search_jobs(loaded.recipe, method))
         text = format_hours(method_cost.hours(devices.name, devices.count))

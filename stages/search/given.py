@@ -24,9 +24,9 @@ def mask_faults(loaded: LoadedRecipe) -> Iterator[str]:
         )
         settings = search.settings(loaded.recipe.seed, search.ratio_for(kinds, dtype))
         mask = given_mask(shape, settings)
-        cache = search.engine_cache(kinds, dtype, 1)
+        cache = search.request_cache(kinds, dtype, 1)
         size = cache.bytes_of(mask.heads_per_layer(search.menu))
-        if search.stated_ratio is None and size > cache.allowed_bytes:
+        if cache.budget is not None and size > cache.allowed_bytes:
             yield (
                 f"search.budget.{cache.budget.name}: allows {format_bytes(cache.allowed_bytes)}, "
                 f"and {search.mask} holds {cache.text(size)}"

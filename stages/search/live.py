@@ -19,7 +19,7 @@ BEST = "best_so_far.json"
 def mask_file(config: StageConfig[SearchConfig], mask: HeadMask, score: float) -> HeadMaskFile:
     """The head mask file of `mask`, with the settings of its search."""
     section = config.section
-    ratio = section.stated_ratio
+    ratio = section.swa_ratio
     # With several windows the method chooses how many heads stay full.
     if ratio is None or len(section.menu) > 1 or METHODS[section.method].finds_front:
         ratio = mask.swa_ratio

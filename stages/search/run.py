@@ -32,7 +32,7 @@ from bosch.search.runs import find_mask
 from stages.context import StageConfig
 from stages.formats import format_bytes
 from stages.prepare.stage import CALIBRATION
-from stages.search.budget import HELD_OUT_EVERY, EngineCache
+from stages.search.budget import HELD_OUT_EVERY, RequestCache
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
 from stages.search.live import BEST, LiveView, mask_file
@@ -77,8 +77,7 @@ def run(
         kinds = decoder_layers(objective.model.config)
         # Without a context in the recipe, bytes are counted at the longest example.
         longest = objective.calibration.max_length
-        cache_of = section.front_cache if method.finds_front else section.engine_cache
-        cache = cache_of(kinds, config.model.dtype, longest)
+        cache = section.request_cache(kinds, config.model.dtype, longest)
         ratio = 1.0 if method.finds_front else section.ratio_for(kinds, config.model.dtype)
         settings = section.settings(config.seed, ratio)
         evaluator = Evaluator(objective, log)
@@ -104,7 +103,7 @@ def run(
     return {name: summary[name] for name in names}
 
 
-def budgets_in_slots(section: SearchConfig, cache: EngineCache) -> SlotBudgets:
+def budgets_in_slots(section: SearchConfig, cache: RequestCache) -> SlotBudgets:
     """KV slots of a front's points; masks are nested with the one in the middle."""
     if not METHODS[section.method].finds_front:
         return SlotBudgets(cache.tokens)
@@ -162,15 +161,17 @@ def _write_results(
     config: StageConfig[SearchConfig],
     summary: dict[str, Any],
     result: SearchResult,
-    cache: EngineCache,
+    cache: RequestCache,
 ) -> None:
     published = SearchSummary.check(summary, "summary")
     published.write(work_dir)
     if result.front is None:
         file = mask_file(config, result.mask, result.evaluation.score)
         file.save(work_dir / HEAD_MASK)
-        if config.section.stated_ratio is None:
-            _log_bytes(cache, file)
+        if cache.budget is not None:
+            size = cache.bytes_of(file.mask.heads_per_layer(file.windows))
+            allowed = format_bytes(cache.allowed_bytes)
+            logger.info("the mask holds %s, search.budget allows %s", cache.text(size), allowed)
     else:
         _write_front(work_dir, config, result.front, cache)
     write_traces(published, result.mask.key, work_dir)
@@ -185,23 +186,15 @@ def _write_results(
 
 
 def _write_front(
-    work_dir: Path, config: StageConfig[SearchConfig], front: Front, cache: EngineCache
+    work_dir: Path, config: StageConfig[SearchConfig], front: Front, cache: RequestCache
 ) -> None:
-    """Write front.json, in bytes of the budget's engine; materialize chooses the point."""
+    """Write front.json with bytes; materialize chooses the point."""
     seed = config.seed if config.section.seed is None else config.section.seed
     front = replace(front, model=config.model.path, seed=seed, chosen=None)
     front = front.priced(lambda mask: cache.bytes_of(mask.heads_per_layer(front.windows)))
     front.save(work_dir / FRONT)
     write_front(front, work_dir)
     logger.info("a front of %d points at %d tokens", len(front.points), front.context)
-
-
-def _log_bytes(cache: EngineCache, file: HeadMaskFile) -> None:
-    """Log the bytes of a mask: a mask uneven over the layers may exceed the budget in vLLM."""
-    size = cache.bytes_of(file.mask.heads_per_layer(file.windows))
-    log = logger.warning if size > cache.allowed_bytes else logger.info
-    allowed = format_bytes(cache.allowed_bytes)
-    log("the mask holds %s, search.budget allows %s", cache.text(size), allowed)
 
 
 def _log_stopped_search(evaluator: Evaluator, work_dir: Path) -> None:

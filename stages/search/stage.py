@@ -23,8 +23,8 @@ from stages.fields import MOST, Count, Flag, Number, PathText, Ratio, Section, r
 from stages.inputs import Hasher, Input
 from stages.prepare.stage import PrepareConfig
 from stages.published import Record, Summary
-from stages.search.budget import Budget, EngineCache, engine_faults, keep_fault, sliding_ratio
-from stages.stage import LoadedRecipe, ModelInfo, Recipe, Stage
+from stages.search.budget import Budget, RequestCache, sliding_ratio
+from stages.stage import LoadedRecipe, ModelInfo, Stage
 
 
 def _mask_file(_search: SearchConfig, path: str | None, hasher: Hasher) -> str | None:
@@ -48,7 +48,7 @@ class SearchConfig(Section):
         + ".",
     )
     swa_ratio: Ratio | None = None
-    """Share of KV heads that become sliding (rho): the short form of budget.ratio."""
+    """Share of KV heads that become sliding (rho)."""
     budget: Budget | None = None
     """What the KV cache may hold, in place of swa_ratio."""
     window_size: Count | None = 1024
@@ -130,13 +130,8 @@ class SearchConfig(Section):
         values = {field.name: getattr(self, field.name) for field in fields(SearchSettings)}
         values["buckets"] = tuple(self.buckets)
         values["seed"] = seed if self.seed is None else self.seed
-        values["swa_ratio"] = self.stated_ratio if ratio is None else ratio
+        values["swa_ratio"] = self.swa_ratio if ratio is None else ratio
         return SearchSettings(**values)
-
-    @property
-    def stated_ratio(self) -> float | None:
-        """rho in the section; None if it follows from a budget in bytes."""
-        return self.swa_ratio if self.budget is None else self.budget.ratio
 
     @property
     def menu(self) -> tuple[Window, ...]:
@@ -165,43 +160,24 @@ class SearchConfig(Section):
         """The widest window of sliding heads."""
         return self.menu[0]
 
-    def completed(self, recipe: Recipe) -> Self:
-        """The section with the context at which a front counts caches."""
-        budget = self.chosen_budget
-        if not METHODS[self.method].finds_front or budget.context is not None:
-            return self
-        context = budget.tokens or recipe[PrepareConfig].calibration.length
-        changes = {"swa_ratio": None, "budget": budget.model_copy(update={"context": context})}
-        return self.model_copy(update=changes)
+    def request_cache(self, kinds: DecoderLayers, dtype: str, length: int) -> RequestCache:
+        """The cache at the budget's context, without a budget at `length` tokens."""
+        tokens = length if self.budget is None else self.budget.tokens
+        return RequestCache(self.budget, kinds, dtype, tokens)
 
-    def engine_cache(self, kinds: DecoderLayers, dtype: str, context: int) -> EngineCache:
-        """The cache in the budget's engine; `context` is used if the budget has none."""
-        budget = self.chosen_budget
-        return EngineCache(budget, kinds, dtype, budget.tokens or budget.context or context)
-
-    def front_cache(self, kinds: DecoderLayers, dtype: str, context: int) -> EngineCache:
-        """As `engine_cache`, at the context at which a front counts caches."""
-        budget = self.chosen_budget
-        return EngineCache(budget, kinds, dtype, budget.context or budget.tokens or context)
-
-    def slot_range(self, cache: EngineCache) -> tuple[int, int]:
+    def slot_range(self, cache: RequestCache) -> tuple[int, int]:
         """KV slots of all heads at the smallest window and of the original, at `cache.tokens`."""
         heads = len(cache.kinds.full) * cache.kinds.heads
         return heads * self.menu[-1].held(cache.tokens), heads * cache.tokens
 
-    @property
-    def chosen_budget(self) -> Budget:
-        """The budget; swa_ratio is one with a ratio."""
-        return self.budget or Budget(ratio=self.swa_ratio)
-
     def ratio_for(self, kinds: DecoderLayers, dtype: str) -> float:
         """rho: as stated, of the given mask, or from the budget's bytes; raises UserError."""
-        if self.stated_ratio is not None:
-            return self.stated_ratio
+        if self.swa_ratio is not None:
+            return self.swa_ratio
         if self.method == "given":
             rows = self._given_rows(kinds)
             return 1 - sum(row[None] for row in rows) / (len(rows) * kinds.heads)
-        cache = self.engine_cache(kinds, dtype, 1)
+        cache = self.request_cache(kinds, dtype, 1)
         return sliding_ratio(cache, self.menu[-1], self.head_granularity)
 
     def kv_heads(self, kinds: DecoderLayers, dtype: str) -> list[LayerHeads]:
@@ -302,20 +278,11 @@ def window_faults(windows: Sequence[Window], field: str, path: str, length: int)
 
 def _budget_faults(loaded: LoadedRecipe) -> Iterator[str]:
     """Budgets that the method does not use, or that no mask of the model fits."""
-    search, budget = loaded.recipe[SearchConfig], loaded.recipe[SearchConfig].budget
-    if budget is not None and budget.keep is not None and not METHODS[search.method].finds_front:
-        yield (
-            f"search.budget.keep: method {search.method} finds one mask of a known size; set "
-            "search.method: front, which measures masks of many sizes"
-        )
-        return
-    examples = loaded.recipe[PrepareConfig].calibration.examples
-    if budget is not None and budget.keep and (fault := keep_fault(budget.keep, examples)):
-        yield fault
+    search = loaded.recipe[SearchConfig]
     if search.points is not None and not METHODS[search.method].finds_front:
         yield f"search.points: method {search.method} finds one mask; leave them out"
-    if search.stated_ratio is not None:
-        yield from _ratio_faults(search, search.stated_ratio)
+    if search.swa_ratio is not None:
+        yield from _ratio_faults(search, search.swa_ratio)
     if loaded.info is None:
         return
     try:
@@ -323,42 +290,36 @@ def _budget_faults(loaded: LoadedRecipe) -> Iterator[str]:
         if not kinds.full:  # the model's checks report it
             return
         length = loaded.recipe[PrepareConfig].calibration.length
-        cache = search.engine_cache(kinds, loaded.recipe.model.dtype, length)
-        faults = [*engine_faults(cache.budget, cache.kinds, search.sinks)]
-        if cache.budget.tokens is not None:
+        cache = search.request_cache(kinds, loaded.recipe.model.dtype, length)
+        finds_front = METHODS[search.method].finds_front
+        faults = []
+        if search.budget is not None or finds_front:
             faults += _window_cost_faults(search, cache)
-        if cache.budget.engine == "vllm" and loaded.info.takes_more_than_text:
-            faults += [
-                "search.budget.engine: vllm does not serve this model: it takes more than text"
-            ]
-        if METHODS[search.method].finds_front and not faults:
-            front_cache = search.front_cache(kinds, loaded.recipe.model.dtype, length)
-            faults = [*_front_faults(search, front_cache)]
+        if finds_front:
+            faults += _front_faults(search, cache)
         yield from faults
-        if faults or (search.method == "given" and search.stated_ratio is None):
+        if faults or (search.method == "given" and search.swa_ratio is None):
             return
         ratio = search.ratio_for(kinds, loaded.recipe.model.dtype)
-        field = "search.swa_ratio" if search.budget is None else "search.budget.ratio"
-        check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity, field)
-        if search.stated_ratio is None:
+        check_granularity(len(kinds.full), kinds.heads, ratio, search.head_granularity)
+        if search.swa_ratio is None:
             yield from _ratio_faults(search, ratio)
     except UserError as error:
         yield str(error)
 
 
-def _window_cost_faults(search: SearchConfig, cache: EngineCache) -> Iterator[str]:
+def _window_cost_faults(search: SearchConfig, cache: RequestCache) -> Iterator[str]:
     """Windows that save no cache."""
     for window in search.menu:
         if window.held(cache.tokens) >= cache.tokens:
             yield (
                 f"{search.menu_field}: {window} is no cheaper than a full head at the "
-                f"{cache.tokens:,} tokens of search.budget; leave it out"
+                f"{cache.tokens:,} tokens at which caches are counted; leave it out"
             )
 
 
-def _front_faults(search: SearchConfig, cache: EngineCache) -> Iterator[str]:
+def _front_faults(search: SearchConfig, cache: RequestCache) -> Iterator[str]:
     """Points that a front cannot have."""
-    yield from _window_cost_faults(search, cache)
     if search.points is None and len(cache.kinds.full) * cache.kinds.heads == 1:
         yield "search.method: front has no points where the model has one KV head in all"
     least, most = search.slot_range(cache)
@@ -408,7 +369,6 @@ STAGE = Stage(
     "stages.search.run:run",
     SearchConfig,
     field=Field(description="Which KV heads become sliding."),
-    completed=SearchConfig.completed,
     needs=("prepare",),
     model="weights",
     distributed=True,

@@ -38,11 +38,8 @@ _OPTIONS: list[tuple[float, list[list[str]]]] = [
     (0.5, [["search.sinks=1"], ["search.sinks=4"]]),
     (0.5, [
         ["search.swa_ratio=0.75"], ["search.swa_ratio=0.6"],
-        ["search.swa_ratio=null", "search.budget.ratio=0.5"],
         ["search.swa_ratio=null", "search.budget.kv_cache=0.5 @ 1k"],
         ["search.swa_ratio=null", "search.budget.bytes=400KiB @ 1k"],
-        ["search.swa_ratio=null", "search.budget={kv_cache: 0.7 @ 1k, engine: vllm, ranks: 2}"],
-        ["search.swa_ratio=null", "search.budget={kv_cache: 0.5 @ 1k, cache_dtype: float8}"],
     ]),
     (0.3, [[f"search.solver={name}"] for name in ("nomad_penalty", "one_plus_one", "annealing")]),
     (0.2, [["search.strict=true"], ["search.race=true"]]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import product
 from typing import Any
@@ -18,10 +17,9 @@ from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
-from stages.search.budget import Budget, EngineCache, sliding_ratio
+from stages.search.budget import Budget, RequestCache, sliding_ratio
 from stages.search.stage import SearchConfig
 from tests.pipeline_case import Case
-from tests.tools.vllm_planner import RECORD, layers_of
 
 _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
 
@@ -29,17 +27,14 @@ _KINDS = DecoderLayers(4, (0, 1, 2, 3), heads=4, head_dim=8)
 @pytest.mark.parametrize(
     ("values", "name", "amount", "tokens"),
     [
-        ({"ratio": 0.75}, "ratio", 0.75, None),
         ({"kv_cache": "0.25 @ 32k"}, "kv_cache", 0.25, 32_768),
         ({"kv_cache": " 1e-1@100 "}, "kv_cache", 0.1, 100),
         ({"bytes": "2GiB @ 32k"}, "bytes", 2 * 2**30, 32_768),
         ({"bytes": "1.5MB @ 1,000"}, "bytes", 1_500_000, 1000),
-        ({"keep": 0.99}, "keep", 0.99, None),
-        ({"keep": "0.99", "context": "8k"}, "keep", 0.99, None),
     ],
 )
 def test_a_budget_survives_writing_and_reading(
-    values: dict[str, Any], name: str, amount: float, tokens: int | None
+    values: dict[str, Any], name: str, amount: float, tokens: int
 ) -> None:
     budget = Budget(**values)
     assert (budget.name, budget.amount, budget.tokens) == (name, amount, tokens)
@@ -50,7 +45,7 @@ def test_a_budget_survives_writing_and_reading(
     "values",
     [
         {},
-        {"ratio": 0.5, "keep": 0.9},
+        {"kv_cache": "0.25 @ 32k", "bytes": "2GiB @ 32k"},
         {"kv_cache": 0.25},
         {"kv_cache": "1.5 @ 32k"},
         {"kv_cache": "0 @ 32k"},
@@ -59,8 +54,6 @@ def test_a_budget_survives_writing_and_reading(
         {"kv_cache": "0.25 @ 1000000000000001"},
         {"bytes": "2GiB"},
         {"bytes": "much @ 32k"},
-        {"keep": 0},
-        {"keep": 1.1},
     ],
     ids=str,
 )
@@ -69,25 +62,18 @@ def test_invalid_budgets_are_refused(values: dict[str, Any]) -> None:
         Budget(**values)
 
 
-def _engine_cache(most: str | None = None, tokens: int = 100, **values: Any) -> EngineCache:
-    amount = {"bytes": f"{most} @ {tokens}"} if most else {"ratio": 1.0}
-    return EngineCache(Budget(**amount, **values), _KINDS, "float32", tokens)
-
-
 @given(
     share=st.floats(0.01, 1),
     window=st.integers(1, 120),
     sinks=st.integers(0, 3),
     granularity=st.sampled_from([1, 2, 4]),
-    engine=st.sampled_from(["generate", "vllm"]),
 )
 def test_the_fewest_sliding_heads_fit_a_budget(
-    share: float, window: int, sinks: int, granularity: int, engine: str
+    share: float, window: int, sinks: int, granularity: int
 ) -> None:
     """Compared with trying every number of sliding heads."""
-    budget = Budget(kv_cache=f"{share} @ 100", engine=engine, tokens_in_flight=16)
-    cache = EngineCache(budget, _KINDS, "float32", 100)
-    own = Window(window, sinks if engine == "generate" else 0)
+    cache = RequestCache(Budget(kv_cache=f"{share} @ 100"), _KINDS, "float32", 100)
+    own = Window(window, sinks)
     held = {n: cache.bytes_of(cache.with_sliding(n, own)) for n in range(0, 17, granularity)}
     assert held[0] == cache.original
     fitting = [n for n, size in held.items() if size <= share * cache.original]
@@ -98,7 +84,7 @@ def test_the_fewest_sliding_heads_fit_a_budget(
 def test_a_share_that_fits_exactly_is_allowed() -> None:
     """Although in floats 0.57 * 100 is 56.99999999999999."""
     for hundredths, context in product(range(1, 101), (99, 100)):
-        cache = EngineCache(
+        cache = RequestCache(
             Budget(kv_cache=f"{hundredths / 100} @ {context}"), _KINDS, "float32", context
         )
         assert cache.allowed_bytes == hundredths * cache.original // 100, hundredths
@@ -108,32 +94,13 @@ def test_a_share_that_fits_exactly_is_allowed() -> None:
 def test_the_share_named_in_a_refusal_is_enough(tokens: int) -> None:
     window = Window(3)
     with pytest.raises(UserError, match=r"choose more, or a smaller window") as refused:
-        sliding_ratio(_engine_cache("1B", tokens), window, 1)
-    share = re.search(r"generate, (\S+) of the original's", str(refused.value))
+        sliding_ratio(
+            RequestCache(Budget(bytes=f"1B @ {tokens}"), _KINDS, "float32", tokens), window, 1
+        )
+    share = re.search(r"\((\S+) of the original's\)", str(refused.value))
     assert share is not None
-    cache = EngineCache(Budget(kv_cache=f"{share[1]} @ {tokens}"), _KINDS, "float32", tokens)
+    cache = RequestCache(Budget(kv_cache=f"{share[1]} @ {tokens}"), _KINDS, "float32", tokens)
     assert sliding_ratio(cache, window, 1) == 1
-
-
-@pytest.mark.parametrize(
-    "row",
-    json.loads(RECORD.read_text(encoding="utf-8"))["rows"],
-    ids=lambda row: str(row["case"]["num_key_value_heads"]),
-)
-def test_vllms_own_planner_reserves_the_planned_bytes(row: dict[str, Any]) -> None:
-    one = row["case"]
-    layers = layers_of(one)
-    shape = len(layers), tuple(range(len(layers))), one["num_key_value_heads"], one["head_dim"]
-    kinds = DecoderLayers(*shape)
-    budget = Budget(
-        ratio=0.5, engine="vllm", ranks=one["ranks"], block_size=one["block_size"],
-        tokens_in_flight=one["tokens_in_flight"],
-    )  # fmt: skip
-    cache = EngineCache(
-        budget, kinds, {2: "bfloat16", 4: "float32"}[one["itemsize"]], one["tokens"]
-    )
-    rows = [{size and Window(size): count for size, count in layer.items()} for layer in layers]
-    assert cache.bytes_of(rows) == row["planner"]["request_bytes"]
 
 
 def _search(case: Case, *overrides: str) -> SearchConfig:
@@ -150,7 +117,7 @@ def test_an_override_replaces_the_files_other_form_of_a_budget(case: Case) -> No
     search = _search(case, "search.budget.bytes=1MiB @ 512", "search.window_size=16")
     assert search.budget == Budget(bytes="1MiB @ 512") and search.menu == (Window(16),)
     assert _search(case, "search.swa_ratio=0.5", "search.window_size=16").budget is None
-    fault = case.fault("search.swa_ratio=0.5", "search.budget.ratio=0.5")
+    fault = case.fault("search.swa_ratio=0.5", "search.budget.kv_cache=0.5 @ 512")
     assert fault == "search: names swa_ratio and budget, which exclude each other; keep one"
 
 
@@ -184,6 +151,6 @@ def test_a_given_mask_must_fit_the_budgets_bytes(
     assert main(["validate", str(case.file)]) == 0
     assert main(["validate", str(case.file), "search.budget.kv_cache=0.27 @ 512"]) == 2
     fault = capsys.readouterr().err
-    assert "search.budget.kv_cache: allows " in fault and "(27.2%, generate)" in fault
+    assert "search.budget.kv_cache: allows " in fault and "(27.2%)" in fault
     assert main(["validate", str(case.file), "search.windows=[8,16]"]) == 2
     assert "set windows: [8, 32] and sinks: 0" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bosch.analysis.intervals import share
 from bosch.errors import UserError
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
@@ -19,11 +18,10 @@ from bosch.window import Window
 from pipeline.commands.plan import plan_lines
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
-from pipeline.run.status import differences
 from pipeline.run.store import Store
 from stages.report.page import front_table
 from stages.search import run as search
-from stages.search.budget import Budget, EngineCache
+from stages.search.budget import RequestCache
 from stages.search.charts import front_picture
 from stages.search.choice import chosen_point, point_slots
 from stages.search.stage import SearchConfig
@@ -51,8 +49,10 @@ def _front(points: list[tuple[int, float, float, float]] = _POINTS) -> Front:
     return Front.of(made, _MENU, _CONTEXT, model="m")
 
 
-def _engine_cache(**budget: Any) -> EngineCache:
-    return EngineCache(Budget(**budget), _KINDS, "float32", _CONTEXT)
+def _chosen(front: Front, budget: dict[str, str] | float) -> int:
+    field = "budget" if isinstance(budget, dict) else "swa_ratio"
+    section = SearchConfig(method="front", windows=[8, 32], **{field: budget})
+    return chosen_point(front, section, section.request_cache(_KINDS, "float32", _CONTEXT))
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,14 @@ def _engine_cache(**budget: Any) -> EngineCache:
         ({"kv_cache": "1 @ 100"}, 3),
         ({"bytes": f"{64 * 4 * (100 + 21)} @ 100"}, 1),
         ({"bytes": f"{64 * 4 * (100 + 21) - 1} @ 100"}, 0),
-        ({"ratio": 0.75}, 1),
-        ({"ratio": 0.76}, 0),
-        ({"ratio": 0}, 3),
-        ({"keep": 0.7}, 1),
-        ({"keep": 0.71}, 2),
+        (0.75, 1),
+        (0.76, 0),
+        (0, 3),
     ],
     ids=str,
 )
-def test_a_budget_selects_a_point(budget: dict[str, Any], chosen: int) -> None:
-    assert chosen_point(_front(), _engine_cache(**budget)) == chosen
+def test_a_budget_selects_a_point(budget: dict[str, str] | float, chosen: int) -> None:
+    assert _chosen(_front(), budget) == chosen
 
 
 def test_a_ratio_of_sliding_heads_is_met_despite_rounding() -> None:
@@ -87,67 +85,32 @@ def test_a_ratio_of_sliding_heads_is_met_despite_rounding() -> None:
         for row, score in (([1] * 10, 0.1), ([0] * 9 + [1], 0.9), ([0] * 10, 1.0))
     ]
     front = Front.of(points, _MENU[:1], _CONTEXT, model="m")
-    assert chosen_point(front, _engine_cache(ratio=0.1)) == 1
+    assert _chosen(front, 0.1) == 1
 
 
-def test_equal_scores_are_decided_by_log_likelihood_and_keep_is_relative() -> None:
+def test_equal_scores_are_decided_by_log_likelihood() -> None:
     front = _front()
     likelier = replace(front.points[2], log_likelihood=-0.5)
     front = replace(front, points=(*front.points[:2], likelier, front.points[3]))
-    assert chosen_point(front, _engine_cache(kv_cache="0.9 @ 100")) == 2
-    # 0.7 is more than 0.71 times 0.8.
-    worse = _front([*_POINTS[:-1], (4, 1.0, 0.8, 0.7)])
-    assert chosen_point(worse, _engine_cache(keep=0.71)) == 1
+    assert _chosen(front, {"kv_cache": "0.9 @ 100"}) == 2
 
 
-def test_with_many_bad_points_keep_fails_in_at_most_5_percent_of_runs() -> None:
-    """Each point keeps just less than `keep`: any choice is wrong, and 5 % of runs may make one."""
-    held_out, draws = 60, np.random.default_rng(3)
-    wrong = 0
-    for _ in range(400):
-        points = []
-        for full in range(4):
-            right = int(draws.binomial(held_out, 0.799))
-            points.append((full, 1.0, *share(right / held_out, held_out, 0.05)[:2]))
-        try:
-            chosen_point(_front([*points, (4, 1.0, 1.0, 0.95)]), _engine_cache(keep=0.8))
-            wrong += 1
-        except UserError:
-            pass
-    assert 0 < wrong <= 400 * 0.05
-
-
-def test_a_budget_that_no_point_meets_is_refused_with_the_best_point() -> None:
-    with pytest.raises(
-        UserError, match=r"the largest, of 856 KV slots, scores 0\.9, .* choose 0\.856 or less"
-    ):
-        chosen_point(_front(), _engine_cache(keep=0.9))
+def test_a_budget_that_no_point_meets_is_refused() -> None:
     with pytest.raises(UserError, match=r"search\.budget\.kv_cache: the smallest point .*7\.0%"):
-        chosen_point(_front(), _engine_cache(kv_cache="0.05 @ 100"))
-    unscored = replace(
-        _front().points[-1], held_out_score=None, held_out_low=None, held_out_high=None
-    )
-    front = replace(_front(), points=(*_front().points[:-1], unscored))
-    for one in (front, _front(_POINTS[:-1])):  # and without the original
-        with pytest.raises(UserError, match="has no held-out scores"):
-            chosen_point(one, _engine_cache(keep=0.5))
-    lost = _front([*_POINTS[:-1], (4, 1.0, 0.0, 0.0)])
-    with pytest.raises(UserError, match="original answers none of the examples held out"):
-        chosen_point(lost, _engine_cache(keep=0.5))
+        _chosen(_front(), {"kv_cache": "0.05 @ 100"})
 
 
 def test_points_are_between_the_smallest_window_and_the_original() -> None:
     section = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32])
-    slots = point_slots(section, _engine_cache(ratio=0.5))
+    cache = RequestCache(None, _KINDS, "float32", _CONTEXT)
+    slots = point_slots(section, cache)
     assert len(slots) == 8 and slots[0] > 16 * 7 and slots[-1] < 16 * 100
     assert np.ptp(np.diff(np.log(slots))) < 0.05
     named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25, 0.57])
-    assert point_slots(named, _engine_cache(ratio=0.5)) == (160, 400, 912)
-    assert search.budgets_in_slots(named, _engine_cache(ratio=0.5)) == SlotBudgets(
-        100, (160, 400, 912), 400
-    )
+    assert point_slots(named, cache) == (160, 400, 912)
+    assert search.budgets_in_slots(named, cache) == SlotBudgets(100, (160, 400, 912), 400)
     one = named.by_method("bosch")
-    assert search.budgets_in_slots(one, _engine_cache(ratio=0.5)) == SlotBudgets(100)
+    assert search.budgets_in_slots(one, cache) == SlotBudgets(100)
 
 
 def test_the_picture_and_the_table_mark_the_chosen_point() -> None:
@@ -171,36 +134,12 @@ def _documents(case: Case, *overrides: str) -> dict[str, Any]:
     return {node.name: node.document for node in nodes}
 
 
-def test_another_budget_needs_no_new_search(case: Case) -> None:
-    first = _documents(case)
-    for override in ("search.budget.keep=0.04", "search.budget.kv_cache=0.5 @ 256"):
-        other = _documents(case, override)
-        assert other["search"] == first["search"]
-        assert other["materialize"] != first["materialize"]
-    said = "; ".join(differences(first["materialize"], other["materialize"], "materialize"))
-    assert "search.budget.kv_cache changed nothing → 0.5 @ 256" in said
-    for override in (
-        "search.budget.kv_cache=0.5 @ 512", "search.points=[0.5]", "search.windows=[8,16]",
-        "search.budget.engine=vllm",
-    ):  # fmt: skip
-        overrides = [override]
-        if override.endswith("vllm"):
-            overrides.append("search.budget.ratio=0.5")
-        assert _documents(case, *overrides)["search"] != first["search"]
-    context = ["search.budget.context=256"]
-    assert (
-        _documents(case, "search.budget.kv_cache=0.5 @ 512", *context)["search"] == first["search"]
-    )
-
-
-def test_an_engine_that_does_not_serve_the_model_is_refused(case: Case) -> None:
-    vllm = ("search.budget.ratio=0.5", "search.budget.engine=vllm")
-    load_recipe(case.file, vllm, env={})
-    case.change_config(layer_types=["linear_attention", *["full_attention"] * 3])
-    assert "vllm does not serve this model: it has layers without attention" in case.fault(*vllm)
-    text = {**small_config("qwen3").to_dict(), "max_position_embeddings": 1024}
-    case.change_config(model_type="qwen3_vl", text_config={**text, "model_type": "qwen3_vl_text"})
-    assert "vllm does not serve this model: it takes more than text" in case.fault(*vllm)
+def test_another_point_needs_no_new_search(case: Case) -> None:
+    first, other = _documents(case), _documents(case, "materialize.point=2")
+    assert other["search"] == first["search"]
+    assert other["materialize"] != first["materialize"]
+    fault = case.fault("materialize.point=2", "search.method=given", "search.mask=m.json")
+    assert "materialize.point: method given finds one mask" in fault
 
 
 def test_the_plan_states_budget_and_points(case: Case) -> None:
@@ -209,10 +148,6 @@ def test_the_plan_states_budget_and_points(case: Case) -> None:
     assert "a front of 8 points, " in lines and "held out to score the points: 1 example" in lines
     # Two anchors and the passes of a front, each over the three other examples.
     assert "at most 62 evaluations of 768 tokens in 3 batches" in lines
-    unknown = "which point search.budget.keep takes is unknown: all heads count as full"
-    assert unknown not in lines
-    kept = load_recipe(case.file, ["search.budget={keep: 0.01}"])
-    assert unknown in "\n".join(plan_lines(kept))
     case.content["search"] = {"budget": {"kv_cache": "0.5 @ 256"}, "window_size": 8}
     case.save()
     lines = "\n".join(plan_lines(load_recipe(case.file, [])))

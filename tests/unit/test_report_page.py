@@ -26,7 +26,6 @@ from stages.evaluate.scores import ORIGINAL
 from stages.evaluate.stage import EvaluateConfig
 from stages.evaluate.suites.positions.suite import position_table
 from stages.evaluate.tables import suite_table
-from stages.materialize.stage import BudgetedCache
 from stages.pages import page as template
 from stages.pages.charts import Picture
 from stages.pages.tables import as_cell
@@ -35,7 +34,6 @@ from stages.report import run as report
 from stages.report.index import write_index
 from stages.report.page import (
     budget_table,
-    budget_text,
     cost_table,
     filters,
     other_suites,
@@ -415,22 +413,6 @@ def test_a_mask_with_sinks_has_a_sentence_in_place_of_its_cache_in_vllm(results:
     )
     sentence = served_table(replace(results, search=replace(results.search, mask=mask)))
     assert isinstance(sentence, str) and "vLLM has no sinks" in sentence
-
-
-@pytest.mark.parametrize(
-    ("allowed", "end"),
-    [
-        (9, ", within the 9 B of the budget"),
-        (8, ", within the 8 B of the budget"),
-        (7, ", more than the 7 B of the budget"),
-        (None, ""),
-    ],
-)
-def test_a_cache_that_equals_its_budget_is_within_it(allowed: int | None, end: str) -> None:
-    cache = BudgetedCache(
-        engine="generate", ranks=1, tokens=4, bytes=8, original=32, allowed=allowed
-    )
-    assert budget_text(cache) == f"25.0% of the original's, in generate{end}"
 
 
 @pytest.mark.usefixtures("only_text")

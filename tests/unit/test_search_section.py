@@ -12,7 +12,7 @@ from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.families import DecoderLayers
 from bosch.window import Window
 from pipeline.recipe.load import load_recipe
-from stages.search.budget import Budget, EngineCache, keep_fault, sliding_ratio
+from stages.search.budget import Budget, RequestCache, sliding_ratio
 from stages.search.live import mask_file
 from stages.search.stage import SearchConfig
 from tests.pipeline_case import Case
@@ -52,14 +52,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "sinks beyond what engines count": (f"search.sinks={10**15}", "2^31 in all", "search.sinks=3"),
     "windows beyond what engines count": (
         f"search.windows=[{10**14},{10**15}]", "2^31 in all", "search.windows=[16,32]", FRONT,
-    ),
-    "keep by one mask": (
-        "search.method=bosch", "search.budget.keep: method bosch", FRONT,
-        "search.budget={keep: 0.01}",
-    ),
-    "keep by few": (
-        "search.budget={keep: 0.06}", "search.budget.keep: 1 held-out examples, one in 4",
-        "search.budget={keep: 0.05}", FRONT,
     ),
     "points of one mask": (
         "search.method=bosch", "search.points: method bosch", FRONT, "search.points=[0.5]",
@@ -101,34 +93,12 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "search.budget={kv_cache: 0.9 @ 31}", "search.window_size: 32 is no cheaper than a full "
         "head at the 31", "search.budget={kv_cache: 0.99 @ 32}",
     ),
-    "a context of few tokens": (
-        "search.budget={ratio: 0.5, context: 20}", "search.windows: 32 is no cheaper than a full "
-        "head at the 20", "search.budget={ratio: 0.5, context: 32}", FRONT,
-        "search.windows=[8,32]",
-    ),
-    "ranks of generate": (
-        "search.budget={ratio: 0.5, ranks: 2}", "search.budget.ranks: counts with",
-        "search.budget={ratio: 0.5, ranks: 2, engine: vllm}",
-    ),
-    "sinks in vLLM": (
-        "search.sinks=1", "search.budget.engine: vllm serves no sliding heads with sinks (search.",
-        "search.sinks=0", "search.budget={ratio: 0.5, engine: vllm}",
-    ),
-    "ranks that share no heads": (
-        "search.budget={ratio: 0.5, engine: vllm, ranks: 3}", "search.budget.ranks: 4 KV",
-        "search.budget={ratio: 0.5, engine: vllm, ranks: 4}",
-    ),
     "groups that are no divisor": (
         "search.head_granularity=3", "search.head_granularity: 4 KV", "search.head_granularity=4",
     ),
     "a ratio of half a group": (
         "search.head_granularity=4", "search.swa_ratio: 0.4 means 7 sliding heads of 16",
         "search.head_granularity=1", "search.swa_ratio=0.4",
-    ),
-    "a budget's ratio of half a group": (
-        "search.budget={ratio: 0.1}", "search.budget.ratio: 0.1 means 2 sliding heads of 16, which "
-        "is no multiple of search.head_granularity = 4; choose 0.2", "search.budget={ratio: 0.2}",
-        "search.head_granularity=4",
     ),
     "float32 in flash": (
         "model.dtype=float32", "float16 and bfloat16, model.dtype asks for float32",
@@ -149,26 +119,6 @@ def test_a_value_is_refused_and_its_neighbour_is_accepted(name: str, case: Case)
     load_recipe(case.file, [*beside, taken], env={})
 
 
-@pytest.mark.parametrize(
-    ("keep", "examples", "said"),
-    [
-        (0.05, 4, None),
-        (0.051, 4, "at most that 0.05 of a perfect score"),
-        (0.01, 3, "0 held-out examples"),
-        (0.2, 8, None),  # the square root of a twentieth is about 0.22
-        (0.23, 8, "choose that or less, or 12 examples"),
-        (0.95, 235, "or 236 examples"),
-        (0.95, 236, None),
-        (1.0, 10**6, "no number of them shows that all is; choose less than 1"),
-    ],
-)
-def test_shares_to_keep_are_limited_by_the_held_out_examples(
-    keep: float, examples: int, said: str | None
-) -> None:
-    fault = keep_fault(keep, examples)
-    assert fault is None if said is None else fault is not None and said in fault
-
-
 KINDS = DecoderLayers(
     4, (0, 1, 3), heads=4, head_dim=8, windows={2: 20}, own_heads=2, own_head_dim=4
 )
@@ -178,15 +128,12 @@ KINDS = DecoderLayers(
     ("values", "most", "text"),
     [
         # Three full layers of 4 heads hold 100 tokens of 2 x 8 numbers, one of 2 heads 19 of 2 x 4.
-        ({"ratio": 0.5}, 4 * (1200 * 16 + 38 * 8), "50.0%, generate"),
         ({"kv_cache": "0.25 @ 100"}, 1200 * 16 + 38 * 8, "100 tokens"),
-        ({"bytes": "8KiB @ 100"}, 8192, "at 100 tokens"),
-        ({"keep": 0.9, "cache_dtype": "float8"}, 1200 * 16 + 38 * 8, "of the original's 19"),
-        ({"ratio": 0.5, "cache_dtype": "bfloat16"}, 2 * (1200 * 16 + 38 * 8), "generate"),
+        ({"bytes": "8KiB @ 100"}, 8192, "of the original's 76"),
     ],
 )
 def test_bytes_that_a_budget_allows(values: dict[str, object], most: int, text: str) -> None:
-    cache = EngineCache(Budget(**values), KINDS, "float32", 100)
+    cache = RequestCache(Budget(**values), KINDS, "float32", 100)
     assert cache.allowed_bytes == most
     assert text in cache.text(cache.original // 2)
 
@@ -194,31 +141,11 @@ def test_bytes_that_a_budget_allows(values: dict[str, object], most: int, text: 
 def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
     """A head of W = 11 saves 90 of 100 tokens; twelve heads and the layer's own are 1,219."""
     for share, granularity, sliding in ((1.0, 1, 0), (0.93, 1, 1), (0.925, 1, 2), (0.93, 2, 2)):
-        cache = EngineCache(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
+        cache = RequestCache(Budget(kv_cache=f"{share} @ 100"), KINDS, "float32", 100)
         assert sliding_ratio(cache, Window(11), granularity) == sliding / 12
-    assert (
-        sliding_ratio(EngineCache(Budget(ratio=0.3), KINDS, "float32", 100), Window(11), 1) == 0.3
-    )
-    cache = EngineCache(Budget(kv_cache="0.1 @ 100"), KINDS, "float32", 100)
+    cache = RequestCache(Budget(kv_cache="0.1 @ 100"), KINDS, "float32", 100)
     with pytest.raises(UserError, match=r"all heads with a window of 11 hold at 100 tokens"):
         sliding_ratio(cache, Window(11), 1)
-
-
-@pytest.mark.parametrize(
-    ("budget", "cache", "front_cache"),
-    [
-        ({"kv_cache": "0.5 @ 512", "context": 256}, 512, 256),
-        ({"kv_cache": "0.5 @ 512"}, 512, 512),
-        ({"ratio": 0.5, "context": 256}, 256, 256),
-        ({"ratio": 0.5}, 100, 100),
-    ],
-)
-def test_lengths_at_which_budgets_and_fronts_are_counted(
-    budget: dict[str, object], cache: int, front_cache: int
-) -> None:
-    search = SearchConfig(method="front", windows=[8, 32], budget=Budget(**budget))
-    assert search.engine_cache(KINDS, "float32", 100).tokens == cache
-    assert search.front_cache(KINDS, "float32", 100).tokens == front_cache
 
 
 def test_overrides_may_change_the_method_and_its_settings() -> None:
