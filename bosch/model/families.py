@@ -416,18 +416,28 @@ def attention_needs(config: Any) -> dict[str, str]:
     return needs
 
 
-def split_fault(config: Any) -> str | None:
-    """Why a sequence of this model cannot be split over processes; None if it can."""
+def rope_depends_on_length(config: Any) -> bool:
+    """Whether a token's RoPE depends on the last position of its pass (longrope, dynamic NTK).
+
+    Then a text read in chunks, after a cached prefix or beside a longer row has other factors than
+    in a pass of its own.
+    """
     text = text_config(config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     kinds = json.dumps(rope, default=str)  # some families have a value for each kind of layer
+    return '"dynamic"' in kinds or '"longrope"' in kinds
+
+
+def split_fault(config: Any) -> str | None:
+    """Why a sequence of this model cannot be split over processes; None if it can."""
+    text = text_config(config)
     if decoder_layers(config).states:
         return "it has layers whose states pass from token to token"
     if text is not config:
         return "it takes more than text"
     if not known_family(config).separates_documents:
         return "its masks take positions that follow each other alone"
-    if '"dynamic"' in kinds or '"longrope"' in kinds:
+    if rope_depends_on_length(config):
         return "its RoPE depends on the length of a pass"
     if getattr(text, "attention_dropout", None):
         return "it has attention dropout"

@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from bosch.model.families import max_positions
+from bosch.model.families import max_positions, rope_depends_on_length
 from data_prep.tasks.needles import string_match
 from stages.evaluate.answers import ModelError
 
@@ -97,9 +97,12 @@ def generate(
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
     to its question. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
-    least one token. Raises ModelError if a prompt with its answer exceeds the model's positions.
+    least one token. Where RoPE depends on the longest row, each question is a batch of its own.
+    Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
     positions = max_positions(model.config)
+    if rope_depends_on_length(model.config):
+        batch_size = 1
 
     def room(question: Question) -> int:
         """Most tokens of an answer within the positions; its last token is never an input."""

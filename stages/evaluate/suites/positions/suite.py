@@ -16,7 +16,7 @@ import torch
 
 from bosch.analysis.intervals import student
 from bosch.errors import UserError
-from bosch.model.cache import CACHE_NAME
+from bosch.objective.answers import answer_logits
 from data_prep.tasks.samples import tokenizer_digest
 from data_prep.text import TextFile, encode_prompt, haystack_files
 from stages.evaluate.answers import Subtask, digest_of
@@ -101,20 +101,18 @@ class PositionSuite(Suite):
 
 @torch.inference_mode()
 def token_losses(model: Any, ids: np.ndarray) -> np.ndarray:
-    """Cross-entropy of every token except the first, nats [T - 1], by a prefill in chunks."""
-    tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)[None]
-    cache, losses = None, []
-    for start in range(0, tokens.shape[1] - 1, CHUNK):
-        chunk = tokens[:, start : min(start + CHUNK, tokens.shape[1] - 1)]
-        output = model(chunk, use_cache=True, **{CACHE_NAME: cache})
-        refuse_nan(output.logits)
-        cache = output[CACHE_NAME]
-        targets = tokens[0, start + 1 : start + 1 + chunk.shape[1]]
-        loss = torch.nn.functional.cross_entropy(
-            output.logits[0].float(), targets, reduction="none"
-        )
-        losses.append(loss.cpu().numpy())
-    return np.concatenate(losses)
+    """Cross-entropy of every token except the first, nats [T - 1]: one pass, logits in chunks.
+
+    In one pass, because RoPE may depend on its length (`rope_depends_on_length`).
+    """
+    tokens = torch.from_numpy(ids.astype(np.int64)).to(model.device)
+    states = model.get_decoder()(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
+    losses = []
+    for some, targets in zip(states.split(CHUNK), tokens[1:].split(CHUNK), strict=True):
+        logits = answer_logits(model, some)
+        refuse_nan(logits)
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none").cpu())
+    return torch.cat(losses).numpy()
 
 
 def position_table(

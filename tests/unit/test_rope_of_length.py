@@ -1,0 +1,70 @@
+"""RoPE that depends on the length of a pass: results are those of a text read alone, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Phi3Config, Phi3ForCausalLM
+
+from bosch.model.families import rope_depends_on_length
+from stages.evaluate.generation import Question, generate
+from stages.evaluate.suites.positions import suite as positions
+from tests.hybrid_case import small_model
+
+_LONGROPE = {
+    "type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 30.0],
+}  # fmt: skip
+ORIGINAL_LENGTH, LENGTH, VOCABULARY = 64, 200, 97
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    config = Phi3Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        original_max_position_embeddings=ORIGINAL_LENGTH, rope_scaling=_LONGROPE,
+        partial_rotary_factor=0.75, sliding_window=None, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).eval()
+
+
+class _Ids:
+    """A tokenizer whose text is the ids."""
+
+    pad_token_id = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_it_is_read_from_the_configuration() -> None:
+    assert rope_depends_on_length(_model().config)
+    assert not rope_depends_on_length(small_model("llama").config)
+
+
+def test_losses_by_position_are_those_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "CHUNK", 32)
+    model, ids = _model(), np.random.default_rng(0).integers(3, VOCABULARY, LENGTH)
+    tokens = torch.tensor(ids)
+    with torch.no_grad():
+        logits = model(tokens[None], use_cache=False).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
+    torch.testing.assert_close(
+        torch.from_numpy(positions.token_losses(model, ids)), expected, rtol=0, atol=1e-3
+    )
+
+
+def test_a_short_question_beside_a_long_one_gets_its_own_answer() -> None:
+    model, random = _model(), np.random.default_rng(1)
+    prompts = [random.integers(3, VOCABULARY, n).astype(np.int32) for n in (20, LENGTH, 40)]
+    questions = [Question(n, ids, []) for n, ids in enumerate(prompts)]
+
+    def answers(batch_size: int) -> dict[int, str]:
+        batches = generate(model, _Ids(), questions, 8, batch_size)
+        return {question.index: text for batch in batches for question, text in batch}
+
+    assert answers(3) == answers(1)
