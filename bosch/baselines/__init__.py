@@ -1,1 +1,1 @@
-"""Layer rules, head rankings and profiles of heads: methods without a search."""
+"""Layer rules and head rankings: methods without a search."""

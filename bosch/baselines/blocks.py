@@ -5,13 +5,12 @@ Shapes: T tokens, HQ query heads, HKV key/value heads, D head dimension, R rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from bosch.baselines.capture import LayerStates
-from bosch.window import Window
 
 ROWS = 128
 
@@ -75,14 +74,3 @@ def local_and_total(weights: Tensor, begin: int, end: int, window_size: int) -> 
     local = lags(begin, end, 0, weights.device) < window_size
     inside = (weights * local).sum(dim=-1).double().sum(dim=-1)
     return torch.stack([inside, weights.sum(dim=-1).double().sum(dim=-1)], dim=-1)
-
-
-def hidden_sums(weights: Tensor, begin: int, end: int, windows: Sequence[Window]) -> Tensor:
-    """Sums [HKV, 1 + windows], float64, of weights [HKV, R, end] hidden by full, and by windows."""
-    lag = lags(begin, end, 0, weights.device)
-    keys = torch.arange(end, device=weights.device)
-    sums = [torch.zeros(len(weights), dtype=torch.float64, device=weights.device)]
-    for window in windows:
-        hidden = (lag >= window.size) & (keys >= window.sinks)
-        sums.append((weights * hidden).sum(dim=-1).double().sum(dim=-1))
-    return torch.stack(sums, dim=-1)

@@ -1,4 +1,4 @@
-"""Searches for comparison, not in the paper: whole mask, single heads, layers, gradients, gates.
+"""Searches for comparison, not in the paper: whole mask, one gradient, gates.
 
 Each finds a mask with exactly ceil(rho N) sliding units.
 """
@@ -14,93 +14,23 @@ from bosch.search.bosch import SearchResult, final_result, measure_anchors
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.gates import Gates
 from bosch.search.gradient_search import check_passes
-from bosch.search.settings import SearchSettings, SolverName, plus_budget
+from bosch.search.settings import SearchSettings, plus_budget
 from bosch.search.subproblem import SubProblem, optimise_layers
 
 
 def one_plus_one(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
     """The (1+1) algorithm on the whole mask with kappa L evaluations."""
-    return _whole_mask(evaluator, settings, "one_plus_one")
-
-
-def annealing(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Simulated annealing on the whole mask with kappa L evaluations."""
-    return _whole_mask(evaluator, settings, "annealing")
-
-
-def _whole_mask(evaluator: Evaluator, settings: SearchSettings, solver: SolverName) -> SearchResult:
     anchors, loss = measure_anchors(evaluator, settings)
     shape = evaluator.shape
     full, layers = HeadMask.all_full(*shape), range(shape[0])
     subproblem = SubProblem(full, layers, evaluator.budget, "head_selection", "whole mask")
-    solution = optimise_layers(evaluator, replace(settings, solver=solver), loss, subproblem)
+    settings = replace(settings, solver="one_plus_one")
+    solution = optimise_layers(evaluator, settings, loss, subproblem)
     return final_result(evaluator, settings, solution.mask, anchors)
 
 
-def single_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Each unit slides alone; those whose score drops least become sliding.
-
-    N evaluations. After the single-head ablation on key-value retrieval of arXiv 2602.11374, with
-    the calibration set as retrieval examples. Equal scores are ranked by log-likelihood.
-    """
-    anchors, _ = measure_anchors(evaluator, settings)
-    full = HeadMask.all_full(*evaluator.shape)
-    ranks = []
-    for layer, row in enumerate(full.is_full):
-        for head in range(len(row)):
-            changed = row.copy()
-            changed[head] = False
-            mask = full.with_layer(layer, changed)
-            result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
-            ranks.append(settings.sort_key(*result.rank))
-    # sorted() is stable: among equal units that of lower index slides.
-    order = sorted(range(len(ranks)), key=lambda unit: ranks[unit], reverse=True)
-    bits = np.ones(len(ranks), dtype=np.bool_)
-    bits[order[: evaluator.budget]] = False
-    return final_result(evaluator, settings, HeadMask(bits.reshape(full.is_full.shape)), anchors)
-
-
-def layer_ablation(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Each layer slides alone: the layers whose answers lose least log-likelihood become sliding.
-
-    L evaluations. After arXiv 2606.27791. The rest of the budget, less than a layer, slides in the
-    next layer, units of lower index first.
-    """
-    return _by_layer(evaluator, settings, stays_full=False)
-
-
-def layer_restoration(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Each layer is full alone: the layers whose answers gain most log-likelihood stay full.
-
-    L evaluations. After arXiv 2512.20569, by the answers' log-likelihood in place of a divergence,
-    and without training. In a partly full layer units of lower index are full.
-    """
-    return _by_layer(evaluator, settings, stays_full=True)
-
-
-def _by_layer(evaluator: Evaluator, settings: SearchSettings, stays_full: bool) -> SearchResult:
-    """Evaluate each layer's change alone; the best layers within the budget keep the change."""
-    anchors, _ = measure_anchors(evaluator, settings)
-    layers, units = evaluator.shape
-    base = HeadMask(np.full((layers, units), not stays_full))
-    likelihoods = []
-    for layer in range(layers):
-        mask = base.with_layer(layer, [stays_full] * units)
-        result = evaluator.evaluate(mask, "ablation", f"layer {layer}", shared_layers=layer)
-        likelihoods.append(result.log_likelihood)
-    is_full = base.is_full.copy()
-    left = layers * units - evaluator.budget if stays_full else evaluator.budget
-    for layer in sorted(range(layers), key=lambda i: -likelihoods[i]):
-        is_full[layer, : min(left, units)] = stays_full
-        left -= min(left, units)
-    return final_result(evaluator, settings, HeadMask(is_full), anchors)
-
-
 def one_gradient(evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """One gradient at the original model values all units; those of least value become sliding.
-
-    First-order changes of the answers' log-likelihood, as in MoA's profile (arXiv 2406.14909).
-    """
+    """One gradient at the original model values all units; those of least value become sliding."""
     anchors, _ = measure_anchors(evaluator, settings)
     full = HeadMask.all_full(*evaluator.shape)
     values = np.array(evaluator.gate_gradient(full, 0, 1).values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from bosch.model.search_mode import mask_shape
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.evaluation_log import EvaluationContext, EvaluationLog
 from bosch.objective.objective import Objective, remedy
-from bosch.search.allotment import allotted
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator, Scorer, SlotBudgets
 from bosch.search.loss import Anchors
@@ -83,8 +81,7 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
 
     A method's function takes (evaluator, settings) for a search or an ablation, (scorer, settings)
     for a file, (L, H, rho) for a layer rule, and (model, calibration set, W) for a ranking, the
-    last two with the settings in `Method.settings` as keywords. For a profile it takes (model,
-    calibration set, windows) and returns the loss of each choice of a head.
+    last two with the settings in `Method.settings` as keywords.
     """
     method = METHODS.get(name)
     if method is None:
@@ -95,10 +92,8 @@ def find_mask(name: str, evaluator: Evaluator, settings: SearchSettings) -> Sear
     )
     if settings.head_granularity > 1 and not (method.reads_attention or method.kind == "file"):
         evaluator.units = _units(evaluator, settings.head_granularity, method.gradients)
-    if method.kind in ("search", "ablation", "one by one"):
+    if method.kind in ("search", "ablation"):
         return method.load()(evaluator, settings)
-    if method.kind == "profile":
-        return _profiled(name, evaluator, settings)
     anchors = evaluator.anchors(settings.swa_ratio)
     if method.kind == "ranking":
         mask = _ranked(name, evaluator, settings)
@@ -176,35 +171,6 @@ def _ranked(name: str, evaluator: Evaluator, settings: SearchSettings) -> HeadMa
     if objective.window.sinks:
         evaluator.note(f"{name} ranked the heads by the window alone, without the sinks")
     return ranked.mask
-
-
-def _profiled(name: str, evaluator: Evaluator, settings: SearchSettings) -> SearchResult:
-    """Windows whose losses, according to a profile, sum to nearly the minimum within the budget.
-
-    The budget is `evaluator.slot_budgets.chosen`; by default the slots of a mask that has the
-    ratio's full heads and all others with the narrowest window. MoA solves this by mixed integer
-    programming (`ElasticOptimizer`), LU-KV greedily on the convex hull of each head's curve;
-    `allotted` tries the layouts of that greedy order, then spends what is left on wider windows.
-    """
-    objective, windows = _objective(name, evaluator), evaluator.windows
-    losses = objective.ranks.from_first(
-        METHODS[name].load()(objective.model, objective.calibration, windows)
-    )
-    if not np.isfinite(losses).all():
-        raise RunError(f"{name} gives losses that are not finite: {remedy(objective.model)}")
-    group = settings.head_granularity
-    evaluator.units = Units.by_value(losses[..., -1], group)
-    by_choice = [evaluator.units.gather(loss).sum(axis=2) for loss in np.moveaxis(losses, 2, 0)]
-    anchors = evaluator.anchors(settings.swa_ratio, len(windows))
-    budgets = evaluator.slot_budgets or SlotBudgets(objective.calibration.max_length)
-    cached = [budgets.context, *(window.held(budgets.context) for window in windows)]
-    costs = group * np.array(cached, dtype=np.float64)
-    sliding, units = evaluator.budget, math.prod(evaluator.shape)
-    slots: float | None = budgets.chosen
-    if slots is None:
-        slots = float((units - sliding) * costs[0] + sliding * costs[-1])
-    mask = HeadMask.of_choices(allotted(-np.stack(by_choice, axis=2), costs, slots))
-    return _measured(evaluator, mask, anchors)
 
 
 def _objective(name: str, evaluator: Evaluator) -> Objective:

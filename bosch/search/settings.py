@@ -8,7 +8,7 @@ from typing import Literal
 
 from bosch.errors import UserError
 
-SolverName = Literal["nomad", "nomad_penalty", "one_plus_one", "annealing"]
+SolverName = Literal["nomad", "nomad_penalty", "one_plus_one"]
 
 # Fewest passes of bosch_plus for a small kappa.
 MIN_PLUS_BUDGET = 4

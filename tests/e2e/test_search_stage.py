@@ -22,7 +22,6 @@ from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.bosch import SearchResult
 from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
-from bosch.window import Window
 from stages.context import StageConfig
 from stages.search import run as search
 from stages.search.processes import numerics
@@ -86,33 +85,6 @@ def test_a_method_of_each_kind_writes_its_files(inputs, tmp_path, method, ratio)
         assert sum(row["ratio"] for row in summary["layer_importance"]) * KV_HEADS == pytest.approx(
             swa_budget(units, ratio)
         )
-
-
-@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].kind == "profile"])
-def test_a_profile_chooses_among_several_windows(inputs, tmp_path, method):
-    menu, context = [WINDOW // 2, WINDOW], 512
-    budget = {"kv_cache": f"0.4 @ {context}"}
-    changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget, "seed": 9}
-    run(inputs, tmp_path, method=method, **changes)
-    file = HeadMaskFile.load(tmp_path / "head_mask.json")
-    assert [window.size for window in file.windows] == menu[::-1]
-    assert file.swa_ratio == file.mask.swa_ratio and file.seed == 9
-    # Within the slots of the full heads that the budget allows with the narrowest window.
-    units, least = LAYERS * KV_HEADS, Window(menu[0]).held(context)
-    full = int((0.4 * units * context - units * least) / (context - least))
-    most = full * context + (units - full) * least
-    assert most - context < file.mask.kv_slots(file.windows, context) <= most
-    assert (file.mask.choices == 1).any()  # slots left by full heads are spent on the wider window
-
-
-def test_a_profile_counts_slots_at_the_budgets_length(inputs, tmp_path):
-    """At `context`, where a front counts, one full head pays for all wider windows."""
-    menu, tokens = [WINDOW // 2, WINDOW], 2 * WINDOW
-    budget = {"kv_cache": f"0.4 @ {tokens}", "context": 2**20}
-    changes = {"windows": menu, "window_size": None, "swa_ratio": None, "budget": budget}
-    run(inputs, tmp_path, method="moa", **changes)
-    file = HeadMaskFile.load(tmp_path / "head_mask.json")
-    assert file.mask.kv_slots(file.windows, tokens) <= 0.4 * LAYERS * KV_HEADS * tokens
 
 
 def test_a_stopped_search_prints_its_best_mask_and_where_it_is(

@@ -170,12 +170,12 @@ def test_the_cost_to_reach_the_published_procedure_is_that_of_the_cheapest_budge
 
 
 def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> None:
-    options = "--methods", "bosch,rand,dcam,one_gradient,moa", "--ratios", "0.5", "--budgets", "3"
+    options = "--methods", "bosch,rand,dcam,one_gradient", "--ratios", "0.5", "--budgets", "3"
     assert study("headbench", searched, *options) == 0
     with (searched / "headbench.csv").open() as file:
         rows = {row["method"]: row for row in csv.DictReader(file)}
     uniform = {"uniform_0_sinks": 0, "uniform_4_sinks": 4}
-    assert {*rows} == {"bosch", "rand", "dcam", "one_gradient", "moa", *uniform}
+    assert {*rows} == {"bosch", "rand", "dcam", "one_gradient", *uniform}
     # By hand: 6 of 12 heads keep all of the longest example, the others 31 tokens each.
     examples = {line["key"]["examples"] for line in lines(searched) if held_out(line)}
     assert len(examples) == 1
@@ -193,7 +193,7 @@ def test_headbench_tests_every_selector_at_the_same_cache(searched: Path) -> Non
         for line in lines(searched)
         if held_out(line)
     }
-    for method, window in (("dcam", "32"), ("moa", "[8, 16, 32, 64, 128]")):
+    for method, window in (("dcam", "32"),):
         masks = [
             line["result"]["mask"]
             for line in lines(searched)

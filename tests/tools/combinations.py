@@ -41,7 +41,7 @@ _OPTIONS: list[tuple[float, list[list[str]]]] = [
         ["search.swa_ratio=null", "search.budget.kv_cache=0.5 @ 1k"],
         ["search.swa_ratio=null", "search.budget.bytes=400KiB @ 1k"],
     ]),
-    (0.3, [[f"search.solver={name}"] for name in ("nomad_penalty", "one_plus_one", "annealing")]),
+    (0.3, [[f"search.solver={name}"] for name in ("nomad_penalty", "one_plus_one")]),
     (0.2, [["search.strict=true"], ["search.race=true"]]),
     (0.2, [["search.head_granularity=2"]]),
     (0.4, [["materialize.dtype=bfloat16"], ["materialize.max_shard_size=200KB"]]),

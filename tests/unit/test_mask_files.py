@@ -65,7 +65,7 @@ def test_for_each_study_the_mask_of_the_largest_budget_is_published(tmp_path: Pa
         ({}, {"budget_per_layer": 16}, {}, {}, {}), strict=True,
     ):  # fmt: skip
         settings |= {"swa_ratio": 0.25, "seed": loaded.seed}
-        method = "moa" if window != 64 else "bosch"
+        method = "front" if window != 64 else "bosch"
         key = {"kind": "search", "method": method, "window_size": window, "sinks": 0}
         # The first entry is another model's.
         key["model"] = model if (tmp_path / "results.jsonl").exists() else "another"

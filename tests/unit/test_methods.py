@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import Mock
@@ -33,7 +32,7 @@ from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
 from tests.benchmarks.landscapes import RATIO, landscape
-from tests.search_case import CONTEXT, WINDOW, Additive, evaluator_of, random_costs, searchable
+from tests.search_case import CONTEXT, WINDOW, evaluator_of, searchable
 
 SEARCHED = [
     name
@@ -82,7 +81,7 @@ def any_settings(draw: st.DrawFn) -> SearchSettings:
     ratio = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1))
     return SearchSettings(
         swa_ratio=draw(ratio),
-        solver=draw(st.sampled_from(["nomad", "nomad_penalty", "one_plus_one", "annealing"])),
+        solver=draw(st.sampled_from(["nomad", "nomad_penalty", "one_plus_one"])),
         budget_per_layer=draw(st.integers(1, 12)),
         alpha=draw(st.sampled_from([0.01, 100.0])),
         buckets=draw(st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(_rising)),
@@ -157,7 +156,7 @@ def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
 
 
 @pytest.mark.parametrize(
-    ("name", "sliding"), [("one_gradient", [[0, 2]]), ("single_ablation", [[2, 3]])]
+    ("name", "sliding"), [("one_gradient", [[0, 2]]), ("one_plus_one", [[2, 3]])]
 )
 def test_units_are_heads_of_similar_gradient_or_neighbours(
     name: str, sliding: list[list[int]]
@@ -192,12 +191,8 @@ def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
         ("b_layer", 0.96, 100, 2 + 28),
         ("b_layer", 0.9, 100, 2 + 28 * 27 // 2 + 26 + (8 + 7 + 6 + 5 + 4 + 3)),
         ("one_plus_one", 0.5, 100, 2 + 2800),
-        ("annealing", 0.5, 4, 2 + 112),
         ("learned_gates", 0.5, 100, 2 + 280),
         ("front", 0.5, 100, 2 + 420),
-        ("single_ablation", 0.5, 100, 2 + 224 + 1),
-        ("layer_ablation", 0.5, 100, 2 + 28 + 1),
-        ("layer_restoration", 0.5, 100, 2 + 28 + 1),
         ("one_gradient", 0.5, 100, 2 + 1 + 5),
         ("rand", 0.5, 100, 3),
         ("dcam", 0.5, 100, 3),
@@ -242,8 +237,6 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str) -> Non
         ("bosch", METHODS["bosch"].settings),
         ("b_multi", {"max_group_variables"}),
         ("one_plus_one", {"seed"}),
-        ("annealing", {"seed"}),
-        ("single_ablation", {"strict"}),  # all scores are equal
         ("rand", {"seed"}),
     ],
 )
@@ -256,13 +249,11 @@ def test_settings_that_a_method_lists_change_its_search(name: str, settings: set
         assert first.trace != second.trace, setting
 
 
-@pytest.mark.parametrize("name", ["one_plus_one", "annealing"])
-def test_a_search_of_the_whole_mask_uses_its_own_solver(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    solver = Mock(wraps=getattr(solvers, name))
-    monkeypatch.setattr(solvers, name, solver)
-    search_with(name, RandomScores(12, 5, 3), SearchSettings(0.45, budget_per_layer=5))
+def test_a_search_of_the_whole_mask_uses_its_own_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = Mock(wraps=solvers.one_plus_one)
+    monkeypatch.setattr(solvers, "one_plus_one", solver)
+    options = SearchSettings(0.45, budget_per_layer=5)
+    search_with("one_plus_one", RandomScores(12, 5, 3), options)
     solver.assert_called_once()
 
 
@@ -311,8 +302,7 @@ PLANTED = {
     "bosch": (1, [3, 1, 2, 0], 1 / 2),  # with five buckets, each layer alone
     "bosch_plus": _ANY_UNIT, "front": _ANY_UNIT, "b_single": (1, 2, 2 / 3),
     "b_multi": (2, 4, 2 / 3), "b_layer": _EASY_LAYERS, "one_plus_one": _ANY_UNIT,
-    "annealing": _ANY_UNIT, "learned_gates": _ANY_UNIT, "single_ablation": _ANY_UNIT,
-    "layer_ablation": _EASY_LAYERS, "layer_restoration": _EASY_LAYERS, "one_gradient": _ANY_UNIT,
+    "learned_gates": _ANY_UNIT, "one_gradient": _ANY_UNIT,
 }  # fmt: skip
 
 
@@ -324,31 +314,6 @@ def test_a_search_finds_the_planted_mask(name: str, seed: int) -> None:
     options = SearchSettings(ratio, budget_per_layer=200, max_group_variables=6, seed=seed)
     _, result = search_with(name, scorer, options)
     assert result.mask == HeadMask(scorer.cheapest(layers_at_once, sliding))
-
-
-@pytest.mark.parametrize(
-    ("name", "sliding"),
-    [
-        ("layer_ablation", [[0, 1, 2], [0], [0, 1, 2], []]),
-        ("layer_restoration", [[0, 1, 2], [2], [0, 1, 2], []]),
-    ],
-)
-def test_the_rest_of_a_budget_goes_to_the_units_of_lower_index(
-    name: str, sliding: list[list[int]]
-) -> None:
-    """Of 7 sliding units one is left for a third layer, of 5 full ones two for a second."""
-    _, result = search_with(name, Planted(0), SearchSettings(7 / 12))
-    assert result.mask.swa_kv_heads == sliding
-
-
-@pytest.mark.parametrize("name", ["single_ablation", "layer_ablation", "layer_restoration"])
-def test_layers_below_the_ablated_one_are_shared_with_the_next_mask(name: str) -> None:
-    scorer = Additive(random_costs(4, 3, 0))
-    evaluator, _ = search_with(name, scorer, SearchSettings(0.5))
-    calls = [scorer.calls[step] for step, p in enumerate(evaluator.trace) if p.phase == "ablation"]
-    rows = [HeadMask.from_key(key).is_full for key, _ in calls]
-    agree = [(a == b).all(axis=1).argmin() for a, b in pairwise(rows)]
-    assert [shared for _, shared in calls[:-1]] == agree
 
 
 @pytest.mark.parametrize(

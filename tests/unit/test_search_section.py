@@ -187,7 +187,7 @@ def test_a_mask_of_several_windows_has_its_own_ratio_in_the_file(
     windows: dict[str, Any], ratio: float, tmp_path: Path
 ) -> None:
     """With one window the file has the requested ratio, which 3 of 4 heads meet."""
-    section = SearchConfig(method="moa", swa_ratio=0.7, **windows)
+    section = SearchConfig(method="given", swa_ratio=0.7, **windows)
     mask = HeadMask.of_choices([[0, 1], [1, 1]])
     assert mask_file(config_of(tmp_path, section), mask, 0.5).swa_ratio == ratio
 

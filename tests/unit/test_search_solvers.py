@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from bosch.objective.evaluation_log import CanWin, Evaluation
 from bosch.search import solvers
 from bosch.search.loss import Anchors, Loss
-from bosch.search.solvers import Problem, annealing, brute_force, nomad, one_plus_one, solve
+from bosch.search.solvers import Problem, brute_force, nomad, one_plus_one, solve
 from bosch.search.solvers.nomad import completed
 from bosch.search.solvers.problem import Value
 
 LOSS = Loss(Anchors(0.0, 1.0))
-SOLVERS = ("nomad", "nomad_penalty", "one_plus_one", "annealing")
+SOLVERS = ("nomad", "nomad_penalty", "one_plus_one")
 
 
 class Additive:
@@ -83,12 +83,11 @@ def test_brute_force_is_used_if_the_budget_suffices_and_finds_the_optimum(size, 
     ("solver", "size", "used"),
     [
         ("nomad", 50, "nomad"), ("nomad_penalty", 50, "nomad"), ("nomad", 51, "one_plus_one"),
-        ("one_plus_one", 50, "one_plus_one"), ("annealing", 51, "annealing"),
-        ("annealing", 4, "brute_force"),
+        ("one_plus_one", 50, "one_plus_one"), ("one_plus_one", 4, "brute_force"),
     ],
 )  # fmt: skip
 def test_a_sub_problems_size_and_settings_choose_its_solver(solver, size, used, monkeypatch):
-    names = ("nomad", "one_plus_one", "annealing", "brute_force")
+    names = ("nomad", "one_plus_one", "brute_force")
     mocks = {name: Mock(wraps=getattr(solvers, name)) for name in names}
     for name, mock in mocks.items():
         monkeypatch.setattr(solvers, name, mock)
@@ -98,7 +97,7 @@ def test_a_sub_problems_size_and_settings_choose_its_solver(solver, size, used, 
 
 def test_searches_find_better_candidates_than_random_draws():
     rng = np.random.default_rng(0)
-    for solver in (nomad, one_plus_one, annealing):
+    for solver in (nomad, one_plus_one):
         better = 0
         for seed in range(5):
             measure = Additive(32, seed)
@@ -114,16 +113,6 @@ def test_a_search_moves_to_candidates_of_equal_loss():
     one_plus_one(problem(32, 16, 100, measure), 0)
     first, last = (np.frombuffer(measure.calls[index], dtype=bool) for index in (0, -1))
     assert (first != last).sum() > 10  # a swap changes two units, two swaps four
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_annealing_prefers_better_candidates_as_it_cools(seed):
-    measure = Additive(32, seed)
-    task = problem(32, 16, 400, measure)
-    annealing(task, seed)
-    assert task.spent > 300  # all, unless it long finds nothing new
-    scores = [1 - measure.weights[np.frombuffer(bits, dtype=bool)].sum() for bits in measure.calls]
-    assert np.mean(scores[200:]) > np.mean(scores[:200]) + 0.05
 
 
 @pytest.mark.parametrize(("solver", "most"), [("nomad", 4), ("nomad_penalty", 10)])
@@ -179,14 +168,6 @@ def test_ending_losing_evaluations_changes_neither_candidates_nor_result(budget,
         assert task.bits.tolist() == expected.bits.tolist()
         assert task.value == expected.value
         assert raced.ended and not plain.ended
-
-
-def test_annealing_ignores_bounds() -> None:
-    """It continues from worse masks, and a bound looks almost like the best."""
-    plain, raced = Racing(12, 0, 8), Racing(12, 0, 8)
-    for measure in (plain, raced):
-        solve(problem(12, 4, 60, measure, race=measure is raced), "annealing", 0)
-    assert raced.calls == plain.calls and raced.ended == 0
 
 
 @pytest.mark.parametrize("solver", ["nomad", "nomad_penalty"])
@@ -253,13 +234,6 @@ def test_off_budget_candidates_that_could_win_are_measured(caplog):
     task.value(np.arange(8) < 3)
     task.report_off_budget()
     assert task.spent == len(caplog.messages) == 1
-
-
-@pytest.mark.parametrize(("size", "spent"), [(256, 300), (4, 6)])
-def test_annealing_ends_with_its_budget_or_without_new_candidates(size, spent):
-    task = problem(size, size // 2, 300, Additive(size))
-    annealing(task, 3)
-    assert task.spent == spent
 
 
 def test_ties_are_broken_by_log_likelihood_only_if_requested():

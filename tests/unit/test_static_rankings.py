@@ -14,8 +14,6 @@ from bosch.baselines.apl import apl
 from bosch.baselines.capture import visit_layers
 from bosch.baselines.dcam import dcam
 from bosch.baselines.fisher import fisher
-from bosch.baselines.lu_kv import lu_kv
-from bosch.baselines.moa import moa
 from bosch.baselines.proxy import fractional_budgets, proxy
 from bosch.baselines.qada import qada
 from bosch.baselines.ranking import rank_units
@@ -26,8 +24,6 @@ from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.objective import Objective
-from bosch.search.evaluator import SlotBudgets
 from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
@@ -39,7 +35,6 @@ from tests.unit.test_training_loss import LargestTensor
 WINDOW, LENGTHS = 8, (40, 33, 36)
 HALF = SearchSettings(0.5)
 RANKINGS = [name for name, method in METHODS.items() if method.kind == "ranking"]
-PROFILES = [name for name, method in METHODS.items() if method.kind == "profile"]
 LAYERS, HEADS = 2, 8
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -325,13 +320,9 @@ def test_nan_and_infinite_scores_are_refused():
         model.get_decoder().layers[0].self_attn.q_proj.weight[0, 0] = math.nan
     with pytest.raises(RunError, match=r"layers\.0\.self_attn\.q_proj\.weight of the model"):
         static_mask("dcam", model, calibration, WINDOW, HALF)
-    objective = Objective(model, calibration, Window(WINDOW))
-    for name in PROFILES:
-        with pytest.raises(RunError, match=rf"{name} gives losses .*q_proj\.weight of the model"):
-            run_method(name, objective, HALF)
 
 
-@pytest.mark.parametrize("name", [*RANKINGS, *PROFILES])
+@pytest.mark.parametrize("name", RANKINGS)
 def test_a_scorer_without_a_model_is_refused(name):
     with pytest.raises(UserError, match=f"method '{name}' reads the attention of a model"):
         run_method(name, WindowLandscape("additive", (2, 4), (16,)), HALF)
@@ -383,89 +374,3 @@ def test_a_ranking_finds_the_planted_local_heads(name, granularity):
     options = replace(HALF, head_granularity=granularity)
     ranked = static_mask(name, model, calibration, WINDOW, options)
     assert ranked.mask == HeadMask(is_full)
-
-
-MENU = (Window(24, 2), Window(8, 2))
-
-
-def naive_losses(values):
-    """Sums of values [L, HKV, T, T] over the keys outside each window of the menu, pair by pair."""
-    losses = np.zeros((LAYERS, HEADS // 2, 1 + len(MENU)))
-    for k, window in enumerate(MENU, 1):
-        for t in range(values.shape[-1]):
-            hidden = [j for j in range(t + 1) if t - j >= window.size and j >= window.sinks]
-            losses[..., k] += values[:, :, t, hidden].sum(axis=-1)
-    return losses
-
-
-def test_moa_is_the_change_of_the_loss_if_one_attention_value_is_masked():
-    """The other values of the row grow so that they sum to one; the loss follows its gradient."""
-    model, calibration = case()
-    twin, naive = eager_twin(model), 0.0
-    for example in calibration.examples:
-        ids, answer = torch.tensor([example.input_ids]), example.answer_length
-        out = twin(ids, output_attentions=True, use_cache=False)
-        loss = torch.nn.functional.cross_entropy(out.logits[0, -answer - 1 : -1], ids[0, -answer:])
-        slope = torch.cat(torch.autograd.grad(loss, out.attentions)).double()
-        alpha = torch.cat(out.attentions).detach().double()
-        changes = torch.zeros_like(alpha)
-        for j in range(alpha.shape[-1] - 1):
-            masked = alpha.clone()
-            masked[..., j] = 0
-            masked = masked[..., j + 1 :, :] / masked[..., j + 1 :, :].sum(dim=-1, keepdim=True)
-            rows = slice(j + 1, None)
-            changes[..., rows, j] = ((masked - alpha[..., rows, :]) * slope[..., rows, :]).sum(-1)
-        largest = changes.abs().unflatten(1, (HEADS // 2, 2)).amax(dim=2).numpy()
-        naive = naive + naive_losses(largest) / len(calibration)
-    computed = moa(model, calibration, MENU)
-    np.testing.assert_allclose(computed, naive, rtol=2e-3, atol=1e-6)
-    assert computed[..., 2].std() > 0.1 * computed[..., 2].mean()
-
-
-def test_lu_kv_is_the_attention_that_the_answers_lose():
-    model, calibration = case()
-    twin, naive, steps = eager_twin(model), 0.0, 0
-    for example in calibration.examples:
-        alpha = attentions(twin, example).unflatten(1, (HEADS // 2, 2)).mean(dim=2).numpy()
-        length, answer = len(example.input_ids), example.answer_length
-        predicts = np.array([length - 1 - answer <= t < length - 1 for t in range(length)])
-        naive = naive + naive_losses(alpha * predicts[:, None])
-        steps += answer
-    np.testing.assert_allclose(lu_kv(model, calibration, MENU), naive / steps, **CLOSE)
-
-
-@pytest.mark.parametrize("name", PROFILES)
-@pytest.mark.parametrize(("menu", "granularity"), [(MENU, 1), (MENU, 2), (MENU[1:], 1)])
-def test_a_profile_gives_the_planted_heads_their_windows(name, menu, granularity):
-    model, calibration, is_full = planted()
-    prepare_for_search(model)
-    options = replace(HALF, head_granularity=granularity)
-    run = run_method(name, Objective(model, calibration, menu), options)
-    assert run.mask == HeadMask.of_choices(np.where(is_full, 0, len(menu)))
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_finds_nearly_the_least_loss_of_all_layouts_within_its_slots(name):
-    """Of all 6,561 layouts; those without the wider window are not all as good."""
-    model, calibration = case()
-    losses = METHODS[name].load()(model, calibration, MENU).reshape(-1, 3)
-    every = np.indices((3,) * 8).reshape(8, -1).T
-    context = calibration.max_length
-    costs = np.array([context, *(window.held(context) for window in MENU)])
-    sums, slots = losses[np.arange(8), every].sum(axis=1), costs[every].sum(axis=1)
-    prepare_for_search(model)
-    objective, gains = Objective(model, calibration, MENU), []
-    for budget in (150, 200, 250):
-        slot_budgets = SlotBudgets(context, (), budget)
-        by_twos = replace(HALF, head_granularity=2)
-        pairs = run_method(name, objective, by_twos, slot_budgets=slot_budgets).mask.choices
-        assert costs[pairs].sum() <= budget
-        run = run_method(name, objective, HALF, slot_budgets=slot_budgets)
-        choices = run.mask.choices.reshape(-1)
-        assert costs[choices].sum() <= budget
-        loss = losses[np.arange(8), choices].sum()
-        ranks = (sums[slots <= budget] < loss - 1e-9).sum()
-        assert ranks <= 0.002 * (slots <= budget).sum()
-        single = (every != 1).all(axis=1) & (slots <= budget)
-        gains.append(sums[single].min() - loss)
-    assert min(gains) > -1e-9 and max(gains) > 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bosch.search.settings import SearchSettings
 
-Kind = Literal["search", "ablation", "one by one", "layer rule", "ranking", "profile", "file"]
+Kind = Literal["search", "ablation", "layer rule", "ranking", "file"]
 
 # Evaluations of both anchors.
 ANCHORS = 2
@@ -58,7 +58,7 @@ class Method:
     @property
     def reads_attention(self) -> bool:
         """Whether it reads a model's attention, on whole examples in one process."""
-        return self.kind in ("ranking", "profile")
+        return self.kind == "ranking"
 
     @property
     def seeded(self) -> bool:

@@ -87,7 +87,3 @@ register("one_plus_one", Method(
     "(1+1)", "ablation", "bosch.search.rivals:one_plus_one",
     "the (1+1) algorithm on the whole mask, without stages", _ONE_SOLVER, _whole_mask,
 ))  # fmt: skip
-register("annealing", Method(
-    "Annealing", "ablation", "bosch.search.rivals:annealing",
-    "simulated annealing on the whole mask, without stages", _ONE_SOLVER - {"race"}, _whole_mask,
-))  # fmt: skip

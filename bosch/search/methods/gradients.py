@@ -1,4 +1,4 @@
-"""Searches by gradients of the heads' gates: a tenth of the published evaluations."""
+"""Searches by gradients of the heads' gates: a tenth of the published evaluations at most."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from bosch.search.settings import SearchSettings, front_budget, plus_budget
 
 def _plus(settings: SearchSettings, num_layers: int, num_units: int) -> int:
     return ANCHORS + plus_budget(settings, num_layers)
+
+
+def _one_gradient(settings: SearchSettings, num_layers: int, num_units: int) -> int:
+    # In forward passes: forward, recomputation, and 2.5 for backward through attention.
+    gradient = 5
+    return ANCHORS + gradient + 1
 
 
 register("bosch_plus", Method(
@@ -26,4 +32,9 @@ register("learned_gates", Method(
     "Gates", "search", "bosch.search.rivals:learned_gates",
     "gates learned by gradient at an exact ratio (arXiv 2410.10819, 2606.18056)",
     frozenset({"budget_per_layer", "seed"}), _plus, gradients=True,
+))  # fmt: skip
+register("one_gradient", Method(
+    "One gradient", "search", "bosch.search.rivals:one_gradient",
+    "ranks heads by one gradient at the original model", frozenset({"strict"}), _one_gradient,
+    gradients=True,
 ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Methods without scores: layer rules, rankings and profiles of attention, a given mask."""
+"""Methods without scores: layer rules, rankings by attention, a given mask."""
 
 from __future__ import annotations
 
@@ -43,16 +43,6 @@ register("razor", Method(
 register("fisher", Method(
     "Fisher", "ranking", "bosch.baselines.fisher:fisher",
     "ranks heads by gradient-weighted mass inside the window",
-))  # fmt: skip
-register("moa", Method(
-    "MoA", "profile", "bosch.baselines.moa:moa",
-    "windows by a profile of what masked attention costs (arXiv 2406.14909)",
-    several_windows=True,
-))  # fmt: skip
-register("lu_kv", Method(
-    "LU-KV", "profile", "bosch.baselines.lu_kv:lu_kv",
-    "windows by the attention that answers lose (after arXiv 2602.08585)",
-    several_windows=True,
 ))  # fmt: skip
 register("given", Method(
     "Given", "file", "bosch.search.given:given_mask", "takes the mask of search.mask",

@@ -10,9 +10,9 @@ import numpy as np
 from bosch.search.settings import SolverName
 from bosch.search.solvers.nomad import MAX_NOMAD_VARIABLES, nomad
 from bosch.search.solvers.problem import Candidate, Problem
-from bosch.search.solvers.swaps import annealing, one_plus_one
+from bosch.search.solvers.swaps import one_plus_one
 
-__all__ = ["Candidate", "Problem", "annealing", "brute_force", "nomad", "one_plus_one", "solve"]
+__all__ = ["Candidate", "Problem", "brute_force", "nomad", "one_plus_one", "solve"]
 
 
 def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
@@ -22,8 +22,6 @@ def solve(problem: Problem, solver: SolverName, seed: int) -> Candidate:
     """
     if math.comb(problem.size, problem.quota) <= problem.budget:
         brute_force(problem)
-    elif solver == "annealing":
-        annealing(problem, seed)
     elif solver == "one_plus_one" or problem.size > MAX_NOMAD_VARIABLES:
         one_plus_one(problem, seed)
     else:

@@ -7,10 +7,6 @@ import numpy as np
 from bosch.search.solvers.problem import Bits, Problem, random_bits
 
 _TRIES_PER_STEP = 200
-# Annealing: first and last temperature, as shares of the loss's range, and the number of steps in a
-# row without a new evaluation after which it ends.
-_HOT, _COLD = 0.1, 0.001
-_FRUITLESS = 200
 
 
 def one_plus_one(problem: Problem, seed: int) -> None:
@@ -51,27 +47,3 @@ def swap(bits: Bits, count: int, rng: np.random.Generator) -> Bits:
     child[rng.choice(np.flatnonzero(bits), count, replace=False)] = False
     child[rng.choice(np.flatnonzero(~bits), count, replace=False)] = True
     return child
-
-
-def annealing(problem: Problem, seed: int) -> None:
-    """Simulated annealing (Kirkpatrick et al. 1983) by swaps on budget.
-
-    The temperature falls geometrically over the budget. Equal losses are compared by log-likelihood
-    if the problem breaks ties. Starts from a random mask; a seed determines the steps. Spends the
-    problem's budget, unless the temperature is low and every neighbour of a local optimum is known:
-    with 12 units, 6 of them sliding, half of 600 evaluations are left.
-    """
-    problem.race = False  # it accepts worse masks and needs their loss, not a bound
-    rng = np.random.default_rng(seed)
-    parent = random_bits(problem.size, problem.quota, rng)
-    parent_value = problem.value(parent)
-    fruitless = 0
-    while problem.left > 0 and fruitless < _FRUITLESS:
-        spent = problem.spent
-        child = swap(parent, 1, rng)
-        value = problem.value(child)
-        temperature = _HOT * (_COLD / _HOT) ** (problem.spent / problem.budget)
-        rise = problem.scalar(value) - problem.scalar(parent_value)
-        if value <= parent_value or rng.random() < np.exp(-rise / temperature):
-            parent, parent_value = child, value
-        fruitless = fruitless + 1 if problem.spent == spent else 0

@@ -84,7 +84,7 @@ def _text(model: StudiedModel, absent: list[tuple[float, int]]) -> str:
         f"κ = {max(options.budgets)}, in bosch_plus ten times that, since it makes a tenth of the "
         "evaluations. The full heads of every layer are a multiple of g. "
         "Methods with gradients form units of heads with similar gradients at the original "
-        "model, rankings and profiles of heads with similar scores, all others of neighbouring "
+        "model, rankings of heads with similar scores, all others of neighbouring "
         "heads. Brackets: 95 % intervals over seeds and examples; "
         f"differences are paired by example.{exclusions}"
     )
