@@ -26,6 +26,7 @@ launch/setup.sh test $versions
 bin="$root/.venv${versions:+-$versions}/bin"
 
 export BOSCH_PYTHON="$bin/python" # the interpreter of launch/torchrun.sh in the tests
+export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 # as in every process of a run (pipeline/__main__.py)
 export PYTHONDONTWRITEBYTECODE="" # imported modules are compiled once, not in every process
 failed=0
 check() {

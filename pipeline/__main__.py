@@ -34,6 +34,10 @@ if __name__ == "__main__":
     if "PYTHONPATH" in os.environ:
         entries = os.environ["PYTHONPATH"].split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
+    # Threads that wait for others spin by default: on a shared machine they take the cores that
+    # the others need. Read when torch's library loads, here and in every process started from here.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     import importlib
 
     # Plugin discovery reads the metadata of all packages, which is too slow for `status`.

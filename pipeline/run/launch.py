@@ -119,9 +119,8 @@ def stage_environment(world: World, work_dir: str) -> dict[str, str]:
     # An empty entry would mean the current directory.
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), *inherited)))
-    if world.processes_per_node > 1:
-        threads = max(cpu_cores() // world.processes_per_node, 1)
-        env.setdefault("OMP_NUM_THREADS", str(threads))
+    threads = max(cpu_cores() // world.processes_per_node, 1)
+    env.setdefault("OMP_NUM_THREADS", str(threads))
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not world.gpus:
         # Otherwise deepspeed warns in every process that it found none.

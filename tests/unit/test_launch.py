@@ -59,7 +59,7 @@ def test_options_with_which_torchrun_is_started(world: World, options: list[str]
     [
         (World(), {}, {
             "BOSCH_WORK_DIR": "/w", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": None, "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "8", "TOKENIZERS_PARALLELISM": "false",
             "DS_ACCELERATOR": "cpu", "WORLD_SIZE": None, "TQDM_DISABLE": "1",
         }),
         (World(), {}, {"TQDM_DISABLE": None}),
