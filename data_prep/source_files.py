@@ -24,7 +24,8 @@ def files_of(where: str, pattern: str, suffixes: tuple[str, ...] = ("",)) -> lis
     if path.is_dir():
         files = sorted(file for file in files_below(path) if file.name.endswith(suffixes))
         if not files:
-            expected = " or ".join(filter(None, suffixes)) or "file"
+            plain = [suffix for suffix in suffixes if suffix.count(".") == 1]
+            expected = " or ".join(plain) or "file"
             raise UserError(f"{where}: the folder {pattern} holds no {expected}")
         return files
     matches = map(Path, glob.glob(str(path), recursive=True))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
-from bosch.files import load_json, open_regular
+from bosch.files import load_json
+from data_prep.compressed import READ_FAULTS, open_plain, read_fault
 from data_prep.source_files import files_below
 
 PIECE_BYTES = 2**17
@@ -39,14 +40,14 @@ class TextFile:
     path: Path
 
     def pieces(self) -> Iterator[str]:
-        """The file's text, without a byte order mark, in pieces of bounded size.
+        """The file's text, decompressed and without a byte order mark, in pieces of bounded size.
 
         Raises UserError, with the file and the byte offset, if it cannot be read or is not UTF-8.
         """
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         offset, is_end = 0, False
         try:
-            with open_regular(self.path) as file:
+            with open_plain(self.path) as file:
                 while not is_end:
                     block, pending = file.read(PIECE_BYTES), decoder.getstate()[0]
                     is_end = not block
@@ -56,8 +57,8 @@ class TextFile:
                         text = decode_utf8(pending + block, f"{self.path}", offset - len(pending))
                     offset += len(block)
                     yield text
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read ({error.strerror})") from error
+        except READ_FAULTS as error:
+            raise read_fault(self.path, error) from error
 
 
 def read_utf8(path: Path) -> str:
@@ -66,6 +67,13 @@ def read_utf8(path: Path) -> str:
 
 # One text: a string, or a file that is read in pieces.
 Document = str | TextFile
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that is no document: what is wrong, and where."""
+
+    fault: str
 
 
 def haystack_words(essay_dir: str | Path | None) -> list[str]:

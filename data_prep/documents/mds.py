@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 
 from bosch.errors import UserError
-from bosch.files import open_regular
+from bosch.files import read_regular
 from data_prep.documents.mds_index import Shard
 
 # Errors of decoders for damaged bytes.
 _DAMAGE = (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError)
 
-_COLUMNS = ("input_ids", "indices")
+_SPANS = "indices"
 # Array dtypes by their code, the first byte of an array without a fixed dtype.
 _TYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
@@ -32,8 +32,8 @@ _TYPES = {
 }  # fmt: skip
 
 
-def read_samples(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
-    """The shard's samples as dictionaries of the columns with tokens and spans.
+def read_samples(folder: Path, shard: Shard, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The shard's samples as dictionaries of those of `columns` that it has.
 
     Raises UserError, with the file and the sample, if the shard is missing, truncated, damaged, or
     differs from its index (size, hashes, number of samples).
@@ -45,7 +45,7 @@ def read_samples(folder: Path, shard: Shard) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: expected {shard.samples} samples; the shard is damaged")
     offsets = header[1 : shard.samples + 2].tolist()
     decoders = [
-        (name, _decoder(kind, f"{path}: column {name}") if name in _COLUMNS else None)
+        (name, _decoder(kind, f"{path}: column {name}") if name in columns else None)
         for name, kind in zip(shard.column_names, shard.column_encodings, strict=True)
     ]
     for number, (begin, end) in enumerate(itertools.pairwise(offsets)):
@@ -62,8 +62,7 @@ def _shard_bytes(path: Path, shard: Shard, is_compressed: bool) -> memoryview:
     """The decompressed bytes of the shard, verified against the index."""
     stated = shard.zip_data if is_compressed and shard.zip_data is not None else shard.raw_data
     try:
-        with open_regular(path) as file:
-            stored = file.read(stated.size + 1)
+        stored = read_regular(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     stated.check(stored, path)
@@ -106,13 +105,18 @@ def _decode_sample(
 
 def _decoder(encoding: str, where: str) -> _Decoder:
     kind, *fixed = encoding.split(":")
+    if encoding == "str":
+        return lambda data: bytes(data).decode()
     if encoding == "json":
         return lambda data: json.loads(bytes(data))
+    if encoding == "bytes":  # llm-foundry before 0.8
+        return lambda data: np.frombuffer(data, "<i8")
     is_known_dtype = not fixed or fixed[0] in _TYPES.values()
     if kind == "ndarray" and is_known_dtype and len(fixed) <= 2:
         return partial(_decode_array, fixed)
     raise UserError(
-        f"{where} has the encoding {encoding[:100]}, which is not read; write it as json or ndarray"
+        f"{where} has the encoding {encoding[:100]}, which is not read; write it as str, json, "
+        "bytes (of int64) or ndarray"
     )
 
 
@@ -133,10 +137,16 @@ def _decode_array(fixed: Sequence[str], data: memoryview) -> np.ndarray:
     return np.frombuffer(data[at:], dtype).reshape(shape)
 
 
-def read_documents(
-    folder: Path, shard: Shard, tokenizer: Any, special_tokens: bool
+def read_texts(folder: Path, shard: Shard, column: str) -> Iterator[str]:
+    """Texts of the shard's documents, from a column of texts."""
+    for sample in read_samples(folder, shard, [column]):
+        yield sample[column]
+
+
+def read_tokens(
+    folder: Path, shard: Shard, column: str, tokenizer: Any, special_tokens: bool
 ) -> Iterator[str]:
-    """Texts of the shard's documents, decoded from its token ids (`input_ids`).
+    """Texts of the shard's documents, decoded from a column of token ids.
 
     A packed record (with `indices`, pairs of start and end) gives one text per document.
 
@@ -147,13 +157,10 @@ def read_documents(
     Raises UserError if the shard is damaged, or has tokens that this tokenizer does not know.
     """
     path = shard.file(folder)[0]
-    if "input_ids" not in shard.column_names:
-        names = ", ".join(shard.column_names)[:200]
-        raise UserError(f"{path}: no column `input_ids` (there is {names})")
     vocabulary = len(tokenizer)
-    for row, sample in enumerate(read_samples(folder, shard)):
+    for row, sample in enumerate(read_samples(folder, shard, [column, _SPANS])):
         where = f"{path}, sample {row}"
-        ids = _token_ids(sample["input_ids"], vocabulary, tokenizer.name_or_path, where)
+        ids = _token_ids(sample[column], column, vocabulary, tokenizer.name_or_path, where)
         for begin, end in _spans(sample, len(ids), where):
             yield tokenizer.decode(
                 ids[begin:end].tolist(),
@@ -162,10 +169,10 @@ def read_documents(
             )
 
 
-def _token_ids(values: Any, vocabulary: int, tokenizer: str, where: str) -> np.ndarray:
-    ids = _whole_numbers(values, "input_ids", where)
+def _token_ids(values: Any, column: str, vocabulary: int, tokenizer: str, where: str) -> np.ndarray:
+    ids = _whole_numbers(values, column, where)
     if ids.ndim != 1:
-        raise UserError(f"{where}: input_ids has {ids.ndim} dimensions; expected 1")
+        raise UserError(f"{where}: {column} has {ids.ndim} dimensions; expected 1")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         token = int(ids.min()) if ids.min() < 0 else int(ids.max())
         raise UserError(
@@ -176,16 +183,16 @@ def _token_ids(values: Any, vocabulary: int, tokenizer: str, where: str) -> np.n
 
 
 def _spans(sample: dict[str, Any], tokens: int, where: str) -> list[tuple[int, int]]:
-    if "indices" not in sample:
+    if _SPANS not in sample:
         return [(0, tokens)]
-    spans = _whole_numbers(sample["indices"], "indices", where)
+    spans = _whole_numbers(sample[_SPANS], _SPANS, where)
     if not spans.size:
         return []
     if spans.ndim != 2 or spans.shape[1] != 2:
-        raise UserError(f"{where}: indices has the shape {spans.shape}; expected pairs")
+        raise UserError(f"{where}: {_SPANS} has the shape {spans.shape}; expected pairs")
     begins, ends = spans[:, 0], spans[:, 1]
     if int(begins.min()) < 0 or bool((begins > ends).any()) or int(ends.max()) > tokens:
-        raise UserError(f"{where}: indices has a span outside the record's {tokens:,} tokens")
+        raise UserError(f"{where}: {_SPANS} has a span outside the record's {tokens:,} tokens")
     return [(int(begin), int(end)) for begin, end in spans.tolist()]
 
 

@@ -12,10 +12,9 @@ from bosch.errors import UserError
 from bosch.files import load_json
 
 INDEX = "index.json"
-
-# Names of the hashes that an index may have: those of xxhash and of hashlib.
-_XXHASH = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
-_HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake")} | _XXHASH
+# Columns of token ids, as llm-foundry and others name them.
+_TOKENS = ("input_ids", "tokens")
+_TEXT = "text"  # the default of text_field
 
 # Offsets in a shard are 32-bit.
 _Size = Annotated[int, Field(ge=0, lt=2**32)]
@@ -39,7 +38,7 @@ class ShardFile(_Model):
                 f"{path}: has {len(data):,} bytes where {INDEX} states {self.size:,}; get it again"
             )
         for name, stated in self.hashes.items():
-            if _digest(name, data) != stated.lower():
+            if _digest(name, data, path) != stated.lower():
                 raise UserError(
                     f"{path}: its {name} is not the one that {INDEX} states; get it again"
                 )
@@ -69,6 +68,21 @@ class Shard(_Model):
                 return path, entry is not self.raw_data
         raise UserError(f"{path}: this shard is in {INDEX} but not in the folder; get it again")
 
+    def document_column(self, where: str, text_field: str) -> str:
+        """The column with the documents: `text_field`, by default also a column of tokens.
+
+        Raises UserError if there is none.
+        """
+        for name in (text_field, *(_TOKENS if text_field == _TEXT else ())):
+            if name in self.column_names:
+                return name
+        names = ", ".join(self.column_names)[:200]
+        raise UserError(f"{where}: no column `{text_field}` (there is {names}); set text_field")
+
+    def is_text(self, column: str) -> bool:
+        """Whether a column holds texts rather than tokens."""
+        return self.column_encodings[self.column_names.index(column)] == "str"
+
 
 def read_index(path: Path) -> list[Shard]:
     """The shards of an index, in order.
@@ -93,8 +107,7 @@ def _shard(path: Path, number: int, entry: Any) -> Shard:
         shard = Shard.model_validate(entry)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(f"{name}"[:50] for name in ("shards", number, *fault["loc"]))
-        field = "".join(c if c.isprintable() else "?" for c in field)
+        field = ".".join(map(str, ("shards", number, *fault["loc"])))
         raise _index_error(path, f"{field}: {fault['msg']}") from None
     if reason := _fault(shard):
         raise UserError(f"{path}: shards.{number}: {reason}")
@@ -109,29 +122,21 @@ def _fault(shard: Shard) -> str | None:
     columns = len(shard.column_names)
     if not columns == len(shard.column_encodings) == len(shard.column_sizes):
         return "column_names, column_encodings and column_sizes have different lengths"
-    if len(set(shard.column_names)) < columns:
-        return "a column's name appears twice"
     for entry in filter(None, (shard.raw_data, shard.zip_data)):
         name = PurePosixPath(entry.basename)
-        is_plain = entry.basename.isprintable() and len(entry.basename) <= 1024
-        if not is_plain or name.is_absolute() or ".." in name.parts or not name.name:
-            return (
-                f"the file name {entry.basename[:100]!r} leads out of the folder or is no file "
-                "name; only shards below the index are read"
-            )
-        if any(len(folder.encode()) > 255 for folder in name.parts):
-            return "a file name is longer than 255 bytes"
-        unknown = sorted(set(entry.hashes) - _HASHES)
-        if unknown:
-            return f"unknown kind of hash {unknown[0][:100]!r}; expected one of hashlib's"
+        if name.is_absolute() or ".." in name.parts or not name.name:
+            return f"the file name {entry.basename!r:.100} leads out of the folder"
     if shard.zip_data is not None and (shard.compression or "").split(":")[0] != "zstd":
-        return f"compressed with {(shard.compression or 'nothing')[:100]!r}; only zstd can be read"
+        return f"compressed with {shard.compression or 'nothing'!r:.100}; only zstd can be read"
     return None
 
 
-def _digest(name: str, data: Any) -> str:
-    if name not in _XXHASH:
-        return hashlib.new(name, data, usedforsecurity=False).hexdigest()
+def _digest(name: str, data: Any, path: Path) -> str:
     import xxhash
 
-    return str(getattr(xxhash, name)(data).hexdigest())
+    try:
+        if name in xxhash.algorithms_available:
+            return str(getattr(xxhash, name)(data).hexdigest())
+        return hashlib.new(name, data, usedforsecurity=False).hexdigest()
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: {INDEX} states an unknown kind of hash, {name!r:.100}") from None

@@ -3,8 +3,9 @@
 A shard is a folder with `ids.int32`, the concatenated token ids of its documents, and
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. Tokens include the closing
 end-of-text token; both are 0 for a document that the filters leave out. `whole.json` has the
-SHA-256 of both. The folder is renamed into place when it is complete, unless a file of its part has
-changed since the source was listed. A shard's content does not depend on other shards.
+SHA-256 of both, and what is wrong with the records that were skipped. The folder is renamed into
+place when it is complete, unless a file of its part has changed since the source was listed. A
+shard's content does not depend on other shards.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from bosch.this_process import die_with_parent
 from data_prep.documents.filters import Filters
 from data_prep.documents.sources import Part, Source, list_parts, read_part
 from data_prep.documents.tokenizer import WINDOW, Encoder
-from data_prep.text import Document, TextFile
+from data_prep.text import BadRecord, Document, TextFile
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Block:
     ids: np.ndarray  # [tokens] int32
     offsets: np.ndarray  # [documents + 1] int64
     left_out: int = 0  # number of documents that the source's filters leave out
+    skipped: Sequence[str] = ()  # what is wrong with each bad record
 
     @property
     def documents(self) -> int:
@@ -80,6 +82,10 @@ class TokenisedSource:
     @property
     def left_out(self) -> int:
         return sum(block.left_out for block in self.blocks)
+
+    @property
+    def skipped(self) -> int:
+        return sum(len(block.skipped) for block in self.blocks)
 
     @property
     def bytes_per_token(self) -> float:
@@ -133,11 +139,15 @@ def tokenise_source(
     )
     blocks: list[Block] = []
     text_bytes, total = 0, 0
+    skipped: list[str] = []
     results = in_order(work, jobs, workers)
     try:
         for path in results:
             block, part_bytes = read_shard(path)
             blocks.append(block)
+            skipped += block.skipped
+            if len(skipped) > source.skip_bad_records:
+                raise _too_many(source, skipped[source.skip_bad_records])
             text_bytes += part_bytes
             bar.update(min(block.tokens, max(tokens - total, 0)), note=source.name)
             total += block.tokens
@@ -154,7 +164,18 @@ def tokenise_source(
         if left_out := sum(block.left_out for block in blocks):
             raise UserError(f"source {source.name}: its filters leave out all {left_out} documents")
         raise UserError(f"source {source.name}: its files hold no text (path {source.path})")
+    if skipped:
+        logger.warning(
+            "source %s: skipped %s bad records, the first: %s", source.name, f"{len(skipped):,}",
+            skipped[0],
+        )  # fmt: skip
     return TokenisedSource(source, blocks, text_bytes)
+
+
+def _too_many(source: Source, fault: str) -> UserError:
+    limit = source.skip_bad_records
+    which = f" (bad record {limit + 1:,}; skip_bad_records is {limit:,})" if limit else ""
+    return UserError(fault + which)
 
 
 def in_order(
@@ -207,13 +228,14 @@ def _tokenise_part(
     with files.replacing(path) as temporary:
         temporary.mkdir()
         with (temporary / _IDS).open("wb", buffering=_BUFFER_BYTES) as sink:
-            documents = read_part(part, source)
+            skipped: list[str] = []
+            documents = _without_bad_records(read_part(part, source), source, skipped)
             lengths = _write_documents(documents, encoder, source.filters, sink)
             # An array, since a compressed file may have millions of documents.
             sizes = np.fromiter(lengths, np.dtype((np.int64, 2)))
         np.save(temporary / _DOCUMENTS, sizes)
         hashes = files.file_hashes(temporary, [_IDS, _DOCUMENTS])
-        files.write_json(temporary / _RECORD, {"sha256": hashes})
+        files.write_json(temporary / _RECORD, {"sha256": hashes, "skipped": skipped})
         changed = files.changed_file(stamps)
         if changed is not None:
             raise RunError(
@@ -221,6 +243,19 @@ def _tokenise_part(
                 "the same command again"
             )
     return path
+
+
+def _without_bad_records(
+    documents: Iterable[Document | BadRecord | None], source: Source, skipped: list[str]
+) -> Iterator[Document | None]:
+    """The other documents; appends to `skipped`. UserError where a part alone has too many."""
+    for document in documents:
+        if isinstance(document, BadRecord):
+            if len(skipped) == source.skip_bad_records:
+                raise _too_many(source, document.fault)
+            skipped.append(document.fault)
+        else:
+            yield document
 
 
 _LEFT_OUT = (0, 0)
@@ -322,4 +357,5 @@ def read_shard(path: Path) -> tuple[Block, int]:
     offsets = np.concatenate([[0], np.cumsum(tokens[is_used])])
     # A plain array over the map, since slicing a memmap costs ten times as much.
     ids = np.asarray(np.memmap(path / _IDS, np.int32, "r") if offsets[-1] else (), np.int32)
-    return Block(ids, offsets, int((~is_used).sum())), int(text_bytes.sum())
+    skipped = files.read_record(path / _RECORD)["skipped"]
+    return Block(ids, offsets, int((~is_used).sum()), skipped), int(text_bytes.sum())

@@ -9,13 +9,14 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bosch.commands import Command
 from bosch.errors import UserError, control_character
-from bosch.files import NOT_REGULAR, write_text
+from bosch.files import NOT_REGULAR, read_json, write_text
 from data_prep.documents.mds_index import INDEX
-from data_prep.documents.sources import KINDS
+from data_prep.documents.sources import KINDS, Source
 from data_prep.source_files import files_below
 from pipeline.commands.paths import typed_path
 from pipeline.recipe.load import ROOT, listing, load_recipe
@@ -23,7 +24,7 @@ from pipeline.recipe.model_shape import read_model
 from pipeline.recipe.yaml_file import parse_yaml
 from stages.formats import format_length
 from stages.inputs import is_hub_name
-from stages.stage import folder_name
+from stages.stage import call, folder_name
 
 COMMAND = Command("write a recipe for your own model, with a smoke test")
 SCHEMA = ROOT / "docs" / "reference" / "recipe.schema.json"
@@ -39,6 +40,7 @@ SMOKE = (
 )
 _LONGEST, _SHORTEST = 4096, 512
 _KINDS = {name: kind.suffixes for name, kind in KINDS.items() if all(kind.suffixes)}
+_JSON_BELOW = os.path.join("**", "*.json")
 _PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 _RECIPE = """\
 # yaml-language-server: $schema={schema}
@@ -97,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     for typed in filter(None, (options.model, options.data, options.output)):
         if len(typed.splitlines()) > 1 or control_character(typed) is not None:
             raise UserError(f"{typed!r}: holds a line break or control character; rename it")
+    source = None if options.data is None else _source_of(options.data)
     name = os.path.basename(os.path.abspath(options.model)).lower().replace(".", "p")
     file = Path(options.output or f"my_{re.sub('[^a-z0-9]+', '_', name)}.yaml")
     if os.path.lexists(file):
@@ -120,35 +123,44 @@ def run(options: argparse.Namespace) -> int:
             f"{options.model}: has {length} positions; a recipe's needle tasks need {_SHORTEST}"
         )
     length = 1 << length.bit_length() - 1  # a power of two
-    write_text(file, recipe_text(file, options.model, options.data, length))
+    write_text(file, recipe_text(file, options.model, options.data, source, length))
     print(f"{typed_path(file.absolute())}: written; check it, try it, run it:")
     for command in ("validate", "plan"):
         print(f"  bosch {command} {shlex.quote(str(file))}")
     print(f"  {_smoke(file)}\n  bosch run {shlex.quote(str(file))}")
-    if options.data is not None and (unread := _unread(options.data)):
+    if source is not None and (unread := _unread(options.data, source)):
         print(f"--data {options.data}: files not read: {len(unread)}, like {unread[0]}")
     try:
-        load_recipe(file, fetch=False)
+        faults = list(
+            call("stages.prepare.run:first_document_faults", load_recipe(file, fetch=False))
+        )
     except UserError as fault:
-        print(f"before it can run: {fault}")
+        faults = [str(fault)]
+    for text in faults:
+        print(f"before it can run: {text}")
     return 0
 
 
-def recipe_text(file: Path, model: str, data: str | None, length: int) -> str:
+def recipe_text(
+    file: Path, model: str, data: str | None, source: Source | None, length: int
+) -> str:
     """The recipe at `file` for sequences of `length` tokens."""
     folder = file.absolute().parent
-    source = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"
-    if data is not None:
-        kind, path = _kind(data), _relative_path(folder, data)
-        data_path = Path(os.path.expanduser(data))
-        if data_path.is_dir() and _holds_json(_names(data_path)):
-            path = os.path.join(glob.escape(path), "**", "*.json")
-        source = f"{{name: mine, kind: {kind}, path: {_yaml(path)}}}"
+    text = "{name: python, kind: python_docs}   # --data of `bosch new` names your own"
+    if source is not None and data is not None:
+        path = _relative_path(folder, data)
+        if source.path != data:
+            path = os.path.join(glob.escape(path), _JSON_BELOW)
+        fields = {"name": source.name, "kind": source.kind, "path": path}
+        for name, default in (("text_field", "text"), ("split", "train")):
+            if (value := getattr(source, name)) != default:
+                fields[name] = value
+        text = f"{{{', '.join(f'{name}: {_yaml(value)}' for name, value in fields.items())}}}"
     return _RECIPE.format(
         schema=os.path.relpath(SCHEMA, folder) if ROOT in (folder, *folder.parents) else SCHEMA,
         smoke=_smoke(file),
         model=_yaml(_relative_path(folder, model)),
-        source=source,
+        source=text,
         length=format_length(length),
         lengths=", ".join(format_length(n) for n in (length // 2, length) if n >= _SHORTEST),
         window=length // 16,
@@ -172,9 +184,29 @@ def _yaml(text: str) -> str:
     return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
-def _kind(data: str) -> str:
-    """The kind of source for a path; raises UserError where no kind fits."""
+def _source_of(data: str) -> Source:
+    """The source at a path; raises UserError where no kind fits."""
     path = Path(os.path.expanduser(data))
+    kind, split = _kind(data, path), "train"
+    if not path.exists():
+        return Source("mine", kind, data)
+    if kind == "huggingface":
+        split = _saved_split(path)
+    is_json = path.is_dir() and kind == "jsonl" and _holds_json(_names(path))
+    pattern = os.path.join(glob.escape(data), _JSON_BELOW) if is_json else data
+    source = Source("mine", kind, pattern, split=split)
+    record = KINDS[kind].first_record(source)
+    texts = {name: value for name, value in record.items() if isinstance(value, str)}
+    if not record or ("text" in record and (record["text"] is None or "text" in texts)):
+        return source
+    if not texts:
+        names = ", ".join(map(str, record))
+        raise UserError(f"--data {data}: no field of its first record is text (there is {names})")
+    # The longest text is the document.
+    return replace(source, text_field=max(texts, key=lambda name: len(texts[name])))
+
+
+def _kind(data: str, path: Path) -> str:
     if not path.exists():
         if is_hub_name(data, Path.cwd()):
             return "huggingface"
@@ -186,12 +218,24 @@ def _kind(data: str) -> str:
         raise UserError(f"--data {data}: is an empty folder")
     if INDEX in names and any(".mds" in name for name in names):
         return "mds"
+    if any(name.endswith(".arrow") for name in names) and _saved_split(path):
+        return "huggingface"
     kinds = [kind for kind, ends in _KINDS.items() if any(name.endswith(ends) for name in names)]
     if len(kinds) > 1:
         raise UserError(f"--data {data}: holds {' and '.join(kinds)}; name the files of one kind")
     if kinds:
         return kinds[0]
     return "jsonl" if _holds_json(names) else "text"
+
+
+def _saved_split(folder: Path) -> str:
+    """The training split, or the first one, of a folder by `save_to_disk`; empty for others."""
+    splits = read_json(folder / "dataset_dict.json")
+    if isinstance(splits, dict):
+        names = list(splits.get("splits", ()))
+        return "train" if "train" in names or not names else str(names[0])
+    state = read_json(folder / "state.json")
+    return str(state.get("_split") or "train") if isinstance(state, dict) else ""
 
 
 def _holds_json(names: Sequence[str]) -> bool:
@@ -207,11 +251,10 @@ def _names(path: Path) -> list[str]:
     return [path.name] if path.is_file() else sorted(file.name for file in files_below(path))
 
 
-def _unread(data: str) -> list[str]:
-    """Files below a folder that its kind of source does not read; empty for MDS shards."""
-    path, kind = Path(os.path.expanduser(data)), _kind(data)
-    if not path.is_dir() or kind == "mds":
+def _unread(data: str, source: Source) -> list[str]:
+    """Files below a folder that its kind of source does not read; empty for shards of a dataset."""
+    path = Path(os.path.expanduser(data))
+    if not path.is_dir() or source.kind in ("mds", "huggingface"):
         return []
-    names = _names(path)
-    suffixes = (".json",) if _holds_json(names) else KINDS[kind].suffixes
-    return [name for name in names if not name.endswith(suffixes)]
+    suffixes = (".json",) if source.path != data else KINDS[source.kind].suffixes
+    return [name for name in _names(path) if not name.endswith(suffixes)]

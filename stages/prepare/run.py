@@ -19,7 +19,7 @@ from data_prep.documents.packing import DocumentStream, Packed, mix, pack, write
 from data_prep.documents.sources import KINDS, Source
 from data_prep.documents.tokenization import tokenise_source
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec, load_tokenizer
-from data_prep.text import essay_identity, haystack_words
+from data_prep.text import BadRecord, essay_identity, haystack_words
 from stages.context import StageConfig
 from stages.prepare.stage import (
     CALIBRATION,
@@ -52,6 +52,8 @@ def run(
         model = config.model
         spec = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
         tokenizer = load_tokenizer(spec)
+        for source in config.section.sources:
+            _read_first_document(source, config.section.sequence_length)
         calibration = _calibration(config, tokenizer, work_dir)
         config.check_inputs()
         training_data = write_training_data(config, spec, work_dir)
@@ -79,22 +81,35 @@ def allow_open_files() -> None:
 
 
 def first_document_faults(loaded: LoadedRecipe) -> Iterator[str]:
-    """Reasons why the first document of a source cannot be read.
+    """Reasons why the tokenizer or the first document of a source cannot be read.
 
-    Sources on the hub, and those whose tokenizer may be there, are not checked.
+    What may be on the hub is not checked.
     """
-    prepare = loaded.recipe[PrepareConfig]
-    for number, section in enumerate(prepare.sources):
-        kind = KINDS[section.kind]
-        if section.path is None or kind.needs_tokenizer or kind.is_remote(section.path):
-            continue
-        source = _source(section)
+    prepare, model = loaded.recipe[PrepareConfig], loaded.recipe.model
+    folder = Path(model.path)
+    if folder.is_dir() and not (folder / "tokenizer.json").exists():  # made from another form
         try:
-            part = next(iter(kind.parts(source, 0, prepare.sequence_length)), None)
-            if part is not None:
-                next(iter(kind.read(part, source)), None)
+            load_tokenizer(TokenizerSpec(model.path, None, model.trust_remote_code))
+        except UserError as fault:
+            yield f"model.path: {fault}"
+    for number, section in enumerate(prepare.sources):
+        if section.path is None or KINDS[section.kind].is_remote(section.path):
+            continue
+        try:
+            _read_first_document(section, prepare.sequence_length)
         except UserError as fault:
             yield f"prepare.sources.{number}: {fault}"
+
+
+def _read_first_document(section: SourceConfig, sequence_length: int) -> None:
+    """Raise UserError if the source's first document cannot be read, or is a bad record."""
+    source, kind = _source(section), KINDS[section.kind]
+    part = next(iter(kind.parts(source, 0, sequence_length)), None)
+    if part is None or (source.tokenizer and not Path(source.tokenizer).is_dir()):
+        return
+    document = next(iter(kind.read(part, source)), None)
+    if isinstance(document, BadRecord) and not source.skip_bad_records:
+        raise UserError(document.fault)
 
 
 def _calibration(
@@ -159,6 +174,7 @@ def write_training_data(
                 "epochs": stream.epochs,
                 "bytes_per_token": t.bytes_per_token,
                 "left_out": t.left_out,
+                "skipped": t.skipped,
                 "lengths": t.length_histogram(),
             }
             for t, stream in zip(tokenised, streams, strict=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from bosch.errors import UserError
 from bosch.files import NOT_REGULAR, irregular_entries
@@ -19,6 +19,7 @@ from data_prep.source_files import class_of_config, tokenizer_files
 from data_prep.tasks.tables import NeedleTask
 from stages.cost import Cost, Devices
 from stages.fields import (
+    MOST,
     Count,
     Flag,
     Line,
@@ -26,6 +27,7 @@ from stages.fields import (
     PathText,
     Section,
     different,
+    parse_count,
     regular_expression,
 )
 from stages.formats import counted, format_hours
@@ -106,7 +108,11 @@ class SourceConfig(Section):
     """File, folder or glob, needed by the file kinds; huggingface: name on the hub, or a directory
     with a dataset's files."""
     text_field: Line = "text"
-    """Field of a record that holds the text."""
+    """Field of a record, or column of a table, that holds the text; for mds also a column of token
+    ids (by default input_ids or tokens, where there is no text)."""
+    skip_bad_records: Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=MOST)] = 0
+    """Records that may be skipped because they are damaged or have no text; one more ends the
+    run."""
     subset: Line | None = None
     """huggingface: the dataset's configuration."""
     split: Line = "train"
@@ -116,7 +122,7 @@ class SourceConfig(Section):
     tokenizer: Annotated[
         PathText | None, Input(_tokenizer_identity, _check_tokenizer, lambda *_: True)
     ] = None
-    """mds: tokenizer the shards were written with, to detokenise them."""
+    """mds with tokens: tokenizer the shards were written with, to detokenise them."""
     weight: Number = Field(1.0, gt=0)
     """Share of the training tokens, relative to the other sources."""
     special_tokens: Flag = False
@@ -196,9 +202,12 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
             yield f"{where}: a source of kind {source.kind} needs a path"
         if not kind.needs_path and source.path:
             yield f"{where}: a source of kind {source.kind} takes no path"
-        if kind.needs_tokenizer != (source.tokenizer is not None):
-            names = [name for name, kind in KINDS.items() if kind.needs_tokenizer]
-            yield f"{where}: tokenizer is needed by kind {', '.join(names)} and by no other kind"
+        if source.tokenizer is not None and not kind.takes_tokenizer:
+            names = [name for name, kind in KINDS.items() if kind.takes_tokenizer]
+            yield f"{where}: tokenizer is for kind {', '.join(names)} alone"
+        if source.skip_bad_records and not kind.has_fields:
+            names = [name for name, kind in KINDS.items() if kind.has_fields]
+            yield f"{where}: skip_bad_records is for kinds {', '.join(names)} alone"
         yield from _dataset_faults(where, source)
         yield from _output_faults(where, source, loaded.output_root)
         yield from _filter_faults(where, source)
@@ -223,7 +232,7 @@ def _dataset_faults(where: str, source: SourceConfig) -> Iterator[str]:
 def _output_faults(where: str, source: SourceConfig, root: Path) -> Iterator[str]:
     """A fault if the source's folder contains the run's output."""
     kind = KINDS[source.kind]
-    if not source.path or kind.needs_tokenizer or not ".jsonl".endswith(kind.suffixes):
+    if not source.path or kind.takes_tokenizer or not ".jsonl".endswith(kind.suffixes):
         return  # the source does not read .jsonl, which a run writes
     folder, output = Path(os.path.realpath(source.path)), Path(os.path.realpath(root))
     if not folder.is_dir() or not output.is_relative_to(folder):

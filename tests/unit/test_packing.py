@@ -166,11 +166,11 @@ def tiny_encoder() -> Encoder:
 
 
 def tokenise(
-    corpus, folder, workers=1, tokens=10**9, kind="text", stamps=(), filters=None, special=False
+    corpus, folder, workers=1, tokens=10**9, kind="text", stamps=(), filters=None, **fields
 ):
     filters = filters or Filters()
     return tokenise_source(
-        Source("s", kind, str(corpus / "corpus"), filters=filters, special_tokens=special),
+        Source("s", kind, str(corpus / "corpus"), filters=filters, **fields),
         tiny_encoder(),
         corpus / folder,
         tokens=tokens,
@@ -220,7 +220,7 @@ def test_special_tokens_are_kept_if_the_source_says_so(tmp_path, length, monkeyp
     (tmp_path / "corpus" / "a.txt").write_text(text)
     tokenizer = tiny_tokenizer()
     as_text, as_tokens = (
-        contents(tokenise(tmp_path, f"shards {special}", special=special))[0]
+        contents(tokenise(tmp_path, f"shards {special}", special_tokens=special))[0]
         for special in (False, True)
     )
     assert as_tokens[: len(tokenizer(text)["input_ids"])] == tokenizer(text)["input_ids"]
@@ -495,3 +495,24 @@ def test_characters_of_a_file_are_counted(tmp_path):
     file = TextFile(tmp_path / "a.txt")
     assert Filters(max_characters=300_000).allow_text(file)
     assert not Filters(max_characters=299_999).allow_text(file)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_records_are_skipped_up_to_a_number(tmp_path, monkeypatch, caplog, workers):
+    """Counted over all parts of the source; a finished part keeps its number."""
+    lines = [json.dumps({"text": f"text {n}", "n": n}) for n in range(9)]
+    lines[2], lines[5], lines[7] = '{"text": null}', "{oops", '{"body": "x"}'
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(lines))
+    if workers == 1:
+        monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 50)
+    with pytest.raises(UserError, match=r"a\.jsonl, line (3|6|8): ") as caught:
+        tokenise(tmp_path, "none", workers, kind="jsonl")
+    assert "bad record" not in str(caught.value)
+    with pytest.raises(UserError, match=r"line \d: .* \(bad record 3; skip_bad_records is 2\)$"):
+        tokenise(tmp_path, "two", workers, kind="jsonl", skip_bad_records=2)
+    for _ in range(2):
+        tokenised = tokenise(tmp_path, "three", workers, kind="jsonl", skip_bad_records=3)
+        assert tokenised.skipped == 3 and tokenised.left_out == 0
+        assert sorted(passing(tokenised)) == [f"text {n}" for n in (0, 1, 3, 4, 6, 8)]
+    assert caplog.text.count("source s: skipped 3 bad records, the first: ") == 2

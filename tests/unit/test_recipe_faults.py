@@ -163,8 +163,9 @@ def test_brackets_in_the_name_of_a_recipes_folder_are_no_glob(tmp_path: Path) ->
         ("prepare.sources=[{name: a, kind: retrieval}, {name: b, kind: retrieval}]", "two of kind"),
         (
             "prepare.sources.0.tokenizer=org/name",
-            "prepare.sources.0: tokenizer is needed by kind mds",
+            "prepare.sources.0: tokenizer is for kind mds alone",
         ),
+        ("prepare.sources.0.skip_bad_records=1", "skip_bad_records is for kinds csv, huggingface,"),
         ("prepare.sources.0.split=test", "prepare.sources.0: subset, split and revision are for"),
         ("prepare.sources.0.filters.matches.lang=en", "filters.matches: a source of kind text has"),
         (
@@ -615,12 +616,30 @@ def test_validate_reads_the_first_document_of_each_source(
     case.content["prepare"]["sources"].append(shards)
     case.save()
     assert main(["validate", str(case.file)]) == 0
+    shards["text_field"] = "gone"
+    case.save()
+    assert main(["validate", str(case.file)]) == 2
+    said = "index.json: no column `gone` (there is domain, input_ids, length); set text_field"
+    assert said in capsys.readouterr().err
+    del shards["text_field"]
     (case.folder / "tokenizer").mkdir()
     os.mkfifo(case.folder / "tokenizer" / "merges.txt")
     shards["tokenizer"] = "tokenizer"
     case.save()
     assert main(["validate", str(case.file)]) == 2
     assert f"{case.folder}/tokenizer/merges.txt is " in capsys.readouterr().err
+
+
+def test_validate_loads_a_tokenizer_of_sentencepiece(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers converts it, which may fail, so a run is not the first to try."""
+    (case.model / "tokenizer.json").unlink()
+    (case.model / "tokenizer.model").write_bytes(b"no model")
+    assert main(["validate", str(case.file)]) == 2
+    said = capsys.readouterr().err
+    assert f"model.path: {case.model}: no tokenizer could be loaded from here" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

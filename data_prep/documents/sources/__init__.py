@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ from bosch.errors import UserError
 from data_prep.documents.filters import Filters
 from data_prep.documents.mds_index import Shard
 from data_prep.source_files import files_of
-from data_prep.text import Document
+from data_prep.text import BadRecord, Document
 
 PART_BYTES = 4 * 2**20
 
@@ -39,6 +39,7 @@ class Source:
     split: str = "train"
     revision: str | None = None
     special_tokens: bool = False
+    skip_bad_records: int = 0
     filters: Filters = field(default_factory=Filters)
 
     @property
@@ -70,7 +71,7 @@ class Kind:
 
     `about` describes it in the recipe's reference. `needs_path`: its documents are in files; of a
     folder those are read that end with one of `suffixes`. `has_fields`: they are records with
-    further fields. `needs_tokenizer`: they are tokens of another model. `is_dataset`: it has
+    further fields. `takes_tokenizer`: they may be tokens of another model. `is_dataset`: it has
     subsets and splits. `is_endless`: it generates documents without end, in the order of its parts.
     """
 
@@ -78,7 +79,7 @@ class Kind:
     suffixes: tuple[str, ...] = ("",)
     needs_path = True
     has_fields = False
-    needs_tokenizer = False
+    takes_tokenizer = False
     is_dataset = False
     is_endless = False
 
@@ -105,11 +106,15 @@ class Kind:
     def check_file(self, where: str, file: Path) -> None:
         """Raise UserError for a damaged file, without reading all of it."""
 
+    def first_record(self, source: Source) -> Mapping[str, Any]:
+        """The fields of the first record, or the columns that may hold texts; empty if unknown."""
+        return {}
+
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         """The source's parts; an endless source has an order by `seed`."""
         raise NotImplementedError
 
-    def read(self, part: Part, source: Source) -> Iterable[Document | None]:
+    def read(self, part: Part, source: Source) -> Iterable[Document | BadRecord | None]:
         """The documents of a part, as in `read_part`."""
         raise NotImplementedError
 
@@ -149,7 +154,7 @@ def list_parts(source: Source, seed: int, sequence_length: int) -> Iterator[Part
         yield parts[index]
 
 
-def read_part(part: Part, source: Source) -> Iterator[Document | None]:
+def read_part(part: Part, source: Source) -> Iterator[Document | BadRecord | None]:
     """The part's documents, empty ones included; None for a document that a pattern leaves out.
 
     Raises UserError, with the file and the byte, line, row or sample, if a file is damaged, and

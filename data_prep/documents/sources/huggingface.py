@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data_prep.documents.sources import Kind, Part, Source, records
@@ -10,12 +10,15 @@ from data_prep.source_files import is_local
 
 
 class _HuggingFace(Kind):
-    about = "a dataset of the hub, streamed"
+    about = "a dataset of the hub, streamed, or of `save_to_disk`"
     has_fields = True
     is_dataset = True
 
     def is_remote(self, path: str) -> bool:
         return not is_local(path)
+
+    def first_record(self, source: Source) -> Mapping[str, Any]:
+        return next(iter(_dataset(source)), {})
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         return [Part((), number) for number in range(_dataset(source).num_shards)]

@@ -1,10 +1,10 @@
-"""MDS shards of MosaicML's streaming datasets, with tokens of another model."""
+"""MDS shards of MosaicML's streaming datasets, with texts or with tokens of another model."""
 
 from __future__ import annotations
 
 import glob
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from data_prep.source_files import files_below
 
 class _Mds(Kind):
     about = "MDS shards below `path`"
-    needs_tokenizer = True
+    takes_tokenizer = True
 
     def files(self, where: str, path: str) -> list[Path]:
         """The index files; only the merged index if a folder has one."""
@@ -39,19 +39,35 @@ class _Mds(Kind):
     def check_file(self, where: str, file: Path) -> None:
         read_index(file)
 
+    def first_record(self, source: Source) -> Mapping[str, Any]:
+        shard = next((shard for index in source.files for shard in read_index(index)), None)
+        names = shard.column_names if shard is not None else ()
+        return {name: name for name in names if shard is not None and shard.is_text(name)}
+
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for index in source.files:
             for shard in read_index(index):
                 shard.file(index.parent)  # raises if the file is missing
+                column = shard.document_column(f"source {source.name}: {index}", source.text_field)
+                if source.tokenizer is None and not shard.is_text(column):
+                    raise UserError(
+                        f"source {source.name}: column `{column}` of {index} holds tokens; name "
+                        "their tokenizer as `tokenizer`"
+                    )
                 yield Part((index.parent,), shard=shard)
 
     def read(self, part: Part, source: Source) -> Any:
-        assert source.tokenizer is not None and part.shard is not None
+        assert part.shard is not None
+        [folder], shard = part.paths, part.shard
+        column = shard.document_column(f"source {source.name}", source.text_field)
         tokenizers, mds = (
             importlib.import_module(f"data_prep.documents.{name}") for name in ("tokenizer", "mds")
         )
+        if shard.is_text(column):
+            return mds.read_texts(folder, shard, column)
+        assert source.tokenizer is not None
         tokenizer = tokenizers.load_tokenizer(tokenizers.TokenizerSpec(source.tokenizer))
-        return mds.read_documents(part.paths[0], part.shard, tokenizer, source.special_tokens)
+        return mds.read_tokens(folder, shard, column, tokenizer, source.special_tokens)
 
 
 KIND = _Mds()

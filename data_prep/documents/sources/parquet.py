@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,12 @@ class _Parquet(Kind):
         if int.from_bytes(footer_length, "little") > size - _MIN_BYTES:
             raise UserError(f"{where}: {file} is a damaged Parquet file (its footer does not fit)")
 
+    def first_record(self, source: Source) -> Mapping[str, Any]:
+        return next(records().parquet_rows(source.files[0], 0), {})
+
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for file in source.files:
-            for group in range(records().parquet_row_groups(file, source.text_field)):
+            for group in range(records().parquet_row_groups(file, [source.text_field])):
                 yield Part((file,), group)
 
     def read(self, part: Part, source: Source) -> Any:

@@ -1,0 +1,82 @@
+"""`bosch new` reads the data that it is given, and what it writes is valid."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from pipeline.cli import main
+from pipeline.recipe.load import load_recipe
+from stages.prepare.stage import PrepareConfig
+from tests.elsewhere import ROOT
+from tests.pipeline_case import Case
+
+
+def _write_table(folder: Path, *fields: str) -> None:
+    rows = {name: [f"some {name} " * (i + 1)] * 3 for i, name in enumerate(fields)}
+    pq.write_table(pa.table(rows), folder / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (
+            lambda to: (to / "c4.00000-of-01024.json.gz").write_bytes(
+                gzip.compress(b'{"url": "https://some.where", "text": "some"}\n')
+            ),
+            {"kind": "jsonl"},
+        ),
+        (
+            lambda to: (to / "a.jsonl").write_bytes(
+                lzma.compress(b'{"id": "17", "body": "some text", "n": [1]}\n')
+            ),
+            {"kind": "jsonl", "text_field": "body"},
+        ),
+        (lambda to: (to / "a.csv").write_text("id,content\n1,some text\n"),
+         {"kind": "csv", "text_field": "content"}),
+        (lambda to: _write_table(to, "id", "content"),
+         {"kind": "parquet", "text_field": "content"}),
+        (lambda to: _write_table(to, "text", "summary"), {"kind": "parquet"}),
+        (lambda to: DatasetDict(test=Dataset.from_dict({"text": ["some"]})).save_to_disk(to),
+         {"kind": "huggingface", "split": "test"}),
+        (lambda to: Dataset.from_dict({"body": ["some"]}).save_to_disk(to),
+         {"kind": "huggingface", "text_field": "body"}),
+        (lambda to: shutil.copytree(ROOT / "tests/data/mds/text", to, dirs_exist_ok=True),
+         {"kind": "mds"}),
+        (lambda to: (to / "a.txt.gz").write_bytes(gzip.compress(b"some")), {"kind": "text"}),
+    ],
+)  # fmt: skip
+def test_what_new_writes_is_valid(
+    case: Case,
+    write: Callable[[Path], object],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(case.folder)
+    Path("mine").mkdir()
+    write(Path("mine"))
+    assert main(["new", "model", "--data", "mine"]) == 0
+    assert "before it can run" not in capsys.readouterr().out
+    [source] = load_recipe("my_model.yaml", env={}).recipe[PrepareConfig].sources
+    found = {"kind": source.kind, "text_field": source.text_field, "split": source.split}
+    assert found == {"text_field": "text", "split": "train"} | expected
+    assert main(["validate", "my_model.yaml"]) == 0
+
+
+def test_new_refuses_records_without_a_text(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(case.folder)
+    Path("a.jsonl").write_text('{"data": {"text": "some"}, "n": 1}\n')
+    assert main(["new", "model", "--data", "a.jsonl"]) == 2
+    said = "--data a.jsonl: no field of its first record is text (there is data, n)"
+    assert said in capsys.readouterr().err
