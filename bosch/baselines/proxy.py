@@ -5,7 +5,7 @@ nB is the number of key blocks, HQ of query heads, R of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,39 +17,28 @@ from bosch.baselines.capture import LayerStates, summed_terms
 from bosch.baselines.ranking import Scores
 from bosch.objective.calibration import CalibrationSet
 
+_MASS = 0.95  # gamma: the fraction of a row to be reached
 
-def proxy(
-    model: Any,
-    calibration: CalibrationSet,
-    window_size: int,
-    *,
-    key_block: int | None = None,
-    mass: float = 0.95,
-    proxy_heads: Sequence[int] = (0,),
-) -> Scores:
+
+def proxy(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in (0, 1]; the most local head has the smallest.
 
-    `key_block` keys are a block (B; an eighth of the window by default), `mass` is the fraction of
-    a row to be reached (gamma) and `proxy_heads` are the query heads that rank each layer's blocks.
+    A block has an eighth of the window's keys (B); the first query head ranks each layer's blocks.
     """
-    size = max(1, window_size // 8) if key_block is None else key_block
+    size = max(1, window_size // 8)
 
     def terms(states: LayerStates) -> Iterator[Tensor]:
         for begin, _, alpha in attention_blocks(states):
-            budgets = fractional_budgets(alpha, begin, size, mass, list(proxy_heads))
-            yield budgets.double().sum(dim=-1)
+            yield fractional_budgets(alpha, begin, size).double().sum(dim=-1)
 
     sums = summed_terms(model, calibration, terms)
     rows = sum(len(example.input_ids) for example in calibration.examples)
     return (sums / rows).numpy()  # Eq. 14
 
 
-def fractional_budgets(
-    alpha: Tensor, begin: int, key_block: int, mass: float, proxy_heads: list[int]
-) -> Tensor:
+def fractional_budgets(alpha: Tensor, begin: int, key_block: int) -> Tensor:
     """q(t) of the rows from `begin` on, from alpha [HQ, R, n]: [HQ, R] (Eq. 11 to 13)."""
-    pooled = alpha[proxy_heads].amax(dim=0)  # Eq. 11
-    proxy_mass = _block_sums(pooled, key_block)
+    proxy_mass = _block_sums(alpha[0], key_block)  # Eq. 11
     rows = torch.arange(begin, begin + alpha.shape[1], device=alpha.device)
     counts = rows // key_block + 1  # nB(t), the last block being the row's own
     future = torch.arange(proxy_mass.shape[-1], device=alpha.device) >= counts[:, None]
@@ -58,7 +47,7 @@ def fractional_budgets(
     )  # Eq. 12
     blocks = _block_sums(alpha, key_block)
     reached = blocks.gather(-1, ranking.expand_as(blocks)).cumsum(dim=-1)
-    needed = (reached < mass * reached[..., -1:]).sum(dim=-1) + 1  # Eq. 13
+    needed = (reached < _MASS * reached[..., -1:]).sum(dim=-1) + 1  # Eq. 13
     return torch.minimum(needed, counts) / counts
 
 

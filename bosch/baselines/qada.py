@@ -17,16 +17,14 @@ from bosch.baselines.ranking import Scores
 from bosch.objective.calibration import CalibrationSet
 
 
-def qada(
-    model: Any, calibration: CalibrationSet, window_size: int, *, buffer_size: int | None = None
-) -> Scores:
+def qada(model: Any, calibration: CalibrationSet, window_size: int) -> Scores:
     """Scores [L, HQ] in [0, 1]; the most local head has the largest.
 
-    The `buffer_size` keys just outside the window (B; by default an eighth of it) represent all
-    keys outside. Queries and keys are those that enter the softmax. A block of rows reads only its
-    window and buffer, so memory does not grow with the square of the length.
+    The keys just outside the window (B, an eighth of its size) represent all keys outside. Queries
+    and keys are those that enter the softmax. A block of rows reads only its window and buffer, so
+    memory does not grow with the square of the length.
     """
-    buffer = max(1, window_size // 8) if buffer_size is None else buffer_size
+    buffer = max(1, window_size // 8)
 
     def terms(states: LayerStates) -> Iterator[Tensor]:
         for begin, end in row_blocks(states.query.shape[1]):

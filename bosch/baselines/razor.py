@@ -17,19 +17,12 @@ from bosch.objective.calibration import CalibrationSet
 _REPEATS = 4
 
 
-def razor(
-    model: Any,
-    calibration: CalibrationSet,
-    window_size: int,
-    *,
-    induction_offset: int = 1,
-    seed: int = 0,
-) -> Scores:
+def razor(model: Any, calibration: CalibrationSet, window_size: int, *, seed: int = 0) -> Scores:
     """Scores [L, HQ]; the most local head has the smallest. They do not depend on the window.
 
     The probe repeats a block of K random tokens four times; K is a quarter of the longest
-    calibration example. Induction looks at key m - K + `induction_offset`: 1 is the token after the
-    earlier occurrence, -1 the index as printed in Eq. 20.
+    calibration example. Induction looks at key m - K + 1, the token after the earlier occurrence
+    (Eq. 20 prints m - K - 1).
     """
     layers, _ = mask_shape(model.config)
     length = max(2, calibration.max_length // _REPEATS)
@@ -39,17 +32,17 @@ def razor(
     means = torch.zeros(2, layers, query_heads(model), dtype=torch.float64)
 
     def measure(layer: int, states: LayerStates) -> None:
-        means[:, layer] = mean_attention(states, length, (0, induction_offset)).cpu()
+        means[:, layer] = mean_attention(states, length).cpu()
 
     visit_layers(model, block.repeat(_REPEATS), measure)
     echo, induction = means.numpy()
     return np.maximum(_z_scores(echo), _z_scores(induction))  # Eq. 22
 
 
-def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, int]) -> Tensor:
-    """Means over rows m of alpha(m, m - K + offset) on the probe: [2, HQ] (Eq. 20 and 21).
+def mean_attention(states: LayerStates, block_length: int) -> Tensor:
+    """Means over rows m of alpha(m, m - K) and alpha(m, m - K + 1) on the probe: [2, HQ] (Eq. 21).
 
-    Rows without such a key are left out. Only two entries and the log-sum-exp of a row are stored.
+    Only two entries and the log-sum-exp of a row are stored.
     """
     total = states.query.shape[1]
     sums = torch.zeros(2, len(states.query), dtype=torch.float64, device=states.query.device)
@@ -59,13 +52,11 @@ def mean_attention(states: LayerStates, block_length: int, offsets: tuple[int, i
         if (extra := states.transform.head_logits) is not None:
             log_sum = torch.logaddexp(log_sum, extra.to(log_sum.dtype)[:, None])
         rows = torch.arange(begin, end, device=scores.device)
-        for kind, offset in enumerate(offsets):
+        for offset in (0, 1):
             keys = rows - block_length + offset  # Eq. 20
-            picked = scores.gather(-1, keys.clamp(min=0).expand(len(scores), -1)[..., None])[..., 0]
-            alpha = (picked - log_sum).exp().masked_fill(keys < 0, 0)
-            sums[kind] += alpha.double().sum(dim=-1)
-    counts = [total - max(block_length, block_length - offset) for offset in offsets]
-    return sums / sums.new_tensor(counts)[:, None]  # Eq. 21
+            picked = scores.gather(-1, keys.expand(len(scores), -1)[..., None])[..., 0]
+            sums[offset] += (picked - log_sum).exp().double().sum(dim=-1)
+    return sums / (total - block_length)  # Eq. 21
 
 
 def _z_scores(values: Scores) -> Scores:
