@@ -257,8 +257,31 @@ def text_config(config: Any) -> Any:
 
 
 def max_positions(config: Any) -> int | None:
-    """Maximum position of the text decoder; None if the configuration states no limit."""
-    return getattr(text_config(config), "max_position_embeddings", None)
+    """Positions of the text decoder with its RoPE; None if the configuration states no limit."""
+    text = text_config(config)
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    return scaled_positions(str(text.model_type), positions, rope)
+
+
+def rope_of(content: Mapping[str, Any]) -> Any:
+    """RoPE's parameters in a config.json; transformers prefers the older name's if both are set."""
+    return content.get("rope_scaling") or content.get("rope_parameters") or {}
+
+
+def scaled_positions(model_type: str, positions: int | None, rope: Any) -> int | None:
+    """Positions of a model whose configuration has `positions` and the parameters `rope`.
+
+    As vLLM counts them: the factor times the original length, since model cards of Qwen and others
+    add only the scaling. The positions of Gemma 3 count its factor already.
+    """
+    if positions is None or not isinstance(rope, Mapping) or "gemma3" in model_type:
+        return positions
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    if kind not in ("yarn", "linear", "dynamic") or not isinstance(factor, int | float):
+        return positions
+    original = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(factor * original))
 
 
 def drop_idle_window(config: Any) -> None:

@@ -60,7 +60,9 @@ class StoredConfig:
     @property
     def max_positions(self) -> int | None:
         name = "max_position_embeddings"
-        return None if self.config.get(name) is None else self.number(name)
+        stated = None if self.config.get(name) is None else self.number(name)
+        rope = families.rope_of(self.config)
+        return families.scaled_positions(self._model_type, stated, rope)
 
     def check_sizes(self) -> None:
         """Raise UserError for a size of a wrong type, or heads that do not divide evenly."""

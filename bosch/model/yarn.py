@@ -11,7 +11,7 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import read_regular
-from bosch.model.families import HYBRID_PREFIX
+from bosch.model.families import HYBRID_PREFIX, rope_of
 
 _ORIGINAL = "original_max_position_embeddings"
 # Model cards have the number in JSON, as a server option, or in a sentence.
@@ -24,7 +24,7 @@ _NO_YARN = ("biogpt", "jamba", "nemotron_h", "opt", "phimoe")
 
 def yarn_fault(config: Mapping[str, Any]) -> str | None:
     """Why the RoPE of a model with this config.json cannot be stretched; None if it can."""
-    rope = _rope_parameters(config)
+    rope = rope_of(config)
     if not isinstance(rope, Mapping):
         return f"its config.json has {rope!r:.60} in place of RoPE's parameters"
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -42,7 +42,7 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
     It is in config.json or in the model card, as for Qwen3's chat models, whose
     max_position_embeddings of 40,960 includes room for an answer.
     """
-    rope = _rope_parameters(config)
+    rope = rope_of(config)
     stated = rope.get(_ORIGINAL) if isinstance(rope, Mapping) else None
     for value in (stated, config.get(_ORIGINAL)):
         if isinstance(value, int):
@@ -53,11 +53,6 @@ def original_positions(config: Mapping[str, Any], card: Path | None = None) -> i
         return None
     lengths = {int(number) for number in _IN_CARD.findall(text)}
     return lengths.pop() if len(lengths) == 1 else None
-
-
-def _rope_parameters(config: Mapping[str, Any]) -> Any:
-    """RoPE's parameters under transformers' newer or older name; an object unless damaged."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 @contextmanager

@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from bosch.errors import UserError
+from bosch.model.families import max_positions
 from bosch.model.loading import load_model
+from bosch.model.stored_config import StoredConfig
 from bosch.model.yarn import original_positions, yarn, yarn_fault
 from tests.hybrid_case import small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
+
+_CARD_SIZES = {"factor": 4.0, "original_max_position_embeddings": 2048}
+_CARD = {"rope_type": "yarn", **_CARD_SIZES}
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
 def test_a_stretched_model_equals_one_loaded_with_yarn(tmp_path):
@@ -113,3 +119,30 @@ def test_the_trained_length_is_stretched(tmp_path):
 )
 def test_models_that_cannot_be_stretched_are_refused(config, fault):
     assert yarn_fault(config) == fault or fault in yarn_fault(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions"),
+    [
+        ({"rope_scaling": _CARD}, 8192),  # as Qwen3's card says: nothing else is changed
+        ({"rope_scaling": _CARD, "max_position_embeddings": 8192}, 8192),
+        ({"rope_scaling": {"type": "yarn", **_CARD_SIZES}}, 8192),
+        ({"rope_parameters": {**_CARD, "rope_theta": 1e5}}, 8192),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": _CARD}, 8192),
+        ({"rope_scaling": _LINEAR}, 4096),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 4096),
+        (
+            {"rope_scaling": _LINEAR, "model_type": "gemma3_text"},
+            2048,
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 2048),
+        ({"rope_scaling": None}, 2048),
+    ],
+)
+def test_positions_count_a_stated_scaling_of_rope(changes, positions):
+    content = {"model_type": "qwen3", "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    content |= {"num_attention_heads": 2, "hidden_size": 8, "rope_theta": 1e5, **changes}
+    stored = StoredConfig(content)
+    assert stored.max_positions == positions
+    if "llama3" not in str(changes):  # transformers wants more of its parameters
+        assert max_positions(stored.of_transformers()) == positions
