@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every test and benchmark that needs a GPU and writes one page of results.
+# Runs every test and measurement that needs a GPU and writes one page of results.
 #
 #   launch/gpu_check.sh [page.md]
 #
@@ -10,4 +10,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 page=$(realpath -m "${1:-gpu_check.md}")
 cd "$root"
 launch/setup.sh test
-exec .venv/bin/python -m tests.tools.gpu_check "$page"
+exec .venv/bin/python -m tests.gpu.check "$page"

@@ -93,15 +93,6 @@ def on_ranks(ranks: int, function: str, *arguments: str) -> str:
     return done.stdout
 
 
-def printed_bytes(benchmark: str, *arguments: str, **environment: str) -> int:
-    """The bytes that a module of tests/benchmarks prints last, in a new Python of one thread."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.benchmarks.{benchmark}", *arguments], cwd=ROOT, text=True,
-        capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, check=True,
-    )  # fmt: skip
-    return int(done.stdout.split()[-1])
-
-
 def run_order(
     order: dict[str, Any], ranks: int = 1, environment: dict[str, str] | None = None
 ) -> int:

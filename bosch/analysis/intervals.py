@@ -2,9 +2,7 @@
 
 A score lies in [0, 1]. A benchmark's score is the mean over its subtasks, each a task at a length,
 of the mean over the subtask's samples. For few samples the intervals of scores are exact or wider;
-tests/benchmarks/coverage.py simulates how often each covers the true value.
-
-S seeds, E examples.
+studies/coverage.py simulates how often each covers the true value.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ _TOO_FEW = 4
 # (count, tail): with fewer losses Student's interval has this tail; with skewed values the usual
 # one covers less.
 _SKEWED = ((30, 0.0025), (60, 0.005), (200, 0.01))
-# With fewer seeds or examples than this, 98 % intervals are used, for the same reason.
-_FEW = 10
 # From this many samples of the smallest subtask on, intervals of unequal subtasks are combined.
 _LARGE = 100
 _FLIPS = 4000
@@ -51,23 +47,6 @@ class Estimate(NamedTuple):
     mean: float
     low: float | None
     high: float | None
-
-    @classmethod
-    def around(cls, mean: float, half: float | None) -> Estimate:
-        """The estimate with this half-width."""
-        return cls(mean, None, None) if half is None else cls(mean, mean - half, mean + half)
-
-    @property
-    def for_charts(self) -> Interval:
-        """The interval with the mean in place of missing ends."""
-        mean, low, high = self
-        return Interval(mean, mean if low is None else low, mean if high is None else high)
-
-    def within(self, lowest: float, highest: float) -> Estimate:
-        """The estimate with its ends clipped to the range of the mean."""
-        if self.low is None or self.high is None:
-            return self
-        return Estimate(self.mean, max(lowest, self.low), min(highest, self.high))
 
 
 class Comparison(NamedTuple):
@@ -211,153 +190,7 @@ def student(values: npt.ArrayLike) -> Estimate:
     if len(array) <= _TOO_FEW:
         return Estimate(mean, None, None)
     half = _skewed_t(len(array) - 1) * float(array.std(ddof=1)) / math.sqrt(len(array))
-    return Estimate.around(mean, half)
-
-
-def crossed_mean(
-    results: npt.ArrayLike,
-    *,
-    is_score: bool = False,
-    counts: Sequence[int] | None = None,
-    weights: Values | float = 1.0,
-) -> Estimate:
-    """Mean of `results` [S, E] (or [S]) over seeds and examples, both random.
-
-    The half-width is the root of the sum of squares of both means' half-widths, each with its own
-    t; that of examples' losses is wider, as in `student`. A score's interval is that of a share
-    with this variance (Korn and Graubard 1998), of at most E samples. With one seed it is the
-    interval of this seed's result; a single result has none. With `counts` the examples are those
-    of consecutive subtasks with equal weights; `weights` are the examples' weights within their
-    subtask, with a mean of 1. Raises ValueError if there are no results or one is not finite.
-    """
-    values = _weighted(_matrix(results), counts, weights)
-    mean = float(values.mean())
-    by_seed, by_example = _axis_variances(values)
-    half = _half_width([by_seed, by_example if is_score else _widened_for_losses(by_example)])
-    if half is None or not is_score:
-        return Estimate.around(mean, half)
-    count = _samples(values, counts, weights)
-    if half > 0:
-        count = min(count, mean * (1 - mean) * (special.ndtri(_TAIL) / half) ** 2)
-    return Estimate(*share(mean, max(count, 1.0)))
-
-
-def crossed_difference(
-    first: npt.ArrayLike,
-    second: npt.ArrayLike,
-    *,
-    is_score: bool = False,
-    has_paired_seeds: bool = False,
-) -> Estimate:
-    """Mean of `first` minus mean of `second`, [S, E] each, on the same examples.
-
-    The difficulty of examples cancels. The seeds of both sides are independent, since seed 3 of one
-    method is unrelated to seed 3 of another, unless `has_paired_seeds`. Scores that agree on every
-    example may differ on the next one, so the interval is at least as wide as the exact one of no
-    event in E. Raises ValueError if the numbers of examples differ.
-    """
-    a, b = _matrix(first), _matrix(second)
-    mean, (by_example, *by_seed) = _paired_parts(a, b)
-    if has_paired_seeds:
-        by_seed = _axis_variances(a - b)[:1]
-    half = _half_width([by_example if is_score else _widened_for_losses(by_example), *by_seed])
-    if half is None or not is_score:
-        return Estimate.around(mean, half)
-    return Estimate.around(mean, max(half, share(0.0, a.shape[1]).high)).within(-1.0, 1.0)
-
-
-class CrossedTest(NamedTuple):
-    """A difference of scores with the ends of its interval and its p-value."""
-
-    mean: float
-    low: float
-    high: float
-    p_value: float
-
-
-def crossed_test(
-    first: npt.ArrayLike,
-    second: npt.ArrayLike,
-    counts: Sequence[int] | None = None,
-    weights: Values | float = 1.0,
-    seed: int = 0,
-) -> CrossedTest:
-    """Mean score of `first` minus that of `second`, [S, E] each: `crossed_difference`, tested.
-
-    The p-value is the level at which the interval would just exclude 0, and at least that of the
-    randomisation test of the seeds' means, which is exact for few samples. If it is not
-    significant, the interval contains 0. `counts` and `weights` are as in `crossed_mean`. Raises
-    ValueError when the examples differ in number.
-    """
-    a, b = _matrix(first), _matrix(second)
-    mean, parts = _paired_parts(_weighted(a, counts, weights), _weighted(b, counts, weights))
-    samples = _samples(a, counts, weights)
-
-    def half(tail: float) -> float:
-        return max(_half_width(parts, tail) or 0.0, 1 - math.pow(tail, 1 / samples))
-
-    def excess(log_tail: float) -> float:
-        return half(math.exp(log_tail)) - abs(mean)
-
-    lowest, highest = math.log(1e-15), math.log(0.5)
-    p_value = 2 * math.exp(lowest)
-    if excess(highest) >= 0:
-        p_value = 1.0
-    elif excess(lowest) > 0:
-        p_value = 2 * math.exp(_root(excess, lowest, highest))
-    by_example = (a.mean(axis=0) - b.mean(axis=0)) * _weights(a, counts, weights)
-    p_value = max(p_value, _sign_flips([by_example], seed, is_bounded=True))
-    low, high = max(-1.0, mean - half(_TAIL)), min(1.0, mean + half(_TAIL))
-    if p_value >= LEVEL:
-        low, high = min(low, 0.0), max(high, 0.0)
-    return CrossedTest(mean, low, high, p_value)
-
-
-def holm(p_values: Sequence[float], among: int | None = None) -> list[float]:
-    """P-values of several hypotheses, corrected for the family-wise error rate.
-
-    Holm (1979): the k-th smallest of n is multiplied by n - k + 1, and made at least as large as
-    the one before. `among` is n if these hypotheses were selected from more by their results.
-    """
-    n, previous, corrected = among or len(p_values), 0.0, [0.0] * len(p_values)
-    for smaller, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        previous = max(previous, min(1.0, (n - smaller) * p_values[index]))
-        corrected[index] = previous
-    return corrected
-
-
-def _weights(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
-    """Weights [E] with which the mean over examples is the mean of the subtasks' means."""
-    each = np.ones(values.shape[1]) * weights
-    if counts is None:
-        return each
-    return np.repeat([sum(counts) / (len(counts) * count) for count in counts], counts) * each
-
-
-def _weighted(values: Values, counts: Sequence[int] | None, weights: Values | float) -> Values:
-    """Values [S, E] with the mean of the subtasks' means, and deviations scaled by their weights.
-
-    So weights alone add no variance: a model that is always right has none.
-    """
-    weights = _weights(values, counts, weights)
-    mean = np.clip((values * weights).mean(), values.min(), values.max())  # rounding
-    return np.asarray(mean + (values - mean) * weights)
-
-
-def _samples(values: Values, counts: Sequence[int] | None, weights: Values | float) -> float:
-    """Number of examples that count as samples of one task, as in `mean_score`."""
-    each = np.ones(values.shape[1]) * weights
-    subtasks = np.split(each, np.cumsum(counts or [len(each)])[:-1])
-    return float(len(subtasks) * min(part.sum() ** 2 / (part @ part) for part in subtasks))
-
-
-def _paired_parts(a: Values, b: Values) -> tuple[float, list[tuple[float, int]]]:
-    """Mean of a - b, and variances of its parts: examples, and the seeds of each side."""
-    if a.shape[1] != b.shape[1]:
-        raise ValueError(f"{a.shape[1]} and {b.shape[1]} examples: not the same set")
-    by_example = (a.mean(axis=0) - b.mean(axis=0))[None]
-    parts = [_axis_variances(by_example)[1], _axis_variances(a)[0], _axis_variances(b)[0]]
-    return float(by_example.mean()), parts
+    return Estimate(mean, mean - half, mean + half)
 
 
 def _is_pooled(counts: Sequence[float]) -> bool:
@@ -437,12 +270,8 @@ def _correlation(differences: Sequence[Values], baseline: Sequence[Values]) -> f
     return float(x @ y) / scale if scale > 0 else 0.0
 
 
-def _sign_flips(subtasks: Sequence[Values], seed: int, *, is_bounded: bool = False) -> float:
-    """Two-sided p-value of the randomisation test, which flips whole differences.
-
-    It is at least 1 / 4,001. With `is_bounded`, for many tests at once, it is Hoeffding's bound
-    (1963) of the exact p-value if that is smaller and no flip reaches the sum.
-    """
+def _sign_flips(subtasks: Sequence[Values], seed: int) -> float:
+    """Two-sided p-value of the randomisation test, which flips whole differences; >= 1 / 4,001."""
     weighted = np.concatenate([subtask / len(subtask) for subtask in subtasks])
     weighted = weighted[weighted != 0]
     if not len(weighted):
@@ -453,51 +282,9 @@ def _sign_flips(subtasks: Sequence[Values], seed: int, *, is_bounded: bool = Fal
     for _ in range(_FLIPS // _CHUNK):
         signs = rng.integers(0, 2, (_CHUNK, len(weighted)), dtype=np.int8) * 2.0 - 1.0
         extreme += int((np.abs(signs @ weighted) >= reached).sum())
-    p_value = (extreme + 1) / (_FLIPS + 1)
-    if is_bounded and not extreme:
-        p_value = min(p_value, 2 * math.exp(-(reached**2) / (2 * float(weighted @ weighted))))
-    return p_value
-
-
-def _matrix(results: npt.ArrayLike) -> Values:
-    values = np.asarray(results, dtype=np.float64)
-    if values.ndim == 1:
-        values = values[:, None]
-    if values.ndim != 2 or values.size == 0:
-        raise ValueError(f"expected results [S, E], got shape {values.shape}")
-    if not np.isfinite(values).all():
-        raise ValueError("a result is not finite")
-    return values
-
-
-def _axis_variances(values: Values) -> list[tuple[float, int]]:
-    """Variance of the mean over seeds and over examples, with their degrees of freedom."""
-    means = values.mean(axis=1), values.mean(axis=0)
-    return [(float(m.var(ddof=1)) / len(m) if len(m) > 1 else 0.0, len(m) - 1) for m in means]
-
-
-def _half_width(parts: Sequence[tuple[float, int]], tail: float = _TAIL) -> float | None:
-    """Half-width of a sum of means with these variances and degrees of freedom.
-
-    None if none of them is known. Each has its own t, as in MOVER, since two seeds may agree by
-    chance.
-    """
-    known = [_t(freedom, tail) ** 2 * variance for variance, freedom in parts if freedom > 0]
-    return math.sqrt(sum(known)) if known else None
-
-
-def _widened_for_losses(part: tuple[float, int]) -> tuple[float, int]:
-    """Variance and degrees of freedom that make `_half_width` use the t of skewed values."""
-    variance, freedom = part
-    return (variance * (_skewed_t(freedom) / _t(freedom)) ** 2, freedom) if freedom else part
+    return (extreme + 1) / (_FLIPS + 1)
 
 
 def _skewed_t(freedom: int) -> float:
     tail = next((tail for count, tail in _SKEWED if freedom + 1 < count), _TAIL)
-    return float(special.stdtrit(freedom, 1 - tail))
-
-
-def _t(freedom: float, tail: float = _TAIL) -> float:
-    # For few values the tail is 0.4 times as large: 98 % instead of 95 %.
-    tail = tail if freedom >= _FEW - 1 else 0.4 * tail
     return float(special.stdtrit(freedom, 1 - tail))

@@ -1,7 +1,6 @@
 """Memory of the activations of a batch, and the memory left for reuse.
 
-`tests/benchmarks/test_gradient_memory.py` compares it with allocated bytes. Small factors count
-tensors that exist at the same time. T tokens of an example, W window.
+Small factors count tensors that exist at the same time. T tokens of an example, W window.
 """
 
 from __future__ import annotations

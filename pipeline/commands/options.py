@@ -6,17 +6,15 @@ Lists are separated by commas. Nothing here imports torch.
 from __future__ import annotations
 
 import argparse
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import ValidationError
 
 from bosch.errors import UserError
-from bosch.search import methods
-from pipeline.recipe.faults import sentences, suggest
+from pipeline.recipe.faults import sentences
 from pipeline.recipe.load import listing
-from stages.fields import Section, ordered, split
+from stages.fields import Section
 
-METHODS = methods.FINDING
 _Options = TypeVar("_Options", bound=Section)
 
 
@@ -51,36 +49,5 @@ def _option(field: str) -> str:
 
 
 def _as_text(default: Any) -> str:
-    if default == METHODS:
-        return "all"
     values = default if isinstance(default, tuple) else (default,)
     return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-
-
-def _method(name: str) -> str:
-    if name not in METHODS:
-        close = suggest(name, METHODS)
-        hint = f"did you mean {close}?" if close else f"choose from all, {', '.join(METHODS)}"
-        raise ValueError(f"'{name}' is unknown; {hint}")
-    return name
-
-
-def _expand_all(value: object) -> object:
-    """The methods in a comma-separated list, with `all` replaced by every method."""
-    names = split(value)
-    if not isinstance(names, list):
-        return names
-    return [method for name in names for method in (METHODS if name == "all" else (name,))]
-
-
-# Lists of numbers are sorted without repetition; methods keep their order.
-Seeds = Annotated[
-    tuple[Annotated[int, Field(ge=0, lt=2**31)], ...],
-    BeforeValidator(split),
-    AfterValidator(ordered),
-]
-Methods = Annotated[
-    tuple[Annotated[str, AfterValidator(_method)], ...],
-    BeforeValidator(_expand_all),
-    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
-]

@@ -29,7 +29,7 @@ from bosch.search.gradient_search import GradientMeans, Move
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings, plus_budget
 from bosch.window import Window
-from tests.benchmarks.landscapes import RATIO, landscape
+from studies.landscapes import RATIO, landscape
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask
 from tests.search_case import WINDOW, evaluator_of, searchable
 

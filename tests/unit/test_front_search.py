@@ -36,8 +36,8 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import find_mask
 from bosch.search.settings import SearchSettings, front_budget
 from bosch.window import Window
-from tests.benchmarks.window_landscapes import TOKENS, Values, WindowLandscape
 from tests.search_case import WINDOW, evaluator_of, searchable
+from tests.window_landscapes import TOKENS, Values, WindowLandscape
 
 BUDGETS = (1500, 2500, 4000, 6000)
 

@@ -263,7 +263,7 @@ def test_the_plain_reference_shares_no_code_with_what_it_checks() -> None:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Modules of a distribution with another name.
 _DISTRIBUTION = {"PyNomad": "PyNomadBBO", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
-_OWN = {"bosch", "data_prep", "pipeline", "recipes", "stages", "tests"}
+_OWN = {"bosch", "data_prep", "pipeline", "recipes", "stages", "studies", "tests"}
 # The extras in which each folder's imports may be declared; "" is the core, for the library.
 _EXTRAS = {
     "bosch": ("", "pipeline", "flash", "mlx"),
@@ -272,6 +272,7 @@ _EXTRAS = {
     "stages": ("", "pipeline", "eval", "adapt", "gpu"),
     "docs": ("", "pipeline", "test", "docs"),
     "recipes": ("", "pipeline"),
+    "studies": ("", "pipeline"),
     "tests": ("", "pipeline", "eval", "adapt", "gpu", "serve", "test", "flash", "mlx"),
 }
 # The dependencies of vllm conflict with ours; triton comes with torch's builds for a GPU. On a CPU

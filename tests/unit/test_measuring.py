@@ -46,6 +46,7 @@ from stages.measure.results import (
     results_table,
 )
 from stages.measure.stage import MeasureSettings
+from stages.pages.charts import Picture
 from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
@@ -527,3 +528,48 @@ def test_a_process_that_dies_is_reported_with_its_last_output(
         dying.write_text(f"#!/bin/sh\necho '{json.dumps(result)}' > $5\n")
         with ending as expected:
             assert measurement.run_in_process({}, "it") == expected
+
+
+def drawn(picture: Picture) -> list[list[dict[str, Any]]]:
+    """The rows of a picture's datasets."""
+    datasets: dict[str, list[dict[str, Any]]] = picture.chart.to_dict(validate=True)["datasets"]
+    return list(datasets.values())
+
+
+def point(model: str, length: int, ratio: float | None, window: int | None, speed: float) -> Any:
+    return {
+        "model": model, "length": length, "swa_ratio": ratio, "window_size": window,
+        "out_of_memory": speed == 0, "prefill_tokens_per_second": speed,
+        "decode_tokens_per_second": 2 * speed, "memory_p90_bytes": 1e9 * speed,
+    }  # fmt: skip
+
+
+def test_figures_of_measurements_have_a_panel_per_setting_and_a_line_per_model() -> None:
+    points = [
+        point("original", 1024, None, None, 10.0),
+        point("original", 2048, None, None, 0),
+        *(point("hybrid", 1024, ratio, window, speed) for ratio, window, speed in (
+            (0.75, 64, 30.0), (0.5, 64, 20.0), (0.5, 1024, 15.0))),
+    ]  # fmt: skip
+    found = figures(points)
+    assert {name: len(pictures) for name, pictures in found.items()} == {
+        "figure_5_ratios": 6, "figure_6_windows": 6,
+    }  # fmt: skip
+    first = found["figure_5_ratios"]
+    assert [panel.heading for panel in first[::3]] == [
+        "prefill, tokens/s, W = 64", "prefill, tokens/s, W = 1,024",
+    ]  # fmt: skip
+    series = [(row["series"], row["x"], row["y"]) for row in drawn(first[0])[0]]
+    assert series == [("original", 1024, 10.0), ("ρ = 0.75", 1024, 30.0), ("ρ = 0.5", 1024, 20.0)]
+    assert drawn(first[0])[1] == [
+        {"series": "original", "x": 2048, "tip": "original, 2k: out of memory"}
+    ]
+    assert all("✕ out of memory" in str(panel.chart.to_dict(validate=False)) for panel in first)
+    assert [row["y"] for row in drawn(first[1])[0]] == [20.0, 60.0, 40.0]
+    assert [row["y"] for row in drawn(first[2])[0]] == [10.0, 30.0, 20.0]
+    assert len(drawn(first[3])[0]) == 2
+    by_window = found["figure_6_windows"]
+    assert by_window[0].heading == "prefill, tokens/s, ρ = 0.5"
+    assert [row["series"] for row in drawn(by_window[0])[0]] == ["original", "W = 64", "W = 1,024"]
+    scale = first[0].chart.to_dict(validate=False)["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"] == ["original", "ρ = 0.5", "ρ = 0.75"]

@@ -31,7 +31,7 @@ from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
 from stages.search.stage import SearchConfig
-from tests.benchmarks.landscapes import RATIO, landscape
+from studies.landscapes import RATIO, landscape
 from tests.search_case import CONTEXT, WINDOW, evaluator_of, searchable
 
 SEARCHED = [

@@ -421,7 +421,7 @@ def test_memory_of_blocks_of_every_kind_is_stated(family, most):
 def test_memory_of_a_gradient_by_formula_has_not_changed(
     value_bytes, shards, sharing, windows, needed, kept
 ):
-    """Values of the last comparison with peaks (tests/benchmarks/test_gradient_memory.py)."""
+    """Values of the last comparison with peaks."""
     sizes = memory.ActivationSizes(
         narrow_shape(), blocks_of(value_bytes), value_bytes, shards, sharing
     )

@@ -1,12 +1,9 @@
 """Intervals against their definitions, and cases with too few samples.
 
-tests/benchmarks/test_coverage.py simulates how often they hold the true value.
+studies/coverage.py simulates how often they hold the true value.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,22 +11,14 @@ from scipy import stats
 
 from bosch.analysis.intervals import (
     Documents,
-    Estimate,
     compare,
-    crossed_difference,
-    crossed_mean,
-    crossed_test,
     effective_count,
-    holm,
     mean_of,
     mean_score,
     share,
     student,
     visible_loss,
 )
-from tests.benchmarks import coverage
-
-LEAST = 0.91  # 0.93, less the noise of these few draws
 
 
 def test_interval_of_a_share_equals_published_values() -> None:
@@ -102,20 +91,12 @@ def test_four_documents_have_no_interval() -> None:
     assert student([2.0, 3.0, 4.0, 3.0, 3.0]).low is not None
 
 
-@pytest.mark.parametrize(
-    ("interval", "levels"),
-    [
-        (student, {5: 99.5, 29: 99.5, 30: 99, 59: 99, 60: 98, 199: 98, 200: 95}),
-        (crossed_mean, {2: 98, 9: 98, 10: 95}),
-    ],
-)
-def test_few_values_get_a_higher_confidence_level(
-    interval: Callable[[np.ndarray], Estimate], levels: dict[int, float]
-) -> None:
+def test_few_values_get_a_higher_confidence_level() -> None:
+    levels = {5: 99.5, 29: 99.5, 30: 99, 59: 99, 60: 98, 199: 98, 200: 95}
     for count, level in levels.items():
         values = np.arange(float(count))
         expected = stats.t.interval(level / 100, count - 1, values.mean(), stats.sem(values))
-        assert interval(values)[1:] == pytest.approx(expected)
+        assert student(values)[1:] == pytest.approx(expected)
 
 
 def test_models_with_equal_answers_still_have_an_interval() -> None:
@@ -163,107 +144,14 @@ def test_five_samples_detect_nothing() -> None:
     assert result.difference.high < 0
 
 
-def test_differences_between_seeds_widen_the_interval() -> None:
-    """However many examples there are."""
-    results = np.repeat(np.array([[0.0], [1.0], [0.0], [1.0]]), 500, axis=1)
-    wide = crossed_mean(results, is_score=True)
-    assert wide.mean == 0.5 and wide.low < 0.1 and wide.high > 0.9
-    assert min(coverage.seed_coverage(0.5, 3, 24, 400)) >= LEAST
-    assert min(coverage.seed_coverage(0.5, 8, 12, 400, is_skewed=True)) >= LEAST
-
-
-@np.errstate(all="raise")
-def test_equal_scores_leave_room_for_one_more_example() -> None:
-    ones = np.ones((3, 48))
-    assert crossed_mean(ones, is_score=True) == share(1.0, 48)
-    assert crossed_difference(ones, ones, is_score=True).high == share(0.0, 48).high
-    assert crossed_mean([0.25]) == (0.25, None, None)
-
-
-def test_the_interval_of_a_difference_ends_at_possible_scores() -> None:
-    few = np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([[0.0, 1.0], [0.0, 0.0]])
-    assert crossed_difference(*few).low < -1 and crossed_difference(*few).high > 1
-    assert crossed_difference(*few, is_score=True) == (0.25, -1.0, 1.0)
-    assert Estimate(0.5, None, None).within(0.0, 1.0) == (0.5, None, None)
-
-
-@pytest.mark.parametrize("compared", [crossed_difference, crossed_test])
-def test_seeds_on_both_sides_widen_a_difference(compared: Any) -> None:
-    same, varying = np.full((3, 40), 0.5), np.repeat([[0.3], [0.5], [0.7]], 40, axis=1)
-    one, other = compared(same, varying), compared(varying, same)
-    assert (other.low, other.high) == pytest.approx((-one.high, -one.low))
-    assert one.high - one.low > 3 * (compared(same, same).high - compared(same, same).low)
-    together = crossed_difference(varying + 0.1, varying, has_paired_seeds=True)
-    assert together == pytest.approx((0.1, 0.1, 0.1))
-
-
-@pytest.mark.parametrize("count", [5, 12, 40, 300])
-def test_intervals_of_differences_of_losses_use_students_t(count: int) -> None:
-    """One seed on each side; levels are higher for values as skewed as losses."""
-    losses = np.random.default_rng(count).lognormal(size=(1, count))
-    base = np.zeros_like(losses)
-    assert crossed_difference(losses, base) == pytest.approx(student(losses[0]))
-    assert crossed_mean(losses) == pytest.approx(student(losses[0]))
-
-
-def test_values_that_are_no_results_are_refused() -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        crossed_mean([0.0, float("nan")])
-    with pytest.raises(ValueError, match="shape"):
-        crossed_mean(np.zeros((0, 3)))
-    with pytest.raises(ValueError, match="3 and 4 examples"):
-        crossed_difference(np.zeros((2, 3)), np.zeros((2, 4)))
-
-
-def test_holms_correction_of_known_p_values() -> None:
-    """Holm (1979): 4 x 0.01, 3 x 0.02, then no smaller, and none above 1."""
-    assert holm([0.02, 0.01, 0.025, 0.6]) == pytest.approx([0.06, 0.04, 0.06, 0.6])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
-
-
-def test_a_test_of_methods_agrees_with_its_interval() -> None:
-    mean, difference, rejected = coverage.method_coverage((0.9, 0.7), 3, 120, 0.02, 100)
-    assert min(mean, difference) >= LEAST and rejected > 0.5
-    ones, zeros = np.ones((2, 5)), np.zeros((2, 5))
-    few = crossed_test(zeros, ones)
-    assert few.p_value > 0.05 and few.high == 0.0  # five samples are too few
-    many = crossed_test(np.zeros((2, 6)), np.ones((2, 6)))
-    assert many.p_value < 0.05 and many.high < 0
-
-
-def test_a_test_of_methods_is_exact_if_few_samples_differ() -> None:
-    """Five of 35 are lost: by signs alone p = 2 / 2^5. For 30 Hoeffding's bound.
-
-    And five subtasks of one sample each.
-    """
-    lost, ones = np.array([[0.0] * 5 + [1.0] * 30] * 2), np.ones((2, 35))
-    assert crossed_test(lost, ones).p_value == pytest.approx(2 / 2**5, abs=0.01)
-    assert compare([[1.0]] * 5, [[0.0]] * 5).p_value == pytest.approx(2 / 2**5, abs=0.01)
-    won = crossed_test(ones[:, :30], 0 * ones[:, :30])
-    assert won.p_value == pytest.approx(2 * np.exp(-30 / 2))
-    assert compare(ones[:, :30], 0 * ones[:, :30]).p_value == 1 / 4001
-
-
-def test_subtasks_have_equal_weights() -> None:
-    """One of 5 samples and one of 500: the mean of their means, as in `mean_score`."""
-    values = np.concatenate([np.zeros(5), np.ones(500)])
-    mean = crossed_mean(values[None], is_score=True, counts=[5, 500])
-    assert mean.mean == pytest.approx(0.5)
-    assert mean.low is not None and mean.low <= mean_score([0.0, 1.0], [5, 500]).low + 1e-9
-    both = np.stack([values, values])
-    assert crossed_test(both, 1 - both, counts=[5, 500]).mean == pytest.approx(0.0)
-    for counts in ([5, 500], [48, 50], [2, 5]):
-        ones = np.ones((3, sum(counts)))
-        assert crossed_mean(ones, is_score=True, counts=counts) == share(1.0, 2 * counts[0])
-        assert crossed_test(ones, 0 * ones, counts).low == pytest.approx(0.025 ** (0.5 / counts[0]))
-    # Three gains of 3 weigh more than three losses of 10: only these six samples can differ so.
-    first = np.array([[1.0] * 3 + [0.0] * 10])
-    second = np.array([[0.0] * 3 + [1.0] * 3 + [0.0] * 7])
-    assert crossed_test(first, second).p_value == 1.0
-    assert crossed_test(first, second, counts=[3, 10]).p_value < 0.5
-
-
 UNEQUAL = [1] * 90 + [10] * 10
+
+
+def test_a_comparison_is_exact_if_few_samples_differ() -> None:
+    """Of five subtasks of one sample each by signs alone; otherwise by random flips."""
+    assert compare([[1.0]] * 5, [[0.0]] * 5).p_value == pytest.approx(2 / 2**5, abs=0.01)
+    ones = np.ones((2, 30))
+    assert compare(ones, 0 * ones).p_value == 1 / 4001
 
 
 def test_one_lost_document_of_many_is_not_significant() -> None:

@@ -28,9 +28,9 @@ from bosch.search.methods import METHODS
 from bosch.search.runs import run_method, static_mask
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
-from tests.benchmarks.window_landscapes import WindowLandscape
 from tests.hybrid_case import PLAIN, small_config, small_model, tokens
 from tests.unit.test_training_loss import LargestTensor
+from tests.window_landscapes import WindowLandscape
 
 WINDOW, LENGTHS = 8, (40, 33, 36)
 HALF = SearchSettings(0.5)

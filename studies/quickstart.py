@@ -1,0 +1,110 @@
+"""Claims about the quickstart, asserted over three seeds.
+
+    python -m studies.quickstart FOLDER [SEED ...]
+
+Runs the recipe as it is with each seed (finished stages in FOLDER are used), prints a row per seed
+and fails unless in each of them the rule loses at least 10 points, the search's hybrid is ahead of
+the rule's by more than the 95 % interval of their paired difference, before training and after the
+same tokens, training brings back at least 80 % of what it loses by more than its interval and makes
+its loss in text smaller, which then is from token 16 on at no position more than 0.1 nats above the
+original's (fewer tokens of a document say little), and the cache is a quarter at most.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline.recipe.load import ROOT
+from stages.evaluate.scores import HYBRID, ORIGINAL, Scores, SuiteScores, named_rival
+from stages.report.decision import overall
+from stages.report.results import Results, load_results
+from stages.report.verdict import final_model
+
+RECIPE = "recipes/quickstart.yaml"
+SEEDS = [42, 43, 44]
+MIN_LOSS, MIN_RECOVERY, LARGEST_CACHE, LARGEST_LOSS = 10.0, 0.8, 0.25, 0.1
+FIRST = 16
+STAGES = (
+    "prepare", "search", "materialize", "train", "original", "rival", "train_rival", "evaluate"
+)  # fmt: skip
+
+
+def run_recipe(folder: Path, seed: int) -> Results:
+    """The recipe's results with a seed."""
+    root = folder / f"seed-{seed}"
+    command = ["launch/torchrun.sh", RECIPE, f"seed={seed}", f"runtime.output_root={root}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    output = root / "quickstart"
+    return load_results({stage: (output / stage).resolve() for stage in STAGES})
+
+
+def faults(results: Results) -> list[str]:
+    """The claims that the results do not show."""
+    scores, final = results.scores, final_model(results)
+    original = _needle(scores, ORIGINAL)
+    untrained, trained = _needle(scores, HYBRID), results.trained.suite
+    lost = original.average - untrained.average
+    sentences = []
+    for rival in results.rivals:
+        is_trained = named_rival(rival.name) is not None
+        if not is_trained and original.average - rival.average < MIN_LOSS:
+            sentences.append(f"{rival.name} loses less than {MIN_LOSS:g} points")
+        found = overall(results, final if is_trained else HYBRID, rival.name)
+        if found is None or found[1].difference_low <= 0:
+            sentences.append(f"the search is not ahead of {rival.name} by more than the interval")
+    if len(results.rivals) < 2:
+        sentences.append("the rule was not trained")
+    against = untrained.against_original
+    recovered = trained.average - untrained.average
+    if against.difference_high < 0 and recovered < MIN_RECOVERY * lost:
+        sentences.append(f"training brings back less than {MIN_RECOVERY:.0%}")
+    worst = worst_loss(results, final_model(results))
+    if worst >= worst_loss(results, HYBRID):
+        sentences.append("training does not make the loss in text smaller")
+    if worst > LARGEST_LOSS:
+        sentences.append(f"the trained hybrid's loss is more than {LARGEST_LOSS:g} nats higher")
+    if results.cache.dynamic(2048) > LARGEST_CACHE * results.cache.original(2048):
+        sentences.append(f"the cache at 2,048 tokens is more than {LARGEST_CACHE:g}")
+    return sentences
+
+
+def worst_loss(results: Results, model: str) -> float:
+    """The largest difference of loss by position from the original's, from token FIRST on."""
+    table = results.scores.positions[model]
+    bins = zip(table.edges[:-1], table.difference, strict=True)
+    return max(one.mean for first, one in bins if first >= FIRST)
+
+
+def _needle(scores: Scores, name: str) -> SuiteScores:
+    return scores.checkpoints[name]["needle"]
+
+
+def row(seed: int, results: Results) -> str:
+    """The scores of a seed as a row of the table."""
+    models = [*results.needle[:1], *results.rivals, *results.needle[1:]]
+    cells = [f"{model.name} {model.average:.1f}" for model in models]
+    losses = (worst_loss(results, name) for name in (HYBRID, final_model(results)))
+    cells.append("{:+.3f} → {:+.3f} nats".format(*losses))
+    seconds = sum(value for _, value in results.stage_seconds)
+    return f"| {seed} | {' | '.join(cells)} | {seconds:.0f} s |"
+
+
+def main(folder: Path, seeds: list[int]) -> int:
+    """Print the table; the exit status is 1 if a seed does not show every claim."""
+    failed: dict[int, list[str]] = {}
+    rows = []
+    for seed in seeds:
+        results = run_recipe(folder, seed)
+        rows.append(row(seed, results))
+        if sentences := faults(results):
+            failed[seed] = sentences
+    print("\n".join(rows))
+    print(json.dumps(failed) if failed else "every seed shows it")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or SEEDS))

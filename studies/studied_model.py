@@ -1,0 +1,118 @@
+"""What the studies share: a recipe's model and questions, one run of a search, and tables."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bosch.heads import HeadMask
+from bosch.model.loading import load_model
+from bosch.model.search_mode import mask_shape, prepare_for_search
+from bosch.objective.calibration import CalibrationSet
+from bosch.objective.evaluation_log import EvaluationLog
+from bosch.objective.objective import Objective
+from bosch.search.methods import METHODS
+from bosch.search.runs import MethodRun, run_method
+from data_prep.documents.calibration import forced_records
+from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
+from data_prep.text import haystack_words
+from pipeline.recipe.load import load_recipe
+from stages.prepare.stage import PrepareConfig
+from stages.search.stage import SearchConfig
+
+PAPER_METHODS = ("intr", "razor", "fisher", "bosch", "bosch_plus")
+
+
+class StudiedModel:
+    """A recipe's model in search mode, with its calibration set and other questions held out."""
+
+    def __init__(self, recipe: str, held_out: int) -> None:
+        self.recipe = load_recipe(recipe, []).recipe
+        model = self.recipe.model
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = load_model(model.path, device=device, **model.loading)
+        prepare_for_search(self.model, self.recipe.runtime.attention)
+        self.shape = mask_shape(self.model.config)
+        examples = self.recipe[PrepareConfig].calibration.examples
+        self.calibration = self._objective(self._questions("calibration", examples))
+        self.held_out = self._objective(self._questions("evaluation", held_out))
+
+    def _questions(self, space: Any, count: int) -> CalibrationSet:
+        """Questions of the recipe's tasks and length; the two spaces share no needle."""
+        config, model = self.recipe[PrepareConfig].calibration, self.recipe.model
+        tokenizer = load_tokenizer(
+            TokenizerSpec(model.path, model.revision, model.trust_remote_code)
+        )
+        records = forced_records(
+            config.tasks, count, config.length, space, self.recipe.seed, tokenizer,
+            haystack_words(config.essay_dir),
+        )  # fmt: skip
+        return CalibrationSet.from_records(record for _, record in records)
+
+    def _objective(self, questions: CalibrationSet) -> Objective:
+        window, size = self.recipe[SearchConfig].window, self.recipe.runtime.eval_batch_size
+        return Objective(self.model, questions, window, batch_size=size)
+
+    def search(
+        self, method: str, ratio: float, seed: int, budget: int, log: EvaluationLog | None = None
+    ) -> MethodRun:
+        """One run of a method on the calibration set; masks in `log` are not measured again."""
+        settings = self.recipe[SearchConfig].settings(0, ratio)
+        settings = replace(settings, seed=self.recipe.seed + seed, budget_per_layer=budget)
+        return run_method(method, self.calibration, settings, log=log)
+
+    def seeds_of(self, method: str, seeds: int) -> range:
+        """The seeds that may give different masks."""
+        return range(seeds if METHODS[method].seeded else 1)
+
+    def held_out_score(self, mask: HeadMask) -> tuple[float, float]:
+        """Score and log-likelihood on the questions that no search has seen."""
+        found = self.held_out.evaluate(mask)
+        return found.score, found.log_likelihood
+
+
+def options(description: str | None, ratios: str) -> argparse.ArgumentParser:
+    """The options of a study on a recipe's model."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", help="a recipe, like recipes/study/enumerable.yaml")
+    parser.add_argument("--ratios", type=_numbers, default=_numbers(ratios), metavar="RHO,RHO,…")
+    parser.add_argument(
+        "--methods", type=lambda text: tuple(text.split(",")), default=PAPER_METHODS,
+        metavar="NAME,NAME,…", help=f"among {', '.join(METHODS)}",
+    )  # fmt: skip
+    parser.add_argument("--budget", type=int, default=16, help="κ, evaluations per layer")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of methods that draw at random")
+    parser.add_argument("--held-out", type=int, default=48, help="questions that no search sees")
+    return parser
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(sorted({float(part) for part in text.split(",")}))
+
+
+def command(module: str) -> str:
+    """The command that made a page, for its head."""
+    return f"    python -m {module} {shlex.join(sys.argv[1:])}\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; floats have three decimals, and all columns but the first are numbers."""
+    cells = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    lines = [list(header), ["---", *["---:"] * (len(header) - 1)], *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean, and the ends of the range if the values differ."""
+    mean = sum(values) / len(values)
+    if min(values) == max(values):
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ({min(values):.3f} to {max(values):.3f})"
