@@ -33,15 +33,13 @@ _FILE_NAME = re.compile(r"\w[\w. :+-]{0,99}", re.ASCII)
 class EvaluatedModel:
     """A model to evaluate, as a hybrid under `mask` if one is given.
 
-    `kv_budget` is one of the budgets it serves, in KV slots; None: its default. `identity` names
-    the model among shared answers; None: its answers are not shared.
+    `identity` names the model among shared answers; None: its answers are not shared.
     """
 
     name: str
     model: ModelConfig
     identity: str | None = None
     mask: HeadMaskFile | None = None
-    kv_budget: int | None = None
 
 
 @dataclass(frozen=True)

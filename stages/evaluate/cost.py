@@ -17,7 +17,6 @@ from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.formats import counted, format_bytes, format_count
 from stages.rival.stage import RivalConfig
-from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe, Recipe
@@ -49,15 +48,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     trained_rival = recipe.get(RivalConfig) is not None
     chosen_layout = search.kv_heads(shape.kinds, recipe.model.dtype)
     windows = {*evaluate.windows} - {search.window.size}
-    budgets = _more_budgets(loaded, chosen_layout)
     layouts: list[Layout] = [chosen_layout] * (untrained + checkpoints + trained_rival)
     for size in windows:
         window = Window(size, search.sinks)
         fulls = [row.get(None, 0) for row in chosen_layout]
         rows = [{None: full, window: shape.key_value_heads - full} for full in fulls]
         layouts += [rows] * untrained
-    for layout in budgets:
-        layouts += [layout] * (1 + checkpoints)
     models = ["the hybrid"]
     models += [counted(checkpoints, "checkpoint")] * (checkpoints > 0)
     models += [counted(untrained - 1, "rival")] * (untrained > 1)
@@ -66,31 +62,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     text = f" each for {', '.join(others)} and {last}" if others else f" for {last}"
     if windows:
         text += f", for the untrained ones at {counted(len(windows), 'more window')}"
-    if budgets:
-        hybrids = "the hybrid and checkpoints" if checkpoints else "the hybrid"
-        text += f", for {hybrids} at up to {counted(len(budgets), 'more budget')}"
     # A hybrid made from the original takes over its weights one at a time.
     return _cost(loaded, devices, layouts, shape.parameters + shape.largest_weight, text)
-
-
-def _more_budgets(loaded: LoadedRecipe, chosen_layout: Layout) -> list[Layout]:
-    """Upper bounds of the layouts that are scored besides the chosen one.
-
-    Among all budgets, the chosen one is the largest within the chosen layout.
-    """
-    budgets = loaded.recipe[EvaluateConfig].budgets
-    if budgets == "chosen":
-        return []
-    layouts: list[Layout] = [*budget_rows(loaded, budgets).values()]
-    if budgets == "all":
-        most = _full_heads(chosen_layout)
-        fitting = sum(_full_heads(layout) <= most for layout in layouts)
-        del layouts[max(0, fitting - 1)]
-    return layouts
-
-
-def _full_heads(rows: Layout) -> int:
-    return sum(row.get(None, 0) for row in rows)
 
 
 def _cost(

@@ -25,7 +25,7 @@ from bosch.progress import progress
 from bosch.ranks import partners_alive
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from stages.context import ModelConfig, Runtime, StageConfig
+from stages.context import Runtime, StageConfig
 from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.scores import (
@@ -197,7 +197,6 @@ def _answer(
     """Answer this rank's unanswered samples for every model; a fault does not stop the others."""
     faults: list[_Fault] = []
     loaded: Any = None
-    in_memory: ModelConfig | None = None
     unanswered = {
         model.name: sum(suite.count_unanswered(model) for suite in suites) for model in models
     }
@@ -207,12 +206,8 @@ def _answer(
                 continue
             logger.info("evaluating %s (%s)", model.name, model.model.path)
             with _recording_faults(faults, model.name):
-                if model.kv_budget is not None and model.model == in_memory:
-                    loaded.set_kv_budget(model.kv_budget)
-                else:
-                    loaded = in_memory = None  # free the memory before the next model is loaded
-                    loaded = load_evaluated(config, model, state.device)
-                    in_memory = model.model
+                loaded = None  # free the memory before the next model is loaded
+                loaded = load_evaluated(config, model, state.device)
                 for suite in suites:
                     with _recording_faults(faults, model.name, suite.name):
                         suite.run(model, loaded, bar)
@@ -262,7 +257,7 @@ def load_evaluated(
     model, mask = evaluated.model, evaluated.mask
     loaded = load_model(
         model.path, backend=config.runtime.attention, device=device,
-        kv_budget=evaluated.kv_budget, **model.loading,
+        **model.loading,
     )  # fmt: skip
     config.check_inputs()
     if mask is None:

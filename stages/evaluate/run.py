@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bosch.heads import HeadMaskFile
-from bosch.model.head_table import chosen_budget
-from bosch.model.loading import load_config
 from data_prep.documents.calibration import CalibrationNeedles
 from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
 from stages.evaluate.answers import EvaluatedModel, published_identity
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.rivals import other_windows, rivals
-from stages.evaluate.scores import HYBRID, budget_name, rival_name
+from stages.evaluate.scores import HYBRID, rival_name
 from stages.evaluate.stage import EvaluateConfig
-from stages.kv_budgets import budget_share, named_budgets
 from stages.materialize.stage import MODEL
 from stages.prepare.stage import CALIBRATION, TOKENIZER
 from stages.rival.stage import RivalConfig
@@ -54,8 +50,6 @@ def run(
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
         identity = published_identity(folder, config.model, stage)
         models.append(EvaluatedModel(name, model, identity))
-        if stage != inputs.get("train_rival"):
-            models += at_other_budgets(models[-1], config.section)
     return evaluate_models(
         config,
         models,
@@ -64,24 +58,3 @@ def run(
         calibration=CalibrationNeedles.load(prepared / CALIBRATION),
         original=inputs["original"],
     ).averages
-
-
-def at_other_budgets(model: EvaluatedModel, section: EvaluateConfig) -> list[EvaluatedModel]:
-    """The model of a directory at each of `evaluate.budgets` except its default.
-
-    Raises UserError if the directory lacks a budget.
-    """
-    if section.budgets == "chosen":
-        return []
-    trusted = model.model.trust_remote_code
-    hybrid = load_config(model.model.path, trust_remote_code=trusted)
-    return [
-        replace(
-            model,
-            name=budget_name(model.name, budget_share(hybrid, slots)),
-            identity=None if model.identity is None else f"{model.identity}-{slots}",
-            kv_budget=slots,
-        )
-        for slots in named_budgets(hybrid, section.budgets)
-        if slots != chosen_budget(hybrid)
-    ]

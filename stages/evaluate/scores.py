@@ -19,7 +19,6 @@ FAILED_MODELS = "models"
 SAMPLES = "samples.jsonl"
 ORIGINAL = "original"
 HYBRID = "hybrid"
-_BUDGET = re.compile(r"(\S+) @ ([\d.]+ %)")
 _RIVAL = re.compile(r"(\w+)-(tokens-\d+)")
 _WINDOW = re.compile(r"(?:(\w+)-)?window-(\d+)")
 
@@ -47,28 +46,12 @@ def named_rival(name: str) -> tuple[str, int] | None:
     return None if match is None or tokens is None else (match[1], tokens)
 
 
-def budget_name(name: str, share: str) -> str:
-    """Name of the untrained hybrid or a checkpoint at another budget than the chosen one.
-
-    `share` is a share of the original's KV slots: `tokens-1000 @ 12.5 %`.
-    """
-    return f"{name} @ {share}"
-
-
-def named_budget(name: str) -> tuple[str, str] | None:
-    """Model and share of `budget_name`; None for a name of another form."""
-    match = _BUDGET.fullmatch(name)
-    if match is None or (match[1] != HYBRID and checkpoint_tokens(match[1]) is None):
-        return None
-    return match[1], match[2]
-
-
 def _evaluated_name(name: str) -> str:
-    parsers = (checkpoint_tokens, named_window, named_budget, named_rival)
+    parsers = (checkpoint_tokens, named_window, named_rival)
     is_composed = any(parse(name) is not None for parse in parsers)
     if name not in (ORIGINAL, HYBRID, *METHODS) and not is_composed:
         raise ValueError(
-            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, these @ <share> %, window-<n>, "
+            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, window-<n>, "
             "the methods and <method>-tokens-<n>"
         )
     return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import AfterValidator, Field, create_model
 
@@ -16,7 +16,6 @@ from stages.evaluate.presets import PRESETS, Benchmark, PresetName, benchmarks
 from stages.evaluate.section import SuiteSection
 from stages.evaluate.suites import SUITES
 from stages.fields import Count, Flag, Section, different
-from stages.kv_budgets import KvBudgets, front_faults
 from stages.search.stage import SearchConfig, window_faults
 from stages.stage import LoadedRecipe, Recipe, Stage
 
@@ -54,11 +53,6 @@ class EvaluateConfig(_Suites):
     rivals: Annotated[list[UnsearchedName], AfterValidator(different)] = Field(default=[])
     """Layer rules and rankings for comparison with the search: their untrained hybrids, at its
     ratio and window, answer the same samples."""
-    budgets: Literal["chosen", "all"] | KvBudgets = "chosen"
-    """Budgets of the front at which the hybrid and its checkpoints are scored: the chosen one,
-    which is always scored; all; or a list, each as KV slots or as the largest within a share of the
-    original's (0.25)."""
-
     windows: Annotated[list[Count], AfterValidator(different)] = Field(default=[])
     """Further window sizes at which the untrained masks of the search and the rivals are scored,
     like [256, 512, 2k, 4k]."""
@@ -96,8 +90,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     if (limit := loaded.positions) is not None:
         windows = [Window(size, loaded.recipe[SearchConfig].sinks) for size in evaluate.windows]
         yield from window_faults(windows, "evaluate.windows", "the model's positions", limit)
-    if evaluate.budgets != "chosen":
-        yield from front_faults(loaded, "evaluate.budgets", evaluate.budgets)
     for name, section in evaluate.suites.items():
         yield from section.faults(loaded, f"evaluate.{name}")
         if evaluate.chat_template:

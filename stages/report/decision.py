@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from stages.formats import (
 from stages.measure.stage import Point
 from stages.report.results import Results, SampleScores, label_of
 from stages.report.stage import ReportConfig
-from stages.report.verdict import final_model
 from stages.train.stage import checkpoint_name, checkpoint_tokens
 
 
@@ -117,8 +115,8 @@ def overall(
 
 
 def comparisons(results: Results) -> str | None:
-    """Sentences on the search's gain over rivals, and on the smallest budget near the original."""
-    return " ".join([*_over_rivals(results), *_smallest_budget(results)]) or None
+    """Sentences on the search's gain over rivals."""
+    return " ".join(_over_rivals(results)) or None
 
 
 def _over_rivals(results: Results) -> Iterator[str]:
@@ -136,29 +134,6 @@ def _over_rivals(results: Results) -> Iterator[str]:
                 f"The search's heads score {_points(outcome[1])} against those of "
                 f"{METHODS[name if trained is None else trained[0]].label} {when}."
             )
-
-
-def _smallest_budget(results: Results) -> Iterator[str]:
-    """The smallest budget shown to be near the original, as are all larger ones.
-
-    Tests in a fixed order that stop at the first failure need no correction for multiple tests.
-    """
-    names = results.budget_models(final_model(results))
-    shares = {budget.kv_slots: budget.share for budget in results.materialized.budgets}
-    tested = [(slots, overall(results, names[slots])) for slots in sorted(names, reverse=True)]
-    scored = [(slots, outcome[1]) for slots, outcome in tested if outcome is not None]
-    if len(scored) < 2 or not _original_answers(results):
-        return
-    near = list(itertools.takewhile(lambda pair: pair[1].difference_low > -MARGIN, scored))
-    count = f"Of the {len(scored)} budgets scored"
-    if not near:
-        yield f"{count} the largest is not shown to be within {MARGIN:g} points of the original."
-        return
-    slots, difference = near[-1]
-    yield (
-        f"{count}, {shares[slots]} of the KV slots is the smallest shown to be within {MARGIN:g} "
-        f"points of the original, as are all larger ones: {_points(difference)}."
-    )
 
 
 def _points(result: PairedComparison) -> str:

@@ -30,7 +30,6 @@ from stages.formats import (
     format_seconds,
     format_share,
     signed,
-    with_interval,
 )
 from stages.materialize.stage import BudgetedCache
 from stages.pages.page import render
@@ -96,7 +95,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         loss=charts.training_loss(training, results.loss_in_words) if training else None,
         score_tables=[score_table(scored) for scored in [*results.needle, *results.rivals]],
         about_marks=ABOUT_MARKS, filters=filters(scores.checkpoints.values()),
-        budgets=budget_table(results), windows=charts.windows(results),
+        windows=charts.windows(results),
         window_tables=[score_table(scored) for scored in results.windows],
         other_suites=other_suites(results), positions=charts.positions(results),
         cache=charts.cache_by_length(results.cache), cache_table=cache_table(results.cache),
@@ -304,42 +303,6 @@ def task_table(name: str, suites: Mapping[str, SuiteScores]) -> Table:
         totals.append([label, *(_score(mean, anchor(model)) for model, mean in means.items())])
     header = ["task", *(label_of(name) for name in suites)]
     return Table("", header, [Group(rows), Group(totals, is_total=True)])
-
-
-def budget_table(results: Results) -> Table | None:
-    """The budgets that the hybrid serves, with needle averages; None if there is only one."""
-    hybrid = results.materialized
-    if not hybrid.budgets:
-        return None
-    models = list(dict.fromkeys((HYBRID, final_model(results))))
-    scores = {model: results.budget_scores(model) for model in models}
-    header = [
-        f"KV slots at {hybrid.context:,} tokens",
-        "of the original's",
-        "full KV heads",
-        "KV cache",
-        *(label_of(model) for model in models),
-    ]
-    rows = []
-    for budget in hybrid.budgets:
-        chosen = " (chosen)" if budget.kv_slots == hybrid.kv_budget else ""
-        suites = [scores[model][budget.kv_slots] for model in models]
-        cells = [
-            mark(suite.against_original) + with_interval(*charts.interval_of(suite))
-            if suite is not None
-            else "not scored"
-            for suite in suites
-        ]
-        rows.append(
-            [
-                f"{budget.kv_slots:,}{chosen}",
-                budget.share,
-                str(budget.full_kv_heads),
-                format_bytes(budget.cache_bytes),
-                *cells,
-            ]
-        )
-    return Table.of_rows("Needle averages with 95 % intervals", header, rows)
 
 
 def budget_text(budget: BudgetedCache) -> str:

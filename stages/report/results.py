@@ -23,8 +23,6 @@ from stages.evaluate.scores import (
     ORIGINAL,
     Scores,
     SuiteScores,
-    budget_name,
-    named_budget,
     named_rival,
     named_window,
     read_samples,
@@ -110,8 +108,6 @@ def label_of(name: str) -> str:
         return f"{METHODS[method].label if method else 'Hybrid'}, untrained, W = {size:,}"
     if rival := named_rival(name):
         return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
-    if budget := named_budget(name):
-        return f"{label_of(budget[0])}, {budget[1]} of the KV slots"
     return f"Hybrid after {checkpoint_tokens(name) or 0:,} tokens"
 
 
@@ -218,20 +214,6 @@ class Results:
     def measured_points(self) -> list[Point]:
         """The hybrid's measured points, the shortest first; empty without measurements."""
         return self.efficiency.hybrids if self.efficiency is not None else []
-
-    def budget_scores(self, model: str) -> dict[int, SuiteScores | None]:
-        """Needle scores of a model by the KV slots of its budgets; None: not scored."""
-        tables = self.scores.checkpoints
-        names = self.budget_models(model).items()
-        return {slots: tables.get(name, {}).get(NEEDLE) for slots, name in names}
-
-    def budget_models(self, model: str) -> dict[int, str]:
-        """Names in scores.json of a model at its budgets, by their KV slots."""
-        budgets = self.materialized.budgets
-        names = {budget.kv_slots: budget_name(model, budget.share) for budget in budgets}
-        if self.materialized.kv_budget in names:
-            names[self.materialized.kv_budget] = model
-        return names
 
     def checkpoint(self, name: str | None) -> NeedleScores | None:
         return next((scores for scores in self.needle if scores.name == name), None)
@@ -366,7 +348,7 @@ def _needle_scores(
     rivals = [model for model in models if model.name in METHODS or named_rival(model.name)]
     windows = [model for model in models if named_window(model.name)]
     others = rivals + windows
-    checkpoints = [m for m in models if m not in others and not named_budget(m.name)]
+    checkpoints = [model for model in models if model not in others]
     checkpoints.sort(key=lambda model: model.tokens or 0)  # the original is first in scores.json
     rivals.sort(key=lambda model: (named_rival(model.name) is not None, model.average))
     return checkpoints, rivals, windows

@@ -52,7 +52,6 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
                 if results.windows
                 else {}
             ),
-            **({"budgets": _budgets(results)} if results.materialized.budgets else {}),
             "trained": trained.average if trained else None,
             "trained_tokens": trained.tokens if trained else None,
         },
@@ -73,19 +72,6 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         "cost": None if price is None else {section.currency: round(price * gpu_hours, 2)},
         "absent_stages": list(results.absent),
     }
-
-
-def _budgets(results: Results) -> list[dict[str, Any]]:
-    """The final model's average at each budget that it serves; None where it was not scored."""
-    scores = results.budget_scores(final_model(results))
-    return [
-        {
-            "kv_slots": budget.kv_slots,
-            "share": budget.share,
-            "average": suite.average if (suite := scores[budget.kv_slots]) is not None else None,
-        }
-        for budget in results.materialized.budgets
-    ]
 
 
 def print_summary(results: Results, summary: dict[str, Any]) -> None:
@@ -118,14 +104,6 @@ def _rows(results: Results) -> list[tuple[str, str]]:
         ("Sliding KV heads (ρ)", f"{share} ({search.sliding} of {search.total})"),
         ("Window (W)", f"{search.window_sizes} tokens"),
     ]
-    budgets = _budgets(results)
-    rows += [
-        (f"Needle average at {budget['share']} of the KV slots", format_score(budget["average"]))
-        for budget in budgets
-        if budget["average"] is not None
-    ]
-    if unscored := [budget["share"] for budget in budgets if budget["average"] is None]:
-        rows.append(("Other shares of the KV slots, not scored", ", ".join(unscored)))
     rows += [(f"Time, {stage}", format_seconds(value)) for stage, value in results.stage_seconds]
     return rows
 

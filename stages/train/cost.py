@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.objective.decoder_shape import DecoderShape
@@ -17,8 +16,7 @@ from stages.prepare.stage import PrepareConfig
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
-from stages.train.budgets import mean_over_budgets
-from stages.train.fit import MemoryBudget, planned_rows, remedy, training_budget
+from stages.train.fit import MemoryBudget, remedy, training_budget
 from stages.train.footprint import (
     TrainingJob,
     load_host_bytes,
@@ -46,12 +44,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         budget = training_budget(loaded, processes, devices.memory, devices.on_gpu)
         runtime = budget.runtime
     unneeded = unneeded_flops(shape, train, tokens)
-    layouts = planned_rows(loaded, shape)
-    budget_flops = {
-        slots: shape.training_flops(tokens, length, window_shares(rows)) - unneeded
-        for slots, rows in layouts.items()
-    }
-    flops = mean_over_budgets(budget_flops)
+    mask_heads = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
+    flops = shape.training_flops(tokens, length, window_shares(mask_heads)) - unneeded
     original_flops = shape.training_flops(tokens, length) - unneeded
     teacher = shape.forward_flops(tokens, length) if train.teacher != "none" else 0.0
     saved, restart, storage_facts = _storage(loaded, runtime, devices)
@@ -62,13 +56,6 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
         "original's",
         *storage_facts,
     ]
-    if len(budget_flops) > 1:
-        least, most = min(budget_flops.values()), max(budget_flops.values())
-        facts.append(
-            f"the mean over steps for {len(budget_flops)} budgets of the front, where all of them "
-            f"have one order of heads: from {least / flops:.0%} of it for the smallest to "
-            f"{most / flops:.0%}"
-        )
     if teacher:
         facts.append(f"{format_flops(teacher)} of a forward pass of the original, the teacher")
     computed = flops + teacher
@@ -81,14 +68,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             f"at {efficiency:.3g} of the peak, as a mixture of experts: four days of "
             "Qwen3-30B-A3B on 16 A800 (BOSCH B.5); --efficiency says another"
         )
-    mask_heads = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     for fact, score_flops in _scores(loaded, mask_heads, processes):
         facts.append(fact)
         computed += score_flops
     if budget is None:
         facts.append(f"does not run on {on}: {faults[0]}")
     else:
-        facts += _exchange_facts(loaded, runtime, processes, layouts)
+        facts += _exchange_facts(loaded, runtime, processes, mask_heads)
         facts += _memory_facts(loaded, budget, devices)
     jobs = (train.batch_tokens // length * runtime.context_parallel,)
     return Cost(computed, saved + restart, facts, jobs, efficiency, removed=restart)
@@ -157,20 +143,13 @@ def _scores(
             )
 
 
-def of_rival(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The cost of training the rival's hybrid, for one budget."""
-    train = loaded.recipe[TrainConfig].model_copy(update={"budgets": None})
-    recipe = loaded.recipe.model_copy(update={"train": train})
-    return cost(replace(loaded, recipe=recipe), devices)
-
-
 def _exchange_facts(
     loaded: LoadedRecipe,
     runtime: Runtime,
     processes: int,
-    layouts: Mapping[int, Sequence[LayerHeads]],
+    mask_heads: Sequence[LayerHeads],
 ) -> Iterator[str]:
-    """Bytes that processes that share sequences send in a step, the mean over `layouts`."""
+    """Bytes that processes that share sequences send in a step."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     sharing, length = runtime.context_parallel, recipe[PrepareConfig].sequence_length
     if sharing == 1:
@@ -180,7 +159,7 @@ def _exchange_facts(
         job = TrainingJob(shape, recipe[TrainConfig], runtime, length, layers)
         return step_traffic(job) / processes
 
-    sent = mean_over_budgets({slots: traffic(rows) for slots, rows in layouts.items()})
+    sent = traffic(mask_heads)
     yield (
         f"context parallelism: {length // sharing:,} tokens of a sequence on each of {sharing} "
         f"processes, which send {format_bytes(sent)} each a step: {sent / traffic():.0%} of "

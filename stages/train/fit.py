@@ -7,16 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bosch.backends import lacking
-from bosch.budget import LayerHeads
 from bosch.errors import UserError
 from bosch.hardware import host_memory
 from bosch.model.families import split_fault
-from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.cost import memory_here
 from stages.formats import format_bytes
 from stages.prepare.stage import PrepareConfig
-from stages.search.choice import budget_rows
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
 from stages.stage import LoadedRecipe
@@ -82,23 +79,11 @@ def training_budget(
     return memory_budget(_job(loaded), processes, capacity, on_gpu)
 
 
-def planned_rows(loaded: LoadedRecipe, shape: DecoderShape) -> dict[int, list[LayerHeads]]:
-    """Heads by window in each trained layer, by KV budget; the key is 0 if there is only one.
-
-    Heads are spread evenly over the layers where no mask is given.
-    """
-    recipe = loaded.recipe
-    budgets = recipe[TrainConfig].budgets
-    if budgets is not None:
-        return budget_rows(loaded, budgets)
-    return {0: recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)}
-
-
 def _job(loaded: LoadedRecipe) -> TrainingJob:
-    """A recipe's training with the rows of the largest budget, which takes the most memory."""
     recipe, shape = loaded.recipe, shape_of(loaded)
-    rows, length = planned_rows(loaded, shape), recipe[PrepareConfig].sequence_length
-    return TrainingJob(shape, recipe[TrainConfig], recipe.runtime, length, rows[max(rows)])
+    rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
+    length = recipe[PrepareConfig].sequence_length
+    return TrainingJob(shape, recipe[TrainConfig], recipe.runtime, length, rows)
 
 
 def memory_budget(job: TrainingJob, processes: int, capacity: float, on_gpu: bool) -> MemoryBudget:

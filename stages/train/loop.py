@@ -10,7 +10,6 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,6 @@ from bosch.model.interface import layouts_of
 from bosch.ranks import collectives_within, limit_collectives
 from stages.context import Runtime
 from stages.formats import format_bytes
-from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import Batch, Collate, PackedSequences, SourceTokens
 from stages.train.decisions import RestartTimer, SpikeRule, step_timeout
@@ -70,8 +68,7 @@ class Loop:
     metrics_log: MetricsLog | None
     needles: NeedleWatch | None
     held_out: HeldOutWatch | None
-    budgets: BudgetDraw | None  # None: every step trains the loaded layout
-    flops: Mapping[int | None, float]  # of a step, by its budget
+    flops: float  # of a step
     planned_memory: float  # bytes of this process at the peak, as `plan` computes them
     step: int = 0
 
@@ -113,7 +110,7 @@ class Loop:
         self.restarts.wait()
 
     def start_step(self) -> None:
-        """Set learning rate, budget and random seed, which are not in restart points.
+        """Set learning rate and random seed, which are not in restart points.
 
         They depend on the step's number only, the seed also on the process.
         """
@@ -121,17 +118,10 @@ class Loop:
             group["lr"] = self.learning_rate
         entropy = [self.seed, self.step, self.accelerator.process_index]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-        if self.budget is not None:
-            self.unwrapped.set_kv_budget(self.budget)
 
     @property
     def learning_rate(self) -> float:
         return self.train.learning_rate * self.schedule.learning_rate_factor(self.step - 1)
-
-    @property
-    def budget(self) -> int | None:
-        """KV slots of the step's budget; None where every step trains the loaded layout."""
-        return None if self.budgets is None else self.budgets.of_step(self.step)
 
     def read(self) -> tuple[list[Batch], int]:
         """This process's micro-batches of the step, and the tokens all of them predict together.
@@ -233,12 +223,10 @@ class Loop:
         return step_timeout(self._seconds, self.runtime.collective_timeout_minutes)
 
     def score(self) -> dict[str, Any]:
-        """The scores that are due, at the chosen budget, by their name in the metrics."""
+        """The scores that are due, by their name in the metrics."""
         scores: dict[str, Any] = {}
         step, device = (self.step, self.schedule.steps), self.accelerator.device
         with self.stopwatch.timed("scores"):
-            if self.budgets is not None:
-                self.unwrapped.set_kv_budget(None)
             if self.needles is not None and self.needles.is_due(*step):
                 scores["needle_score"] = self.needles.score(self.model, device)
             if self.held_out is not None and self.held_out.is_due(*step):
@@ -256,10 +244,10 @@ class Loop:
         peak = self._peak_flops  # None if unknown
         with disk_errors(METRICS, self.restarts.directory.parent):
             self.metrics_log.write(
-                self.step, loss, norm, learning_rate=self.learning_rate, kv_budget=self.budget,
+                self.step, loss, norm, learning_rate=self.learning_rate,
                 skipped=skipped or None, **scores,
                 tokens_per_second=round(self.schedule.batch_tokens / seconds, 1),
-                mfu=self.flops[self.budget] / seconds / peak if peak else None,
+                mfu=self.flops / seconds / peak if peak else None,
                 memory=peak_memory(),
                 source_tokens=self.sources.until(self.step * self.schedule.sequences) or None,
                 data_seconds=round(by_name.get("data", 0.0), 3),

@@ -19,7 +19,7 @@ from bosch.budget import window_shares
 from bosch.files import is_folder, remove
 from bosch.hardware import device_named
 from bosch.journal import Journal
-from bosch.model.head_table import Rows, heads_by_window, kv_budgets
+from bosch.model.head_table import heads_by_window
 from bosch.objective.decoder_shape import DecoderShape
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
@@ -167,8 +167,6 @@ def _text(value: float | None, form: str) -> str:
 def _details(record: dict[str, Any]) -> str:
     """A record's further fields, for its line of the log."""
     notes = []
-    if "kv_budget" in record:
-        notes.append(f"budget of {record['kv_budget']:,} KV slots")
     if "mfu" in record:
         notes.append(f"MFU {record['mfu']:.1%}")
     if "memory" in record:
@@ -186,23 +184,17 @@ def _details(record: dict[str, Any]) -> str:
     return "".join(f", {note}" for note in notes)
 
 
-def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> dict[int | None, float]:
+def step_flops(config: Any, schedule: Schedule, train: TrainConfig) -> float:
     """Operations of a step on a hybrid of `config`, forward and backward, without recomputation.
 
-    The key is the KV slots of a budget, None for the active one. A teacher's forward
-    pass is included. A packed sequence counts as one document; under document masking there are
-    fewer operations.
+    A teacher's forward pass is included. A packed sequence counts as one document; under document
+    masking there are fewer operations.
     """
     shape, tokens, length = DecoderShape.of(config), schedule.batch_tokens, schedule.sequence_length
     extra = -unneeded_flops(shape, train, tokens)
     if train.teacher != "none":
         extra += shape.forward_flops(tokens, length)
-    rows_of: dict[int | None, Rows] = {None: heads_by_window(config)}
-    rows_of |= kv_budgets(config).items()
-    return {
-        budget: shape.training_flops(tokens, length, window_shares(rows)) + extra
-        for budget, rows in rows_of.items()
-    }
+    return shape.training_flops(tokens, length, window_shares(heads_by_window(config))) + extra
 
 
 def peak_flops(processes: int) -> float | None:

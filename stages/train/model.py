@@ -28,7 +28,7 @@ from bosch.backends import BACKENDS, resolve_backend
 from bosch.errors import RunError, UserError
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import HYBRID_PREFIX, attention_needs, text_config
-from bosch.model.head_table import heads_by_window, kv_budgets
+from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config, load_model
 from stages.context import ModelConfig, Runtime
 from stages.train.distillation import TeacherLoss
@@ -120,13 +120,12 @@ def use_grouped_experts(model: Any) -> None:
 
 
 def _raise_graph_limit(config: Any) -> None:
-    """Raise torch's limit of 8 compiled graphs to 8 for each different layer, under all budgets.
+    """Raise torch's limit of 8 compiled graphs to 8 for each different layer.
 
     Layers differ in their heads of each window. Beyond the limit torch warns, and runs layers
     uncompiled.
     """
-    budgets = [heads_by_window(config), *kv_budgets(config).values()]
-    layouts = {tuple(row.items()) for rows in budgets for row in rows}
+    layouts = {tuple(row.items()) for row in heads_by_window(config)}
     settings: Any = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, 8 * len(layouts))
     settings.accumulated_recompile_limit = max(

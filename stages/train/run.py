@@ -16,17 +16,15 @@ from accelerate import Accelerator
 
 from bosch.errors import LostRankError, RunError, StoppedError
 from bosch.files import added_entries, file_hashes, remove
-from bosch.model.head_table import heads_by_window, kv_budgets
+from bosch.model.head_table import heads_by_window
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.ranks import limit_collectives, partners_alive
 from bosch.this_process import world_size
 from stages.context import StageConfig
-from stages.kv_budgets import named_budgets
 from stages.materialize.stage import MODEL, MaterializeConfig
 from stages.prepare.stage import PACKED_DATA, PrepareConfig
 from stages.train import parallel
-from stages.train.budgets import BudgetDraw
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
@@ -120,15 +118,12 @@ def build_loop(
     # Before DeepSpeed is set up, which would shard the meta models used for counts and flags.
     untrained = untrained_parameters(model_dir, config.model.trust_remote_code)
     model_config = load_config(str(model_dir), trust_remote_code=config.model.trust_remote_code)
-    budgets, layers = None, heads_by_window(model_config)
-    if train.budgets is not None:
-        budgets = BudgetDraw(named_budgets(model_config, train.budgets), config.seed)
-        layers = kv_budgets(model_config)[budgets.budgets[-1]]  # the largest, with the most memory
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
     accelerator = parallel.make_accelerator(train, config.runtime, schedule, shape.hidden)
     budget = memory_budget(
-        TrainingJob(shape, train, config.runtime, schedule.sequence_length, layers),
+        TrainingJob(shape, train, config.runtime
+                    , schedule.sequence_length, heads_by_window(model_config)),
         world_size(), parallel.least_memory(accelerator.device), torch.cuda.is_available(),
     )  # fmt: skip
     runtime = budget.runtime
@@ -166,7 +161,6 @@ def build_loop(
         metrics_log=metrics_log,
         needles=make_needle_watch(config, inputs["prepare"]),
         held_out=make_held_out_watch(data, collate_rows, runtime),
-        budgets=budgets,
         flops=flops,
         planned_memory=budget.memory.peak,
     )

@@ -16,13 +16,11 @@ from bosch.journal import Journal
 from bosch.model.families import known_family, split_fault
 from stages.context import Runtime
 from stages.fields import Count, Flag, Number, Ratio, Section, rising
-from stages.kv_budgets import KvBudgets, front_faults
 from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.published import RUN_AGAIN, Record, WorkSummary
 from stages.search.stage import SearchConfig, window_faults
 from stages.stage import LoadedRecipe, Stage, position_faults
-from stages.train.budgets import LARGEST, SMALLEST
 
 
 class LoraConfig(Section):
@@ -85,17 +83,6 @@ class TrainConfig(Section):
     """A step is bad if its gradient norm exceeds this many times the median of the last 100 steps
     (a spike); default: only if the norm is not finite."""
 
-    budgets: Literal["all"] | KvBudgets | None = Field(
-        None,
-        description=(
-            "Budgets of the front for which the model is trained: all with sliding heads, or a "
-            "list, each as KV slots or as the largest within a share of the original's (0.25). "
-            f"Each step trains one budget: in every cycle of steps, {SMALLEST} are for the "
-            f"smallest budget, {LARGEST} for the largest, and one for each between. "
-            "Default: only the chosen budget."
-        ),
-    )
-
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps: whole batches only (2.5B tokens of 2M make 1,192)."""
@@ -119,17 +106,16 @@ class TrainConfig(Section):
 
     @property
     def loss_in_words(self) -> str:
-        """What the loss in the metrics is; empty for the cross-entropy of one budget."""
-        budget = "" if self.budgets is None else "of each step's budget"
+        """What the loss in the metrics is; empty for the cross-entropy."""
         if self.teacher == "none" or self.teacher_weight == 0:
-            return budget
+            return ""
         divergence = "KL divergence from the original"
         if self.teacher_tokens < 1:
             divergence += f" on the {100 * self.teacher_tokens:.3g} % of tokens where it is largest"
         if self.teacher_weight < 1:
             shares = (100 * self.teacher_weight, 100 * (1 - self.teacher_weight))
             divergence = f"{shares[0]:.3g} % {divergence}, {shares[1]:.3g} % cross-entropy"
-        return f"{divergence}, {budget}" if budget else divergence
+        return divergence
 
 
 ROUTER_LOSS = (
@@ -175,12 +161,11 @@ class TrainingSummary(WorkSummary):
 class TrainingStep(Record):
     """A line of train/metrics.jsonl; `tokens` and `seconds` count from the start of training.
 
-    A `skipped` step changed no weight; loss and norm are None if not finite. `kv_budget` is the
-    step's budget in KV slots, if there are several. `tokens_per_second` and `mfu` leave out the
-    `checkpoint_seconds` since the step before and the time of scores. `memory`: peak bytes of the
-    first process. `heldout_loss` is in nats per token, `heldout_by_position` by quarter of the
-    sequence, None for a quarter without predictions. `source_tokens` are the tokens read so far
-    from each source of prepare.
+    A `skipped` step changed no weight; loss and norm are None if not finite. `tokens_per_second`
+    and `mfu` leave out the `checkpoint_seconds` since the step before and the time of scores.
+    `memory`: peak bytes of the first process. `heldout_loss` is in nats per token,
+    `heldout_by_position` by quarter of the sequence, None for a quarter without predictions.
+    `source_tokens` are the tokens read so far from each source of prepare.
     """
 
     step: int
@@ -189,7 +174,6 @@ class TrainingStep(Record):
     learning_rate: float
     grad_norm: float | None
     seconds: float
-    kv_budget: int | None = None
     skipped: bool = False
     tokens_per_second: float | None = None
     mfu: float | None = None
@@ -223,8 +207,6 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _deepspeed_faults(train, recipe.runtime, recipe[MaterializeConfig].dtype)
     if train.teacher == "none" and (train.teacher_weight, train.teacher_tokens) != (1.0, 1.0):
         yield "train.teacher: teacher_weight and teacher_tokens need a teacher; set original"
-    if train.budgets is not None:
-        yield from front_faults(loaded, "train.budgets", train.budgets)
     yield from _attention_faults(loaded, train)
     yield from _document_faults(loaded, train)
     if loaded.info is not None and loaded.info.config.get("output_router_logits"):

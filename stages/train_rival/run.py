@@ -17,9 +17,8 @@ def run(
 ) -> dict[str, Any]:
     """Train `inputs["rival"]/model` on the same data and with the same settings as `train`.
 
-    The rival serves one budget, so `train.budgets` is ignored. Publishes and raises the same as the
-    stage train.
+    Publishes and raises the same as the stage train.
     """
-    section = config.upstream_section(TrainConfig).model_copy(update={"budgets": None})
+    section = config.upstream_section(TrainConfig)
     inputs = {"prepare": inputs["prepare"], "materialize": inputs["rival"]}
     return train(config.with_section(section), inputs, work_dir)

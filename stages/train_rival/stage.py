@@ -14,5 +14,5 @@ STAGE = Stage(
     reads=("train",),
     after=("train",),
     distributed=True,
-    cost="stages.train.cost:of_rival",
+    cost="stages.train.cost:cost",
 )
