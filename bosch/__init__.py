@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bosch.model.cache import HybridCache as HybridCache
     from bosch.model.loading import load_model as load_model
     from bosch.model.materialize import materialize as materialize
-    from bosch.model.materialize import materialize_front as materialize_front
     from bosch.model.search_mode import apply_head_mask as apply_head_mask
     from bosch.model.search_mode import head_mask as head_mask
     from bosch.model.search_mode import prepare_for_search as prepare_for_search
@@ -41,7 +40,6 @@ _LAZY = {
     "head_mask": "bosch.model.search_mode",
     "load_model": "bosch.model.loading",
     "materialize": "bosch.model.materialize",
-    "materialize_front": "bosch.model.materialize",
     "prepare_for_search": "bosch.model.search_mode",
 }
 

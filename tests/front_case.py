@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
-from bosch.model.materialize import materialize
 from bosch.window import Window
 
 CONTEXT = 64
@@ -51,11 +48,3 @@ def nested_front(
     front = Front.of(front_points, menu, context, model="m", seed=seed)
     assert all(front.nested) and len(front.points) == points
     return replace(front, chosen=chosen)
-
-
-def materialize_point(model: Any, front: Front, index: int, *, reordered: bool = False) -> Any:
-    """The hybrid of one point, with the front's order of heads, or with the mask's own order."""
-    mask = front.mask(index)
-    order = mask.head_order() if reordered else front.head_order()
-    with patch.object(HeadMask, "head_order", lambda _: order):
-        return materialize(model, mask, front.windows)

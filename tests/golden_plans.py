@@ -20,7 +20,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("qwen3_1p7b_r075", "h100x8", ()),
     ("llama3p1_8b_r075", "h200x3", (
         "search.method=front", "search.windows=[256,1024]", "search.points=[0.1,0.3,0.5]",
-        "train.budgets=all", "evaluate.budgets=all",
+
         "runtime.processes=3", "runtime.sharding=none", "train.batch_tokens=3M",
         "runtime.micro_batch_size=1", "runtime.context_parallel=3", "prepare.sequence_length=48k",
         "runtime.needle_every_steps=100", "runtime.needle_samples=50",
@@ -48,7 +48,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("qwen3_14b_r075", "h100x8", (
         "search.method=front", "search.swa_ratio=null", "search.head_granularity=2",
         "search.budget={bytes: 6GiB @ 128k}",
-        "train.budgets=[0.5]", "evaluate.budgets=[0.5]", "runtime.sharding=deepspeed",
+        "runtime.sharding=deepspeed",
         "runtime.offload_activations=true",
         "runtime.checkpointing=full", "train.checkpoint_tokens=[]",
     )),
@@ -58,7 +58,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("qwen3_1p7b_r075", "h100x8", (
         "search.method=front", "train=null", "runtime.eval_batch_size=2",
-        "evaluate={needle: null, mrcr: {data_dir: m}, budgets: [0.5], positions: {documents: 9}}",
+        "evaluate={needle: null, mrcr: {data_dir: m}, positions: {documents: 9}}",
     )),
 )  # fmt: skip
 

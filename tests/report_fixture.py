@@ -96,11 +96,10 @@ def publish(
 def publish_front(root: Path) -> dict[str, Path]:
     """Stages of a recipe with a front and a budget in bytes, whose original ran out of memory.
 
-    A search by swaps, two windows, a suite of prompts, no checkpoints, and three
-    budgets, of which the chosen one and the scarcest have scores.
+    A search by swaps, two windows, a suite of prompts, and no checkpoints.
     """
     inputs = publish(root, without=("train",))
-    evaluate(inputs["evaluate"], ORIGINAL, "intr", HYBRID, f"{HYBRID} @ 8.5 %")
+    evaluate(inputs["evaluate"], ORIGINAL, "intr", HYBRID)
     front = nested_front(6, 8, (Window(128), Window(32)), context=2048, chosen=2)
     points = [
         replace(point, bytes=BYTES_PER_HEAD * point.kv_slots, held_out_score=point.score,
@@ -133,12 +132,7 @@ def publish_front(root: Path) -> dict[str, Path]:
         "tokens": 2048, "bytes": size.dynamic(2048),
         "original": size.original(2048), "allowed": size.dynamic(2048),
     }  # fmt: skip
-    budgets = [
-        {"kv_slots": slots, "share": share, "full_kv_heads": full, "cache_bytes": 128 * slots}
-        for slots, share, full in ((4177, "8.5 %", 1), (6_000, "12.2 %", 3), (9_000, "18.3 %", 6))
-    ]
     changes = {
-        "context": 2048, "kv_budget": 6_000, "budgets": budgets,
         "budget": budget, "point": 2, "kv_cache_bytes_per_token_after": size.per_token,
         "sliding_bytes_constant": size.sliding_bytes,
     }  # fmt: skip

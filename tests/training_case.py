@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from bosch import ranks
-from bosch.front import Front
 from bosch.heads import HeadMask
-from bosch.model.materialize import materialize, materialize_front
+from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize.model_card import UNTRAINED
@@ -53,13 +52,9 @@ SHARDINGS = ("fsdp", "deepspeed") if _HAS_DEEPSPEED else ("fsdp",)
 def make_case(
     directory: Path,
     dtype: str = "float32",
-    front: Front | None = None,
     hidden_size: int = 32,
 ) -> Path:
-    """Write `prepare/train` (learnable token cycles) and `materialize/model` below `directory`.
-
-    The model serves the budgets of `front`, where one is given.
-    """
+    """Write `prepare/train` (learnable token cycles) and `materialize/model` below `directory`."""
     import numpy as np
     import torch
     from datasets import Dataset
@@ -86,7 +81,7 @@ def make_case(
     model_dir = directory / "materialize" / "model"
     base = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     mask = HeadMask.from_swa_kv_heads([[0], [0, 1]], config.num_key_value_heads)
-    hybrid = materialize_front(base, front) if front else materialize(base, mask, Window(6))
+    hybrid = materialize(base, mask, Window(6))
     hybrid.save_pretrained(model_dir)
     (model_dir / "tokenizer.json").write_text("{}", encoding="utf-8")
     (model_dir / "README.md").write_text(f"# Card\n\n{UNTRAINED}\n", encoding="utf-8")

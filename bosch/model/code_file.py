@@ -31,7 +31,7 @@ MODULES = (
     "attention/layout.py", "attention/logit_transform.py", "attention/call.py",
     "attention/kernels.py", "attention/causal.py", *_backend_files(),
     "attention/__init__.py", "model/interface.py", "model/cache.py",
-    "model/static_cache.py", "model/cache_users.py", "model/configuration.py",
+    "model/static_cache.py", "model/configuration.py",
     "model/head_table.py", "model/deploy_mode.py",
 )  # fmt: skip
 

@@ -158,13 +158,12 @@ def _part_class(base: Any) -> Any:
 
 @functools.cache
 def hybrid_config_class(family: Family) -> Any:
-    """Config class of hybrids: the family's, with `hybrid_attention` and a user's `kv_budget`."""
+    """Config class of hybrids: the family's, with `hybrid_attention`."""
     base: Any = CONFIG_MAPPING[family.model_type]
     body = {
         "model_type": family.hybrid_type,
         "hybrid_attention": None,
-        "kv_budget": None,
-        "__annotations__": {"hybrid_attention": "dict | None", "kv_budget": "Any"},
+        "__annotations__": {"hybrid_attention": "dict | None"},
         "__module__": __name__,
         "to_dict": _to_dict_of(family, base),
         "save_pretrained": _save_of(family, base),
@@ -196,7 +195,7 @@ def base_content(config: Any) -> dict[str, Any]:
     """Content of a hybrid model's configuration in its family's form, without the head layout."""
     content: dict[str, Any] = super(type(config), config).to_dict()
     for name in (
-        "hybrid_attention", "kv_budget", "model_type", "architectures", "auto_map",
+        "hybrid_attention", "model_type", "architectures", "auto_map",
         "_name_or_path", "transformers_version",
     ):  # fmt: skip
         content.pop(name, None)

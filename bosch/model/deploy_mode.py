@@ -7,7 +7,6 @@ transformers, so loading without bosch fails instead of running full attention.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -20,7 +19,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
-    PreTrainedConfig,
 )
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -30,7 +28,6 @@ from bosch.attention import HeadLayout
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import UserError
 from bosch.model.cache import CACHE_NAME, HybridCache, SplitCacheLayer
-from bosch.model.cache_users import check_cached_layout, forget_users
 from bosch.model.configuration import choosing_attention, hybrid_config_class
 from bosch.model.families import (
     LAYER_KINDS,
@@ -39,13 +36,11 @@ from bosch.model.families import (
     decoder_layers,
     text_config,
 )
-from bosch.model.head_table import chosen_budget, heads_by_window
+from bosch.model.head_table import heads_by_window
 from bosch.model.interface import (
     NAME,
-    attention_module,
     attention_modules,
     cache_room,
-    change_layout,
     check_shows_weights,
     layouts_of,
     masks_for_generate,
@@ -121,10 +116,6 @@ class HybridModelMixin:
     ) -> Any:
         """transformers' method, which here refuses a directory with other weights."""
         parent: Any = super()
-        if "kv_budget" in kwargs and isinstance(kwargs.get("config"), PreTrainedConfig):
-            # transformers passes options only to a configuration that it reads itself.
-            kwargs["config"] = copy.copy(kwargs["config"])
-            kwargs["config"].kv_budget = kwargs.pop("kv_budget")
         model, info = parent.from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
@@ -154,32 +145,6 @@ class HybridModelMixin:
         needs = attention_needs(self.config)  # type: ignore[attr-defined]
         check_backend(self._hybrid_backend, needs)
         set_layouts(self, layouts, self._hybrid_backend)
-
-    @property
-    def kv_budget(self) -> int | None:
-        """KV slots of the current budget; None for a model with a single head layout."""
-        return chosen_budget(self.config)  # type: ignore[attr-defined]
-
-    def set_kv_budget(self, budget: int | float | None) -> None:
-        """Switch to the layout of `budget`, one of the model's budgets.
-
-        `budget` is its KV slots, or a share of the original's slots, which takes the largest budget
-        within it; None is the default. Weights do not change. Raises UserError if the model has no
-        such budget, or while a cache or manager holds states of another layout.
-        """
-        config: Any = self.config  # type: ignore[attr-defined]
-        before, config.kv_budget = config.kv_budget, budget
-        try:
-            layouts = deploy_layouts(config)
-            if layouts != layouts_of(self):
-                forget_users(self)
-        except UserError:
-            config.kv_budget = before
-            raise
-        config.kv_budget = chosen_budget(config) if budget is not None else None
-        for layer, layout in enumerate(layouts):
-            if layout is not None:
-                change_layout(attention_module(self, layer), layout)
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
@@ -384,8 +349,6 @@ def _prepare_pass(
     elif use_cache:
         kwargs[CACHE_NAME] = HybridCache.of(decoder)
     kwargs["use_cache"] = past is not None if use_cache is None else use_cache
-    if kwargs.get(CACHE_NAME) is not None and not torch.compiler.is_compiling():
-        check_cached_layout(decoder, kwargs[CACHE_NAME])
     return (), kwargs
 
 

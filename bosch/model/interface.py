@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -73,11 +73,6 @@ def set_head_state(module: nn.Module, state: HeadState | None) -> None:
         setattr(module, _STATE, state)
     elif hasattr(module, _STATE):
         delattr(module, _STATE)
-
-
-def change_layout(module: nn.Module, layout: HeadLayout) -> None:
-    """Change only the layout in the state of an attention module."""
-    set_head_state(module, replace(required_state(module), layout=layout))
 
 
 def attention_modules(model: Any) -> list[nn.Module]:

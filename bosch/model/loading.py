@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 import re
@@ -75,7 +74,6 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     config: Any = None,
-    kv_budget: int | float | None = None,
     weights: bool = True,
 ) -> Any:
     """An ordinary or a hybrid causal language model, in eval mode.
@@ -83,18 +81,12 @@ def load_model(
     `backend` is that of the hybrid attention; an ordinary model keeps transformers' own attention
     until `prepare_for_search`. `dtype` is "float32", "bfloat16", "float16" or a torch dtype.
     `config` replaces the directory's own, for the same weights in another head layout.
-    `kv_budget` selects one of several budgets of the directory, as in `set_kv_budget`.
     Without `weights` the parameters are on the meta device and take no memory.
     Raises UserError when the directory, its weights or its head layout are missing or damaged.
     """
     name = str(path)
     if config is None:
         config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    if kv_budget is not None:
-        if not is_hybrid(config):
-            raise UserError(f"{name}: kv_budget is {kv_budget!r}, and the model is no hybrid")
-        config = copy.copy(config)  # the caller's is not changed
-        config.kv_budget = kv_budget
     _avoid_hub_kernels(config)
     options: dict[str, Any] = {"attn_implementation": _attention(config, backend)}
     options["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bosch.errors import RunError, UserError
-from bosch.front import Front
 from bosch.heads import HeadMask
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.deploy_mode import hybrid_model_class
 from bosch.model.families import family_of, known_family, text_config
-from bosch.model.head_table import budget_table, head_table
+from bosch.model.head_table import head_table
 from bosch.model.interface import attention_modules
 from bosch.model.loading import parameters_on_meta
 from bosch.model.permutation import reorder_weight
@@ -65,21 +64,6 @@ def materialize(model: Any, mask: HeadMask, windows: Windows, *, take_weights: b
     check_fit(model.config, mask, windows)
     rows = mask.heads_per_layer(windows)
     return _hybrid(model, head_table(rows), mask.head_order(), take_weights)
-
-
-def materialize_front(model: Any, front: Front, *, take_weights: bool = False) -> Any:
-    """The hybrid model that serves every nested budget of `front`, from one set of weights.
-
-    Its default is the front's chosen budget, else the largest; `set_kv_budget` and
-    `from_pretrained(…, kv_budget=…)` select another. Otherwise as `materialize`.
-    """
-    nested = [index for index, is_nested in enumerate(front.nested) if is_nested]
-    chosen = nested[-1] if front.chosen is None else front.chosen
-    mask = front.mask(chosen)
-    check_fit(model.config, mask, front.windows)
-    budgets = [front.mask(index).heads_per_layer(front.windows) for index in nested]
-    table = budget_table(budgets, front.context, front.points[chosen].kv_slots)
-    return _hybrid(model, table, front.head_order(), take_weights)
 
 
 def _hybrid(model: Any, table: dict[str, Any], order: HeadOrder, take_weights: bool) -> Any:

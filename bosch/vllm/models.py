@@ -223,7 +223,6 @@ def _with_base_config(vllm_config: Any) -> Any:
     model = copy.copy(vllm_config.model_config)
     base = full_attention_config(model.hf_config)
     base.hybrid_attention = model.hf_config.hybrid_attention
-    base.kv_budget = getattr(model.hf_config, "kv_budget", None)
     base.architectures = model.hf_config.architectures
     model.hf_config = model.hf_text_config = base
     view = copy.copy(vllm_config)

@@ -114,30 +114,9 @@ One row per layer, one sign per KV head in the base model's order: ■ full,
 {_mask_rows(mask_file, layers)}
 ```
 
-{_budgets(summary)}## Limits
+## Limits
 
 {_LIMITS}"""
-
-
-def _budgets(summary: dict[str, Any]) -> str:
-    """How to choose another budget, if the model serves several; else empty."""
-    if not summary.get("budgets"):
-        return ""
-    rows = "\n".join(
-        f"| {row['kv_slots']} | {row['share']} | {row['full_kv_heads']} | {row['cache_bytes']:,} |"
-        for row in summary["budgets"]
-    )
-    return f"""## Budgets
-
-These weights serve several sizes of the KV cache. What stands above is true of
-`kv_budget={summary["kv_budget"]}`, which is taken by default; `from_pretrained` and
-`model.set_kv_budget` take another by its KV slots.
-
-| KV slots at {summary["context"]:,} tokens | of the original's | full KV heads | bytes of a cache |
-|---|---|---|---|
-{rows}
-
-"""
 
 
 def note_training(folder: Path, tokens: int) -> None:

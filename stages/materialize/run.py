@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 from collections.abc import Mapping
@@ -12,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from bosch.errors import RunError, UserError
 from bosch.files import exists, remove
-from bosch.front import Front, FrontPoint
+from bosch.front import Front
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import state_bytes
 from bosch.model.cache_size import CacheSize
 from bosch.model.families import decoder_layers, family_of, max_positions, text_config
 from bosch.model.head_table import head_table
 from bosch.model.loading import load_model
-from bosch.model.materialize import materialize, materialize_front
+from bosch.model.materialize import materialize
 from bosch.model.search_mode import check_mask, head_mask, mask_shape
 from bosch.window import Window, Windows
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from stages.context import StageConfig
-from stages.kv_budgets import share_names
 from stages.materialize.cost import FLOAT32_PARAMETERS
 from stages.materialize.model_card import base_licence, model_card
 from stages.materialize.stage import MODEL, MaterializeConfig, MaterializeSummary
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Minimum tokens of a probe beyond the widest window; only these are compared for other budgets.
+# Minimum tokens of a probe beyond the widest window.
 _PROBE_MARGIN = 64
 # Largest allowed difference between the two modes' logits, relative to their root mean square. The
 # permutation changes only the order of sums.
@@ -53,9 +51,8 @@ def run(
     card.
 
     The head mask is inputs["search"]/head_mask.json, or the point of inputs["search"]/front.json
-    that the budget chooses; front.json is then written with this choice, and the model serves the
-    budgets of all points that share an order of heads with it. The saved model is loaded again and
-    must give the same logits as the base model under each mask.
+    that section or budget chooses; front.json is then written with this choice. The saved model is
+    loaded again and must give the same logits as the base model under the mask.
 
     Raises UserError when the base model is missing, damaged or unsupported, or the mask is for
     another model; RunError when the saved model's logits differ from the search's, or it cannot be
@@ -82,20 +79,16 @@ def run(
         raise UserError(f"{mask_path}: {error}") from error
     share = mask_file.mask.swa_ratio
     logger.info("materialising %s with a share of %.4g sliding", config.model.path, share)
-    summary = _memory(base, mask_file, front) | _budgeted_bytes(config, base, mask_file, front)
+    summary = _memory(base, mask_file) | _budgeted_bytes(config, base, mask_file, front)
     if front is not None:
         summary["point"] = front.chosen
     tokens = _probe(base, mask_file.windows[0], config.seed)
     in_float32 = summary["parameters"] <= FLOAT32_PARAMETERS
     expected = _searched_logits(base, mask_file.mask, mask_file.windows, tokens, in_float32)
-    expected_of_budgets = _budget_logits(base, front, tokens, in_float32)
     if in_float32:  # `_logits` has converted the model to float32
         del base
         base = _load_base(config, device)
-    if front is None:
-        hybrid = materialize(base, mask_file.mask, mask_file.windows, take_weights=True)
-    else:
-        hybrid = materialize_front(base, front, take_weights=True)
+    hybrid = materialize(base, mask_file.mask, mask_file.windows, take_weights=True)
     del base
     target = work_dir / MODEL
     _save(hybrid, target, config)
@@ -103,7 +96,6 @@ def run(
         shutil.copyfile(mask_path, target / HEAD_MASK)
     else:
         mask_file.save(target / HEAD_MASK)
-        front.save(target / FRONT)
     layers = decoder_layers(hybrid.config).full
     card = model_card(mask_file, config.model, summary, layers, base_licence(config.model))
     (target / "README.md").write_text(card, encoding="utf-8")
@@ -111,27 +103,8 @@ def run(
     saved = load_model(target, dtype=section.dtype, device=device)
     precision = "float32" if in_float32 else section.dtype
     summary["check"] = compare_logits(_logits(saved, tokens, in_float32), expected, precision)
-    for slots, logits in expected_of_budgets.items():
-        saved.set_kv_budget(slots)
-        actual = _logits(saved, tokens, in_float32)[:, -_PROBE_MARGIN:]
-        check = compare_logits(actual, logits, precision)
-        key = "largest_difference"
-        summary["check"][key] = max(summary["check"][key], check[key])
     MaterializeSummary.model_validate(summary).write(work_dir)
     return summary
-
-
-def _budget_logits(
-    base: Any, front: Front | None, tokens: Tensor, in_float32: bool
-) -> dict[int, Tensor]:
-    """The last logits of the searched model at each budget that the front's directory serves."""
-    if front is None:
-        return {}
-    last_logits = {}
-    for index, point in _served_points(front):
-        logits = _searched_logits(base, front.mask(index), front.windows, tokens, in_float32)
-        last_logits[point.kv_slots] = logits[:, -_PROBE_MARGIN:].clone()
-    return last_logits
 
 
 def _load_base(config: StageConfig[MaterializeConfig], device: str) -> Any:
@@ -194,18 +167,12 @@ def _budgeted_bytes(
     return {"budget": budget}
 
 
-def _served_points(front: Front) -> list[tuple[int, FrontPoint]]:
-    """The points that one directory serves, with their indices."""
-    return list(itertools.compress(enumerate(front.points), front.nested))
-
-
-def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any]:
+def _memory(base: Any, file: HeadMaskFile) -> dict[str, Any]:
     """Parameters, heads of each window, and bytes of the key/value cache before and after."""
     rows, layers = file.mask.heads_per_layer(file.windows), decoder_layers(base.config)
     states = state_bytes(base)
     size = CacheSize.of(rows, layers, base.dtype.itemsize, states)
     return {
-        **(_budgets(base, front, states) if front is not None else {}),
         "parameters": sum(p.numel() for p in base.parameters()),
         "swa_ratio": file.mask.swa_ratio,
         **head_table(rows),
@@ -215,28 +182,6 @@ def _memory(base: Any, file: HeadMaskFile, front: Front | None) -> dict[str, Any
         "own_windows": [asdict(window) for window in size.own_windows],
         "state_bytes": size.state_bytes,
     }
-
-
-def _budgets(base: Any, front: Front, states: int) -> dict[str, Any]:
-    """The budgets that the front's directory serves, with their bytes."""
-    assert front.chosen is not None
-    nested, layers = _served_points(front), decoder_layers(base.config)
-    original = front.num_layers * front.num_key_value_heads * front.context
-    shares = share_names([point.kv_slots for _, point in nested], original)
-    budgets = []
-    for (index, point), share in zip(nested, shares, strict=True):
-        rows = front.mask(index).heads_per_layer(front.windows)
-        size = CacheSize.of(rows, layers, base.dtype.itemsize, states)
-        budgets.append(
-            {
-                "kv_slots": point.kv_slots,
-                "share": share,
-                "full_kv_heads": point.full_kv_heads,
-                "cache_bytes": size.dynamic(front.context),
-            }
-        )
-    kv_budget = front.points[front.chosen].kv_slots
-    return {"context": front.context, "kv_budget": kv_budget, "budgets": budgets}
 
 
 def _probe(base: Any, window: Window, seed: int) -> Tensor:

@@ -35,19 +35,6 @@ class MaterializeConfig(Section):
 MODEL = "model"
 
 
-class ServedBudget(Record):
-    """One budget of a model that serves several.
-
-    `share` is the share of the original's KV slots, as text; `cache_bytes` is the size of the cache
-    after `context` tokens.
-    """
-
-    kv_slots: int
-    share: str
-    full_kv_heads: int
-    cache_bytes: int
-
-
 class BudgetedCache(Record):
     """Cache bytes of a request of `tokens` tokens; `allowed` is the budget's limit in bytes."""
 
@@ -61,8 +48,7 @@ class MaterializeSummary(Summary):
     """materialize/summary.json: size of the model and of its key/value cache, in bytes.
 
     `own_windows` and `state_bytes` are as in `CacheSize`. `budget` is set if the recipe has
-    `search.budget`, `point` (an index) if the mask comes from a front. If the model serves several
-    `budgets`, counted at `context` tokens, all sizes are for the one in `kv_budget`.
+    `search.budget`, `point` (an index) if the mask comes from a front.
     """
 
     parameters: int
@@ -74,9 +60,6 @@ class MaterializeSummary(Summary):
     sliding_bytes_constant: int
     own_windows: list[dict[str, int]] = Field(default=[])
     state_bytes: int = 0
-    context: int | None = None
-    kv_budget: int | None = None
-    budgets: list[ServedBudget] = Field(default=[])
 
 
 def read_model_config(materialize: Path) -> StoredConfig:

@@ -174,7 +174,6 @@ def build_model(
     rows = variant.kv_heads(decoder_layers(config).heads)
     if is_hybrid(config):
         config.hybrid_attention = head_table(rows)
-        config.kv_budget = None
         model = _load(path, config, settings)
     else:
         model = _load(path, config, settings)

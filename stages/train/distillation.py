@@ -45,7 +45,6 @@ def load_teacher(
     config.hybrid_attention = head_table(
         [dict.fromkeys(row, 0) | {None: kinds.heads} for row in heads_by_window(config)]
     )
-    config.kv_budget = None
     teacher = load_model(
         model_dir,
         dtype=torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32,

@@ -27,7 +27,6 @@ from bosch import ranks
 from bosch.files import file_digest
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window
 from stages.context import Runtime
 from stages.train import decisions
 from stages.train.checkpoint import CheckpointWriter
@@ -37,7 +36,6 @@ from stages.train.parallel import leave_process_group, make_accelerator
 from stages.train.schedule import make_schedule
 from stages.train.stage import TrainConfig
 from stages.train.storage import RestartPoints
-from tests.front_case import nested_front
 from tests.rank_processes import run_module
 from tests.training_case import (
     DEEPSPEED,
@@ -195,24 +193,6 @@ def test_two_processes_train_like_one_and_resume(
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             torch.testing.assert_close(value, theirs[name], atol=2e-3, rtol=0, msg=name)
-
-
-def test_two_processes_train_the_same_budgets_as_one(tmp_path: Path) -> None:
-    """All processes use the step's budget, also when activations are recomputed."""
-    front = nested_front(2, 2, [Window(12), Window(4)], points=3, context=32)
-    case = make_case(tmp_path / "case", front=front)
-    train = {"total_tokens": 6 * 128, "checkpoint_tokens": [], "budgets": "all"}
-    train_here(case, tmp_path / "one", train=train)
-    runtimes: tuple[dict[str, Any], ...] = ({}, {"sharding": "fsdp"}, {"context_parallel": 2})
-    for number, changes in enumerate(runtimes):
-        runtime = {"micro_batch_size": 1, "checkpointing": "full", **changes}
-        folder = tmp_path / f"two {number}"
-        done = train_in_processes(case, folder, 2, train=train, runtime=runtime)
-        assert done.returncode == 0 and "FutureWarning" not in done.stderr, done.stderr
-        for parallel, single in zip(metrics(folder), metrics(tmp_path / "one"), strict=True):
-            assert parallel["kv_budget"] == single["kv_budget"]
-            assert parallel["loss"] == pytest.approx(single["loss"], rel=1e-4)
-    assert len({record["kv_budget"] for record in metrics(tmp_path / "one")}) == 3
 
 
 def test_after_a_lost_node_more_processes_resume_from_a_complete_point(

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bosch.errors import LostRankError, RunError, UserError
-from bosch.front import Front
+from bosch.errors import LostRankError, RunError
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.loading import load_model
-from bosch.model.materialize import materialize, materialize_front
+from bosch.model.materialize import materialize
 from bosch.model.search_mode import prepare_for_search
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.objective import Objective
@@ -25,14 +24,12 @@ from stages.context import ModelConfig, Runtime, StageConfig
 from stages.evaluate import models, rivals, suite
 from stages.evaluate import run as evaluate
 from stages.evaluate.answers import EvaluatedModel
-from stages.evaluate.scores import Scores, named_budget, read_samples
+from stages.evaluate.scores import Scores, read_samples
 from stages.evaluate.stage import EvaluateConfig
-from stages.kv_budgets import share_names
 from stages.original import run as original
 from stages.prepare import run as prepare
 from stages.prepare.stage import PrepareConfig
 from stages.search.stage import SearchConfig
-from tests.front_case import nested_front
 from tests.peak_memory import TensorBytes
 from tests.tiny_data import save_tiny_model
 
@@ -258,68 +255,3 @@ def test_a_hybrid_has_the_recipes_backend_and_needs_the_memory_of_one_model(stag
     weights = [weight.nbytes for weight in hybrid.state_dict().values()]
     assert held.peak - held.before < sum(weights) + 2 * max(weights)
     hybrid(torch.ones(1, 2, dtype=int), output_attentions=True)  # refused unless eager
-
-
-@pytest.fixture
-def front(stages, tmp_path):
-    """A front of three points; a hybrid and a checkpoint below `tmp_path` serve its budgets."""
-    front = nested_front(2, 2, [Window(32, 1)], points=3, context=400, chosen=1)
-    base = load_model(stages / "model", dtype="float32")
-    for folder in ("materialize/model", "train/checkpoints/tokens-1000"):
-        materialize_front(base, front).save_pretrained(tmp_path / folder)
-    HeadMaskFile.of(
-        front.mask(1), front.windows, model="model", method="bosch", swa_ratio=0.75
-    ).save(tmp_path / "materialize" / "model" / "head_mask.json")
-    return front
-
-
-def _largest_budget(front: Front) -> tuple[int, str]:
-    """KV slots of the front's largest budget, and their share as named in tables."""
-    slots = [point.kv_slots for point in front.points]
-    return slots[2], share_names(slots, 2 * 2 * 400)[2]
-
-
-def test_a_directory_is_scored_at_the_budgets_in_the_recipe(stages, front, tmp_path, monkeypatch):
-    """The chosen one under the model's own name, the others by their share of the KV slots."""
-    slots, share = _largest_budget(front)
-    inputs = _inputs(stages) | {name: tmp_path / name for name in ("materialize", "train")}
-    needle = {**SECTION.needle.model_dump(), "tasks": ["niah_single_1"], "samples": 1}
-    section = EvaluateConfig(needle=needle, budgets=[0.4, slots])
-    (tmp_path / "work").mkdir()
-    load, loaded_names = models.load_evaluated, []
-
-    def load_and_record(*args):
-        loaded_names.append(args[1].name)
-        return load(*args)
-
-    monkeypatch.setattr(models, "load_evaluated", load_and_record)
-    evaluate.run(_config(section, stages / "model"), inputs, tmp_path / "work")
-    assert loaded_names == ["hybrid", "tokens-1000"]  # one load for all budgets of a directory
-    scores = Scores.read(tmp_path / "work")
-    assert [name for name in scores.checkpoints if name != "original"] == [
-        f"{name}{budget}" for name in ("hybrid", "tokens-1000") for budget in ("", f" @ {share}")
-    ]
-    assert scores.last_trained == "tokens-1000"
-    assert {name: named_budget(name) for name in scores.checkpoints} == {
-        "original": None, "hybrid": None, "tokens-1000": None,
-        f"hybrid @ {share}": ("hybrid", share),
-        f"tokens-1000 @ {share}": ("tokens-1000", share),
-    }  # fmt: skip
-
-
-def test_all_budgets_are_those_that_the_directory_serves(stages, front, tmp_path):
-    smallest, _, largest = (point.kv_slots for point in front.points)
-    section = EvaluateConfig(budgets="all")
-    model = ModelConfig(path=str(tmp_path / "materialize" / "model"), dtype="float32")
-    others = evaluate.at_other_budgets(EvaluatedModel("hybrid", model, "abc"), section)
-    assert [(model.kv_budget, model.identity) for model in others] == [
-        (smallest, f"abc-{smallest}"), (largest, f"abc-{largest}"),
-    ]  # fmt: skip
-    for evaluated_model in others:
-        loaded = models.load_evaluated(
-            _config(section, stages / "model"), evaluated_model, torch.device("cpu")
-        )
-        assert loaded.kv_budget == evaluated_model.kv_budget
-    single = model.model_copy(update={"path": str(stages / "materialize" / "model")})
-    with pytest.raises(UserError, match="a single head layout"):
-        evaluate.at_other_budgets(EvaluatedModel("hybrid", single), section)

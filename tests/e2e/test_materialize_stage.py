@@ -26,7 +26,7 @@ from bosch.window import Window
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.materialize import run as materialize
 from stages.materialize.model_card import UNTRAINED, base_licence, model_card
-from stages.materialize.stage import MaterializeConfig, MaterializeSummary
+from stages.materialize.stage import MaterializeConfig
 from stages.prepare.stage import PrepareConfig
 from stages.search.stage import SearchConfig
 from tests.front_case import nested_front
@@ -60,14 +60,14 @@ def _budget_of(front: Front, index: int) -> dict[str, Any]:
 
 def _run(
     base: Path, tmp_path: Path, dtype: Any = "float32", mask: Any = None, upstream: Any = None,
-    **options: Any,
+    point: int | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     search, work = tmp_path / "search", tmp_path / "work"
     for folder in (search, work):
         folder.mkdir(exist_ok=True)
     (mask or _mask()).save(search / "head_mask.json")
     config = StageConfig(
-        section=MaterializeConfig(dtype=dtype, max_shard_size="32KB"),
+        section=MaterializeConfig(dtype=dtype, max_shard_size="32KB", point=point),
         model=ModelConfig(path=str(base)),
         seed=3,
         runtime=Runtime(),
@@ -175,48 +175,35 @@ def test_a_base_card_without_licence_is_accepted(readme: bytes | None, tmp_path:
     assert base_licence(ModelConfig(path=str(tmp_path))) == {}
 
 
-def test_a_front_becomes_one_directory_for_its_budgets(base: Path, tmp_path: Path) -> None:
-    front = nested_front(2, 2, [Window(WINDOW, 2), Window(8, 2)], context=100, chosen=2)
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_point_of_a_front_becomes_a_model(base: Path, tmp_path: Path, number: int | None) -> None:
+    """That of the budget, or the one that the section names."""
+    index = 2 if number is None else number - 1
+    front = nested_front(2, 2, [Window(WINDOW, 2), Window(8, 2)], context=100, chosen=index)
     (tmp_path / "search").mkdir()
     replace(front, chosen=None).save(tmp_path / "search" / "front.json")
-    summary = _run(base, tmp_path, upstream=_budget_of(front, 2))
-    read = MaterializeSummary.read(tmp_path / "work")
-    slots = [point.kv_slots for point in front.points]
-    assert [budget.kv_slots for budget in read.budgets] == slots and read.kv_budget == slots[2]
-    assert read.context == 100 and summary["check"]["largest_difference"] < 1e-4
+    summary = _run(base, tmp_path, upstream=_budget_of(front, 2), point=number)
+    assert summary["check"]["largest_difference"] < 1e-4 and summary["point"] == index
     folder = tmp_path / "work" / "model"
-    original = load_model(base, dtype="float32")
+    original, model = (load_model(path, dtype="float32") for path in (base, folder))
     ids = torch.arange(3, 103)[None]
-    for index, (point, served) in enumerate(zip(front.points, read.budgets, strict=True)):
-        model = load_model(folder, dtype="float32", kv_budget=point.kv_slots)
-        apply_head_mask(original, front.mask(index), front.windows)
-        cache = model.new_cache()
-        with torch.inference_mode():
-            logits = model(ids, past_key_values=cache).logits
-            torch.testing.assert_close(logits, original(ids).logits, rtol=2e-2, atol=1e-5)
-        assert held_bytes(cache) == served.cache_bytes
-    assert load_model(folder, dtype="float32").kv_budget == slots[2]
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    assert f"`kv_budget={slots[2]}`" in card and f"| {slots[0]} | {read.budgets[0].share} |" in card
-    assert Front.load(folder / "front.json") == Front.load(tmp_path / "work/front.json") == front
-    assert summary["point"] == 2
+    apply_head_mask(original, front.mask(index), front.windows)
+    with torch.inference_mode():
+        logits = model(ids).logits
+        torch.testing.assert_close(logits, original(ids).logits, rtol=2e-2, atol=1e-5)
+    assert Front.load(tmp_path / "work/front.json") == front
     file = HeadMaskFile.load(folder / "head_mask.json")
-    mask = front.mask(2)
+    mask = front.mask(index)
     assert (file.mask, file.swa_ratio) == (mask, mask.swa_ratio)
-    assert (file.method, file.score, file.seed) == ("front", front.points[2].score, front.seed)
+    assert (file.method, file.score, file.seed) == ("front", front.points[index].score, front.seed)
 
 
-def test_a_budget_whose_logits_differ_is_refused(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chosen budget may be right while another, with other heads, is not."""
-    front = nested_front(2, 2, [Window(WINDOW)], points=3, context=100, chosen=0)
-    order = [row[::-1] for row in front.head_order()]
+def test_a_point_beyond_the_front_is_refused(base: Path, tmp_path: Path) -> None:
+    front = nested_front(2, 2, [Window(WINDOW)], points=3, context=100)
     (tmp_path / "search").mkdir()
     front.save(tmp_path / "search" / "front.json")
-    monkeypatch.setattr(Front, "head_order", lambda self: order)
-    with pytest.raises(RunError, match="the saved model differs from the searched one"):
-        _run(base, tmp_path, upstream=_budget_of(front, 0))
+    with pytest.raises(UserError, match=r"there is no point 4 in a front of 3"):
+        _run(base, tmp_path, upstream=_budget_of(front, 0), point=4)
 
 
 def test_the_summary_states_memory(base: Path, tmp_path: Path) -> None:
@@ -225,7 +212,7 @@ def test_the_summary_states_memory(base: Path, tmp_path: Path) -> None:
     summary = _run(base, tmp_path, upstream={"search": search})
     # Of bfloat16, in which the search counts: one full head, and 17 tokens of three.
     assert summary["budget"] == {
-        "engine": "generate", "ranks": 1, "tokens": 100, "bytes": 32 * (100 + 3 * 17),
+        "tokens": 100, "bytes": 32 * (100 + 3 * 17),
         "original": 32 * 400, "allowed": 8192,
     }  # fmt: skip
     assert summary["check"]["tokens"] == 2 * (WINDOW + 64)  # the window, and the tokens before it

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -17,11 +18,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import bosch
+from bosch.heads import HeadMask
 from bosch.model import code_file
 from bosch.model.configuration import hybrid_config_class
 from bosch.model.families import FAMILIES
 from bosch.model.loading import load_model
 from bosch.model.materialize import materialize
+from bosch.model.search_mode import mask_shape
 from bosch.window import Window
 from tests.elsewhere import ROOT, run_elsewhere, run_python
 from tests.hybrid_case import SAMPLE, mask_of, small_config, small_model, tokens
@@ -32,7 +35,11 @@ LENGTH, NEW = 40, 10
 
 def _save(family: str, folder: Path, **changes: Any) -> Any:
     model = small_model(family, **changes)
-    hybrid = materialize(model, mask_of(model.config), Window(WINDOW, SINKS))
+    mask, windows = mask_of(model.config), [Window(WINDOW, SINKS)]
+    if family == "llama":
+        mask = HeadMask.of_choices(np.indices(mask_shape(model.config)).sum(0) % 3)
+        windows.append(Window(WINDOW // 2, SINKS))
+    hybrid = materialize(model, mask, windows)
     hybrid.save_pretrained(folder)
     return hybrid
 
@@ -44,7 +51,7 @@ def _wanted(hybrid: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
 
 
 def test_transformers_alone_loads_the_same_hybrids_and_saves_them_again(tmp_path: Path) -> None:
-    """Two families in one process; test_kv_budgets.py has several windows."""
+    """Two families in one process, one with several windows."""
     ids = tokens(2, LENGTH)
     expected = {name: _wanted(_save(name, tmp_path / name), ids) for name in ("qwen3", "llama")}
     torch.save({name: logits for name, (logits, _) in expected.items()}, tmp_path / "logits.pt")

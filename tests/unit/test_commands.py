@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,10 +25,9 @@ import bosch.commands
 import pipeline.commands
 from bosch.commands import command_help
 from bosch.errors import LostRankError, RunError, StoppedError, UserError
-from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import held_bytes
-from bosch.model.materialize import materialize, materialize_front
+from bosch.model.materialize import materialize
 from bosch.version import VERSION
 from bosch.window import Window
 from data_prep.documents.sources import KINDS
@@ -179,16 +177,12 @@ def test_show_counts_bytes_in_the_models_dtype(
 def test_show_states_the_windows_of_sliding_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without those of a front's menu that the active budget does not use."""
+    """Without those of a front's menu that no head has."""
     windows = (Window(6), Window(3))
-    masks = [HeadMask.of_choices(np.full((3, 4), kind)) for kind in (0, 1, 2)]
-    points = [FrontPoint.of(mask, windows, 2048, score=0.5, log_likelihood=-1.0) for mask in masks]
-    front = replace(Front.of(points, windows, 2048, model="m"), chosen=1)
-    shown = _shown(materialize_front(small_model(num_hidden_layers=3), front), tmp_path, capsys)
+    mask = HeadMask.of_choices(np.full((3, 4), 1))
+    shown = _shown(materialize(small_model(num_hidden_layers=3), mask, windows), tmp_path, capsys)
     assert "0 of 12 KV heads full; the others see 6 tokens\n" in shown
     assert "KV heads with 3 or 6 tokens by layer: 0: 0 + 4, 1: 0 + 4, 2: 0 + 4\n" in shown
-    # In the form that kv_budget takes, without thousands separators.
-    assert "KV slots, one of 24, 60, 24576\n" in shown
 
 
 def test_show_says_that_states_are_not_in_its_bytes(

@@ -21,10 +21,8 @@ from stages.evaluate.scores import (
     ORIGINAL,
     BinLoss,
     PositionLoss,
-    budget_name,
     rival_name,
 )
-from stages.materialize.stage import ServedBudget
 from stages.measure import measurement
 from stages.measure.process import measure_run
 from stages.measure.run import run
@@ -296,33 +294,6 @@ def test_the_search_is_compared_with_a_rival_before_and_after_training(results: 
     assert before.startswith("The search's heads score +65.0 points [")
     assert before.endswith("] against those of INTR before training")
     assert "score +8.0 points [" in after and after.endswith("INTR after 2,000 tokens of both.")
-
-
-@pytest.mark.parametrize(
-    ("right", "words"),
-    [
-        # The smallest is near the original, but the one between is not, so no smaller one is named.
-        ((400, 392, 383, 400), "50 % of the KV slots is the smallest shown"),
-        ((400, 392, 396, 200), "25 % of the KV slots is the smallest shown"),
-        ((300, 400, 400, 400), "Of the 4 budgets scored the largest is not shown to be within 5"),
-    ],
-)
-def test_the_smallest_budget_near_the_original_is_named(
-    results: Results, right: tuple[int, ...], words: str
-) -> None:
-    shares, model = ("75 %", "50 %", "25 %", "12.5 %"), "tokens-4000000"
-    budgets = [
-        ServedBudget(kv_slots=slots, share=share, full_kv_heads=1, cache_bytes=1)
-        for slots, share in zip((750, 500, 250, 125), shares, strict=True)
-    ]
-    served = results.materialized.model_copy(update={"budgets": budgets, "kv_budget": 250})
-    names = [model if share == "25 %" else budget_name(model, share) for share in shares]
-    made = with_answers(results, {ORIGINAL: 400, **dict(zip(names, right, strict=True))}, 400)
-    sentence = comparisons(replace(made, materialized=served, rivals=[]))
-    assert words in str(sentence)
-    assert comparisons(replace(made, rivals=[])) is None
-    alone = with_answers(results, {ORIGINAL: 400, names[0]: right[0]}, 400)
-    assert comparisons(replace(alone, materialized=served, rivals=[])) is None
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from bosch.model.materialize import materialize, materialize_front
-from bosch.model.search_mode import mask_shape
+from bosch.model.materialize import materialize
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.window import Window
 from stages.context import ModelConfig, Runtime
@@ -26,7 +25,6 @@ from stages.train.loss import install_loss
 from stages.train.model import load_for_training
 from stages.train.stage import LoraConfig, TrainConfig
 from stages.train.trainable import merged
-from tests.front_case import nested_front
 from tests.hybrid_case import (
     mask_of,
     small_config,
@@ -191,17 +189,6 @@ def test_no_model_computes_all_logits_at_once(
         teacher(small_config(), targets, targets, None)(head, states).backward()
     assert held.elements == 8 * 1000  # the output head's weight and its gradient
     assert states.grad is not None
-
-
-def test_a_teacher_has_no_budget(tmp_path: Path) -> None:
-    """All its heads are full, whichever budget the model was saved with."""
-    base, ids = small_model().eval(), tokens(2, 12)
-    front = nested_front(*mask_shape(base.config), [Window(WINDOW)])
-    expected = base.get_decoder()(ids).last_hidden_state
-    hybrid = materialize_front(base, front)
-    hybrid.set_kv_budget(front.points[0].kv_slots)
-    hybrid.save_pretrained(tmp_path)
-    torch.testing.assert_close(teacher_of(tmp_path)(ids, None), expected)
 
 
 def test_only_predicted_tokens_are_among_the_largest() -> None:

@@ -26,7 +26,7 @@ from bosch.errors import RunError, UserError, is_out_of_memory
 from bosch.heads import HeadMask
 from bosch.model.cache_size import CacheSize
 from bosch.model.loading import full_attention_config, load_config, load_model
-from bosch.model.materialize import materialize, materialize_front
+from bosch.model.materialize import materialize
 from bosch.this_process import killed_by_kernel
 from bosch.window import Window
 from pipeline.commands.measure import default_output
@@ -47,7 +47,6 @@ from stages.measure.results import (
 )
 from stages.measure.stage import MeasureSettings
 from stages.pages.charts import Picture
-from tests.front_case import nested_front
 from tests.hybrid_case import KV_HEADS, LAYERS, random_mask, small_config, small_model, tokens
 from tests.tiny_data import save_tiny_model
 
@@ -225,21 +224,6 @@ def test_a_hybrid_of_several_windows_is_measured_with_these(tmp_path: Path) -> N
     assert type(measured.new_cache()).__name__ == "HybridCache"
     with pytest.raises(UserError, match="--windows: the model's heads have several windows"):
         planned_variants(config, MeasureSettings(lengths=(64,), windows=(16,)))
-
-
-def test_a_hybrid_of_several_budgets_is_measured_at_its_default(tmp_path: Path) -> None:
-    model = small_model("qwen3")
-    front = nested_front(LAYERS, KV_HEADS, [Window(8), Window(4)], chosen=1)
-    hybrid = materialize_front(model, front)
-    for index, budget in ((1, None), (2, front.points[2].kv_slots)):
-        hybrid.set_kv_budget(budget)
-        hybrid.save_pretrained(tmp_path)
-        config = load_config(str(tmp_path))
-        assert config.kv_budget == budget
-        _, own = planned_variants(config, MeasureSettings(lengths=(64,)))
-        assert own.kv_heads(KV_HEADS) == front.mask(index).heads_per_layer(front.windows)
-        measured = build_model(str(tmp_path), None, own, SETTINGS)
-        assert type(measured.new_cache()).__name__ == "HybridCache"
 
 
 def test_a_cache_that_differs_from_the_formula_ends_the_run(

@@ -177,12 +177,6 @@ def test_counts_of_one_are_in_the_singular(case: Case) -> None:
     assert re.findall(r".*\b1 (?:more )?[a-z]+[a-rt-z]s\b.*|.*\((?:e?s)\).*", text) == []
 
 
-def test_the_rival_is_trained_for_one_budget_only(case: Case) -> None:
-    front = "search.method=front", "rival={method: intr}"
-    one, all_budgets = _costs(_load(case, *front)), _costs(_load(case, *front, "train.budgets=all"))
-    assert all_budgets["train"].flops < all_budgets["train_rival"].flops == one["train"].flops
-
-
 def test_experts_train_at_the_efficiency_that_the_papers_days_imply() -> None:
     assert _hours("qwen3_30b_a3b", "train", "a800", 16, None) == pytest.approx(96, rel=0.05)
     text = "\n".join(plan_lines(_paper("qwen3_30b_a3b"), "a800x16"))

@@ -33,7 +33,6 @@ from stages.report import charts
 from stages.report import run as report
 from stages.report.index import write_index
 from stages.report.page import (
-    budget_table,
     cost_table,
     filters,
     other_suites,
@@ -328,14 +327,6 @@ def test_the_verdict_says_if_there_are_too_few_samples(
     assert marked in [cell for row in score_table(hybrid).rows for cell in row] or not marked
 
 
-def test_budgets_have_a_column_for_the_trained_hybrid(tmp_path: Path) -> None:
-    inputs = report_fixture.publish_front(tmp_path)
-    report_fixture.evaluate(inputs["evaluate"], "original", "hybrid", "tokens-4000000")
-    table = budget_table(load_results(inputs))
-    assert table is not None
-    assert [row[5].partition(" (")[0] for row in table.rows] == ["not scored", "96.0", "not scored"]
-
-
 def test_search_figures_are_those_of_the_chosen_point(tmp_path: Path) -> None:
     inputs = report_fixture.publish_front(tmp_path)
     results = load_results(inputs)
@@ -496,9 +487,6 @@ def test_paths_below_the_checkout_are_shown_relative_to_it(
     ("changes", "loss"),
     [
         ({}, ""),
-        ({"budgets": "all"}, " (of each step's budget)"),
-        ({"budgets": "all", "teacher": "original"},
-         " (KL divergence from the original, of each step's budget)"),
         ({"teacher": "original"}, " (KL divergence from the original)"),
         ({"teacher": "original", "teacher_weight": 0.0}, ""),
         ({"teacher": "original", "teacher_weight": 0.7, "teacher_tokens": 0.37},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,6 @@ from stages.evaluate import run as evaluate
 from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import (
-    budget_name,
-    named_budget,
     named_rival,
     named_window,
     rival_name,
@@ -79,19 +76,14 @@ def test_the_plan_states_the_cost_of_the_rival(case: Case) -> None:
     assert without["train"].flops > 0
     # For the hybrid, its two checkpoints and the rival's.
     assert with_rival["evaluate"].flops == pytest.approx(without["evaluate"].flops * 4 / 3)
-    # Only the search's hybrid is trained for several budgets.
-    front = ("search.method=front", "search.points=[0.2,0.5,0.9]", "rival={}")
-    one_budget, all_budgets = costs(*front), costs(*front, "train.budgets=all")
-    assert all_budgets["train_rival"] == one_budget["train_rival"] == one_budget["train"]
-    assert all_budgets["train"].flops != one_budget["train"].flops
 
 
-def test_a_rival_is_trained_like_the_hybrid_but_only_for_its_own_budget(
+def test_a_rival_is_trained_like_the_hybrid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
     monkeypatch.setattr(train_rival, "train", lambda *arguments: calls.append(arguments) or {})
-    section = TrainConfig(total_tokens=4096, budgets="all")
+    section = TrainConfig(total_tokens=4096)
     config = StageConfig(
         section=RivalConfig(),
         model=ModelConfig(path="model"),
@@ -102,7 +94,7 @@ def test_a_rival_is_trained_like_the_hybrid_but_only_for_its_own_budget(
     folders = {name: tmp_path / name for name in ("prepare", "rival", "train")}
     assert train_rival.run(config, folders, tmp_path) == {}
     [(own, inputs, work_dir)] = calls
-    assert own.section == section.model_copy(update={"budgets": None}) and own.seed == 3
+    assert own.section == section and own.seed == 3
     assert inputs == {"prepare": folders["prepare"], "materialize": folders["rival"]}
     assert work_dir == tmp_path
 
@@ -215,9 +207,6 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
         return SimpleNamespace(averages={})
 
     monkeypatch.setattr(evaluate, "evaluate_models", evaluated)
-    monkeypatch.setattr(
-        evaluate, "at_other_budgets", lambda model, _: [replace(model, name=f"{model.name} @")]
-    )
     config = StageConfig(
         EvaluateConfig(), ModelConfig(path="m"), 0, Runtime(), {"rival": RivalConfig()}
     )
@@ -227,7 +216,6 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
     own = [f"train/checkpoints/tokens-{tokens}" for tokens in (5, 10)]
     names = ["hybrid", "tokens-5", "tokens-10"]
     expected = dict(zip(names, ["materialize/model", *own], strict=True))
-    expected |= {f"{name} @": place for name, place in expected.items()}
     expected["intr-tokens-10"] = "train_rival/checkpoints/tokens-10"
     assert {name: place.as_posix() for name, place in places.items()} == expected
 
@@ -237,10 +225,6 @@ def test_names_of_models_describe_them() -> None:
     assert named_window(window_name(64, "intr")) == ("intr", 64)
     for name in ("other-window-64", "intr-window-", "hybrid", "tokens-64"):
         assert named_window(name) is None
-    for name in ("hybrid", "tokens-5"):
-        assert named_budget(budget_name(name, "12.5 %")) == (name, "12.5 %")
-    for name in ("intr @ 5 %", "hybrid @ 5", "tokens-x @ 5 %", "hybrid"):
-        assert named_budget(name) is None
     assert named_rival(rival_name("intr", "tokens-1000")) == ("intr", 1000)
     for name in ("tokens-1000", "intr", "intr-window-64", "other-tokens-1000", "intr-tokens-"):
         assert named_rival(name) is None

@@ -198,7 +198,6 @@ def test_a_mask_of_several_windows_has_its_own_ratio_in_the_file(
         ["search.budget.bytes=1MiB @ 1k"],
         [FRONT, "search.windows=[8,16]", "search.budget.kv_cache=0.6 @ 1k"],
         [FRONT, "search.windows=[8,16]", "search.points=[0.25,0.5]"],
-        [FRONT, "search.windows=[8,16]", "train.budgets=[3k]"],
     ],
 )
 def test_a_model_without_full_attention_is_reported_and_not_its_budget(

@@ -89,10 +89,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "adapters in DeepSpeed": (
         DEEPSPEED, "train.lora: it does not run under", "runtime.sharding=fsdp", "train.lora={}",
     ),
-    "budgets of one mask": (
-        "search.method=bosch", "train.budgets: ", "search.method=front",
-        "prepare.calibration.examples=8", "train.budgets=all",
-    ),
     "inputs of layers that are kept": (
         "runtime.checkpointing=none", "runtime.checkpointing = none; set full, attention or auto",
         "runtime.checkpointing=auto", "runtime.offload_activations=true",
@@ -116,18 +112,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "a split sequence in a backend": (
         "runtime.context_parallel=2", "varlen computes whole sequences only",
         "runtime.context_parallel=1", "runtime.attention=varlen",
-    ),
-    "budgets that are not there": (
-        "search.method=bosch", "evaluate.budgets: ", "search.method=front",
-        "prepare.calibration.examples=8", "evaluate.budgets=all",
-    ),
-    "a share that no mask has": (
-        "evaluate.budgets=[0.5,0.01]", "evaluate.budgets: 0.01 names no budget",
-        "evaluate.budgets=[0.5,0.9]", *FRONT,
-    ),
-    "more slots than the original's": (
-        "train.budgets=[1M]", "train.budgets: 1,048,576 names no budget", "train.budgets=[1.0]",
-        *FRONT,
     ),
     "another window of several": (
         "search.windows=[16,32]", "evaluate.windows: a mask with windows of 16 and 32",

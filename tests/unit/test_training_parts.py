@@ -869,7 +869,7 @@ def test_the_log_line_of_a_step_has_all_its_numbers(
     caplog.set_level("INFO")
     log = MetricsLog(tmp_path, schedule(), 0)
     values = {
-        "kv_budget": 4_992, "mfu": 0.4321, "memory": 3 * 2**29, "data_seconds": 1.0,
+        "mfu": 0.4321, "memory": 3 * 2**29, "data_seconds": 1.0,
         "checkpoint_seconds": 0.9, "needle_score": 0.75, "heldout_loss": 2.34567, "skipped": True,
     }  # fmt: skip
     log.write(1, 3.0, float("nan"), learning_rate=2e-5, **values)
@@ -941,20 +941,20 @@ def test_a_step_writes_its_checkpoints_before_its_restart_point(
 
 
 def test_speed_leaves_out_saving_and_scoring(tmp_path: Path) -> None:
-    """Five of ten seconds. With several budgets, a step counts its own budget's operations."""
+    """Five of ten seconds."""
     written: dict[str, Any] = {}
     spent = {"checkpoint": 2.0, "scores": 3.0, "data": 0.25}
     loop: Any = SimpleNamespace(
         stopwatch=SimpleNamespace(read=lambda: (10.0, spent)), _seconds=[], _peak_flops=4e3,
         metrics_log=SimpleNamespace(write=lambda *_, **values: written.update(values)),
         restarts=SimpleNamespace(directory=tmp_path / "restart"), step=3, learning_rate=0.5,
-        budget=7, schedule=SimpleNamespace(batch_tokens=100, sequences=4),
-        flops={7: 1e4, None: 9e4}, sources=SimpleNamespace(until=lambda count: {"a": count}),
+        schedule=SimpleNamespace(batch_tokens=100, sequences=4),
+        flops=1e4, sources=SimpleNamespace(until=lambda count: {"a": count}),
     )  # fmt: skip
     Loop.log(loop, 1.0, 2.0, False, {"needle_score": 0.5})
     assert written.pop("memory") > 2**20 and loop._seconds == [5.0]
     assert written == {
-        "learning_rate": 0.5, "kv_budget": 7, "skipped": None, "needle_score": 0.5,
+        "learning_rate": 0.5, "skipped": None, "needle_score": 0.5,
         "tokens_per_second": 20.0, "mfu": 0.5, "source_tokens": {"a": 12}, "data_seconds": 0.25,
         "checkpoint_seconds": 2.0,
     }  # fmt: skip

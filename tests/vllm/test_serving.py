@@ -18,13 +18,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from bosch.errors import UserError
-from bosch.model.materialize import materialize_front
 from bosch.vllm.plan import ModulePlan, Request, engine_heads, module_plan
-from bosch.window import Window
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.stage import CHECKPOINTS, checkpoint_name
-from tests.front_case import nested_front
-from tests.hybrid_case import KV_HEADS, small_model
+from tests.hybrid_case import KV_HEADS
 from tests.tools import vllm_planner
 from tests.tools.vllm_planner import two_kinds
 from tests.vllm_case import (
@@ -159,23 +156,6 @@ def test_three_windows_equal_generate_and_the_plan(tmp_path: Path) -> None:
             torch.tensor([prompt]), max_new_tokens=30, min_new_tokens=30, do_sample=False
         )
         assert generated[0, len(prompt) :].tolist() == list(output.outputs[0].token_ids)
-
-
-def test_a_budget_of_a_front_is_served(tmp_path: Path) -> None:
-    """Not the model's default, with two windows."""
-    front = nested_front(3, KV_HEADS, [Window(WINDOW), Window(9)], context=256)
-    materialize_front(small_model("qwen3", **SIZES).float(), front).save_pretrained(tmp_path)
-    budget = front.points[-1].kv_slots
-    plan = module_plan(engine_heads(front.mask(-1).heads_per_layer(front.windows)))
-    prompts = random_prompts(LENGTHS, seed=4)
-    with engine(tmp_path, hf_overrides={"kv_budget": budget}) as llm:
-        outputs = generate(llm, prompts, 12)
-        _check_cache(llm, plan)
-    reference = load_reference(tmp_path)
-    default = largest_difference(reference, prompts[-1], outputs[-1])[0]
-    reference.set_kv_budget(budget)
-    _agree(reference, prompts, outputs)
-    assert default > TOLERANCE
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,7 @@ from bosch.errors import UserError
 from bosch.model.cache_size import CacheSize
 from bosch.model.configuration import is_hybrid
 from bosch.model.families import decoder_layers, text_config
-from bosch.model.head_table import chosen_budget, head_table, heads_by_window, kv_budgets
+from bosch.model.head_table import head_table, heads_by_window
 from bosch.model.loading import load_config
 
 _LENGTHS = (1024, 8 * 1024, 32 * 1024, 128 * 1024)
@@ -19,7 +19,7 @@ def hybrid_record(model: str) -> dict[str, Any]:
     config = load_config(model)
     if not is_hybrid(config):
         raise UserError(f"{model} is no hybrid model; expected a model that bosch has written")
-    kinds, rows, budgets = decoder_layers(config), heads_by_window(config), kv_budgets(config)
+    kinds, rows = decoder_layers(config), heads_by_window(config)
     # The dtype of the whole model, as in transformers; that of its text decoder may be outdated.
     # Models with 8-bit weights cache 16 bits; an unknown dtype counts as 16 bits.
     itemsize = max(getattr(config.dtype or text_config(config).dtype, "itemsize", 2), 2)
@@ -34,7 +34,6 @@ def hybrid_record(model: str) -> dict[str, Any]:
         "model_type": config.model_type,
         "key_value_heads_per_layer": kinds.heads,
         **table,
-        **({"kv_budget": chosen_budget(config), "kv_budgets": [*budgets]} if budgets else {}),
         "cache_bytes": [
             {"tokens": n, "hybrid": size.dynamic(n), "original": size.original(n)} for n in _LENGTHS
         ],
