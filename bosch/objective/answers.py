@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bosch.model.families import logit_scale, text_config
-from bosch.objective.batches import Batch, batches_by_round, final_states
-from bosch.objective.calibration import CalibrationSet
+from bosch.model.families import logit_scale
+from bosch.objective.batches import Batch
 
 
 def answer_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -62,19 +61,6 @@ def equal_but_rounding(
     expected, actual = expected[finite].float(), actual[finite].float()
     share = operations * (1e-3 if dtype == torch.float32 else 1e-2)
     return bool((expected - actual).norm() <= share * expected.norm())
-
-
-@torch.inference_mode()
-def model_results(model: Any, examples: CalibrationSet, batch_size: int) -> Tensor:
-    """Results [S, 2] of `answer_results`, for any causal model; UserError for unknown tokens."""
-    results = torch.zeros(len(examples), 2, dtype=torch.float64)
-    vocabulary = text_config(model.config).vocab_size
-    for batches in batches_by_round(examples, batch_size, vocabulary):
-        for batch in batches:
-            hidden = final_states(model.get_decoder(), batch, model.device)
-            logits = answer_logits(model, hidden[batch.rows, batch.columns])
-            results[batch.examples] = answer_results(logits, batch)
-    return results
 
 
 def answer_results(logits: Tensor, batch: Batch) -> Tensor:

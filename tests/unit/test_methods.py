@@ -26,7 +26,7 @@ from bosch.objective.objective import Objective
 from bosch.search import solvers
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import Evaluator
-from bosch.search.methods import FINDING, METHODS, MethodName
+from bosch.search.methods import METHODS, MethodName
 from bosch.search.runs import find_mask, run_method
 from bosch.search.settings import SearchSettings
 from bosch.window import Window
@@ -34,6 +34,7 @@ from stages.search.stage import SearchConfig
 from studies.landscapes import RATIO, landscape
 from tests.search_case import CONTEXT, WINDOW, evaluator_of, searchable
 
+SELECTING = [name for name, method in METHODS.items() if method.kind != "file"]
 SEARCHED = [
     name
     for name, method in METHODS.items()
@@ -136,7 +137,7 @@ def searched() -> Any:
 
 
 @pytest.mark.parametrize(("ratio", "budget", "granularity"), [(0.3, 5, 1), (0.5, 10, 2)])
-@pytest.mark.parametrize("name", FINDING)
+@pytest.mark.parametrize("name", SELECTING)
 def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
     name: str, ratio: float, budget: int, granularity: int, searched: Any
 ) -> None:
@@ -167,7 +168,7 @@ def test_units_are_heads_of_similar_gradient_or_neighbours(
     assert result.mask.swa_kv_heads == sliding
 
 
-@pytest.mark.parametrize("name", FINDING)
+@pytest.mark.parametrize("name", SELECTING)
 def test_a_granularity_without_a_mask_on_budget_is_refused(name: str) -> None:
     for ratio, granularity, sentence in (
         (0.3, 2, r"means 15 sliding heads of 48.*choose 0\.29 or 0\.33"),

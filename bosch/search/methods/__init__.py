@@ -33,9 +33,9 @@ class Method:
     function's signature depends on the kind (see `bosch.search.runs`). `settings` are the fields of
     `SearchSettings` that it reads besides `swa_ratio` and `head_granularity`; no other field
     changes its mask. `bound(settings, L, units per layer)` computes `most_evaluations`.
-    `most_local` is the end of a ranking's scores that becomes sliding. `seeds`: default number of
-    seeds in a comparison. `gradients`: it uses gradients of gates. `several_windows`: it can choose
-    among several windows. `finds_front`: it finds masks of several budgets, to choose from.
+    `most_local` is the end of a ranking's scores that becomes sliding. `gradients`: it uses
+    gradients of gates. `several_windows`: it can choose among several windows. `finds_front`: it
+    finds masks of several budgets, to choose from.
     """
 
     label: str
@@ -45,7 +45,6 @@ class Method:
     settings: frozenset[str] = frozenset()
     bound: Callable[[SearchSettings, int, int], int] = no_search
     most_local: Literal["largest", "smallest"] = "largest"
-    seeds: int = 1
     gradients: bool = False
     several_windows: bool = False
     finds_front: bool = False
@@ -90,9 +89,6 @@ def register(name: str, method: Method) -> None:
 
 for _module in pkgutil.iter_modules(__path__):  # each file registers its methods
     importlib.import_module(f"{__name__}.{_module.name}")
-
-# Methods that find a mask themselves.
-FINDING = tuple(name for name, method in METHODS.items() if method.kind != "file")
 
 # A layer rule or a ranking: its mask is made without a search.
 _UNSEARCHED = [name for name, method in METHODS.items() if method.kind in ("layer rule", "ranking")]
