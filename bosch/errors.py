@@ -37,10 +37,6 @@ class LostRankError(RunError):
     """Another process of the same run has ended or hangs; its log has the reason."""
 
 
-class DamagedWorkError(RunError):
-    """Unfinished work of a stage is damaged and set aside; the stage resumes from earlier work."""
-
-
 class StoppedError(Exception):
     """A run stopped on request and saved its work; the same command resumes it."""
 

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import time
@@ -16,13 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from bosch.errors import RunError, UserError, is_disk_full
-from bosch.this_process import is_alive, process_place
 
 TEMPORARY = ".tmp-"
-# Host (or PID namespace) and PID of the process that writes a temporary file.
-_TEMPORARY_NAME = re.compile(r"\.tmp-([0-9a-f]{8})-(\d+)-")
-# Size, times and inode of a file, and time and inode of the link that leads to it.
-Stamp = list[int]
 _ALMOST_FULL_BYTES = 1024**2
 # A file server is away, the file is another user's, the process is at its limits.
 _FILE_MAY_BE_INTACT = frozenset(
@@ -75,7 +69,7 @@ def replacing(path: Path) -> Iterator[Path]:
     renamed; if the block raises, it is removed and `path` is unchanged. An OSError names `path`.
     """
     make_folder(path.parent)
-    name = f"{TEMPORARY}{process_place()}-{os.getpid()}-{os.urandom(6).hex()}{path.suffix}"
+    name = f"{TEMPORARY}{os.urandom(8).hex()}{path.suffix}"
     temporary = path.with_name(name)
     try:
         yield temporary
@@ -146,12 +140,10 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_old_temporaries(folder: Path, seconds: float) -> None:
-    """Remove temporary files whose process, in this place, has ended, or older than `seconds`."""
+    """Remove temporary files older than `seconds`, which killed processes left."""
     for path in list(folder.glob(f"{TEMPORARY}*")):
-        match = _TEMPORARY_NAME.match(path.name)
-        is_dead = match is not None and match[1] == process_place() and not is_alive(int(match[2]))
         with contextlib.suppress(OSError):
-            if is_dead or time.time() - max(path.lstat().st_mtime, newest_below(path)) > seconds:
+            if time.time() - max(path.lstat().st_mtime, newest_below(path)) > seconds:
                 remove(path)
 
 
@@ -226,28 +218,6 @@ def file_digest(path: Path) -> str:
         except OSError as error:
             error.filename = str(path)
             raise
-
-
-def file_stamp(path: str | os.PathLike[str]) -> Stamp:
-    """A stamp that changes with every write to a file, even one that restores its content.
-
-    It has the time of change (ctime), which cannot be set, also that of a link, which may be
-    redirected and restored. Raises OSError.
-    """
-    stamp, link = os.stat(path), os.lstat(path)
-    fields = [stamp.st_size, stamp.st_mtime_ns, stamp.st_ctime_ns, stamp.st_ino]
-    return fields if os.path.samestat(stamp, link) else [*fields, link.st_ctime_ns, link.st_ino]
-
-
-def changed_file(stamps: Mapping[str, Stamp]) -> str | None:
-    """The first file whose stamp has changed; None if none has."""
-    for path, stamp in stamps.items():
-        try:
-            if file_stamp(path) != stamp:
-                return path
-        except OSError:
-            return path
-    return None
 
 
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

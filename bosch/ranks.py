@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -15,14 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bosch.errors import LostRankError
-from bosch.this_process import local_world_size, name_processes
 
 T = TypeVar("T")
 
 # gloo's messages for a broken connection or a late partner.
 _BROKEN = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_ALIVE = "bosch/alive"
-REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ def collectives_within(minutes: float, *, afterwards: float) -> Iterator[None]:
 def partners_alive(*, every: bool = False) -> Iterator[None]:
     """Raise LostRankError if a connection to another rank breaks inside the block.
 
-    It names the processes and nodes that do not answer. Other errors pass through; with `every`,
+    Other errors pass through; with `every`,
     which suits blocks that only communicate, each RuntimeError counts as a broken connection.
     """
     try:
@@ -96,7 +92,7 @@ def partners_alive(*, every: bool = False) -> Iterator[None]:
         if not every and not (connection_broke(error) and dist.is_initialized()):
             raise
         reason = " ".join(str(error).split())[:200]
-        message = f"{_silent_partners()} of this run does not answer ({reason})"
+        message = f"another process of this run does not answer ({reason})"
         raise LostRankError(message) from error
 
 
@@ -105,27 +101,3 @@ def connection_broke(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
     )
-
-
-def _silent_partners() -> str:
-    """Processes that do not answer, as the beginning of a message.
-
-    The others report to the launcher's store, on the first node, once their connections break.
-    """
-    unknown = "another process"
-    if not dist.is_initialized():
-        return unknown
-    rank, size = dist.get_rank(), dist.get_world_size()
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{_ALIVE}/{rank}", "1")
-        with suppress(RuntimeError):
-            dist.destroy_process_group()  # other processes stop waiting for this one
-        deadline = time.monotonic() + REPORT_SECONDS
-        silent = list(range(size))
-        while silent and time.monotonic() < deadline:
-            silent = [other for other in silent if not store.check([f"{_ALIVE}/{other}"])]
-            time.sleep(0.2)
-    except RuntimeError:
-        return "node 0, or its launcher," if rank >= local_world_size() else unknown
-    return name_processes(silent) if silent else unknown

@@ -49,13 +49,9 @@ srun --export=ALL --kill-on-bad-exit=1 bash -c 'trap true TERM USR1
     exit $status' bosch "$@" || status=$?
 [ ! -s "$BOSCH_STATUS" ] || status=$(cat "$BOSCH_STATUS")
 rm -f "$BOSCH_STATUS"
-# How often a job may be queued again. At a time limit the status is 75 (training has saved its work)
-# or 143 (another stage was stopped and resumes from its records). 76: a process or node was lost.
-case $status in
-    75 | 143) most=${BOSCH_REQUEUES:-100} ;;
-    76) most=${BOSCH_REQUEUES:-10} ;;
-    *) exit "$status" ;;
-esac
+# 75: the run was stopped at its time limit and has saved its work.
+[ "$status" -eq 75 ] || exit "$status"
+most=${BOSCH_REQUEUES:-100}
 if [ "${SLURM_RESTART_COUNT:-0}" -lt "$most" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 else

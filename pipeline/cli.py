@@ -3,15 +3,13 @@
 Commands are the modules in `bosch/commands` and `pipeline/commands`; a module is imported when its
 command is used.
 
-Exit status: 0 done, 2 invalid input, 1 a failure, 76 a process of a stage was killed or lost,
-130 stopped by Ctrl-C. SIGTERM, SIGUSR1 and SIGHUP end with 75 when training has written a restart
-point, else with 143.
+Exit status: 0 done, 1 a failure, 2 invalid input, 130 stopped by Ctrl-C, 75 asked to stop (SIGTERM,
+SIGUSR1, SIGHUP): a scheduler may queue the command again.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -33,7 +31,7 @@ from bosch.commands import (
     listing,
     typed_path_fault,
 )
-from bosch.errors import LostRankError, RunError, StoppedError, UserError, printable
+from bosch.errors import RunError, StoppedError, UserError, is_disk_full, printable
 from bosch.this_process import STOP_SIGNALS
 from bosch.version import VERSION
 from pipeline.commands import RecipeCommand
@@ -66,7 +64,11 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
     log.silence_imports()
     root: Path | None = None
     try:
-        options = _parse(sys.argv[1:] if arguments is None else arguments)
+        typed = sys.argv[1:] if arguments is None else arguments
+        if not typed:
+            print(listing(_PACKAGES))
+            return _flushed(0)
+        options = _parse(typed)
         module = options.module
         command = module.COMMAND
         if not isinstance(command, RecipeCommand):
@@ -86,8 +88,6 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         return _flushed(module.run(loaded, options))
     except UserError as fault:
         return _say(f"error: {fault}", 2)
-    except LostRankError as lost:
-        return _say(f"error: {lost}", failures.LOST_RANK_STATUS)
     except RunError as failure:
         return _say(f"error: {failure}", 1)
     except (KeyboardInterrupt, StoppedError, failures.Terminated) as stop:
@@ -97,14 +97,11 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if (full := failures.no_space(error, root)) is not None:
-            return _say(f"error: {full}", 1)
-        if isinstance(error, OSError) and root is not None and _refused(error, root):
-            reason = f"{error.strerror}: {error.filename}"
+        if is_disk_full(error):
+            return _say(f"error: {failures.no_space(error, root)}", 1)
+        if isinstance(error, OSError) and root is not None and _concerns(error, root):
+            reason = f"{error.strerror}: {error.filename2 or error.filename}"
             return _say(f"error: runtime.output_root: {root} cannot be used ({reason})", 2)
-        if isinstance(error, OSError) and root is not None and (path := _obstacle(error, root)):
-            return _say(f"error: {path}: is in the way of the run's own files; move it away", 1)
-        typed = sys.argv[1:] if arguments is None else arguments
         if isinstance(error, OSError) and (message := typed_path_fault(error, typed[1:])):
             return _say(f"error: {message}", 2)
         return _say(f"error: {failures.unexpected(error, _log_file(root))}", 1)
@@ -122,33 +119,21 @@ def _terminated(signum: int, frame: object) -> None:
     raise failures.Terminated
 
 
-def _refused(error: OSError, root: Path) -> bool:
-    """Whether access to the output root, a folder above or a path below it was denied."""
-    path = Path(str(error.filename))
-    is_related = root == path or root in path.parents or path in root.parents
-    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and is_related
-
-
-def _obstacle(error: OSError, root: Path) -> Path | None:
-    """A path below the output root that has the wrong kind (file or folder), or None."""
-    if error.errno not in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.ELOOP):
-        return None
+def _concerns(error: OSError, root: Path) -> bool:
+    """Whether an error is about the output root, a folder above or a path below it."""
     path = Path(str(error.filename2 or error.filename))
-    if root not in path.parents:
-        return None
-    above = [parent for parent in reversed(path.parents) if root in parent.parents]
-    return next((parent for parent in above if not parent.is_dir()), path)
+    return root == path or root in path.parents or path in root.parents
 
 
 def _stopped(stop: BaseException) -> int:
     """Report a stop; ignores further signals, which would change the exit status."""
     ignore_stops()
-    message, status = "terminated", 143
+    message, status = str(stop) or "stopped", failures.REQUEUE_STATUS
     if isinstance(stop, KeyboardInterrupt):
         message, status = "stopped", 130
-    elif isinstance(stop, StoppedError):
-        message, status = str(stop), failures.REQUEUE_STATUS
-    return _say(f"{message}; the same command resumes from here", status)
+    forced = any(argument.startswith("--force") for argument in sys.argv)
+    command = "the same command" + (" without --force" if forced else "")
+    return _say(f"{message}; {command} resumes from here", status)
 
 
 def _say(message: str, status: int) -> int:
@@ -167,7 +152,7 @@ def _log_file(root: Path | None) -> Path:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command and its options; overrides may stand before, between and after options."""
-    name = arguments[0] if arguments else ""
+    name = arguments[0]
     module = None if name.startswith("-") else find_command(name, _PACKAGES)
     if module is not None:
         options = argparse.Namespace(module=module, arguments=list(arguments))

@@ -10,8 +10,6 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import Field
 
 from bosch.backends import BackendName
-from bosch.errors import RunError
-from bosch.files import Stamp, changed_file
 from stages.fields import (
     MOST,
     BatchSize,
@@ -89,11 +87,11 @@ class Runtime(Section):
     wandb_project: Line | None = None
     """Project at Weights & Biases to which training also sends its metrics."""
     timeout_minutes: Minutes = 360
-    """Longest wait of a process for separate work of other processes that send heartbeats: loading,
-    saving, samples of the evaluation."""
+    """Longest wait of a process for separate work of other processes, and of other nodes for a
+    stage of the first one: loading, saving, samples of the evaluation."""
     collective_timeout_minutes: Minutes = 15
-    """Longest time without a heartbeat of a process, and longest wait for other processes in a step
-    of training or a pass of the search, which all do together; then a process counts as lost."""
+    """Longest wait for other processes in a step of training or a pass of the search, which all do
+    together; then a process counts as lost."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Lowest severity that is logged."""
 
@@ -109,8 +107,7 @@ class StageConfig(Generic[OwnSection]):
     `section` is the stage's section of the recipe; `upstream` holds the sections of the stages it
     depends on, by recipe key. `runtime` and `shared` are not part of the stage's key. `shared` is a
     folder where runs reuse each other's results. `model_identity` is the hash of the base model's
-    files that the stage reads. `stamps` are the input files' stamps at the start of the stage.
-    `other_stages` are all other stages that a recipe may have.
+    files that the stage reads. `other_stages` are all other stages that a recipe may have.
     """
 
     section: OwnSection
@@ -120,21 +117,7 @@ class StageConfig(Generic[OwnSection]):
     upstream: Mapping[str, Section] = field(default_factory=dict)
     shared: Path | None = None
     model_identity: str | None = None
-    stamps: Mapping[str, Stamp] = field(default_factory=dict)
     other_stages: tuple[str, ...] = ()
-
-    def check_inputs(self) -> None:
-        """Raise RunError if an input was written since the stage began, even if it was restored.
-
-        A stage calls it after reading its inputs and before publishing anything that depends on
-        them.
-        """
-        path = changed_file(self.stamps)
-        if path is not None:
-            raise RunError(
-                f"the input {path} was written or replaced while it was read; run the same command "
-                "again"
-            )
 
     def upstream_section(self, kind: type[AnySection]) -> AnySection:
         """The upstream section of type `kind`; raises StopIteration if there is none."""

@@ -22,7 +22,7 @@ from bosch.errors import UserError
 from pipeline.cli import main
 from pipeline.recipe.load import load_recipe
 from pipeline.recipe.stage_list import STAGES
-from pipeline.run import first_node, launch
+from pipeline.run import launch
 from pipeline.run.runner import Runner, RunOptions
 from pipeline.run.worker import execute
 from stages.stage import Stage, World
@@ -216,5 +216,4 @@ class Case:
 
 if __name__ == "__main__":
     launch.GRACE_SECONDS = 2
-    first_node.BEAT_SECONDS = 1  # other nodes join a stage after the second heartbeat
     sys.exit(main(sys.argv[2:], fake_table(sys.argv[1] == "1")))

@@ -15,20 +15,18 @@ import logging
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from bosch import files
 from bosch.errors import RunError, UserError
-from bosch.files import Stamp
 from bosch.progress import Progress
 from bosch.this_process import die_with_parent
 from data_prep.documents.filters import Filters
@@ -118,25 +116,20 @@ def tokenise_source(
     sequence_length: int,
     workers: int,
     bar: Progress,
-    stamps: Mapping[str, Stamp] = MappingProxyType({}),
 ) -> TokenisedSource:
     """Tokenise parts in random order until there are more than `tokens` tokens, or all parts.
 
     Shards are written to `folder`; complete ones there are reused. The result does not depend on
-    `workers`. `stamps` are the expected stamps of the source's files by path; if it is empty, none
-    is checked.
+    `workers`.
 
     Raises UserError if a file of the source is damaged or the source has no text, and RunError if a
-    worker process died or a file was written while it was read.
+    worker process died.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = list_parts(source, seed, sequence_length)
     encoder = replace(encoder, special_tokens=source.special_tokens)
     work = partial(_tokenise_part, source=source, encoder=encoder)
-    jobs = (
-        (part, folder / f"part-{index:06d}", _part_stamps(part, source, stamps))
-        for index, part in enumerate(parts)
-    )
+    jobs = ((part, folder / f"part-{index:06d}") for index, part in enumerate(parts))
     blocks: list[Block] = []
     text_bytes, total = 0, 0
     skipped: list[str] = []
@@ -179,7 +172,7 @@ def _too_many(source: Source, fault: str) -> UserError:
 
 
 def in_order(
-    work: Any, jobs: Iterable[tuple[Part, Path, Mapping[str, Stamp]]], workers: int
+    work: Any, jobs: Iterable[tuple[Part, Path]], workers: int
 ) -> Generator[Path, None, None]:
     """Results of `work` in the order of `jobs`, with at most 2 jobs per worker in flight."""
     if workers <= 1:
@@ -208,21 +201,9 @@ def _begin_worker(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _part_stamps(part: Part, source: Source, stamps: Mapping[str, Stamp]) -> Mapping[str, Stamp]:
-    if source.path is None or not stamps:
-        return {}
-    if part.paths and part.shard is None:  # a file without a stamp, [], counts as changed
-        return {str(path): stamps.get(str(path), []) for path in part.paths}
-    # A dataset, or an index with hashed shards: all files below the source.
-    below = Path(source.path).expanduser()
-    return {path: stamp for path, stamp in stamps.items() if below in Path(path).parents}
-
-
-def _tokenise_part(
-    job: tuple[Part, Path, Mapping[str, Stamp]], *, source: Source, encoder: Encoder
-) -> Path:
+def _tokenise_part(job: tuple[Part, Path], *, source: Source, encoder: Encoder) -> Path:
     """Write the part's shard, unless a complete one exists; returns its path."""
-    part, path, stamps = job
+    part, path = job
     if _is_complete(path):
         return path
     with files.replacing(path) as temporary:
@@ -236,12 +217,6 @@ def _tokenise_part(
         np.save(temporary / _DOCUMENTS, sizes)
         hashes = files.file_hashes(temporary, [_IDS, _DOCUMENTS])
         files.write_json(temporary / _RECORD, {"sha256": hashes, "skipped": skipped})
-        changed = files.changed_file(stamps)
-        if changed is not None:
-            raise RunError(
-                f"source {source.name}: {changed} was written or replaced while it was read; run "
-                "the same command again"
-            )
     return path
 
 

@@ -90,10 +90,8 @@ YAML.
 | 0 | done |
 | 1 | a failure, such as a full disk; some task has no score (`validate`: will have none) |
 | 2 | an invalid recipe, option or input file |
-| 75 | training was stopped and has written a restart point |
-| 76 | a process of a stage was killed or lost |
+| 75 | asked to stop by a signal, and the work is saved: a scheduler may queue the command again |
 | 130 | stopped by Ctrl-C |
-| 143 | another stage was stopped by a signal |
 """
 
 PYTHON_INTRODUCTION = """\

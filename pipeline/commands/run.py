@@ -33,7 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE",
         action="append",
         default=[],
-        help="make this stage and what needs it again; may be repeated",
+        help="delete this stage's result and make it again, and then what needs it, if it comes "
+        "out different; may be repeated",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would run, and why")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Content hashes of files, cached by path, size, times and inode."""
+"""Content hashes of files, cached by path, size, time and inode."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bosch.files import Stamp, file_digest, file_stamp, open_regular, write_text
-from pipeline.run.locks import hold_briefly
+from filelock import FileLock
+
+from bosch.files import file_digest, open_regular, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,9 @@ class FileHasher:
         self._budget = budget_bytes
         self._known: dict[str, list[Any]] = _read_cache(cache)
         self._new: dict[str, list[Any]] = {}
-        self._stamps: dict[str, Stamp] = {}
 
     def sha256(self, path: Path) -> str:
         """Content hash of a file; raises OSError, or NotHashed when over budget."""
-        self._stamps[str(path)] = file_stamp(path)
         stat = os.stat(path)
         state = _file_state(stat)
         entry = self._known.get(str(path))
@@ -53,15 +52,6 @@ class FileHasher:
             self._remember(str(path), [*state, digest])
         return digest
 
-    def forget_stamps(self) -> None:
-        """Make `stamps` empty."""
-        self._stamps = {}
-
-    @property
-    def stamps(self) -> dict[str, Stamp]:
-        """Stamps of the files that were hashed, from before each was read."""
-        return dict(self._stamps)
-
     def record(self, path: Path, digest: str) -> None:
         """Store a file's hash, which was computed while the file had another name."""
         self._remember(str(path), [*_file_state(os.stat(path)), digest])
@@ -74,22 +64,21 @@ class FileHasher:
         if not self._new:
             return
         try:
-            self._merge()
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._cache.with_suffix(".lock")):
+                merged = {**_read_cache(self._cache), **self._new}
+                lines = [
+                    f"{json.dumps(path)}:{json.dumps(entry)}"
+                    for path, entry in merged.items()
+                    if os.path.exists(path)
+                ]
+                write_text(self._cache, "{" + ",\n".join(lines) + "}\n")
         except IsADirectoryError:  # report it, with its path
             raise
         except OSError as error:
             message = "hashes of input files cannot be stored, so they are computed again: %s"
             logger.info(message, error)
         self._new = {}
-
-    def _merge(self) -> None:
-        with hold_briefly(self._cache.with_suffix(".lock")):
-            merged = {**_read_cache(self._cache), **self._new}
-            lines = {path: entry for path, entry in merged.items() if os.path.exists(path)}
-            text = ",\n".join(
-                f"{json.dumps(path)}:{json.dumps(entry)}" for path, entry in lines.items()
-            )
-            write_text(self._cache, "{" + text + "}\n")
 
 
 def _read_cache(path: Path) -> dict[str, list[Any]]:
@@ -100,8 +89,8 @@ def _read_cache(path: Path) -> dict[str, list[Any]]:
         return {}
     if not isinstance(content, dict):
         return {}
-    return {key: e for key, e in content.items() if isinstance(e, list) and len(e) == 6}
+    return {key: e for key, e in content.items() if isinstance(e, list) and len(e) == 4}
 
 
 def _file_state(stat: os.stat_result) -> list[int]:
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]

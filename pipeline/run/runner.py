@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import platform
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from bosch.errors import DamagedWorkError, RunError, UserError
-from bosch.files import Stamp, changed_file, exists, write_json
+from bosch.errors import RunError, UserError
+from bosch.files import remove, write_json
 from pipeline.recipe.load import ROOT
 from pipeline.recipe.processes import require_one_node
 from pipeline.run import graph, status
-from pipeline.run.first_node import FirstNodeHeartbeat, FirstNodeWatcher
 from pipeline.run.graph import Node
 from pipeline.run.hashing import FileHasher
 from pipeline.run.launch import Launcher, end_leftovers, launch
@@ -31,8 +28,6 @@ from pipeline.run.store import Store
 from stages.formats import counted, format_seconds
 from stages.stage import LoadedRecipe, World, call
 from stages.versions import installed_versions
-
-logger = logging.getLogger(__name__)
 
 _PACKAGES = (
     "bosch-pipeline",
@@ -48,6 +43,7 @@ _PACKAGES = (
     "flash-attn",
     "liger-kernel",
     "deepspeed",
+    "lm-eval",
 )
 POLL_SECONDS = 0.5
 
@@ -73,14 +69,6 @@ class Runner:
         self.name = loaded.recipe.name
         self.store = Store(loaded.output_root)
         self.hasher: FileHasher = self.store.hasher()
-        # Before files are hashed, which may take longer on one node than on another.
-        heartbeat_file = self.store.root / self.name / "first_node.json"
-        self._heartbeat: FirstNodeHeartbeat | None = None
-        self._first_node: FirstNodeWatcher | None = None
-        if loaded.world.node_rank > 0 and not options.dry:
-            self._first_node = FirstNodeWatcher(heartbeat_file)
-        elif loaded.world.nodes > 1 and not options.dry:
-            self._heartbeat = FirstNodeHeartbeat(heartbeat_file)
         self.nodes = graph.resolve(loaded, self.hasher)
         self.all_names = [node.name for node in self.nodes]
         self.chosen = self._choose()
@@ -105,29 +93,20 @@ class Runner:
     def states(self) -> list[status.StageState]:
         """The states of all stages, taking forced ones into account."""
         forced = frozenset(self.options.force)
-        return status.inspect(self.nodes, self.store, self.hasher, self.name, forced, self.force_id)
-
-    @property
-    def force_id(self) -> str | None:
-        """Identifier of a forced run over all its attempts; None if there is none yet."""
-        return self.store.force_id(self.name, self.options.force) if self.options.force else None
+        return status.inspect(self.nodes, self.store, self.hasher, self.name, forced)
 
     def run(self) -> int:
         """Run the stages that are not up to date; returns their number.
 
         Raises UserError or RunError; earlier published or unfinished work stays.
         """
-        with contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.until_end():
-            return self._run()
-
-    def _run(self) -> int:
         states = {state.node.name: state for state in self.states()}
         self._require_earlier_stages(states)
         todo = [name for name in self.chosen if states[name].state != "cached"]
         if not todo:
             for name in self.chosen:
                 self._link(states[name].node)
-            self._finish()
+            self.hasher.save()
             return 0
         count = f"{len(todo)} of {counted(len(self.chosen), 'stage')}"
         print(f"{self.name}: {count} to run: {', '.join(todo)}", flush=True)
@@ -138,8 +117,6 @@ class Runner:
         write_json(self.store.root / self.name / "recipe.json", resolved)
         self.hasher.save()  # so that `status` has them while the first stage runs
         self.store.tidy(self.name)
-        if self.options.force:
-            self.store.note_force(self.name, self.options.force)
         ran = 0
         for name in self.chosen:
             state = states[name]
@@ -148,16 +125,10 @@ class Runner:
             if state.state == "cached":
                 self._link(state.node)
             else:
-                self._run_stage(state)
+                self._run_stage(state.node)
                 ran += 1
-        self._finish()
-        return ran
-
-    def _finish(self) -> None:
         self.hasher.save()
-        has_all = self.chosen == self.all_names
-        if self.loaded.world.node_rank == 0 and (has_all or self.options.force):
-            self.store.forget_force(self.name)
+        return ran
 
     def _inspect(self, node: Node) -> status.StageState:
         last_key = self.store.last_run(self.name).get(node.name)
@@ -180,59 +151,38 @@ class Runner:
             self._unlink_from(node)  # later stages' links belong to another output
         self.store.link(self.name, node.name, str(node.key), self.all_names)
 
-    def _run_stage(self, state: status.StageState) -> None:
-        node = state.node
+    def _run_stage(self, node: Node) -> None:
         label = f"[{self.all_names.index(node.name) + 1}/{len(self.all_names)}] {node.name}"
         started = time.monotonic()
         if self.loaded.world.node_rank > 0:
             self._follow(node)
         else:
-            self._make_or_reuse(node, state, label)
+            self._make_or_reuse(node, label)
         print(f"{label}: done in {format_seconds(time.monotonic() - started)}", flush=True)
 
-    def _make_or_reuse(self, node: Node, state: status.StageState, label: str) -> None:
+    def _make_or_reuse(self, node: Node, label: str) -> None:
         key = str(node.key)
         output = f"{self.name}: stage {node.name}"
         with hold(self.store.lock(node.name, key), output, self.name, wait=self.options.wait):
-            if not (state.afresh and self.options.force):
-                state = self._inspect(node)  # another run may have made it since
-            if state.afresh or not self._recover(node):
+            if node.name in self.options.force:
+                self.store.discard(node.name, key)
+                remove(self.store.published(node.name, key))
+            state = self._inspect(node)  # another run may have made it since
+            if state.state != "cached":
                 print(f"{label}: {state}", flush=True)
-                self._make(node, forced=state.afresh)
+                self._make(node)
             self._link(node)
 
-    def _recover(self, node: Node) -> bool:
-        """Whether the output exists now: from another run, or complete but not published.
-
-        Moves a damaged output away, and publishes complete work that a crash left.
-        """
+    def _make(self, node: Node) -> None:
         key = str(node.key)
-        damage = self.store.damage(node.name, key, self.hasher)
-        if damage is not None:
-            added = self.store.set_added_files_aside(node.name, key)
-            damage = self.store.damage(node.name, key, self.hasher)
-            if damage is None:
-                folder = self.store.added_files(node.name, key)
-                message = "%s: files added to its output were moved to %s: %s"
-                logger.warning(message, node.name, folder, ", ".join(added))
-                return True
-            aside = self.store.set_aside(node.name, key)
-            logger.warning("%s: output damaged (%s); moved to %s", node.name, damage, aside)
-        elif exists(self.store.published(node.name, key)):
-            return True
-        finished = self.store.finish_interrupted(node.name, key, self.hasher)
-        return finished and not self._inspect(node).afresh
-
-    def _make(self, node: Node, *, forced: bool) -> None:
-        key = str(node.key)
-        stamps = self.stamps(node)
-        inputs, force = self._contents(node), self.force_id if forced else None
+        self.require_inputs(node)
+        inputs, world = self._contents(node), self._world(node)
         self._unlink_from(node)
         end_leftovers(str(self.store.work(node.name, key)))
-        gpus = self._world(node).used_gpus if node.stage.computes else 0
-        work = self.store.begin(node.name, key, inputs=inputs, force=force, gpus=gpus)
+        gpus = world.used_gpus if node.stage.computes else 0
+        work = self.store.begin(node.name, key, inputs=inputs, gpus=gpus)
         try:
-            summary = self._launch(self.order(node, work, stamps), self._world(node))
+            summary = self.launcher(self.order(node, work), world)
         except (UserError, RunError) as error:
             reason = str(error).removeprefix(f"{node.name}: ")
             with contextlib.suppress(OSError):  # report the reason also on a full disk
@@ -243,7 +193,7 @@ class Runner:
             "recipe": self.name,
             "config": node.section.model_dump(mode="json"),
             "runtime": self.loaded.recipe.runtime.model_dump(mode="json"),
-            "processes": self._world(node).size,
+            "processes": world.size,
             "gpus": gpus,
             "host": socket.gethostname(),
             "python": platform.python_version(),
@@ -251,42 +201,20 @@ class Runner:
             "git_commit": checkout_commit(),
             "upstream": {name: self._node(name).key for name in node.needs},
             "inputs": inputs,
-            "force": force,
             "summary": summary,
         }
         try:
             self._require_unchanged(
                 node, "while it ran, so its output is thrown away; run the same command again"
             )
-            changed = changed_file(stamps)
-            if changed is not None:
-                raise RunError(
-                    f"{node.name}: its input {changed} was written or replaced while it ran, also "
-                    "if its content is as before, so its output is thrown away; run the same "
-                    "command again"
-                )
         except RunError:
             self.store.discard(node.name, key)
             raise
         assert node.document is not None
         self.store.publish(node.name, node.document, facts, self.hasher)
 
-    def _launch(self, order: Mapping[str, Any], world: World) -> dict[str, Any]:
-        """Run a stage, and once more if it has set aside damaged unfinished work."""
-        while True:
-            try:
-                return self.launcher(order, world)
-            except DamagedWorkError as error:
-                if world.nodes > 1:  # the other nodes' commands have ended
-                    raise RunError(f"{error}; the same command continues without it") from None
-                logger.warning("%s; starting again without it", error)
-
-    def stamps(self, node: Node) -> dict[str, Stamp]:
-        """Stamps of all files that a stage will read, with the content in its key.
-
-        Raises RunError if one of them has changed, or an output among them is damaged.
-        """
-        self.hasher.forget_stamps()
+    def require_inputs(self, node: Node) -> None:
+        """Raise RunError if a file that a stage reads has changed, or an output is damaged."""
         self._require_unchanged(node, "since this run began; run the same command again")
         for name in node.needs:
             damage = self.store.damage(name, str(self._node(name).key), self.hasher)
@@ -295,7 +223,6 @@ class Runner:
                     f"{node.name}: its input {name} is damaged ({damage}); run the same command "
                     "again"
                 )
-        return self.hasher.stamps
 
     def _require_unchanged(self, node: Node, when: str) -> None:
         """Raise RunError if the files that a stage reads no longer have the content in its key."""
@@ -320,10 +247,8 @@ class Runner:
     def _node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
 
-    def order(
-        self, node: Node, work: Path, stamps: Mapping[str, Stamp] | None = None
-    ) -> dict[str, Any]:
-        """The order for `pipeline.run.worker`, as JSON, with `stamps` of the files to read."""
+    def order(self, node: Node, work: Path) -> dict[str, Any]:
+        """The order for `pipeline.run.worker`, as JSON."""
         recipe, info = self.loaded.recipe, self.loaded.info
         model = recipe.model
         if info is not None and info.commit is not None:
@@ -346,7 +271,6 @@ class Runner:
                 name: str(self.store.published(name, str(self._node(name).key)))
                 for name in node.needs
             },
-            "stamps": dict(stamps or {}),
             "work_dir": str(work),
             "shared": self._shared(node),
             "model_identity": graph.document_key(identity) if identity else None,
@@ -362,35 +286,36 @@ class Runner:
         return str(self.store.shared(node.stage.key))
 
     def _follow(self, node: Node) -> None:
-        """Run on another node than the first: join distributed stages, wait for other outputs."""
-        assert self._first_node is not None
-        key = str(node.key)
-        joined = False
-        folder = self.store.published(node.name, key)
-        # The first node replaces or repairs a damaged output.
-        is_damaged = self.store.damage(node.name, key, self.hasher) is not None
-        damaged = folder.lstat().st_ino if is_damaged else None
+        """Run on another node than the first: join distributed stages, wait for other outputs.
 
-        def is_there() -> bool:
-            if damaged is not None and folder.exists() and folder.lstat().st_ino == damaged:
-                return self.store.damage(node.name, key, self.hasher) is None
-            manifest = self.store.manifest(node.name, key)
-            if manifest is None:
-                return False
-            # An output from inputs that have been replaced does not count.
-            return status.replaced_input(manifest, self._contents(node)) is None
+        The shared disk says which stages are done. torchrun's rendezvous fails if the first node
+        does not come.
+        """
+        for name in node.needs:  # the first node publishes them before it begins this stage
+            self._await(self._node(name))
+        if self._inspect(node).state == "cached":
+            return
+        if node.stage.distributed:
+            self.require_inputs(node)
+            self.launcher(
+                self.order(node, self.store.work(node.name, str(node.key))), self._world(node)
+            )
+        self._await(node)
 
-        while not is_there():
-            fault = self._first_node.fault()
-            # The first node may have published this output before it ended.
-            if fault is not None and not is_there():
-                raise type(fault)(f"{node.name}: {fault}")
-            begun = self.store.lock(node.name, key).exists() and self._first_node.alive
-            attempts = self.store.state(node.name, key).get("attempts")
-            if node.stage.distributed and not joined and begun and attempts:
-                joined = True
-                order = self.order(node, self.store.work(node.name, key), self.stamps(node))
-                self.launcher(order, self._world(node))
+    def _await(self, node: Node) -> None:
+        """Wait until the first node has published an output."""
+        minutes = self.loaded.recipe.runtime.timeout_minutes
+        deadline = time.monotonic() + 60 * minutes
+        earlier = self.store.state(node.name, str(node.key))
+        while self._inspect(node).state != "cached":
+            current = self.store.state(node.name, str(node.key))
+            if "failure" in current and current != earlier:
+                raise RunError(f"{node.name}: failed on the first node: {current['failure']}")
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"{node.name}: the first node has not made it in {minutes:g} minutes "
+                    "(runtime.timeout_minutes)"
+                )
             time.sleep(POLL_SECONDS)
 
 

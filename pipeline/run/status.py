@@ -11,7 +11,7 @@ from typing import Any, Literal
 from bosch.files import exists
 from pipeline.run.graph import Node, document_key
 from pipeline.run.hashing import FileHasher, NotHashed
-from pipeline.run.locks import read_holder
+from pipeline.run.locks import holder
 from pipeline.run.store import Store
 from stages.stage import TIMED
 
@@ -20,12 +20,11 @@ _SHOWN_CHANGES = 3
 
 @dataclass(frozen=True)
 class StageState:
-    """`reason` is why a stage is not cached; with `afresh`, unfinished work must not be used."""
+    """The state of a stage; `reason` is why it is not cached."""
 
     node: Node
     state: Literal["cached", "to run", "running", "failed"]
     reason: str = ""
-    afresh: bool = False
 
     def __str__(self) -> str:
         return f"{self.state} ({self.reason})" if self.reason else self.state
@@ -37,34 +36,18 @@ def inspect(
     hasher: FileHasher,
     recipe: str,
     forced: frozenset[str] = frozenset(),
-    force_id: str | None = None,
 ) -> list[StageState]:
-    """The state of every stage; those in `forced`, and stages that need them, must run.
-
-    Outputs of an earlier attempt of the same forced run (`force_id`) count as cached.
-    """
+    """The state of every stage; those in `forced` must run."""
     last_keys = store.last_run(recipe)
-    rebuilt: set[str] = set()
     states = []
     for node in nodes:
-        rebuilt_inputs = [name for name in node.needs if name in rebuilt]
-        is_forced = bool(rebuilt_inputs) or node.name in forced
-        manifest = store.manifest(node.name, str(node.key)) if is_forced and force_id else None
-        is_done = manifest is not None and manifest.get("force") == force_id
-        if is_forced and not is_done:
-            reason = "--force"
-            if node.name not in forced:
-                reason = f"input {rebuilt_inputs[0]} is made again"
-            if force_id and store.state(node.name, str(node.key)).get("force") == force_id:
-                reason += "; resumes what was begun"
-            state = StageState(node, "to run", reason, afresh=True)
-        elif node.key is not None and (holder := read_holder(store.lock(node.name, node.key))):
-            state = StageState(node, "running", str(holder))
+        if node.name in forced:
+            state = StageState(node, "to run", "--force")
+        elif node.key is not None and (who := holder(store.lock(node.name, node.key))):
+            state = StageState(node, "running", who)
         else:
             inputs = contents(node, nodes, store)
             state = inspect_output(node, store, hasher, last_keys.get(node.name), inputs)
-        if state.afresh or is_forced:
-            rebuilt.add(node.name)
         states.append(state)
     return states
 
@@ -114,7 +97,7 @@ def inspect_output(
         manifest = store.manifest(node.name, node.key)
         if manifest is not None and (name := replaced_input(manifest, inputs)) is not None:
             reason = f"input {name} was made again, and is not as it was"
-            return StageState(node, "to run", reason, afresh=True)
+            return StageState(node, "to run", reason)
         if damage is None:
             return StageState(node, "cached", reason)
         reason = f"its output is damaged: {damage}"

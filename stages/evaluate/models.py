@@ -259,7 +259,6 @@ def load_evaluated(
         model.path, backend=config.runtime.attention, device=device,
         **model.loading,
     )  # fmt: skip
-    config.check_inputs()
     if mask is None:
         return loaded
     hybrid = materialize(loaded, mask.mask, mask.windows, take_weights=True)

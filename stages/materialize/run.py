@@ -65,7 +65,6 @@ def run(
     mask_path, front = inputs["search"] / HEAD_MASK, None
     base = _load_base(config, device)
     family_of(base.config)
-    config.check_inputs()
     if exists(inputs["search"] / FRONT):
         mask_path = inputs["search"] / FRONT
         front = _with_choice(config, base, Front.load(mask_path))

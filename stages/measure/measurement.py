@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,14 +19,14 @@ from typing import Any
 
 from bosch.backends import BACKENDS, check_backend, resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import file_stamp, read_json, write_json, write_text
+from bosch.files import read_json, write_json, write_text
 from bosch.model.configuration import is_hybrid
 from bosch.model.deploy_mode import deploy_layouts
 from bosch.model.families import decoder_layers, family_of, text_config
 from bosch.model.loading import load_config
 from bosch.model.search_mode import mask_shape
 from bosch.progress import progress
-from bosch.this_process import killed_by_kernel, process_place
+from bosch.this_process import killed_by_kernel
 from bosch.weight_files import weight_files
 from stages.finished import FinishedWork
 from stages.measure.measured_model import Variant, planned_variants
@@ -188,8 +189,10 @@ def _basis(*models: str | None) -> dict[str, Any]:
     for model in models:
         if model is not None and os.path.isdir(model):
             paths = [Path(model, name) for name in ("config.json", *weight_files(Path(model)))]
-            files += [[str(path), file_stamp(path)] for path in paths if path.exists()]
-    return {"machine": process_place(), "versions": installed_versions(_PACKAGES), "files": files}
+            stats = [(path, path.stat()) for path in paths if path.exists()]
+            files += [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    versions = installed_versions(_PACKAGES)
+    return {"machine": socket.gethostname(), "versions": versions, "files": files}
 
 
 def _report(

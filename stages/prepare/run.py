@@ -55,11 +55,9 @@ def run(
         for source in config.section.sources:
             _read_first_document(source, config.section.sequence_length)
         calibration = _calibration(config, tokenizer, work_dir)
-        config.check_inputs()
         training_data = write_training_data(config, spec, work_dir)
         tokenizer.save_pretrained(work_dir / TOKENIZER)
         hashes = file_hashes(work_dir, [PACKED_DATA, CALIBRATION, TOKENIZER])
-        config.check_inputs()
         statistics = Statistics(**training_data, calibration=calibration, sha256=hashes)
         statistics.write(work_dir)
     remove(work_dir / "tokens")
@@ -145,7 +143,6 @@ def write_training_data(
                 seed=config.seed,
                 sequence_length=length,
                 workers=worker_count(config.runtime.data_workers, tokens),
-                stamps=config.stamps,
                 bar=bar,
             )
             for number, source in enumerate(sources)

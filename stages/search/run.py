@@ -129,7 +129,6 @@ def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) 
     if METHODS[section.method].finds_front:
         calibration, held_out = calibration.split(HELD_OUT_EVERY)
     model = load_model(config.model.path, device=ranks.device, **config.model.loading)
-    config.check_inputs()
     text = calibration.examples[0].input_ids[:_CHECKED_TOKENS]
     check_hybrid(model, torch.tensor([text]))
     prepare_for_search(model, config.runtime.attention)

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from bosch import files
 from bosch.errors import (
-    DamagedWorkError,
     DiskFullError,
     RunError,
     UserError,
@@ -157,7 +156,7 @@ class RestartPoints:
     def loading(self, point: Path) -> Iterator[None]:
         """Context for loading a point: a point that cannot be loaded is set aside as damaged.
 
-        Raises DamagedWorkError, so that the stage restarts and resumes from the point before.
+        Raises RunError; the next run resumes from the point before.
         Errors of memory, lost processes and failed reads pass unchanged: the point's hashes were
         just verified, so it is not damaged.
         """
@@ -174,9 +173,9 @@ class RestartPoints:
             with suppress(FileNotFoundError):  # another process removed it first
                 os.rename(point, aside)
             reason = " ".join(str(error).split())[:300]
-            raise DamagedWorkError(
+            raise RunError(
                 f"the restart point {point} cannot be loaded ({type(error).__name__}: {reason}) "
-                f"and is now {aside.name}"
+                f"and is now {aside.name}; the same command resumes from the point before"
             ) from error
 
     def remove_old_points(self) -> None:

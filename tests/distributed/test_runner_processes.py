@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -38,16 +37,16 @@ def test_two_processes_run_one_stage(case: Case) -> None:
     assert not (case.output("search") / "calls.1.txt").exists()
 
 
-@pytest.mark.parametrize(("kind", "status"), [("bug", 1), ("kill", 76)])
-def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str, status: int) -> None:
+@pytest.mark.parametrize("kind", ["bug", "kill"])
+def test_a_failure_under_torchrun_is_one_sentence(case: Case, kind: str) -> None:
     case.make("original")
     done = case.fork(
         "run", "runtime.processes=2", "--until", "train", distributed=True,
         FAKE_FAIL=f"train={kind}",
     )  # fmt: skip
-    assert done.returncode == status
+    assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    reason = "process [01] was ended .signal 9, SIGKILL." if kind == "kill" else ""
+    reason = "process [01] was ended by SIGKILL; the same command resumes" if kind == "kill" else ""
     assert re.match(f"error: train: {reason}", done.stderr.strip().splitlines()[-1])
     assert len(done.stderr.strip().splitlines()) == 1
 
@@ -78,28 +77,4 @@ def test_killing_the_runner_ends_all_ranks(case: Case) -> None:
     pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert all(gone(pid) for pid in pids)
-
-
-def test_a_frozen_process_counts_as_lost_whatever_the_others_do(case: Case) -> None:
-    """No process is in a collective here: one sleeps, the other was stopped."""
-    case.make("original")
-    run = case.start(
-        "run", "runtime.processes=2", "runtime.collective_timeout_minutes=0.05",
-        "--until", "train", distributed=True, FAKE_SLEEP="train=60",
-    )  # fmt: skip
-    pids = [int(wait_for(case.folder / f"train.{rank}")) for rank in (0, 1)]
-    os.kill(pids[0], signal.SIGSTOP)
-    assert gone(pids[1])
-    os.kill(pids[0], signal.SIGKILL)  # as torchrun does after 30 seconds
-    done = run.done()
-    lines = done.stderr.strip().splitlines()
-    assert done.returncode == 76, lines
-    # The launcher ends with process 0; if its store is slow to answer, this is the first message.
-    lost = "process 0 of this run|the first node of this run, or its launcher,"
-    assert re.fullmatch(
-        rf"error: train: ({lost}) has sent no heartbeat for 0\.05 minutes "
-        r"\(runtime\.collective_timeout_minutes\); the same command resumes from here",
-        lines[-1],
-    )
     assert all(gone(pid) for pid in pids)

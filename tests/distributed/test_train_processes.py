@@ -165,7 +165,7 @@ def test_two_processes_train_like_one_and_resume(
     if sharding == "deepspeed":
         _copy_without_optimizer(tmp_path / "restart" / "step-4", "step-6")
         damaged = train_in_processes(case, tmp_path, 2, **changes)
-        assert "DamagedWorkError: the restart point" in damaged.stderr, damaged.stderr
+        assert "RunError: the restart point" in damaged.stderr, damaged.stderr
         assert (tmp_path / "restart" / "unreadable-step-6").is_dir()
     done = train_in_processes(case, tmp_path, 2, **changes)
     assert done.returncode == 0, done.stderr
@@ -207,7 +207,7 @@ def test_after_a_lost_node_more_processes_resume_from_a_complete_point(
         case, tmp_path, 2, kill_at_step=7, kill_rank=1, per_node=1, **changes
     )
     assert killed.returncode != 0
-    message = "LostRankError: node 1 (process 1) of this run does not answer"
+    message = "LostRankError: another process of this run does not answer"
     assert message in killed.stderr, killed.stderr
     shard = next((tmp_path / "restart" / "step-6").glob("__1_0.distcp"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2].ljust(shard.stat().st_size))
@@ -347,7 +347,7 @@ def test_a_hanging_rank_counts_as_lost_and_one_that_saves_for_long_does_not(
     with ThreadPoolExecutor() as pool:  # they wait most of the time
         step, late_step, save = pool.map(train, limits)
     for done in (step, late_step):
-        assert "LostRankError: process 1 of this run does not answer" in done.stderr
+        assert "LostRankError: another process of this run does not answer" in done.stderr
         assert "Timed out waiting 5000ms" in done.stderr and done.returncode != 0
     assert save.returncode == 0, save.stderr
     assert len(losses(tmp_path / "save")) == 4

@@ -33,10 +33,8 @@ def test_run_and_status_and_a_second_run_with_nothing_to_do(case: Case) -> None:
     assert "pydantic" in imports_of(second.stderr) and "torch" not in imports_of(second.stderr)
     assert second.stdout.startswith("tiny: nothing to do; 7 stages are up to date")
     assert "nothing to do; 1 stage is up to" in case.fork("run", "--until", "prepare").stdout
-    # On the first of two nodes; a dry run sends the other node no heartbeat.
     two_nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     dry = case.fork("run", "--dry-run", "search.swa_ratio=0.75", "--until", "search", **two_nodes)
-    assert not list(case.runs.rglob("first_node.json"))
     assert dry.stdout.splitlines()[1:] == [
         "  prepare  cached",
         "  search   to run (search.swa_ratio changed 0.5 → 0.75)",
@@ -65,7 +63,7 @@ def test_a_run_with_missing_scores_ends_with_1(case: Case) -> None:
         ("user", 2, "error: search: the corpus at x is empty; name another"),
         ("run", 1, "error: search: the loss diverged"),
         ("disk", 1, "is full; free some space and run the same command again"),
-        ("kill", 76, "error: search: its process was ended (signal 9, SIGKILL)"),
+        ("kill", 1, "error: search: its process was ended by SIGKILL"),
         ("bug", 1, "error: search: unexpected KeyError: 'boom'; the traceback is in "),
         (
             "stopped",
@@ -120,7 +118,9 @@ def test_a_killed_run_resumes_with_the_same_command(case: Case) -> None:
     assert "stage search runs" in done.stdout and "stage prepare runs" not in done.stdout
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGTERM, REQUEUE_STATUS), (signal.SIGINT, 130)]
+)
 def test_stopping_ends_every_process(case: Case, signum: signal.Signals, status: int) -> None:
     run = case.start("run", FAKE_SLEEP="search=60")
     worker = int(wait_for(case.folder / "search.0"))
@@ -166,7 +166,7 @@ def test_closing_the_terminal_stops_a_run(case: Case) -> None:
     run = case.start(*_TRAINS, distributed=True, **_TRAINS_A_WHILE)
     workers = close_terminal(case, run.pid)
     assert run.wait() == REQUEUE_STATUS
-    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*"))
+    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*.holder"))
 
 
 def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> None:
@@ -180,7 +180,7 @@ def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> Non
     )
     workers = close_terminal(case, run.pid)
     assert run.wait() == 0
-    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*"))
+    assert all(gone(worker) for worker in workers) and not list(case.runs.glob("locks/*.holder"))
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,10 @@ def test_closing_the_terminal_does_not_stop_a_run_under_nohup(case: Case) -> Non
     [
         ([0, 0], "", 0, False),
         ([75, 75], "", 75, True),
-        ([143], "20", 143, True),
         ([75], "100", 75, False),
-        ([76], "9", 76, True),
-        ([76], "10", 76, False),
         ([2], "", 2, False),
-        # srun kills the other node, which ends with 143 and would count as stopped.
-        ([1, 143], "", 1, False),
-        ([76, 143], "", 76, True),
+        # srun kills the other node, which ends with 75 and would count as stopped.
+        ([1, 75], "", 1, False),
     ],
 )
 def test_slurm_requeues_a_stopped_job_a_limited_number_of_times(
@@ -231,7 +227,7 @@ exit $highest""",
     )  # fmt: skip
     assert done.returncode == expected
     assert ("requeue 7" in (tmp_path / "scontrol.log").read_text()) == requeued
-    assert ("was queued again" in done.stderr) == (not requeued and expected in (75, 76))
+    assert ("was queued again" in done.stderr) == (not requeued and expected == 75)
     nodes = [f"{node} recipe.yaml seed=1 2" for node in range(len(statuses))]
     assert (tmp_path / "nodes").read_text().splitlines() == nodes
     assert not (tmp_path / "bosch-7.status").exists()

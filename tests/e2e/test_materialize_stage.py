@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bosch.model.materialize
 from bosch.errors import RunError, UserError
-from bosch.files import file_stamp
 from bosch.front import Front
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.model.cache import held_bytes
@@ -264,15 +263,6 @@ def test_a_full_disk_is_reported_in_a_sentence(
     monkeypatch.setattr(materialize, "save_model", fail)
     with pytest.raises(RunError, match=r"model: cannot write the model \(.*No space left"):
         _run(base, tmp_path)
-
-
-def test_a_base_that_changes_while_it_is_read_is_not_published(base: Path, tmp_path: Path) -> None:
-    config = base / "config.json"
-    stamp = file_stamp(config)
-    config.write_text(config.read_text())
-    with pytest.raises(RunError, match=r"config\.json was written or replaced"):
-        _run(base, tmp_path, stamps={str(config): stamp})
-    assert not (tmp_path / "work" / "model").exists()
 
 
 def test_a_model_whose_logits_differ_is_refused(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from datasets import load_from_disk
 
-from bosch.errors import RunError, UserError
-from bosch.files import file_stamp
+from bosch.errors import UserError
 from data_prep.documents import tokenization
 from data_prep.documents.sources import retrieval
 from data_prep.documents.tokenizer import Encoder, TokenizerSpec
@@ -281,24 +279,3 @@ def test_the_damaged_file_of_a_model_is_named(model, corpus, tmp_path, file, con
     with pytest.raises(UserError, match=message) as caught:
         run(config(damaged, corpus), tmp_path / "out")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("step", ["write_calibration", "write_training_data"])
-def test_an_input_that_changes_meanwhile_is_not_published(
-    model, corpus, tmp_path, monkeypatch, step
-):
-    """Checked after the calibration set, before the long work, and after the training data."""
-    essay, run_step = corpus / "essay.md", getattr(prepare, step)
-    essay.write_text("An essay.")
-    stage_config = config(model, [{"name": "made", "kind": "retrieval"}])
-
-    def rewrite_input_after_step(*arguments, **options):
-        result = run_step(*arguments, **options)
-        essay.write_text(essay.read_text())
-        return result
-
-    monkeypatch.setattr(prepare, step, rewrite_input_after_step)
-    with pytest.raises(RunError, match=r"essay\.md was written or replaced while it was read"):
-        run(replace(stage_config, stamps={str(essay): file_stamp(essay)}), tmp_path / "out")
-    assert (tmp_path / "out" / "train").exists() == (step == "write_training_data")
-    assert not (tmp_path / "out" / "statistics.json").exists()

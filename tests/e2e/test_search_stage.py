@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError
-from bosch.files import file_stamp
 from bosch.heads import HeadMask, HeadMaskFile
 from bosch.objective.evaluation_log import Evaluation, EvaluationLog
 from bosch.search.bosch import SearchResult
@@ -177,17 +175,6 @@ def test_numerics_hold_all_that_the_last_bits_of_a_result_depend_on():
         for options in (("sdpa", 3, 14), ("eager", 3, 14), ("sdpa", 4, 14), ("sdpa", 3, 15))
     ]
     assert len(set(places)) == len(places)
-
-
-def test_a_base_that_changes_while_it_is_read_is_not_searched(inputs, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(inputs[0], base)
-    stamp = file_stamp(base / "config.json")
-    (base / "config.json").write_text((base / "config.json").read_text())
-    config = replace(config_in(base), stamps={str(base / "config.json"): stamp})
-    with pytest.raises(RunError, match=r"config\.json was written or replaced"):
-        search.run(config, {"prepare": inputs[1]}, tmp_path)
-    assert not (tmp_path / "evaluations.jsonl").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_a_sentence(inputs, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +20,6 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from bosch.errors import RunError
-from bosch.files import changed_file, file_stamp
 from data_prep.source_files import tokenizer_files
 from pipeline.recipe.load import load_recipe
 from pipeline.run.graph import resolve
@@ -233,70 +231,6 @@ def test_a_changed_input_is_reported_and_nothing_is_published(
     assert run_with(case, lambda order: None).run() > 0
 
 
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize(
-    ("stage", "file"), [("prepare", "corpus/a.txt"), ("search", "model/model.safetensors")]
-)
-def test_an_input_that_changed_and_changed_back_is_reported_and_nothing_is_published(
-    case: Case, stage: str, file: str, killed: bool
-) -> None:
-    path = case.folder / file
-    whole, times = path.read_bytes(), path.stat()
-
-    def restore() -> None:
-        path.write_bytes(whole)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-    def work(order: Mapping[str, Any]) -> None:
-        if order["stage"] == stage:
-            path.write_bytes(whole[:-1] + b"!")
-            if killed:
-                raise KeyboardInterrupt
-            restore()
-
-    runner = run_with(case, work)
-    with pytest.raises(KeyboardInterrupt if killed else RunError) as caught:
-        runner.run()
-    if not killed:
-        assert f"{path} was written or replaced while it ran" in str(caught.value)
-    restore()
-    node = next(node for node in runner.nodes if node.name == stage)
-    assert not runner.store.published(stage, str(node.key)).exists()
-    orders: list[Mapping[str, Any]] = []
-    assert run_with(case, orders.append).run() > 0
-    stamps = next(order["stamps"] for order in orders if order["stage"] == stage)
-    assert stamps[str(path)] == file_stamp(path)
-    assert (str(case.corpus / "a.txt") in stamps) == (stage == "prepare"), "search does not read it"
-
-
-def test_a_file_that_changed_and_changed_back_counts_as_changed(tmp_path: Path) -> None:
-    weights, link = tmp_path / "weights", tmp_path / "link"
-    weights.write_text("ours")
-    (tmp_path / "theirs").write_text("them")
-    link.symlink_to(weights)
-
-    def led_elsewhere_and_back() -> None:
-        for target in (tmp_path / "theirs", weights):
-            link.unlink()
-            link.symlink_to(target)
-
-    def swapped_and_back() -> None:
-        for _ in range(2):
-            weights.rename(tmp_path / "away")
-            (tmp_path / "theirs").rename(weights)
-            (tmp_path / "away").rename(tmp_path / "theirs")
-
-    def rewritten() -> None:
-        weights.write_text("them")
-        weights.write_text("ours")
-
-    for change in (rewritten, led_elsewhere_and_back, swapped_and_back, weights.unlink):
-        stamps = {str(path): file_stamp(path) for path in (weights, link)}
-        assert changed_file(stamps) is None
-        change()
-        assert changed_file(stamps) is not None
-
-
 def test_an_input_that_changed_before_its_stage_starts_is_reported_at_once(case: Case) -> None:
     begun = []
 
@@ -430,18 +364,6 @@ def test_a_long_list_of_files_is_one_hash_in_the_key(tmp_path, pattern):
     assert folded["files"] == 33 and hashed_files(named, files, hasher) == folded
     files[7].write_text("other")
     assert hashed_files(named, files, hasher)["sha256"] != folded["sha256"]
-
-
-def test_a_dataset_of_the_hub_is_identified_by_name_and_a_directory_by_its_files(tmp_path):
-    """Retrieval documents are identified by the Python whose help they are made of."""
-    source = SourceConfig(name="a", kind="huggingface", path="org/name", revision="0" * 40)
-    hasher = FileHasher(tmp_path / "hashes.json")
-    made = section_identity(SourceConfig(name="a", kind="retrieval"), hasher)[1]
-    assert "python" in made["path"]
-    assert section_identity(source, hasher)[1] == {"path": {"dataset": "org/name"}}
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.jsonl").write_text("{}")
-    assert identity(tmp_path / "data", "huggingface", tmp_path)[1] == {"a.jsonl"}
 
 
 def test_every_vocabulary_file_of_transformers_tokenizers_is_hashed(tmp_path):

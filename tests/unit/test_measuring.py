@@ -458,7 +458,7 @@ def test_an_interrupted_measurement_resumes_and_a_complete_one_starts_anew(
     # Runs on another machine, with other packages or with a replaced model are not
     # reused.
     for change in (
-        lambda: monkeypatch.setattr(measurement, "process_place", lambda: "elsewhere"),
+        lambda: monkeypatch.setattr(measurement.socket, "gethostname", lambda: "elsewhere"),
         lambda: monkeypatch.setattr(measurement, "installed_versions", lambda names: {"torch": 0}),
         lambda: os.utime(folder / "model" / "model.safetensors"),
     ):

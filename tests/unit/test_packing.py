@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from bosch.errors import RunError, UserError
-from bosch.files import file_stamp
+from bosch.errors import UserError
 from bosch.progress import Progress
 from data_prep.documents import tokenization, tokenizer
 from data_prep.documents.filters import Filters
@@ -165,9 +164,7 @@ def tiny_encoder() -> Encoder:
     return Encoder(TokenizerSpec(""), tiny_tokenizer().backend_tokenizer.to_str(), 0)
 
 
-def tokenise(
-    corpus, folder, workers=1, tokens=10**9, kind="text", stamps=(), filters=None, **fields
-):
+def tokenise(corpus, folder, workers=1, tokens=10**9, kind="text", filters=None, **fields):
     filters = filters or Filters()
     return tokenise_source(
         Source("s", kind, str(corpus / "corpus"), filters=filters, **fields),
@@ -178,7 +175,6 @@ def tokenise(
         sequence_length=128,
         workers=workers,
         bar=Progress(None, "test", "tokens"),
-        stamps=dict(stamps),
     )
 
 
@@ -251,35 +247,6 @@ def test_a_damaged_shard_is_made_again(corpus, file, harm, caplog):
     assert f"is damaged ({file} has other content) and made again" in caplog.text
 
 
-def test_a_source_that_changed_and_changed_back_is_noticed(tmp_path, monkeypatch):
-    """Overwritten after the first shard, and restored after the second."""
-    monkeypatch.setattr("data_prep.documents.sources.PART_BYTES", 500)
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    file = corpus / "a.jsonl"
-    lines = [json.dumps({"text": f"text number {i} " * 20}) for i in range(6)]
-    file.write_text("\n".join(lines))
-    expected = contents(tokenise(tmp_path, "undisturbed", kind="jsonl"))
-    read, parts = tokenization.read_part, []
-
-    def overwritten(part, source):
-        parts.append(part)
-        if len(parts) == 2:
-            file.write_text(file.read_text().replace("number", "figure"))
-        yield from read(part, source)
-        if len(parts) == 2:
-            file.write_text(file.read_text().replace("figure", "number"))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenization, "read_part", overwritten)
-        with pytest.raises(RunError, match=r"a\.jsonl was written or replaced"):
-            stamps = {str(file): file_stamp(file)}
-            tokenise(tmp_path, "shards", kind="jsonl", stamps=stamps)
-    file.write_text("\n".join(lines))
-    stamps = {str(file): file_stamp(file)}
-    assert contents(tokenise(tmp_path, "shards", kind="jsonl", stamps=stamps)) == expected
-
-
 def test_short_documents_are_encoded_in_groups_also_between_filtered_ones(tmp_path, monkeypatch):
     """40 documents of a tenth of a group each, of which every other one is filtered out."""
     monkeypatch.setattr(tokenization, "WINDOW", 1000)
@@ -305,24 +272,6 @@ def test_parts_are_read_until_there_are_more_tokens_than_needed(tmp_path):
     for tokens, blocks in ((first.tokens - 1, 1), (first.tokens, 2)):
         found = tokenise(tmp_path, f"{tokens}", tokens=tokens, kind="jsonl").blocks
         assert len(found) == blocks
-
-
-def test_a_file_added_after_the_start_is_not_read(corpus):
-    files = sorted((corpus / "corpus").iterdir())
-    stamps = {str(file): file_stamp(file) for file in files[1:]}
-    with pytest.raises(RunError, match=f"{files[0].name} was written or replaced"):
-        tokenise(corpus, "shards", 1, stamps=stamps)
-
-
-def test_only_files_of_a_dataset_are_checked(tmp_path):
-    file = tmp_path / "corpus" / "a.jsonl"
-    file.parent.mkdir()
-    file.write_text(json.dumps({"text": "one"}) + "\n")
-    stamps = {str(file): file_stamp(file), str(tmp_path / "other.jsonl"): []}
-    assert tokenise(tmp_path, "shards", kind="huggingface", stamps=stamps).documents == 1
-    for name in ("a.jsonl", "data/b.arrow"):
-        with pytest.raises(RunError, match=f"{name} was written or replaced"):
-            tokenise(tmp_path, "others", kind="huggingface", stamps={str(file.parent / name): []})
 
 
 _POOL = """
