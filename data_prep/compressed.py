@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import zlib
 from pathlib import Path
@@ -44,18 +45,22 @@ def _opener(path: Path) -> Any:
 
 
 def _open_zstd(path: Path) -> BinaryIO:
-    import io
-
     import pyarrow as pa
 
     return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # type: ignore[return-value]
 
 
+LARGE_WINDOW = "its zstd window is larger than 128 MB; decompress it with zstd -d --long=31"
+
+
+def has_large_window(reason: str) -> bool:
+    """Whether a message of Arrow says that a zstd frame has a window that it does not decode."""
+    return "too much memory" in reason
+
+
 def read_fault(path: Path, error: BaseException) -> UserError:
     """The error to raise for one of `READ_FAULTS`."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-    if "too much memory" in reason:
-        return UserError(
-            f"{path}: its zstd window is larger than 128 MB; decompress it with zstd -d --long=31"
-        )
+    if has_large_window(reason):
+        return UserError(f"{path}: {LARGE_WINDOW}")
     return UserError(f"{path}: cannot be read to its end ({reason}); get it again")

@@ -19,7 +19,14 @@ from pydantic_core import from_json
 
 from bosch.errors import RunError, UserError
 from bosch.files import check_hub_cache, open_regular
-from data_prep.compressed import READ_FAULTS, is_compressed, open_plain, read_fault
+from data_prep.compressed import (
+    LARGE_WINDOW,
+    READ_FAULTS,
+    has_large_window,
+    is_compressed,
+    open_plain,
+    read_fault,
+)
 from data_prep.documents.filters import Filters
 from data_prep.source_files import is_local
 from data_prep.text import BadRecord
@@ -295,4 +302,6 @@ def _dataset_fault(where: str, error: Exception) -> UserError | RunError:
     reason = printable(" ".join(str(error).split()) or type(error).__name__)
     if isinstance(error, ConnectionError | TimeoutError) or "Connect" in type(error).__name__:
         return RunError(f"{where}: the hub cannot be reached ({reason}); run again")
-    return UserError(f"{where}: cannot be read ({reason})")
+    return UserError(
+        f"{where}: cannot be read ({LARGE_WINDOW if has_large_window(reason) else reason})"
+    )
