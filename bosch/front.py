@@ -1,4 +1,4 @@
-"""The front of a search: head masks for several budgets, and their common order of heads.
+"""The front of a search: head masks for several budgets.
 
 L layers, HKV key/value heads per layer, P points. Needs numpy only, as `bosch.heads`.
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,35 +193,6 @@ class Front:
             dtype=np.uint8,
         )
 
-    @cached_property
-    def nested(self) -> tuple[bool, ...]:
-        """Which points have a common order of the heads in each layer, from the widest window down.
-
-        Two points disagree if they order two heads of a layer in opposite ways; points that agree
-        in pairs have a common order. From each point a group is built by adding the others, in
-        order, if they agree with all points in the group. The result is the largest group or, with
-        `chosen`, that of the chosen point.
-        """
-        count = len(self.points)
-        agree = np.ones((count, count), dtype=np.bool_)
-        for first, other in combinations(range(count), 2):
-            pair = list(self._choices[[first, other]].astype(np.int64))
-            agree[first, other] = agree[other, first] = share_order(pair)
-        groups = []
-        for start in range(count) if self.chosen is None else [self.chosen]:
-            group = [start]
-            for other in range(count):
-                if other != start and agree[other, group].all():
-                    group.append(other)
-            groups.append(group)
-        largest = max(groups, key=len)
-        return tuple(index in largest for index in range(count))
-
-    def head_order(self) -> list[list[int]]:
-        """KV heads by layer, the widest window first in every nested point, else in base order."""
-        choices = self._choices[np.array(self.nested)].astype(int).sum(axis=0)
-        return [[int(head) for head in np.argsort(row, kind="stable")] for row in choices]
-
     def priced(self, bytes_of: Callable[[HeadMask], int]) -> Front:
         """A copy with the `bytes` of each point computed from its mask."""
         points = (
@@ -254,14 +225,6 @@ class Front:
             return _from_content(content)
         except ValueError as error:
             raise UserError(f"{path}: {error}") from error
-
-
-def share_order(layouts: Sequence[npt.NDArray[np.int64]]) -> bool:
-    """Whether all layouts of choices [L, H] have a common order of heads or units in each layer."""
-    order = np.sum(layouts, axis=0).argsort(axis=1)
-    return all(
-        (np.diff(np.take_along_axis(layout, order, 1), axis=1) >= 0).all() for layout in layouts
-    )
 
 
 _NUMBER = (int, float)

@@ -5,6 +5,8 @@ L layers, U units per layer, C choices: 0 is full, k the k-th window from the wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,14 @@ _POINTS = 8
 def slots_of(choices: Choices, costs: Values) -> float:
     """KV slots of a layout; `costs` [C] are those of one unit by its choice."""
     return float(costs[choices].sum())
+
+
+def share_order(layouts: Sequence[Choices]) -> bool:
+    """Whether all layouts of choices [L, H] have a common order of heads or units in each layer."""
+    order = np.sum(layouts, axis=0).argsort(axis=1)
+    return all(
+        (np.diff(np.take_along_axis(layout, order, 1), axis=1) >= 0).all() for layout in layouts
+    )
 
 
 def spaced_slots(lowest: float, unit: float, highest: float) -> list[int]:

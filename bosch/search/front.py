@@ -31,9 +31,9 @@ from dataclasses import replace
 import numpy as np
 
 from bosch.analysis.intervals import share
-from bosch.front import Front, FrontPoint, share_order
+from bosch.front import Front, FrontPoint
 from bosch.heads import HeadMask
-from bosch.search.allotment import Choices, Order, Values, allotted, order_of, slots_of
+from bosch.search.allotment import Choices, Order, Values, allotted, order_of, share_order, slots_of
 from bosch.search.bosch import SearchResult
 from bosch.search.evaluator import SHARES, Evaluator
 from bosch.search.front_moves import Moves

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bosch.front import share_order
-from bosch.search.allotment import Choices, Values, allotted, order_of, slots_of
+from bosch.search.allotment import Choices, Values, allotted, order_of, share_order, slots_of
 from bosch.search.front_state import State
 from bosch.search.gradient_search import Move
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bosch.errors import UserError
@@ -129,39 +127,3 @@ def test_a_missing_or_torn_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "front.json").write_text("[]")
     with pytest.raises(UserError, match=r"front\.json: .*expected a JSON object with a front"):
         Front.load(tmp_path / "front.json")
-
-
-def test_a_point_with_an_opposite_order_is_not_nested() -> None:
-    assert _front(*CHAIN).nested == (True,) * 4
-    front = _front(CHAIN[0], [[2, 1], [2, 2]], CHAIN[2], CHAIN[3])
-    assert front.nested == (True, False, True, True)
-    assert front.head_order() == [[0, 1], [1, 0]]
-    chosen = replace(front, chosen=1)
-    assert chosen.nested == (True, True, False, False)
-    assert chosen.head_order() == [[1, 0], [0, 1]]
-    scarcest = _front([[2, 1], [2, 2]], CHAIN[2], CHAIN[3])
-    assert scarcest.nested == (False, True, True)
-    assert replace(scarcest, chosen=0).nested == (True, False, False)
-
-
-def test_one_order_fits_all_nested_points_of_random_fronts() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        choices = [rng.integers(0, 3, (2, 3)).tolist() for _ in range(4)]
-        front = _front(*choices)
-        masks = [front.mask(index) for index in range(len(front.points))]
-        chain = [mask for mask, inside in zip(masks, front.nested, strict=True) if inside]
-        for layer, order in enumerate(front.head_order()):
-            assert sorted(order) == [0, 1, 2]
-            for mask in chain:
-                assert (np.diff(mask.choices[layer][order].astype(int)) >= 0).all()
-        # No other point has a common order with all nested ones.
-        for mask, inside in zip(masks, front.nested, strict=True):
-            assert inside or not all(_have_order(layer, [*chain, mask]) for layer in range(2))
-
-
-def _have_order(layer: int, masks: list[HeadMask]) -> bool:
-    return any(
-        all((np.diff(mask.choices[layer][list(order)].astype(int)) >= 0).all() for mask in masks)
-        for order in permutations(range(3))
-    )
