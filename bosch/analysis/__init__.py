@@ -1,1 +1,1 @@
-"""Analyses of head masks: distances, turnover, swap test, stability, optimality gap, intervals."""
+"""Intervals of scores and losses."""
