@@ -106,8 +106,8 @@ class StageConfig(Generic[OwnSection]):
 
     `section` is the stage's section of the recipe; `upstream` holds the sections of the stages it
     depends on, by recipe key. `runtime` and `shared` are not part of the stage's key. `shared` is a
-    folder where runs reuse each other's results. `model_identity` is the hash of the base model's
-    files that the stage reads. `other_stages` are all other stages that a recipe may have.
+    folder where runs reuse each other's results. `other_stages` are all other stages that a recipe
+    may have.
     """
 
     section: OwnSection
@@ -116,7 +116,6 @@ class StageConfig(Generic[OwnSection]):
     runtime: Runtime
     upstream: Mapping[str, Section] = field(default_factory=dict)
     shared: Path | None = None
-    model_identity: str | None = None
     other_stages: tuple[str, ...] = ()
 
     def upstream_section(self, kind: type[AnySection]) -> AnySection:

@@ -129,8 +129,7 @@ class Stage(Generic[OwnSection]):
 
     If the recipe has the section, `checks` yields conflicts between fields of the recipe, and
     `missing` yields missing packages and files other than the section's inputs: messages that begin
-    with a dotted path. `slow_checks` names a similar function that only `validate` calls, `gaps`
-    one for missing things without which a run continues.
+    with a dotted path. `slow_checks` names a similar function that only `validate` calls.
 
     `cost` names the function of (recipe, devices) with the cost that `plan` prints, `refusal` one
     that raises UserError, before anything runs, if the stage is certain to fail on this machine.
@@ -151,7 +150,6 @@ class Stage(Generic[OwnSection]):
     checks: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
     missing: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
     slow_checks: str = ""
-    gaps: str = ""
     cost: str = ""
     refusal: str = ""
 

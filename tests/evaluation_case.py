@@ -12,14 +12,12 @@ from stages.original import run as original
 
 
 def suites_config(folder: Path, **section: Any) -> StageConfig[EvaluateConfig]:
-    """The evaluation of `folder`/model, whose answers are shared in `folder`/pool."""
+    """The evaluation of `folder`/model."""
     return StageConfig(
-        EvaluateConfig(needle=None, **section),
+        EvaluateConfig(**{"needle": None} | section),
         ModelConfig(path=str(folder / "model"), dtype="float32"),
         seed=1,
         runtime=Runtime(eval_batch_size=2),
-        shared=folder / "pool",
-        model_identity="m" * 64,
     )
 
 

@@ -28,7 +28,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("qwen3_8b_r075", "a800x16", (
         "train.lora={rank: 8}", "train.freeze=attention_only", "train.teacher=original",
         "runtime.checkpointing=attention", "evaluate.rivals=[intr,rand]", "search.sinks=4",
-        "evaluate.windows=[512,1024,2048]", "evaluate.presets=[short]", "materialize.dtype=float32",
+        "evaluate.presets=[short]", "materialize.dtype=float32",
         "runtime.processes=8",
         "measure={lengths: [4k, 32k], batch_size: 2}", "rival={method: intr}",
     )),
@@ -37,8 +37,6 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "search.budget={kv_cache: 0.3 @ 64k}",
         "evaluate.harness={tasks: [gsm8k], samples: 100}",
         "evaluate.presets=[long,reasoning]",
-        "evaluate.nolima={data_dir: n, lengths: [4k, 16k], samples: 500}",
-        "evaluate.helmet={data_dir: h}",
     )),
     ("qwen3_30b_a3b_r075", "h200x16", (
         "search.window_size=4k", "runtime.micro_batch_size=1", "evaluate.presets=[long,reasoning]",
@@ -58,7 +56,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     )),
     ("qwen3_1p7b_r075", "h100x8", (
         "search.method=front", "train=null", "runtime.eval_batch_size=2",
-        "evaluate={needle: null, mrcr: {data_dir: m}, positions: {documents: 9}}",
+        "evaluate={needle: null, positions: {documents: 9}}",
     )),
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Samples of tasks: needle questions, RULER, LongBench."""
+"""Samples of tasks: needle questions, RULER."""

@@ -254,7 +254,6 @@ class Runner:
         if info is not None and info.commit is not None:
             model = model.model_copy(update={"revision": info.commit})
         upstream = graph.upstream_of(node.name, self.nodes)
-        identity = (node.document or {}).get("model")
         return {
             "stage": node.name,
             "function": node.stage.function,
@@ -273,7 +272,6 @@ class Runner:
             },
             "work_dir": str(work),
             "shared": self._shared(node),
-            "model_identity": graph.document_key(identity) if identity else None,
             "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
             "log_level": recipe.runtime.log_level,
         }

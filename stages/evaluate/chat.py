@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import read_json
-from data_prep.text import encode_answer, encode_prompt
-
-Turns = list[dict[str, str]]
+from data_prep.text import encode_answer
 
 # Stands for the prompt while the template is split around it.
 _PLACEHOLDER = "@@prompt@@"
@@ -93,20 +91,6 @@ class ChatTemplate:
                 prompt_ids, prefix_ids = prompt_ids[: -len(ids)], ids
                 break
         return [*self._before, *prompt_ids, *self._after, *prefix_ids]
-
-
-def prompt_of(
-    tokenizer: Any, turns: Turns, chat: ChatTemplate | None, plain: Callable[[Turns], str]
-) -> tuple[str, list[int]]:
-    """Text and token ids of a conversation, in the chat template or, without one, made by `plain`.
-
-    Only plain text gets the tokenizer's opening tokens: a template adds them itself.
-    """
-    if chat is None:
-        text = plain(turns)
-        return text, encode_prompt(tokenizer, text)
-    text = chat.text(turns)
-    return text, encode_answer(tokenizer, text)
 
 
 def has_template(folder: Path) -> bool:

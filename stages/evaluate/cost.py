@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from bosch.budget import LayerHeads, window_shares
 from bosch.model.cache_size import CacheSize, states_text
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
-from bosch.window import Window
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.evaluate.presets import PRESETS, benchmarks
 from stages.evaluate.section import Work
 from stages.evaluate.stage import EvaluateConfig
 from stages.formats import counted, format_bytes, format_count
@@ -25,7 +22,7 @@ from stages.train.stage import TrainConfig
 Layout: TypeAlias = Sequence[LayerHeads]  # KV heads by window of each layer of a head mask
 
 # Bytes of an answer on disk: names, the last 300 characters of its question, answers and output;
-# in samples.jsonl and among the shared answers.
+# in samples.jsonl and, until all are given, in journals.
 _ANSWER_BYTES = 2 * 500.0
 
 
@@ -34,9 +31,7 @@ def original(loaded: LoadedRecipe, devices: Devices) -> Cost:
     shape = shape_of(loaded)
     full: Layout = [{None: shape.key_value_heads}] * shape.full_layers
     text = ", once for all recipes on this model"
-    result = _cost(loaded, devices, [full], shape.parameters, text)
-    work, _ = _work(loaded.recipe[EvaluateConfig], loaded.positions)
-    return replace(result, disk=result.disk + sum(part.stored_bytes for part in work))
+    return _cost(loaded, devices, [full], shape.parameters, text)
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
@@ -47,21 +42,13 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     untrained = 1 + len(evaluate.rivals)
     trained_rival = recipe.get(RivalConfig) is not None
     chosen_layout = search.kv_heads(shape.kinds, recipe.model.dtype)
-    windows = {*evaluate.windows} - {search.window.size}
     layouts: list[Layout] = [chosen_layout] * (untrained + checkpoints + trained_rival)
-    for size in windows:
-        window = Window(size, search.sinks)
-        fulls = [row.get(None, 0) for row in chosen_layout]
-        rows = [{None: full, window: shape.key_value_heads - full} for full in fulls]
-        layouts += [rows] * untrained
     models = ["the hybrid"]
     models += [counted(checkpoints, "checkpoint")] * (checkpoints > 0)
     models += [counted(untrained - 1, "rival")] * (untrained > 1)
     models += ["the trained rival"] * trained_rival
     *others, last = models
     text = f" each for {', '.join(others)} and {last}" if others else f" for {last}"
-    if windows:
-        text += f", for the untrained ones at {counted(len(windows), 'more window')}"
     # A hybrid made from the original takes over its weights one at a time.
     return _cost(loaded, devices, layouts, shape.parameters + shape.largest_weight, text)
 
@@ -74,7 +61,7 @@ def _cost(
     A process holds `weights` bytes and the largest layout's cache.
     """
     recipe, shape = loaded.recipe, shape_of(loaded)
-    work, facts = _work(recipe[EvaluateConfig], loaded.positions)
+    work, facts = _work(recipe[EvaluateConfig])
     samples = sum(part.samples for part in work)
     itemsize, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0
@@ -127,40 +114,9 @@ def _pass_bytes(recipe: Recipe, shape: DecoderShape, work: Sequence[Work]) -> tu
     return max(passes), max(logits)
 
 
-def _work(evaluate: EvaluateConfig, positions: int | None) -> tuple[list[Work], list[str]]:
-    """The suites' samples, with remarks; for lm-eval only the tasks of presets.
-
-    Other tasks are listed by name, since their samples are unknown. lm-eval keeps the end of a
-    prompt that exceeds the model's `positions`.
-    """
+def _work(evaluate: EvaluateConfig) -> tuple[list[Work], list[str]]:
+    """The suites' samples, with remarks."""
     work, facts = list[Work](), list[str]()
-    unknown = {*getattr(evaluate.suites.get("harness"), "tasks", ())}
-    for benchmark in benchmarks([*PRESETS]):
-        section: Any = evaluate.suites.get(benchmark.suite)
-        # The suite's section computes the cost of the whole suite.
-        if not benchmark.tasks or section is None or not {*benchmark.tasks} <= {*section.tasks}:
-            continue
-        unknown -= {*benchmark.tasks}
-        excluded = f"; without {benchmark.excluded}" if benchmark.excluded else ""
-        if not benchmark.documents:
-            facts.append(f"{benchmark.name}: samples below, data: {benchmark.data}{excluded}")
-            continue
-        per_part = section.samples or benchmark.documents
-        documents = min(benchmark.documents, benchmark.parts * per_part)
-        repeats = int(section.settings.get(benchmark.tasks[0], {}).get("repeats", 1))
-        length = benchmark.prompt + benchmark.answer
-        samples, tokens = documents * repeats, min(length, positions or length)
-        # For answers that are only scored, not generated, lm-eval computes all logits.
-        generated = samples * benchmark.answer if benchmark.answer else None
-        work.append(Work(samples, samples * tokens, tokens, tokens, logits=generated))
-        answers = f", {repeats} answers each" if repeats > 1 else ""
-        part = f" (the model reads the last {tokens:,})" if tokens < length else ""
-        facts.append(
-            f"{benchmark.name}: {counted(documents, 'document')} of about {length:,} tokens{part}"
-            f"{answers}, data: {benchmark.data}{excluded}"
-        )
-    if unknown:
-        facts.append(f"not counted, their samples are unknown: {', '.join(sorted(unknown))}")
     for section in evaluate.suites.values():
         suite_work, suite_facts = section.work()
         work += suite_work

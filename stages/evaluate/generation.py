@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +27,7 @@ _NAN_LOGITS = "its logits are no numbers (NaN)"
 class Question:
     """A prompt to continue and the answers to look for in the output.
 
-    `tail` is the end of its text; with `any_answer` one of the answers is enough. `new_tokens`
-    limits this question's output, if it is below the batch's limit.
+    `tail` is the end of its text; with `any_answer` one of the answers is enough.
     """
 
     index: int
@@ -37,7 +35,6 @@ class Question:
     answers: list[str]
     tail: str = ""
     any_answer: bool = False
-    new_tokens: int | None = None
 
 
 class _AllAnswersGiven(StoppingCriteria):
@@ -89,42 +86,29 @@ def generate(
     questions: Sequence[Question],
     max_new_tokens: int,
     batch_size: int,
-    *,
-    stop_at_newline: bool = False,
-    not_empty: bool = False,
 ) -> Iterator[list[tuple[Question, str]]]:
     """Batches of questions with the text generated for each; the longest prompts come first.
 
     A sequence ends at the model's end token, at `max_new_tokens`, or when it contains every answer
-    to its question. With `stop_at_newline` it also ends at a line break; with `not_empty` it has at
-    least one token. Where RoPE depends on the longest row, each question is a batch of its own.
+    to its question. Where RoPE depends on the longest row, each question is a batch of its own.
     Raises ModelError if a prompt with its answer exceeds the model's positions.
     """
     positions = max_positions(model.config)
     if rope_depends_on_length(model.config):
         batch_size = 1
 
-    def room(question: Question) -> int:
-        """Most tokens of an answer within the positions; its last token is never an input."""
-        return (positions or sys.maxsize) + 1 - len(question.prompt_ids)
-
     # Prompts of a batch differ little in length, so little is padded.
     order = sorted(questions, key=lambda q: (-len(q.prompt_ids), q.index))
-    for question in order:
-        limit = question.new_tokens or max_new_tokens
-        if limit > room(question):
-            raise ModelError(
-                f"a prompt of {len(question.prompt_ids):,} tokens and an answer of {limit:,} are "
-                f"more than its {positions:,} positions"
-            )
-    # An answer's limit depends on its question only, not on the other questions of the batch.
-    short_of_room = [question for question in order if room(question) < max_new_tokens]
-    with_room = order[len(short_of_room) :]
-    batches = [[question] for question in short_of_room]
-    batches += [with_room[at : at + batch_size] for at in range(0, len(with_room), batch_size)]
-    for batch in batches:
-        limit = min(max_new_tokens, room(batch[0]))
-        texts = _generate_batch(model, tokenizer, batch, limit, stop_at_newline, not_empty)
+    # The last token of an answer is never an input.
+    longest = len(order[0].prompt_ids) if order else 0
+    if positions is not None and longest + max_new_tokens - 1 > positions:
+        raise ModelError(
+            f"a prompt of {longest:,} tokens and an answer of {max_new_tokens:,} "
+            f"are more than its {positions:,} positions"
+        )
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        texts = _generate_batch(model, tokenizer, batch, max_new_tokens)
         yield list(zip(batch, texts, strict=True))
 
 
@@ -134,10 +118,8 @@ def _generate_batch(
     tokenizer: Any,
     batch: Sequence[Question],
     max_new_tokens: int,
-    stop_at_newline: bool,
-    not_empty: bool,
 ) -> list[str]:
-    ends = _end_tokens(model, tokenizer, stop_at_newline)
+    ends = _end_tokens(model)
     pad = next((id for id in (tokenizer.pad_token_id, *(ends or ())) if id is not None), 0)
     length = max(len(question.prompt_ids) for question in batch)
     ids = torch.full((len(batch), length), pad, dtype=torch.long)  # [B, T]
@@ -149,7 +131,6 @@ def _generate_batch(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
-        min_new_tokens=1 if not_empty else None,
         pad_token_id=pad,
         use_cache=True,
     )
@@ -176,12 +157,10 @@ def _without_end(ids: torch.Tensor, pad: int) -> torch.Tensor:
     return ids[: int(content[-1]) + 1 if len(content) else 0]
 
 
-def _end_tokens(model: Any, tokenizer: Any, stop_at_newline: bool) -> list[int] | None:
+def _end_tokens(model: Any) -> list[int] | None:
     """Ids of the tokens that end a sequence, from the model's generation settings."""
     ends = model.generation_config.eos_token_id
     tokens = [ends] if isinstance(ends, int) else list(ends or ())
     if not all(isinstance(token, int) for token in tokens):
         raise ModelError(f"the eos_token_id of its generation settings is {ends!r:.60}")
-    if stop_at_newline:
-        tokens.append(tokenizer.encode("\n", add_special_tokens=False)[-1])
     return tokens or None

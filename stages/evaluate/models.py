@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 
 from bosch.backends import resolve_backend
 from bosch.errors import RunError, UserError
-from bosch.files import exists, file_hashes, load_json, remove, write_json
+from bosch.files import file_hashes, remove
 from bosch.model.families import max_positions, text_config
 from bosch.model.loading import load_config, load_model
 from bosch.model.materialize import materialize
@@ -41,9 +41,6 @@ from stages.evaluate.suite import Suite
 from stages.evaluate.tables import SuiteAnswers, not_shares, suite_table
 
 logger = logging.getLogger(__name__)
-
-# Number of answers that existed before the first attempt.
-_CACHED = "cached.json"
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def evaluate_models(
     original may be one of `models`. All other scores are compared with the original's.
     samples.jsonl holds only the answers of `models`. Samples are dealt to the ranks in turn, and
     every rank appends its answers to its own files. A killed run resumes from them with any number
-    of ranks, and other runs on the same models and samples reuse them.
+    of ranks.
 
     Raises UserError when a model or the data of samples is missing or damaged, and RunError when a
     sample shares a needle with the `calibration` set.
@@ -81,7 +78,7 @@ def evaluate_models(
     answers_dir = work_dir / "answers"
     rank = state.process_index
     rank_options: dict[str, Any] = {
-        "answers": AnswerFolder(answers_dir, config.shared, rank), "rank": rank,
+        "answers": AnswerFolder(answers_dir, rank), "rank": rank,
         "world": state.num_processes,
     }  # fmt: skip
     if Scores.finished(work_dir) is None:
@@ -91,8 +88,6 @@ def evaluate_models(
         )
         for suite in suites:
             suite.prepare()
-        if state.is_main_process:
-            _count_cached(answers_dir / _CACHED, models, suites)
         state.wait_for_everyone()
         faults = _answer(config, models, suites, state)
         state.wait_for_everyone()
@@ -103,26 +98,12 @@ def evaluate_models(
             if failed:
                 tables["checkpoints"] |= {name: {} for name in failed}
                 tables["missing"] = {**tables.get("missing", {}), FAILED_MODELS: failed}
-            tables["cached_answers"] = load_json(answers_dir / _CACHED)["answers"]
             tables["sha256"] = file_hashes(work_dir, [SAMPLES])
             Scores.model_validate(tables).write(work_dir)
         state.wait_for_everyone()
     if state.is_main_process:
         remove(answers_dir)
     return Scores.read(work_dir)
-
-
-def _count_cached(path: Path, models: Sequence[EvaluatedModel], suites: Sequence[Suite]) -> None:
-    """Store, once, how many samples of this run have been answered by earlier runs."""
-    if not exists(path):
-        answers = sum(
-            index < suite.samples(subtask)
-            for suite in suites
-            for subtask in suite.subtasks
-            for model in models
-            for index in suite.answers.read(model, subtask)
-        )
-        write_json(path, {"answers": answers})
 
 
 def process_state(runtime: Runtime) -> PartialState:
@@ -150,7 +131,7 @@ def _suites(
     common = {
         **rank_options, "tokenizer": tokenizer, "batch_size": config.runtime.eval_batch_size,
         "seed": config.seed, "chat": chat,
-        "samples_folder": (config.shared or answers_dir) / "samples",
+        "samples_folder": answers_dir / "samples",
         "card": Path(model.path, "README.md"), "calibration": calibration,
         "positions": max_positions(loaded),
     }  # fmt: skip

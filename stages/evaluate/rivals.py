@@ -1,10 +1,9 @@
-"""Untrained hybrids for comparison: masks of rules and rankings, and other windows."""
+"""Untrained hybrids for comparison: masks of rules and rankings."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from bosch.search.methods import MethodName
 from bosch.search.runs import unsearched_mask
 from bosch.window import Window
 from stages.context import StageConfig
-from stages.evaluate.answers import EvaluatedModel, digest_of
+from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.models import process_state
-from stages.evaluate.scores import window_name
 from stages.evaluate.stage import EvaluateConfig
 from stages.prepare.stage import CALIBRATION, PrepareConfig
 from stages.search.budget import RequestCache
@@ -55,26 +53,7 @@ def rivals(
         masks[0] = [HeadMaskFile.load(path) for path in paths]
     if state.num_processes > 1:
         broadcast_object_list(masks)
-    return [
-        EvaluatedModel(file.method, config.model, _identity(config.model_identity, file), file)
-        for file in masks[0]
-    ]
-
-
-def other_windows(
-    config: StageConfig[EvaluateConfig], masks: Mapping[str | None, HeadMaskFile]
-) -> list[EvaluatedModel]:
-    """Each mask at the other `evaluate.windows` (BOSCH C.3); key None: the search's mask."""
-    models = []
-    for method, mask in masks.items():
-        for size in config.section.windows:
-            if size != mask.window_size:
-                file = replace(mask, windows=(Window(size, mask.sinks),))
-                identity = _identity(config.model_identity, file)
-                models.append(
-                    EvaluatedModel(window_name(size, method), config.model, identity, file)
-                )
-    return models
+    return [EvaluatedModel(file.method, config.model, mask=file) for file in masks[0]]
 
 
 def rival_masks(
@@ -129,13 +108,3 @@ def one_window(
     heads = searched.mask.is_full.size
     sliding = cache.fewest_sliding(window, cache.bytes_of(rows), granularity)
     return window, (heads if sliding is None else sliding) / heads
-
-
-def _identity(model: str | None, file: HeadMaskFile) -> str | None:
-    """Identity of the model under a mask; None if the model has none."""
-    if model is None:
-        return None
-    mask: dict[str, Any] = {
-        "mask": file.mask.swa_kv_heads, "window": [file.window_size, file.sinks],
-    }  # fmt: skip
-    return f"{model}-{digest_of(mask)}"

@@ -12,7 +12,7 @@ from data_prep.documents.tokenizer import TokenizerSpec
 from stages.context import StageConfig
 from stages.evaluate.answers import EvaluatedModel, published_identity
 from stages.evaluate.models import evaluate_models
-from stages.evaluate.rivals import other_windows, rivals
+from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import HYBRID, rival_name
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MODEL
@@ -42,14 +42,9 @@ def run(
     prepared = inputs["prepare"]
     searched = HeadMaskFile.load(inputs["materialize"] / MODEL / HEAD_MASK)
     models = rivals(config, searched, prepared, work_dir)
-    if config.section.windows:
-        masks: dict[str | None, HeadMaskFile] = {None: searched}
-        masks |= {model.name: model.mask for model in models if model.mask is not None}
-        models += other_windows(config, masks)
     for name, (folder, stage) in folders.items():
         model = config.model.model_copy(update={"path": str(folder), "revision": None})
-        identity = published_identity(folder, config.model, stage)
-        models.append(EvaluatedModel(name, model, identity))
+        models.append(EvaluatedModel(name, model, published_identity(stage)))
     return evaluate_models(
         config,
         models,

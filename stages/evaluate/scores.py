@@ -20,18 +20,6 @@ SAMPLES = "samples.jsonl"
 ORIGINAL = "original"
 HYBRID = "hybrid"
 _RIVAL = re.compile(r"(\w+)-(tokens-\d+)")
-_WINDOW = re.compile(r"(?:(\w+)-)?window-(\d+)")
-
-
-def window_name(size: int, method: str | None = None) -> str:
-    """Name of an untrained hybrid at another window: the search's mask, or a rival's."""
-    return f"window-{size}" if method is None else f"{method}-window-{size}"
-
-
-def named_window(name: str) -> tuple[str | None, int] | None:
-    """Method (None: the search's) and window of `window_name`; None for a name of another form."""
-    match = _WINDOW.fullmatch(name)
-    return (match[1], int(match[2])) if match and match[1] in (None, *METHODS) else None
 
 
 def rival_name(method: str, checkpoint: str) -> str:
@@ -47,12 +35,11 @@ def named_rival(name: str) -> tuple[str, int] | None:
 
 
 def _evaluated_name(name: str) -> str:
-    parsers = (checkpoint_tokens, named_window, named_rival)
-    is_composed = any(parse(name) is not None for parse in parsers)
+    is_composed = checkpoint_tokens(name) is not None or named_rival(name) is not None
     if name not in (ORIGINAL, HYBRID, *METHODS) and not is_composed:
         raise ValueError(
-            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, window-<n>, "
-            "the methods and <method>-tokens-<n>"
+            f"'{name}' is none of {ORIGINAL}, {HYBRID}, tokens-<n>, the methods"
+            " and <method>-tokens-<n>"
         )
     return name
 
@@ -135,12 +122,11 @@ class MetricScore(MeanScore):
 class GroupScore(MetricScore):
     """A group's score over those of its tasks (`of` is their number) that have a score.
 
-    `metrics` are its scores by metric and filter, of which the first is the group's score; empty if
-    the score is the unweighted mean of the tasks' scores.
+    `metrics` are its scores by metric and filter, of which the first is the group's score.
     """
 
     of: int
-    metrics: dict[str, MetricScore] = Field(default={})
+    metrics: dict[str, MetricScore]
 
 
 class SuiteScores(Record):
@@ -198,8 +184,7 @@ class Scores(WorkSummary):
 
     `missing` has the reason for each task without a score, by suite, and under FAILED_MODELS the
     reason for each model without any. `digests` identify the samples by suite, task and length.
-    `prompts`: whether prompts use the tokenizer's chat template. `cached_answers` were computed by
-    earlier runs, so the stage's time does not include them.
+    `prompts`: whether prompts use the tokenizer's chat template.
     """
 
     FILE = "scores.json"
@@ -210,7 +195,6 @@ class Scores(WorkSummary):
     digests: dict[str, dict[str, dict[int, str]]] = Field(default={})
     corpus: dict[str, Any] | None = None
     prompts: str | None = None
-    cached_answers: int = 0
 
     @property
     def failed_models(self) -> dict[str, str]:

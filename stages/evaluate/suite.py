@@ -35,7 +35,7 @@ class Suite(ABC):
     rank: int
     world: int
     batch_size: int
-    samples_folder: Path | None = None  # of samples that runs share
+    samples_folder: Path | None = None
     card: Path | None = None  # of the original model
     calibration: CalibrationNeedles | None = None
     positions: int | None = None  # of the models; None where they have no limit
@@ -119,17 +119,17 @@ class Suite(ABC):
         return [index for index in own_indices if index not in answered]
 
     def generated(
-        self, loaded: Any, questions: Sequence[Question], new_tokens: int, **options: bool
+        self, loaded: Any, questions: Sequence[Question], new_tokens: int
     ) -> Iterator[list[tuple[Question, str]]]:
-        """Questions with their outputs, a batch at a time; `options` are those of `generate`."""
-        return generate(loaded, self.tokenizer, questions, new_tokens, self.batch_size, **options)
+        """Questions with their outputs, a batch at a time."""
+        return generate(loaded, self.tokenizer, questions, new_tokens, self.batch_size)
 
 
 def answer_record(
-    question: Question, score: float, answers: Sequence[str], output: str, **more: Any
+    question: Question, score: float, answers: Sequence[str], output: str
 ) -> dict[str, Any]:
     """Record of one answer: index, score, expected answers, end of the prompt, output."""
     return {
-        "index": question.index, "score": score, "answers": list(answers), **more,
+        "index": question.index, "score": score, "answers": list(answers),
         "question": question.tail, "output": output,
     }  # fmt: skip

@@ -149,14 +149,6 @@ def _group_row(
     original: MetricScores,
 ) -> tuple[dict[str, Any], _Part | None]:
     """A group's row, empty without a score, and the pooled documents if its score is their mean."""
-    if not group.rules:
-        keys = [key for key in parts if key[0] in group.tasks]
-        if not keys:
-            return {}, None
-        names = {"tasks": [task for task, _ in keys], "of": len(group.tasks)}
-        part_scores = [[parts[key] for key in keys if key[0] in part] for part in group.parts]
-        averaged = [_pooled(subtasks, evenly=True) for subtasks in part_scores if subtasks]
-        return {**_mean_row(averaged or [parts[key] for key in keys]), **names}, None
     keys = [key for key in metrics if key[0] in group.tasks and key in parts]
     scores: dict[str, dict[str, Any]] = {}
     first_pooled: _Part | None = None
@@ -188,24 +180,18 @@ def _metric_names(rule: AggMetricConfig, tasks: Sequence[Mapping[str, Any]]) -> 
     return sorted({name for task in tasks for name in task if name.startswith(start)})
 
 
-def _pooled(parts: Sequence[_Part], *, evenly: bool = False) -> _Part:
-    """All documents of some tasks as one task, whose mean weighs tasks by size.
-
-    `evenly`: the mean of the tasks' means instead.
-    """
+def _pooled(parts: Sequence[_Part]) -> _Part:
+    """All documents of some tasks as one task, whose mean weighs tasks by size."""
     originals = [base for _, base in parts if base is not None]
     complete = len(originals) == len(parts)
-    joined = _joined([values for values, _ in parts], evenly)
-    return joined, _joined(originals, evenly) if complete else None
+    return _joined([values for values, _ in parts]), _joined(originals) if complete else None
 
 
-def _joined(lists: Sequence[Sequence[float]], evenly: bool) -> list[float]:
+def _joined(lists: Sequence[Sequence[float]]) -> list[float]:
     values = [value for part in lists for value in part]
-    if not evenly and not any(isinstance(part, Documents) for part in lists):
+    if not any(isinstance(part, Documents) for part in lists):
         return values
-    counts = [part.counts if isinstance(part, Documents) else (1,) * len(part) for part in lists]
-    if evenly:
-        counts = [tuple(n / sum(part) for n in part) for part in counts]
+    counts = (part.counts if isinstance(part, Documents) else (1,) * len(part) for part in lists)
     return Documents(values, itertools.chain.from_iterable(counts))
 
 

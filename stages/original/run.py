@@ -26,5 +26,5 @@ def run(
     """
     model = config.model
     tokenizer = TokenizerSpec(model.path, model.revision, model.trust_remote_code)
-    evaluated = EvaluatedModel(ORIGINAL, model, config.model_identity)
+    evaluated = EvaluatedModel(ORIGINAL, model)
     return evaluate_models(config, [evaluated], tokenizer, work_dir).averages

@@ -46,10 +46,9 @@ class Cell(str):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows with an optional heading; `is_total`: set apart, as they summarise the groups above."""
+    """Rows; `is_total`: set apart, as they summarise the groups above."""
 
     rows: Sequence[Sequence[str]]
-    heading: str = ""
     is_total: bool = False
 
 
@@ -86,13 +85,11 @@ class Table:
         rule = ["---:" if self._is_number(i) else "---" for i in range(len(self.header))]
         lines = [_line(self.header), "|" + "|".join(rule) + "|"]
         for group in self.groups:
-            if group.heading:
-                lines.append(f"| *{_escaped(group.heading)}* |" + " |" * (len(self.header) - 1))
             lines += [_line(row) for row in group.rows]
         return "\n".join(lines) + "\n"
 
     def csv(self) -> str:
-        """The table as CSV, without the groups' headings."""
+        """The table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.header, *self.rows])
         return text.getvalue()
@@ -108,8 +105,6 @@ class Table:
             )
         for group in self.groups:
             table.add_section()
-            if group.heading:
-                table.add_row(Text(group.heading, style="italic dim"))
             for row in group.rows:
                 table.add_row(
                     *(Text(cell, style=_TERMINAL.get(as_cell(cell).rank, "")) for cell in row)

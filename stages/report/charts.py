@@ -12,7 +12,7 @@ import altair as alt
 from bosch.model.cache_size import CacheSize
 from bosch.search.methods import METHODS
 from bosch.window import Window
-from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, SuiteScores, named_window
+from stages.evaluate.scores import HYBRID, ORIGINAL, BinLoss, SuiteScores
 from stages.formats import (
     format_bytes,
     format_count,
@@ -206,40 +206,6 @@ def training_loss(steps: Sequence[TrainingStep], loss_in_words: str = "") -> Pic
     name = f"Training loss ({loss_in_words})" if loss_in_words else "Training loss"
     heading = f"{name}: running mean, each logged step behind it"
     return Picture("loss", chart, text, heading)
-
-
-def windows(results: Results) -> Picture | None:
-    """Needle average over the window size, a curve for each mask; None without other windows."""
-    hybrid = results.checkpoint(HYBRID)
-    if not results.windows or hybrid is None:
-        return None
-    searched, by_mask = results.search.mask, dict[str, dict[int, SuiteScores]]()
-    method_label = METHODS[searched.method].label
-    by_mask[method_label] = {searched.window_size: hybrid.suite}
-    for rival in (candidate for candidate in results.rivals if candidate.name in METHODS):
-        by_mask[METHODS[rival.name].label] = {searched.window_size: rival.suite}
-    for model in results.windows:
-        method, size = named_window(model.name) or (None, 0)
-        # A rival that failed at the search's window may have scores at others.
-        by_mask.setdefault(METHODS[method or searched.method].label, {})[size] = model.suite
-    rows: list[dict[str, Any]] = []
-    texts = []
-    for label, by_size in by_mask.items():
-        for size, suite in sorted(by_size.items()):
-            average, low, high = interval_of(suite)
-            interval = f"{format_score(low)} to {format_score(high)}"
-            tip = f"{label}, W = {size:,}: {format_score(average)}, interval {interval}"
-            row = {"series": label, "x": size, "y": average, "low": low, "high": high, "tip": tip}
-            rows.append(row)
-        scores = (f"{format_score(by_size[n].average)} at {n:,}" for n in sorted(by_size))
-        texts.append(f"{label} {', '.join(scores)}")
-    sizes = sorted({row["x"] for row in rows})
-    axis = Axis("Window (tokens, log)", "length", log=True, values=sizes)
-    look = styles(by_mask, {method_label: LOOK["untrained"]})
-    text = "; ".join(texts)
-    y = Axis("Needle average (points)", domain=(0.0, 105.0))
-    chart = curves(rows, axis, y, look, reference=_original(results))
-    return Picture("windows", chart, f"{text}{_original_text(results)}")
 
 
 def positions(results: Results) -> list[Picture]:

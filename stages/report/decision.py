@@ -229,13 +229,12 @@ def _speed(points: Sequence[Point]) -> Iterator[str]:
 
 def _cost(results: Results, section: ReportConfig) -> str:
     hours = results.total_gpu_hours
-    note = f", {results.cached_note}" if results.cached_note else ""
     if not hours:
         seconds = sum(seconds for _, seconds in results.stage_seconds)
-        return f"the run took {format_seconds(seconds)} without a GPU{note}"
+        return f"the run took {format_seconds(seconds)} without a GPU"
     price = section.gpu_hour_price
     money = f" ({format_money(price * hours, section.currency)})" if price is not None else ""
-    return f"the run took {hours:,.2f} GPU hours{money}{note}"
+    return f"the run took {hours:,.2f} GPU hours{money}"
 
 
 def _layout(subtasks: SampleScores) -> list[tuple[tuple[str, str, int], int]]:

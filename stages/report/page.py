@@ -95,8 +95,6 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         loss=charts.training_loss(training, results.loss_in_words) if training else None,
         score_tables=[score_table(scored) for scored in [*results.needle, *results.rivals]],
         about_marks=ABOUT_MARKS, filters=filters(scores.checkpoints.values()),
-        windows=charts.windows(results),
-        window_tables=[score_table(scored) for scored in results.windows],
         other_suites=other_suites(results), positions=charts.positions(results),
         cache=charts.cache_by_length(results.cache), cache_table=cache_table(results.cache),
         served=served_table(results), lengths=charts.document_lengths(results.statistics),
@@ -397,7 +395,6 @@ def cost_table(results: Results, price: float | None, currency: str) -> Table | 
     ]
     total = ["together", format_seconds(sum(seconds.values())), "", *cost(results.total_gpu_hours)]
     title = "GPU hours" if price is None else f"GPU hours, at {format_money(price, currency)} each"
-    title += f" ({results.cached_note})" if results.cached_note else ""
     header = ["stage", "wall time", "GPUs", "GPU hours", *([] if price is None else [currency])]
     return Table(title, header, [Group(rows), Group([total], is_total=True)])
 

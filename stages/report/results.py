@@ -24,7 +24,6 @@ from stages.evaluate.scores import (
     Scores,
     SuiteScores,
     named_rival,
-    named_window,
     read_samples,
 )
 from stages.evaluate.tables import by_document
@@ -103,9 +102,6 @@ def label_of(name: str) -> str:
         return "Hybrid, untrained"
     if name in METHODS:
         return f"{METHODS[name].label}, untrained"
-    if windowed := named_window(name):
-        method, size = windowed
-        return f"{METHODS[method].label if method else 'Hybrid'}, untrained, W = {size:,}"
     if rival := named_rival(name):
         return f"{METHODS[rival[0]].label} after {rival[1]:,} tokens"
     return f"Hybrid after {checkpoint_tokens(name) or 0:,} tokens"
@@ -197,7 +193,6 @@ class Results:
     training: list[TrainingStep]
     needle: list[NeedleScores]
     rivals: list[NeedleScores]
-    windows: list[NeedleScores]
     materialized: MaterializeSummary
     scores: Scores
     statistics: dict[str, Any]
@@ -207,7 +202,6 @@ class Results:
     predictions: Mapping[ScoreKey, list[Mapping[str, Any]]]
     samples: Mapping[str, SampleScores]
     efficiency: Efficiency | None
-    cached_answers: int
     loss_in_words: str = ""  # `TrainConfig.loss_in_words`
 
     @property
@@ -247,13 +241,6 @@ class Results:
     def total_gpu_hours(self) -> float:
         return sum(hours or 0.0 for hours in self.gpu_hours.values())
 
-    @property
-    def cached_note(self) -> str:
-        """The number of answers from earlier runs, as part of a sentence; empty for 0."""
-        if not self.cached_answers:
-            return ""
-        return f"not counting {self.cached_answers:,} answers that earlier runs gave"
-
 
 def load_results(
     inputs: Mapping[str, Path], stages: Sequence[str] = (), train: TrainConfig | None = None
@@ -266,7 +253,7 @@ def load_results(
     search = Search.read(inputs["search"], inputs["materialize"])
     materialized = MaterializeSummary.read(inputs["materialize"])
     scores = Scores.read(inputs["evaluate"]) if "evaluate" in inputs else Scores(checkpoints={})
-    needle, rivals, windows = _needle_scores(scores)
+    needle, rivals = _needle_scores(scores)
     return Results(
         search=search,
         cache=cache_size(materialized, search),
@@ -274,14 +261,10 @@ def load_results(
         training=read_metrics(inputs["train"]) if "train" in inputs else [],
         needle=needle,
         rivals=rivals,
-        windows=windows,
         materialized=materialized,
         scores=scores,
         predictions=collect_predictions(_answers(inputs)),
         samples=collect_scores(_answers(inputs), scores),
-        cached_answers=sum(
-            Scores.read(inputs[stage]).cached_answers for stage in _EVALUATING if stage in inputs
-        ),
         efficiency=Efficiency.read(inputs["measure"]) if "measure" in inputs else None,
         loss_in_words=train.loss_in_words if train is not None else "",
         statistics=Statistics.read(inputs["prepare"]).content,
@@ -335,10 +318,8 @@ def _answers(inputs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
             yield from read_samples(inputs[stage])
 
 
-def _needle_scores(
-    scores: Scores,
-) -> tuple[list[NeedleScores], list[NeedleScores], list[NeedleScores]]:
-    """Scores of the search's models, of rivals, and of untrained hybrids at other windows.
+def _needle_scores(scores: Scores) -> tuple[list[NeedleScores], list[NeedleScores]]:
+    """Scores of the search's models, and of rivals.
 
     The search's models are the original, the untrained hybrid, and checkpoints in the order of
     training. Rivals are in ascending order of their score, with trained rivals last.
@@ -346,9 +327,7 @@ def _needle_scores(
     tables = scores.checkpoints.items()
     models = [NeedleScores(name, suites[NEEDLE]) for name, suites in tables if NEEDLE in suites]
     rivals = [model for model in models if model.name in METHODS or named_rival(model.name)]
-    windows = [model for model in models if named_window(model.name)]
-    others = rivals + windows
-    checkpoints = [model for model in models if model not in others]
+    checkpoints = [model for model in models if model not in rivals]
     checkpoints.sort(key=lambda model: model.tokens or 0)  # the original is first in scores.json
     rivals.sort(key=lambda model: (named_rival(model.name) is not None, model.average))
-    return checkpoints, rivals, windows
+    return checkpoints, rivals

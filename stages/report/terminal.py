@@ -47,11 +47,6 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
             "original": original.average if original else None,
             "hybrid": hybrid.average if hybrid else None,
             "rivals": {rival.name: rival.average for rival in results.rivals},
-            **(
-                {"windows": {window.name: window.average for window in results.windows}}
-                if results.windows
-                else {}
-            ),
             "trained": trained.average if trained else None,
             "trained_tokens": trained.tokens if trained else None,
         },
@@ -68,7 +63,6 @@ def summarize(results: Results, title: str, section: ReportConfig) -> dict[str, 
         },
         "stage_seconds": dict(results.stage_seconds),
         "gpu_hours": results.gpu_hours,
-        "cached_answers": results.cached_answers,
         "cost": None if price is None else {section.currency: round(price * gpu_hours, 2)},
         "absent_stages": list(results.absent),
     }
@@ -79,8 +73,8 @@ def print_summary(results: Results, summary: dict[str, Any]) -> None:
     rows = _rows(results)
     if results.total_gpu_hours:
         costs = (format_money(amount, name) for name, amount in (summary["cost"] or {}).items())
-        facts = [f"{results.total_gpu_hours:,.2f}", *costs, results.cached_note]
-        rows.append(("GPU hours", ", ".join(filter(None, facts))))
+        facts = [f"{results.total_gpu_hours:,.2f}", *costs]
+        rows.append(("GPU hours", ", ".join(facts)))
     Table(summary["title"], ("", "value"), [Group(rows)], text_columns=1).print()
     sentences = [summary[name] for name in ("headline", "verdict", "comparisons")]
     for sentence in [*filter(None, sentences), *results.scores.notes()]:

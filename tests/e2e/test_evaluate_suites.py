@@ -14,9 +14,7 @@ from bosch.errors import RunError, UserError
 from bosch.model.loading import load_model
 from bosch.progress import progress
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
-from data_prep.tasks.longbench import category_means
 from stages.context import ModelConfig, Runtime, StageConfig
-from stages.evaluate import suite as suites
 from stages.evaluate.answers import AnswerFolder, EvaluatedModel, ModelError
 from stages.evaluate.models import evaluate_models
 from stages.evaluate.scores import Scores, read_samples
@@ -25,7 +23,6 @@ from stages.evaluate.suites.harness import HarnessEvaluation
 from stages.evaluate.suites.harness import suite as harness_suite
 from stages.evaluate.suites.harness import tasks as harness_tasks
 from stages.evaluate.suites.harness.suite import HarnessSuite
-from stages.evaluate.suites.harness.tasks import read_records
 from stages.evaluate.suites.positions import PositionEvaluation
 from stages.evaluate.suites.positions.suite import (
     PositionSuite,
@@ -33,10 +30,9 @@ from stages.evaluate.suites.positions.suite import (
     token_losses,
 )
 from stages.original import run as original
-from tests import nolima_case
 from tests.evaluation_case import score_original, suites_config
 from tests.folders import write_jsonl
-from tests.tiny_data import save_tiny_model
+from tests.tiny_data import byte_tokenizer, save_tiny_model
 
 QUESTIONS = [
     {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
@@ -50,11 +46,9 @@ def folder(tmp_path_factory):
     save_tiny_model(folder / "model")
     write_jsonl(folder / "data/gsm8k/train.jsonl", QUESTIONS[:6])
     write_jsonl(folder / "data/gsm8k/test.jsonl", QUESTIONS[4:])
-    common = {"context": "word " * 400, "answers": ["word"], "length": 400, "_id": "1"}
-    trec = [{**common, "input": "Which?", "all_classes": ["word", "number"]}] * 3
-    write_jsonl(folder / "data/longbench/trec.jsonl", trec)
-    trivia = [{**common, "question": "Which?", "all_classes": None}] * 2
-    write_jsonl(folder / "data/longbench/triviaqa.jsonl", trivia)
+    trec = {"context": "word " * 100, "answers": ["word"], "question": "Which?"}
+    trec |= {"all_classes": ["word", "number"]}
+    write_jsonl(folder / "data/longbench_trec/test.jsonl", [trec] * 3)
     (folder / "texts").mkdir()
     for index in range(3):
         (folder / f"texts/{index}.txt").write_text(f"Line {index} of a long text. " * 400)
@@ -66,34 +60,21 @@ def _harness(folder, *tasks, **more):
     return {"tasks": list(tasks), "data_dir": str(folder / "data"), "hub": False} | more
 
 
-def test_the_harness_scores_local_data(folder, tmp_path, monkeypatch):
-    tasks = ("gsm8k", "longbench_trec", "longbench_triviaqa", "longbench_qasper", "hellaswag")
-    section = _harness(
-        folder, *tasks, max_length=298
-    )  # no other test stores answers at this length
+def test_the_harness_scores_local_data(folder, tmp_path):
+    section = _harness(folder, "gsm8k", "longbench_trec", "longbench_qasper", "hellaswag")
     scores = score_original(folder, tmp_path / "first", harness=section)
     suite = scores.checkpoints["original"]["harness"]
     assert {task: by[0].samples for task, by in suite.tasks.items()} == {
-        "gsm8k": 4, "longbench_trec": 1, "longbench_triviaqa": 1,
+        "gsm8k": 4, "longbench_trec": 1,
     }  # fmt: skip  # questions about one context are one sample
     assert set(scores.missing["harness"]) == {"longbench_qasper", "hellaswag"}
     assert "holds no files" in scores.missing["harness"]["hellaswag"]
-    group = suite.groups["LongBench"]
-    assert (group.tasks, group.of) == (["longbench_trec", "longbench_triviaqa"], 21)
     answers = list(read_samples(tmp_path / "first"))
     records = [r for r in answers if r["task"] == "gsm8k"]
     assert set(records[0]["scores"]) == {
         "exact_match,strict-match", "exact_match,flexible-extract",
     }  # fmt: skip
     assert records[0]["question"].count("Question:") >= 1
-
-    # All answers are stored: another run asks nothing.
-    monkeypatch.setattr("stages.evaluate.models.load_evaluated", lambda *_: pytest.fail("loaded"))
-    again = score_original(folder, tmp_path / "again", harness=section)
-    assert again.checkpoints == scores.checkpoints
-    fewer = score_original(folder, tmp_path / "fewer", harness={**section, "samples": 1})
-    counts = [run.cached_answers for run in (scores, again, fewer)]
-    assert counts == [0, len(answers), len(suite.tasks)]
 
 
 def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch):
@@ -118,7 +99,7 @@ def test_harness_answers_and_scores_equal_lm_evals(folder, tmp_path, monkeypatch
     }
 
     monkeypatch.setattr(harness_suite, "CHUNK", 1)
-    answers = AnswerFolder(tmp_path / "answers", None, 0)
+    answers = AnswerFolder(tmp_path / "answers", 0)
     records = {}
     for rank in (1, 0):
         suite = HarnessSuite(
@@ -144,19 +125,14 @@ CHAT = (
 )
 
 
-def test_sampled_answers_repeat_in_a_chat_template_and_optional_tasks_may_fail(folder, tmp_path):
+def test_answers_repeat_in_a_chat_template(folder, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(CHAT)
-    generation = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
-    sampled = {"repeats": 2, "generation_kwargs": generation}
-    section = _harness(
-        folder, "gsm8k", "longbench_trec", "humaneval", "hellaswag", max_length=300,
-        settings={"gsm8k": sampled}, optional=["humaneval"],
-    )  # fmt: skip
+    section = _harness(folder, "gsm8k", "hellaswag")
     config = StageConfig(
         EvaluateConfig(
-            needle={"tasks": ["niah_single_1", "qa_1"], "lengths": [512], "samples": 2,
-                    "max_new_tokens": 4, "optional": ["qa_1"]},
+            needle={"tasks": ["niah_single_1"], "lengths": [512], "samples": 2,
+                    "max_new_tokens": 4},
             harness=section,
             chat_template=True,
         ),
@@ -170,9 +146,7 @@ def test_sampled_answers_repeat_in_a_chat_template_and_optional_tasks_may_fail(f
         original.run(config, {}, work)
         scores = Scores.read(work)
         assert scores.prompts == "in the tokenizer's chat template"
-        assert scores.missing["needle"].keys() == {"qa_1"}
-        assert scores.missing["harness"].keys() == {"humaneval", "hellaswag"}
-        assert "runs code that the model writes" in scores.missing["harness"]["humaneval"]
+        assert scores.missing["harness"].keys() == {"hellaswag"}
         records = list(read_samples(work))
         prompts = [record["question"] for record in records if record["task"] == "gsm8k"]
         assert all("</user><assistant>" in question for question in prompts) and len(prompts) == 4
@@ -228,7 +202,7 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     (broken / "model.safetensors").write_bytes(b"no weights")
     models = {"rand": _model_with_nan(tmp_path / "nan"), "intr": broken}
     section = {
-        "harness": _harness(folder, "longbench_trec", max_length=300),
+        "needle": {"tasks": ["niah_single_1"], "lengths": [300], "samples": 1, "max_new_tokens": 4},
         "positions": {"length": 300, "documents": 1, "path": str(folder / "texts")},
     }
     models["bme"] = save_tiny_model(tmp_path / "bme", seed=1)
@@ -240,17 +214,19 @@ def test_a_model_that_cannot_be_evaluated_leaves_the_others_their_scores(folder,
     assert set(scores.missing["models"]) == {"rand", "intr"}
     assert scores.missing["models"]["rand"] == "its logits are no numbers (NaN)"
     assert scores.checkpoints["rand"] == scores.checkpoints["intr"] == {}
-    assert scores.checkpoints["bme"]["harness"].tasks["longbench_trec"][0].samples == 1
+    assert scores.checkpoints["bme"]["needle"].tasks["niah_single_1"][300].samples == 1
     assert set(scores.positions) == {"original", "bme", "apl"}
     # Too long prompts in one suite leave the model its scores in the others.
-    assert scores.missing["harness"].keys() == {"apl"} and scores.checkpoints["apl"] == {}
-    assert "more than its 200 positions" in scores.missing["harness"]["apl"]
+    assert scores.missing["needle"].keys() == {"apl"} and scores.checkpoints["apl"] == {}
+    assert "more than its 200 positions" in scores.missing["needle"]["apl"]
 
     def evaluate_alone(work, *names, **section):
         """Models without the original, in a folder that may hold an earlier attempt."""
         model_configs = [ModelConfig(path=str(models[name]), dtype="float32") for name in names]
         return evaluate_models(
-            StageConfig(EvaluateConfig(needle=None, **section), model_configs[0], 1, Runtime()),
+            StageConfig(
+                EvaluateConfig(**{"needle": None} | section), model_configs[0], 1, Runtime()
+            ),
             list(map(EvaluatedModel, names, model_configs)),
             TokenizerSpec(str(folder / "model")),
             tmp_path / f"alone-{work}",
@@ -281,51 +257,6 @@ def test_nan_logits_are_reported_for_answers_of_the_harness(folder, tmp_path):
     for kind, arguments in requests.items():
         with pytest.raises(ModelError, match="no numbers"):
             getattr(lm, kind)([Instance(kind, {}, arguments, 0, ("task", 0, 1))])
-
-
-def test_longbenchs_worked_examples_are_asked_without_the_chat_template(
-    folder, tmp_path, monkeypatch
-):
-    shutil.copytree(folder / "model", tmp_path / "model")
-    (tmp_path / "model/chat_template.jinja").write_text(CHAT)
-    data = tmp_path / "data/longbench"
-    rows = read_records(folder / "data/longbench/triviaqa.jsonl")
-    for task in ("qasper", "triviaqa", "samsum"):
-        write_jsonl(data / f"{task}.jsonl", rows[:1])
-    prompts, stop_settings = [], []
-    generate = suites.generate
-
-    def record_and_generate(loaded, tokenizer, questions, *arguments, **options):
-        prompts.extend(tokenizer.decode(question.prompt_ids) for question in questions)
-        stop_settings.append((options["stop_at_newline"], options["not_empty"]))
-        return generate(loaded, tokenizer, questions, *arguments, **options)
-
-    monkeypatch.setattr(suites, "generate", record_and_generate)
-    tasks = [f"longbench_{task}" for task in ("qasper", "triviaqa", "samsum")]
-    section = _harness(tmp_path, *tasks, max_length=200)
-    score_original(tmp_path, tmp_path / "out", harness=section, chat_template=True)
-    qasper, triviaqa, _ = prompts
-    assert stop_settings == [(False, False), (False, False), (True, True)]
-    assert qasper.startswith("<user>") and qasper.endswith("</user><assistant>")
-    assert "user>" not in triviaqa and "Question" in qasper
-
-
-def test_tasks_of_longbench_e_are_asked_like_those_of_longbench(folder, tmp_path):
-    data = tmp_path / "data/longbench"
-    write_jsonl(data / "trec_e.jsonl", read_records(folder / "data/longbench/trec.jsonl"))
-    section = _harness(folder, "longbench_trec", max_length=300)
-    section_e = {**section, "tasks": ["longbench_trec_e"], "data_dir": str(data.parent)}
-    longbench, longbench_e = (
-        score_original(folder, tmp_path / str(n), harness=harness).checkpoints["original"][
-            "harness"
-        ]
-        for n, harness in enumerate((section, section_e))
-    )
-    assert longbench_e.tasks["longbench_trec_e"] == longbench.tasks["longbench_trec"]
-    assert longbench_e.groups == {} and longbench.groups["LongBench"].of == 21
-    assert (
-        category_means().keys().isdisjoint(longbench.groups)
-    )  # which need a task of each category
 
 
 def test_loss_by_position_equals_a_plain_loop(folder, tmp_path):
@@ -360,9 +291,9 @@ def test_documents_are_long_enough_and_differ(tmp_path, requested, count):
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     suite = PositionSuite(
-        name="positions", tokenizer=nolima_case.tokenizer(), rank=0, world=1, batch_size=1,
+        name="positions", tokenizer=byte_tokenizer(), rank=0, world=1, batch_size=1,
         section=PositionEvaluation(length=300, documents=requested, path=str(tmp_path)),
-        answers=AnswerFolder(tmp_path, None, 0),
+        answers=AnswerFolder(tmp_path, 0),
     )  # fmt: skip
     suite.prepare()
     assert suite.samples(suite.subtasks[0]) == count

@@ -1,4 +1,4 @@
-"""A new stage, source, method, backend or suite is one file or folder; no other file names it."""
+"""A new stage, source, method or backend is one file or folder; no other file names it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Runner(loaded, launcher=lambda order, _: execute(order)).run()
 """
 
 
-def test_a_recipe_uses_a_stage_source_method_backend_and_suite_added_as_files(
+def test_a_recipe_uses_a_stage_source_method_and_backend_added_as_files(
     tmp_path: Path,
 ) -> None:
     checkout = tmp_path / "checkout"
@@ -41,7 +41,6 @@ def test_a_recipe_uses_a_stage_source_method_backend_and_suite_added_as_files(
     (checkout / "stages/words").mkdir()
     (checkout / "stages/words/__init__.py").touch()
     shutil.copy(EXAMPLES / "own_stage.py", checkout / "stages/words/stage.py")
-    shutil.copytree(EXAMPLES / "own_suite/recall", checkout / "stages/evaluate/suites/recall")
 
     case = Case(tmp_path)
     shutil.rmtree(case.model)
@@ -55,8 +54,8 @@ def test_a_recipe_uses_a_stage_source_method_backend_and_suite_added_as_files(
     )
     case.content["prepare"]["calibration"]["length"] = 1024
     case.content["search"] |= {"method": "last_layers"}
-    recall = {"data_dir": str(case.corpus), "lengths": [32], "samples": 2}
-    case.content["evaluate"] = {"needle": None, "recall": recall, "rivals": ["last_layers"]}
+    needle = {"tasks": ["niah_single_1"], "lengths": [512], "samples": 2}
+    case.content["evaluate"] = {"needle": needle, "rivals": ["last_layers"]}
     case.content["words"] = {"folder": str(case.corpus)}
     case.content["runtime"] |= {"attention": "plain"}
     case.save()
@@ -70,15 +69,14 @@ def test_a_recipe_uses_a_stage_source_method_backend_and_suite_added_as_files(
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("planned\n"), "libraries warn when they are imported"
-    assert "Recall: up to 2 samples at each length" in done.stdout
     statistics = json.loads((case.output("prepare") / "statistics.json").read_text())
     assert statistics["sources"]["b"]["tokens_available"] > 4096
     mask = json.loads((case.output("materialize") / "model" / "head_mask.json").read_text())
     assert mask["method"] == "last_layers"
     models = json.loads((case.output("evaluate") / "scores.json").read_text())["checkpoints"]
     assert set(models) == {"original", "hybrid", "last_layers"}
-    assert models["hybrid"]["recall"]["last word"]["32"]["samples"] == 2
+    assert models["hybrid"]["needle"]["niah_single_1"]["512"]["samples"] == 2
     # The report shows the stage's summary: ten words, its default for `most`.
     page = (case.output("report") / "index.html").read_text()
-    assert "LAST" in page and "Recall" in page
+    assert "LAST" in page
     assert '<th scope="row">words.words</th><td>10</td>' in page

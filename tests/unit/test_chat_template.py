@@ -10,8 +10,7 @@ from tokenizers.normalizers import Prepend
 from bosch.errors import UserError
 from data_prep.text import encode_prompt
 from stages.evaluate.chat import ChatTemplate, has_template
-from tests import nolima_case
-from tests.tiny_data import tiny_tokenizer
+from tests.tiny_data import byte_tokenizer, tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
@@ -59,7 +58,7 @@ def test_a_prompt_is_the_users_turn_and_may_begin_the_answer() -> None:
 
 def test_the_beginning_of_an_answer_is_found_if_texts_begin_with_a_space() -> None:
     """Also if a space is a token by itself."""
-    tokenizer = nolima_case.tokenizer()
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = "<user>{{ messages[0].content }}<end><assistant>"
     prompt = encode_prompt(tokenizer, f"What is it?{PREFIX}")
     plain = tokenizer.decode(ChatTemplate(tokenizer).ids(prompt, PREFIX))
@@ -89,7 +88,7 @@ def test_a_template_without_a_place_for_the_prompt_is_refused(
 
 def test_a_template_that_refuses_a_role_is_reported() -> None:
     """Gemma's has no system turns."""
-    tokenizer = nolima_case.tokenizer()
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
         "{% endif %}{{ m.content }}{% endfor %}"

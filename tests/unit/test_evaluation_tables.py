@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,6 @@ TASKS = ("a", "b", "c", "d")
 @pytest.mark.parametrize(
     ("rules", "score", "tasks", "metrics"),
     [
-        ((), 100 * (0.5 + 0.75 + 0.5) / 3, ["a", "b", "c"], None),
         ((Rule("acc"),), 100 * 4 / 6, ["a", "b"], {ACC: 100 * 4 / 6}),
         ((Rule("acc", weight_by_size=False),), 62.5, ["a", "b"], {ACC: 62.5}),
         ((Rule("acc_norm", ["x", "none"]),), 100.0, ["a"], {NORM: 100.0}),
@@ -215,35 +214,17 @@ TASKS = ("a", "b", "c", "d")
     ],
 )  # fmt: skip
 def test_a_groups_score_follows_the_groups_rule(
-    rules: tuple[Rule, ...], score: float, tasks: list[str], metrics: dict[str, float] | None
+    rules: tuple[Rule, ...], score: float, tasks: list[str], metrics: dict[str, float]
 ) -> None:
     group = TaskGroup(TASKS, rules)
     table = suite_table(PARTS, None, {"group": group}, METRICS)
     row = table["groups"]["group"]
     assert (row["score"], row["tasks"], row["of"]) == (pytest.approx(score), tasks, 4)
-    if metrics is None:
-        assert "metrics" not in row
-    else:
-        assert {name: metric["score"] for name, metric in row["metrics"].items()} == pytest.approx(
-            metrics
-        )
+    assert {name: metric["score"] for name, metric in row["metrics"].items()} == pytest.approx(
+        metrics
+    )
     # A group that the recipe does not name does not change the average.
     assert table["average"] == suite_table(PARTS)["average"]
-
-
-def test_a_group_of_groups_is_the_mean_of_its_parts_means() -> None:
-    """a has 0.5, b 0.75 of twice as many documents, c 0.5, and d has no answers."""
-    groups = {"group": TaskGroup(TASKS, parts=(("a", "b"), ("c", "d"), ("d",)))}
-    original = {key: [0.0] * len(scores) for key, scores in PARTS.items()}
-    row = suite_table(PARTS, original, groups)["groups"]["group"]
-    assert (row["tasks"], row["of"]) == (["a", "b", "c"], 4)
-    assert row["score"] == pytest.approx(100 * ((0.5 + 0.75) / 2 + 0.5) / 2)
-    assert row["against_original"]["difference"] == pytest.approx(row["score"])
-    # The second document of b holds two samples of five.
-    clustered = PARTS | {("b", 0): Documents([1.0, 0.0, 1.0, 1.0], (1, 2, 1, 1))}
-    row = suite_table(clustered, None, groups)["groups"]["group"]
-    assert row["score"] == pytest.approx(100 * ((0.5 + 0.6) / 2 + 0.5) / 2)
-    assert "against_original" not in row
 
 
 def test_a_named_group_counts_as_one_subtask() -> None:
@@ -254,7 +235,6 @@ def test_a_named_group_counts_as_one_subtask() -> None:
         ((by_task, by_size), 100 * 1.75 / 3),
         ((Rule("acc_norm"), by_size), (100 + 50) / 2),
         ((Rule("absent"), by_size), (400 / 6 + 50) / 2),
-        ((), 100 * 1.75 / 3),
     ):
         groups = {"group": TaskGroup(("a", "b"), rules, is_named=True)}
         table = suite_table(PARTS, None, groups, METRICS)
@@ -265,7 +245,7 @@ def test_a_named_group_counts_as_one_subtask() -> None:
 
 def test_groups_without_a_score_have_no_row() -> None:
     groups = {
-        "none of its tasks": TaskGroup(("d",)),
+        "none of its tasks": TaskGroup(("d",), (Rule("acc"),)),
         "no metric": TaskGroup(TASKS, (Rule("absent"),)),
         "no share": TaskGroup(("c",), (Rule("f1", ["strict"]),), is_named=True),
     }
@@ -318,7 +298,7 @@ def answered(folder: AnswerFolder, scores: dict[str, dict[str, list[float]]], **
                 for index, value in enumerate(values)
             ]
             for rank, own in enumerate((lines[1:][::-1], lines[:1])):
-                writer = AnswerFolder(folder.folder, None, rank)
+                writer = AnswerFolder(folder.folder, rank)
                 subtask = Subtask(task, 0, more.get("digests", {}).get(task, ""))
                 writer.journal(model(name), subtask).append(*own)
     counts = {task: len(values) for tasks in scores.values() for task, values in tasks.items()}
@@ -332,7 +312,7 @@ def publish(tables: dict[str, Any], folder: Path) -> None:
 
 
 def test_lines_of_answers_are_sorted_by_index(tmp_path: Path) -> None:
-    folder = AnswerFolder(tmp_path, None, 0)
+    folder = AnswerFolder(tmp_path, 0)
     suite = answered(folder, {"original": {"a": [1.0, 0.0, 0.5], "read": [1.0]}})
     assert [
         (line["checkpoint"], line["suite"], line["task"], line["length"], line["index"],
@@ -358,7 +338,7 @@ def test_scores_of_models_and_reasons_for_missing_ones(tmp_path: Path) -> None:
 
     Nor has a group without a metric. A model that is missing in one suite has scores in the others.
     """
-    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    folder = AnswerFolder(tmp_path / "answers", 0)
     scores = {
         "original": {"a": [1.0, 1.0], "odd": [7.0], "read": [1.0, 0.0]},
         "hybrid": {"a": [1.0, 0.0], "odd": [0.5], "read": [1.0, 1.0]},
@@ -432,7 +412,7 @@ def test_tasks_without_a_score_of_a_hybrid_are_left_out_of_the_originals_average
     tmp_path: Path,
 ) -> None:
     """Also if the original's table is from an earlier stage."""
-    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    folder = AnswerFolder(tmp_path / "answers", 0)
     first = answered(folder, {"original": {"a": [1.0, 1.0], "odd": [0.5]}})
     needle = answered(folder, {"original": {"odd": [0.5]}})
     needle.name = "needle"
@@ -455,7 +435,7 @@ def test_models_are_compared_on_the_questions_that_the_original_answered_too(
     tmp_path: Path,
 ) -> None:
     """Its stage ran earlier: the hub may have had fewer, more or other documents."""
-    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    folder = AnswerFolder(tmp_path / "answers", 0)
     first = answered(
         folder,
         {"original": {"easy": [1.0, 1.0], "gone": [1.0, 0.0], "other": [1.0]}},
@@ -481,7 +461,7 @@ def test_models_are_compared_on_the_questions_that_the_original_answered_too(
 
 
 def test_cut_prompts_are_counted_and_reported_once(tmp_path: Path) -> None:
-    folder = AnswerFolder(tmp_path / "answers", None, 0)
+    folder = AnswerFolder(tmp_path / "answers", 0)
     names = ("original", "hybrid")
     suite = answered(folder, {name: {"a": [1.0, 0.0], "b": [1.0]} for name in names})
     for task, name in itertools.product("cd", names):
@@ -512,29 +492,24 @@ def test_cut_questions_about_one_context_are_one_cut_sample() -> None:
     assert [len(task_scores) for task_scores in answers.scores.values()] == [2, 2]
 
 
-def test_answers_are_stored_by_the_models_identity_and_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_stored_by_the_models_identity_and_the_task(tmp_path: Path) -> None:
     """Names may be paths: two models' names may end alike, and a needle set names its tasks."""
-    run, other = (AnswerFolder(tmp_path / name, tmp_path / "pool", 0) for name in "ab")
+    folder = AnswerFolder(tmp_path / "a", 0)
     places = [
         (EvaluatedModel(name, ModelConfig(path="m"), identity), Subtask(task, 1))
         for name, identity in (("../x", "1"), ("/x", None), ("x", None), ("x", "2"))
         for task in ("../../out", "/out", "one*", "onehop", "x" * 300, "", "a\nb")
     ]
     for number, place in enumerate(places):
-        run.journal(*place).append({"index": number, "score": 1.0})
-    for number, (evaluated, subtask) in enumerate(places):
-        assert run.read(evaluated, subtask).keys() == {number}
-        # Another run finds the answers by identity, whatever it calls the model.
-        others = other.read(replace(evaluated, name="y"), subtask)
-        assert others.keys() == (set() if evaluated.identity is None else {number})
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "pool"}
+        folder.journal(*place).append({"index": number, "score": 1.0})
+    for number, place in enumerate(places):
+        assert folder.read(*place).keys() == {number}
+    assert {path.name for path in tmp_path.iterdir()} == {"a"}
 
 
 def test_an_answer_without_its_fields_is_asked_again(tmp_path: Path) -> None:
     """Of two complete answers to a question the first one stays."""
-    folder, place = AnswerFolder(tmp_path, None, 0), (model("original"), Subtask("task", 0))
+    folder, place = AnswerFolder(tmp_path, 0), (model("original"), Subtask("task", 0))
     whole = [{"index": 0, "score": 1.0}, {"index": 1, "loss": [0.5]}]
     faulty = [{"score": 1.0}, {"index": 2}, {"index": "3", "score": 1}, {"index": 4, "loss": 1}]
     folder.journal(*place).append(*whole, *faulty, {"index": 0, "score": 0.0})

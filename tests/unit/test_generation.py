@@ -15,9 +15,8 @@ from bosch.model.materialize import materialize
 from bosch.window import Window
 from stages.evaluate.answers import ModelError
 from stages.evaluate.generation import NanCheck, Question, decode, generate, refuse_nan
-from tests import nolima_case
 from tests.hybrid_case import VOCABULARY, random_mask, small_model, tokens
-from tests.tiny_data import tiny_tokenizer
+from tests.tiny_data import byte_tokenizer, tiny_tokenizer
 
 PROMPT = tokens(1, 20)[0].numpy().astype("int32")
 
@@ -81,24 +80,6 @@ def test_an_answer_ends_with_the_last_expected_text(answers: list[str], ended: i
     assert answer(model, tokenizer, answers) == whole[:ended]
 
 
-def test_a_line_ends_with_the_last_token_of_its_line_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some tokenizers put a space before any text."""
-    model, tokenizer = small_model(), tiny_tokenizer()
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in "-E"]
-    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: ids)
-    assert answer(model, tokenizer, stop_at_newline=True) == "-----------E"
-    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: ids[:1])
-    for not_empty in (False, True):
-        text = answer(model, tokenizer, stop_at_newline=True, not_empty=not_empty)
-        assert text.startswith("-") != not_empty
-
-
-def test_a_line_also_ends_at_the_models_end_token() -> None:
-    model, tokenizer = small_model(), tiny_tokenizer()
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("-")
-    assert answer(model, tokenizer, stop_at_newline=True) == "-"
-
-
 def test_end_tokens_are_ids() -> None:
     model = small_model()
     model.generation_config.eos_token_id = ["</s>"]
@@ -115,58 +96,18 @@ def test_decoding_removes_special_tokens_and_keeps_blanks() -> None:
     assert decode(tokenizer, torch.tensor(text)) == "a , b ."
 
 
-@pytest.mark.parametrize(("max_new_tokens", "own"), [(4, None), (2, 4)])
-def test_a_prompt_beyond_the_positions_is_refused(max_new_tokens: int, own: int | None) -> None:
+def test_a_prompt_beyond_the_positions_is_refused() -> None:
+    """The last token of an answer is not read by the model."""
     model = small_model()
     most = model.config.max_position_embeddings
-    question = Question(0, np.zeros(most - 2, np.int32), [], new_tokens=own)
+    short, long = (Question(n, np.zeros(most - 3 + n, np.int32), []) for n in (0, 1))
+    assert len(list(generate(model, byte_tokenizer(), [short], 4, 1))) == 1
     with pytest.raises(ModelError, match=rf"answer of 4 are more than its {most:,} positions"):
-        next(generate(model, None, [question], max_new_tokens, 1))
-
-
-def test_the_limit_of_an_answer_does_not_depend_on_its_batch() -> None:
-    """These three answers end at the positions or after 38 tokens."""
-    model, tokenizer = small_model(), tiny_tokenizer()
-    model.config.max_position_embeddings = 60
-    questions = [
-        Question(index, np.arange(3, 3 + length, dtype=np.int32), [], new_tokens=own)
-        for index, (length, own) in enumerate([(40, 5), (20, 5), (10, 38)])
-    ]
-    answers = [
-        {
-            q.index: text
-            for batch in generate(model, tokenizer, questions, 38, size)
-            for q, text in batch
-        }
-        for size in (1, 2, 3)
-    ]
-    assert answers[0] == answers[1] == answers[2]
-    assert len({len(tokenizer(text)["input_ids"]) for text in answers[0].values()}) > 1
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_longer_prompt_of_its_batch_does_not_cut_an_answer(
-    batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, limits = small_model(), []
-    generate_batch = model.generate
-
-    def spy(*args: Any, generation_config: Any, **options: Any) -> Any:
-        limits.append(generation_config.max_new_tokens)
-        return generate_batch(*args, generation_config=generation_config, **options)
-
-    monkeypatch.setattr(model, "generate", spy)
-    most = model.config.max_position_embeddings
-    # The last token of an answer is not read by the model.
-    long = Question(0, np.zeros(most - 3, np.int32), [], new_tokens=4)
-    short = Question(1, np.zeros(5, np.int32), [], new_tokens=6)
-    batches = list(generate(model, nolima_case.tokenizer(), [short, long], 6, batch_size))
-    assert [question for batch in batches for question, _ in batch] == [long, short]
-    assert limits == [4, 6]
+        next(generate(model, None, [short, long], 4, 1))
 
 
 def test_an_answer_does_not_change_next_to_a_longer_one_without_padding_token() -> None:
-    model, tokenizer = small_model(), nolima_case.tokenizer()
+    model, tokenizer = small_model(), byte_tokenizer()
     tokenizer.pad_token = None
     questions = [Question(index, np.arange(5, 9 + index, dtype=np.int32), []) for index in range(4)]
 

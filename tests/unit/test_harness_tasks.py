@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from lm_eval.tasks import TaskManager, _factory
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from bosch.errors import RunError, UserError
-from data_prep.tasks.longbench import category_means
 from stages.evaluate.answers import Subtask
 from stages.evaluate.chat import ChatTemplate
 from stages.evaluate.suites.harness import HarnessEvaluation
@@ -116,37 +114,6 @@ def test_settings_in_the_recipe_reach_every_task(manager: TaskManager) -> None:
     assert "_build_task" not in vars(manager._factory)
 
 
-@pytest.mark.usefixtures("stubs")
-def test_a_tasks_own_settings_override_those_of_its_group(manager: TaskManager) -> None:
-    """Mappings are merged: the task keeps its other values."""
-    own = "bbh_cot_fewshot_snarks"
-    sampling = {name: {"generation_kwargs": {"temperature": value}} for name, value in
-                (("bbh", 0.5), (own, 0.7))}  # fmt: skip
-    plain = load_tasks(manager, "bbh", HarnessEvaluation(tasks=["bbh"]))
-    changed = load_tasks(manager, "bbh", HarnessEvaluation(tasks=["bbh"], settings=sampling))
-    for name, task in changed.tasks.items():
-        theirs = plain.tasks[name].given["generation_kwargs"]
-        expected = {**theirs, "temperature": 0.7 if name == own else 0.5}
-        assert task.given["generation_kwargs"] == expected != theirs
-
-
-@pytest.mark.usefixtures("stubs")
-def test_recipe_settings_are_merged_with_a_groups_settings(tmp_path: Path) -> None:
-    """Settings of a group that the recipe does not name stay in force."""
-    (tmp_path / "task.yaml").write_text(
-        "task: one\noutput_type: generate_until\ngeneration_kwargs: {max_gen_toks: 5, top_k: 3}\n"
-    )
-    own = "{task: one, generation_kwargs: {max_gen_toks: 7, until: [x]}}"
-    (tmp_path / "group.yaml").write_text(f"group: own\ntask: [{own}]\n")
-    manager = TaskManager(include_path=[str(tmp_path)], include_defaults=False)
-    settings = {"own": {"generation_kwargs": {"temperature": 0.5, "max_gen_toks": 9}}}
-    loaded = load_tasks(manager, "own", HarnessEvaluation(tasks=["own"], settings=settings))
-    [task] = loaded.tasks.values()
-    assert task.given["generation_kwargs"] == {
-        "max_gen_toks": 9, "until": ["x"], "temperature": 0.5,
-    }  # fmt: skip
-
-
 def logged(kind: str, **values: float) -> dict[str, Any]:
     """lm-eval's log entry for a document under one filter."""
     more = {"arguments": [["y" + "x" * 300]], "filtered_resps": ["a", "b"]}
@@ -178,18 +145,6 @@ def test_samples_of_a_task_and_those_that_share_a_text(most: int | None, samples
         assert suite.samples(subtask) == samples
         assert len({suite.document(subtask, index) for index in range(3)}) == distinct
     assert suite.document(subtask, 0) is None
-
-
-def test_a_cut_prompt_fits_even_if_joining_its_ends_makes_more_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A cut through a character of three bytes makes more tokens."""
-    monkeypatch.setattr(
-        harness_suite.longbench, "truncated_ids", lambda _, text, most: [0] * (most + 5)
-    )
-    for positions, tokens in ((None, 95), (158, 95), (150, 87)):
-        suite = suite_of(HarnessEvaluation(max_length=90), positions=positions)
-        assert len(suite._longbench_ids("qasper", "text", 64)) == tokens
 
 
 def test_sampled_answers_have_a_seed_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,35 +202,6 @@ def test_a_prompt_with_a_token_for_every_byte_is_cut() -> None:
     assert is_cut(lm, Instance("generate_until", {}, arguments, 0, ("own", 0, 1)))
 
 
-def test_the_chat_template_is_used_for_some_tasks_of_longbench(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The benchmark asks tasks with worked examples, or about code, without the template."""
-    made: list[list[int]] = []
-
-    def around(ids: list[int]) -> list[int]:
-        made.append(ids)
-        return [7, *ids]
-
-    chat = SimpleNamespace(ids=around)
-    suite = suite_of(HarnessEvaluation(), tokenizer=tokenizer, chat=chat)
-    document = {"context": "c", "input": "q", "answers": ["q"], "all_classes": ["q"]}
-    task = SimpleNamespace(config=SimpleNamespace(doc_to_text="{{context}}"), eval_docs=[document])
-    first: list[int] = []
-
-    def generated(loaded: Any, questions: Any, *_: Any, **__: Any) -> Any:
-        first.append(int(questions[0].prompt_ids[0]))
-        yield [(questions[0], "q")]
-
-    monkeypatch.setattr(suite, "generated", generated)
-    for name in ("trec", "lcc", "hotpotqa", "gov_report"):
-        suite._tasks[subtask := Subtask(f"longbench_{name}", 0)] = task
-        assert len(list(suite.answer(subtask, [0], None))) == 1
-    assert [one == 7 for one in first] == [False, False, True, True]
-    list(suite.answer(subtask, [0], None))
-    assert len(made) == 2 and first[-1] == 7  # the prompt of the next model is the same
-
-
 def test_a_template_without_system_turns_drops_a_tasks_description(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -326,13 +252,12 @@ def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
         [subtask] = suite.subtasks
         return subtask.digest
 
-    assert digest(samples=1) == digest(max_length=9) == digest()
+    assert digest(samples=1) == digest()
     digests = {
         digest(), digest(num_fewshot=0), digest(folder="two"),
         digest(chat=SimpleNamespace(digest="template")), digest(tokenizer=tiny_tokenizer()),
-        digest(settings={"gsm8k": {"generation_kwargs": {"max_gen_toks": 5}}}),
     }  # fmt: skip
-    assert len(digests) == 6
+    assert len(digests) == 5
     # Scoring code, each package separately.
     for package in ("jieba", "rouge"):
         monkeypatch.setattr(
@@ -340,47 +265,13 @@ def test_keys_of_answers_to_lm_eval_hold_all_that_they_depend_on(
             lambda names, own=package: {name: "9" for name in names if name == own},
         )  # fmt: skip
         digests.add(digest())
-    assert len(digests) == 8
-    row = {"context": "a", "input": "b", "answers": ["c"], "all_classes": []}
-    write_jsonl(tmp_path / "one/longbench/lcc.jsonl", [row])
-    lcc = partial(digest, tasks=["longbench_lcc"])
-    assert lcc(num_fewshot=1) == lcc() != lcc(max_length=9)
-
-
-def test_longbenchs_mean_over_categories_needs_a_task_of_each(
-    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
-    (mean, categories), (of_paper, _) = category_means().items()
-    tasks = [category[0] for category in categories]
-    for task in tasks:
-        write_jsonl(
-            tmp_path / f"{task.replace('_', '/', 1)}.jsonl",
-            [{"context": "a", "input": "b", "answers": ["c"], "all_classes": []}],
-        )
-    for split in ("train", "test"):
-        write_jsonl(
-            tmp_path / f"gsm8k/{split}.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}] * 6
-        )
-    for scored, means in (
-        (tasks, {mean}),
-        ([*tasks, "gsm8k"], {mean, of_paper}),
-        ([*tasks[1:], "gsm8k"], set()),
-    ):
-        section = HarnessEvaluation(tasks=scored, data_dir=str(tmp_path))
-        suite = suite_of(section, tokenizer=tokenizer)
-        suite.prepare()
-        assert len(suite.subtasks) == len(scored)
-        assert {mean, of_paper} & suite.groups.keys() == means
-        if mean in means:
-            assert [*map(list, suite.groups[mean].parts)] == categories
-            assert [*suite.groups[mean].tasks] == list(itertools.chain(*categories))
+    assert len(digests) == 7
 
 
 def test_documents_and_their_digest_are_equal_in_all_processes(
     manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPQA shuffles its options; settings may hold functions and partial functions."""
+    """GPQA shuffles its options."""
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     wrong = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}
     rows = [{"Question": f"{n}?", "Correct Answer": "right", **wrong} for n in range(9)]
@@ -389,9 +280,7 @@ def test_documents_and_their_digest_are_equal_in_all_processes(
     subtasks, documents = set(), []
     for drawn in range(2):  # each process has other random numbers, and other function objects
         random.seed(drawn)
-        options = {"doc_to_text": partial(lambda document: document["Question"])}
-        section = local(tmp_path, task, settings={task: options})
-        suite = suite_of(section, tokenizer=tokenizer, rank=drawn, world=2)
+        suite = suite_of(local(tmp_path, task), tokenizer=tokenizer, rank=drawn, world=2)
         suite.prepare()
         [subtask] = suite.subtasks
         subtasks.add(subtask)
@@ -404,11 +293,14 @@ def test_documents_and_their_digest_are_equal_in_all_processes(
 def test_documents_are_made_once_for_all_models(
     manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
+    made, seeded = list[int](), harness_tasks.seeded
 
-    def documents(rows: Any) -> Any:
-        made.append(len(rows))
-        return rows.map(lambda row: {"query": row["ctx"], "choices": row["endings"], "gold": 0})
+    def counted(process: Any) -> Any:
+        def documents(rows: Any) -> Any:
+            made.append(len(rows))
+            return process(rows)
+
+        return seeded(documents)
 
     class Constant(LM):  # type: ignore[misc]
         max_length = 1000
@@ -423,11 +315,14 @@ def test_documents_are_made_once_for_all_models(
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     monkeypatch.setattr(harness_suite, "language_model", lambda *_: Constant())
     monkeypatch.setattr(harness_suite, "CHUNK", 2)
-    rows = [{"ctx": f"q{n}", "endings": ["a", "b" * (n + 2)], "label": "0"} for n in range(7)]
+    monkeypatch.setattr(harness_tasks, "seeded", counted)
+    rows = [
+        {"activity_label": "Run", "ctx_a": f"q{n}", "ctx_b": "he", "label": "0",
+         "endings": ["a", "b" * (n + 2)]}
+        for n in range(7)
+    ]  # fmt: skip
     write_jsonl(tmp_path / "hellaswag/validation.jsonl", rows)
-    settings = {"hellaswag": {"process_docs": documents, "training_split": None}}
-    section = local(tmp_path, "hellaswag", num_fewshot=0, settings=settings)
-    suite = suite_of(section, tokenizer=tokenizer)
+    suite = suite_of(local(tmp_path, "hellaswag", num_fewshot=0), tokenizer=tokenizer)
     suite.prepare()
     assert not suite.missing
     [subtask] = suite.subtasks
@@ -437,7 +332,7 @@ def test_documents_are_made_once_for_all_models(
         answers.append([one for some in suite.answer(subtask, indices, None) for one in some])
         counts.append(len(made))
     assert answers[0] == answers[1] and [answer["index"] for answer in answers[0]] == [1, 3, 5]
-    assert [answer["question"] for answer in answers[0]] == ["q1", "q3", "q5"]
+    assert [answer["question"] for answer in answers[0]] == [f"Run: q{n} He" for n in (1, 3, 5)]
     assert counts[0] == counts[1]
 
 
@@ -453,21 +348,19 @@ def test_a_task_whose_answers_fill_the_positions_is_missing_and_others_run(
     write_jsonl(tmp_path / "mmlu_anatomy/test.jsonl", [choice])
     write_jsonl(tmp_path / "mmlu_anatomy/dev.jsonl", [choice])
 
-    def prepared(most: int | None) -> HarnessSuite:
-        settings = {"gsm8k": {"generation_kwargs": {"max_gen_toks": most}}} if most else {}
-        section = local(tmp_path, "gsm8k", "mmlu_anatomy", settings=settings)
-        suite = suite_of(section, tokenizer=tokenizer, positions=256)
+    def prepared(positions: int) -> HarnessSuite:
+        section = local(tmp_path, "gsm8k", "mmlu_anatomy")
+        suite = suite_of(section, tokenizer=tokenizer, positions=positions)
         suite.prepare()
         return suite
 
-    assert [subtask.task for subtask in prepared(255).subtasks] == ["gsm8k", "mmlu_anatomy"]
-    for most in (256, None):  # lm-eval's own default is 256
-        suite = prepared(most)
-        assert [subtask.task for subtask in suite.subtasks] == ["mmlu_anatomy"]
-        assert suite.missing["gsm8k"].startswith(
-            "its answers of up to 256 tokens leave none of the model's 256 positions for a prompt; "
-            "set evaluate.harness.settings to {gsm8k: "
-        )
+    # lm-eval's own limit of an answer is 256.
+    assert [subtask.task for subtask in prepared(257).subtasks] == ["gsm8k", "mmlu_anatomy"]
+    suite = prepared(256)
+    assert [subtask.task for subtask in suite.subtasks] == ["mmlu_anatomy"]
+    assert suite.missing["gsm8k"] == (
+        "its answers of up to 256 tokens leave none of the model's 256 positions for a prompt"
+    )
 
 
 def test_subjects_have_their_own_files_and_prompts(manager: TaskManager, tmp_path: Path) -> None:
@@ -516,10 +409,8 @@ def test_a_variant_of_a_task_reads_the_files_of_the_original_task(
 def test_splits_have_the_names_that_the_task_defines(manager: TaskManager, tmp_path: Path) -> None:
     row = {"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}
     write_jsonl(tmp_path / "mnli/validation_matched.jsonl", [row] * 3)
-    write_jsonl(tmp_path / "mnli/own.jsonl", [row] * 2)
-    for settings, count in (({}, 3), ({"mnli": {"validation_split": "own"}}, 2)):
-        loaded = load_tasks(manager, "mnli", local(tmp_path, "mnli", settings=settings))
-        assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == count
+    loaded = load_tasks(manager, "mnli", local(tmp_path, "mnli"))
+    assert loaded.missing == {} and len(loaded.tasks["mnli"].eval_docs) == 3
 
 
 def test_a_task_whose_record_lacks_a_field_has_no_score(
@@ -532,33 +423,6 @@ def test_a_task_whose_record_lacks_a_field_has_no_score(
     loaded = load_tasks(manager, "gsm8k", local(tmp_path, "gsm8k"))
     assert loaded.tasks == {}
     assert "test.jsonl, line 2: lacks the field answer" in loaded.missing["gsm8k"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "fault"),
-    [
-        ("context", None, "context is no text"),
-        ("input", None, "question is no text"),
-        ("answers", None, "answers is no list of texts"),
-        ("answers", ["a", None], "answers is no list of texts"),
-        ("all_classes", "a", "all_classes is no list of texts"),
-        ("answers", ..., "lacks the field answers"),
-        ("all_classes", ..., "lacks the field all_classes"),
-        ("all_classes", ["a"], None),
-    ],
-)
-def test_records_of_longbench_are_checked_for_the_fields_it_needs(
-    manager: TaskManager, tmp_path: Path, name: str, value: Any, fault: str | None
-) -> None:
-    row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None}
-    other = {key: field for key, field in {**row, name: value}.items() if field is not ...}
-    write_jsonl(tmp_path / "longbench/hotpotqa.jsonl", [row, other])
-    loaded = load_tasks(manager, "longbench_hotpotqa", local(tmp_path, "longbench"))
-    if fault is None:
-        assert len(loaded.tasks["longbench_hotpotqa"].eval_docs) == 2
-    else:
-        reason = loaded.missing["longbench_hotpotqa"]
-        assert f"hotpotqa.jsonl, line 2: {fault}" in reason
 
 
 @pytest.mark.parametrize(
@@ -590,26 +454,26 @@ def test_metrics_that_are_no_mean_are_refused_before_the_first_answer(
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     with pytest.raises(UserError, match="hellaswag measures bleu, which is not a mean"):
         suite_of(HarnessEvaluation(tasks=["hellaswag"])).prepare()
-    suite = suite_of(HarnessEvaluation(tasks=["hellaswag"], optional=["hellaswag"]))
-    suite.prepare()
-    assert "measures bleu" in suite.missing["hellaswag"]
 
 
 def test_a_task_with_two_settings_is_refused(
-    manager: TaskManager, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group that the recipe sets, and by itself."""
+    """Of a group that sets it, and by itself."""
+    (tmp_path / "group.yaml").write_text(
+        "group: own\ntask: [{task: mmlu_anatomy, num_fewshot: 1}]\n"
+    )
+    mmlu = Path(lm_eval.tasks.__file__).parent / "mmlu"
+    manager = TaskManager(include_path=[str(tmp_path), str(mmlu)], include_defaults=False)
     monkeypatch.setattr(harness_suite, "task_manager", lambda names: manager)
     row = {"question": "?", "choices": [*"abcd"], "answer": 2}
     for split in ("test", "dev"):
         write_jsonl(tmp_path / f"mmlu_anatomy/{split}.jsonl", [row])
-    tasks = "mmlu_stem", "mmlu_anatomy"
-    suite = suite_of(local(tmp_path, *tasks), tokenizer=tokenizer)
+    suite = suite_of(local(tmp_path, "mmlu_stem", "mmlu_anatomy"), tokenizer=tokenizer)
     suite.prepare()
     assert [subtask.task for subtask in suite.subtasks] == ["mmlu_anatomy"]
-    section = local(tmp_path, *tasks, settings={"mmlu_stem": {"num_fewshot": 1}})
     with pytest.raises(UserError, match="mmlu_anatomy has mmlu_anatomy with other settings"):
-        suite_of(section, tokenizer=tokenizer).prepare()
+        suite_of(local(tmp_path, "own", "mmlu_anatomy"), tokenizer=tokenizer).prepare()
 
 
 @pytest.mark.usefixtures("stubs")

@@ -208,7 +208,6 @@ TORCH_FREE = (
     "stages.exchange",
     "stages.search.budget",
     "stages.evaluate.section",
-    "stages.evaluate.prompts",
     "stages.evaluate.suites",
     "stages.train.schedule",
     "stages.train.footprint",

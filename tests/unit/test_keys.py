@@ -26,10 +26,7 @@ from pipeline.run.graph import resolve
 from pipeline.run.hashing import FileHasher
 from pipeline.run.runner import Runner, RunOptions
 from stages.evaluate.suites.harness import HarnessEvaluation
-from stages.evaluate.suites.helmet import Helmet
-from stages.evaluate.suites.mrcr import Mrcr
 from stages.evaluate.suites.needle import NeedleEvaluation
-from stages.evaluate.suites.nolima import Nolima
 from stages.inputs import hashed_files, section_identity
 from stages.prepare.stage import SourceConfig
 from stages.stage import World
@@ -327,9 +324,6 @@ def test_only_files_that_are_read_are_in_the_key(tmp_path, kind):
 @pytest.mark.parametrize(
     ("section", "read", "ignored"),
     [
-        (Nolima, "haystack/a.txt", "haystack/a.md"),
-        (Mrcr, "a.parquet", "a.csv"),
-        (Helmet, "kilt/nq-dev-multikilt_1000_k50_dep6.jsonl", "kilt/nq.jsonl"),
         (HarnessEvaluation, "mmlu_anatomy/test.jsonl", "mmlu_anatomy/test.json"),
         (partial(NeedleEvaluation, tasks=["qa_1"]), "squad.json", "wiki.json"),
         (partial(NeedleEvaluation, tasks=["cwe"]), "english_words.json", "squad.json"),

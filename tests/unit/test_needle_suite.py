@@ -30,7 +30,7 @@ def suite(tokenizer: Any, tmp_path: Path) -> Any:
             name="needle", section=NeedleEvaluation(**given),
             samples_folder=tmp_path / "samples", card=tmp_path / "README.md",
             calibration=calibration, tokenizer=tokenizer, rank=rank, world=2, batch_size=2,
-            chat=chat, answers=AnswerFolder(tmp_path / "answers", None, rank),
+            chat=chat, answers=AnswerFolder(tmp_path / "answers", rank),
         )  # fmt: skip
 
     return of
@@ -57,25 +57,11 @@ def test_keys_of_answers_hold_all_that_they_depend_on(suite: Any, tmp_path: Path
     assert all(chat[place] != plain[place] for place in plain)
 
 
-def test_samples_need_as_much_disk_as_planned(suite: Any, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        suite(rank).prepare()
-    files = [path for path in (tmp_path / "samples").rglob("*") if path.is_file()]
-    work, _ = suite().section.work()
-    planned = sum(part.stored_bytes for part in work)
-    assert 0.6 * planned < sum(path.stat().st_size for path in files) <= planned
-
-
-def test_an_optional_task_without_its_data_is_missing(suite: Any) -> None:
-    few = suite(tasks=["qa_1", *TASKS], optional=["qa_1"])
-    assert {subtask.task for subtask in few.subtasks} == {*TASKS} and few.missing.keys() == {"qa_1"}
-
-
-def test_an_optional_task_that_cannot_be_made_is_missing_on_every_rank(
+def test_all_tasks_that_cannot_be_made_are_reported_on_every_rank(
     suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Common words of 128k tokens need more words than there are."""
-    make, gathered, counts = SampleFolder.make, list[tuple[str, str]](), list[int]()
+    make, gathered, counts = SampleFolder.make, list[str](), list[int]()
 
     def refuse(self: SampleFolder, count: int, *arguments: Any) -> None:
         counts.append(count)
@@ -83,17 +69,15 @@ def test_an_optional_task_that_cannot_be_made_is_missing_on_every_rank(
             raise UserError(f"too few words for {self.task}")
         make(self, count, *arguments)
 
-    def gather(own: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    def gather(own: list[str]) -> list[str]:
         gathered.extend(own)
         return gathered
 
     monkeypatch.setattr(SampleFolder, "make", refuse)
     monkeypatch.setattr(needle_suite, "gather_object", gather)
     for rank in (0, 1):
-        one = suite(rank, tasks=["cwe", *TASKS], optional=["cwe"])
-        one.prepare()
-        assert one.missing == {"cwe": "too few words for cwe"}
-        assert {subtask.task for subtask in one.subtasks} == {*TASKS}
+        with pytest.raises(UserError, match="too few words for cwe"):
+            suite(rank, tasks=["cwe", *TASKS]).prepare()
     gathered.clear()
     counts.clear()
     with pytest.raises(UserError, match=r"for cwe\ntoo few words for vt"):

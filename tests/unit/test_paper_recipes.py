@@ -113,14 +113,9 @@ def test_the_readme_has_the_papers_runs(runs: dict[str, LoadedRecipe]) -> None:
     assert any("Llama-3" in path for path, _, _ in settings)
 
 
-def test_the_readme_has_the_ablations_of_windows_and_lengths(
+def test_the_readme_has_the_ablation_of_lengths(
     runs: dict[str, LoadedRecipe],
 ) -> None:
-    for model in ("qwen3_8b", "qwen3_14b"):
-        recipe = runs[f"{model}_windows"].recipe
-        assert recipe.train is None
-        assert recipe.search.window_size == 1024
-        assert recipe.evaluate.windows == [256, 512, 1024, 2048, 4096]
     for model in MODELS:
         recipe = runs[f"{model}_longer"].recipe
         assert recipe.train is None

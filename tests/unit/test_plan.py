@@ -102,13 +102,6 @@ def test_layers_are_recomputed_and_the_output_head_is_not(case: Case) -> None:
     ("changes", "samples", "longest"),
     [
         ("evaluate={needle: {lengths: [512, 256], samples: 2, tasks: [vt, fwe]}}", 8, "512"),
-        ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], max_new_tokens: 32, "
-         "samples: 40}}", 40, "544"),
-        ("evaluate={needle: null, nolima: {data_dir: n, lengths: [512], depths: 2}}", 580, "704"),
-        ("evaluate={needle: null, mrcr: {data_dir: m, lengths: [512, 1024]}}", 600, "1,024"),
-        ("evaluate={needle: null, presets: [short], harness: {samples: 5}}", 0, "1,024"),
-        ("evaluate={needle: {tasks: [vt], lengths: [1024], samples: 2}, nolima: {data_dir: n, "
-         "lengths: [512], max_new_tokens: 32, samples: 40}}", 42, "544"),
     ],
 )  # fmt: skip
 def test_every_suite_counts_in_the_memory_and_processes_of_an_evaluation(
@@ -134,25 +127,6 @@ def test_generated_tokens_are_stated_as_the_sum_over_all_samples(case: Case) -> 
         ]
 
 
-@pytest.mark.parametrize(
-    ("harness", "samples", "expected"),
-    [
-        ("harness: {tasks: [gsm8k], samples: 7}", 7, "GSM8K: 7 documents of about 1,156 tokens"),
-        ("harness: {tasks: [aime25]}", 30, "AIME 2025: 30 documents of about 12,150 tokens"),
-        ("presets: [reasoning], harness: {settings: {aime25: {repeats: 64}}}",
-         500 + 30 * (4 + 64), "(the model reads the last 1,024), 64 answers each"),
-        ("harness: {tasks: [ifeval, gsm8k, drop]}", 1319,
-         "not counted, their samples are unknown: drop, ifeval"),
-    ],
-)  # fmt: skip
-def test_tasks_of_lm_eval_count_with_the_recipes_settings(
-    case: Case, harness: str, samples: int, expected: str
-) -> None:
-    cost = _costs(_load(case, f"evaluate={{needle: null, {harness}}}"))["original"]
-    assert cost.jobs == (samples,)
-    assert any(expected in fact for fact in cost.facts)
-
-
 def test_a_model_too_large_for_a_device_is_noted(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +144,7 @@ def test_counts_of_one_are_in_the_singular(case: Case) -> None:
     one = (
         "prepare.calibration.examples=1", "prepare.train_tokens=128", "train.total_tokens=128",
         "train.batch_tokens=128", "train.checkpoint_tokens=[]", "evaluate.rivals=[intr]",
-        "evaluate.windows=[16]", "evaluate.needle.tasks=[vt]", "evaluate.needle.samples=1",
+        "evaluate.needle.tasks=[vt]", "evaluate.needle.samples=1",
         "search.method=front", "search.points=[0.5]", "measure={lengths: [512], repeats: 1}",
     )  # fmt: skip
     text = "\n".join(plan_lines(_load(case, *one), "h100x1"))

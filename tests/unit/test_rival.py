@@ -17,17 +17,13 @@ from pipeline.recipe.load import load_recipe
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.cost import Cost, Devices
 from stages.evaluate import run as evaluate
-from stages.evaluate.answers import EvaluatedModel
 from stages.evaluate.rivals import rivals
 from stages.evaluate.scores import (
     named_rival,
-    named_window,
     rival_name,
-    window_name,
 )
 from stages.evaluate.stage import EvaluateConfig
 from stages.materialize.stage import MaterializeConfig
-from stages.original import run as original
 from stages.prepare.stage import PrepareConfig
 from stages.rival import run as rival
 from stages.rival.stage import RivalConfig
@@ -126,22 +122,6 @@ def test_a_rivals_hybrid_is_made_like_the_searchs_with_another_mask(
     assert HeadMaskFile.load(tmp_path / "mask" / "head_mask.json") == own
 
 
-def test_the_original_is_scored_under_its_identity(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that recipes with the same base model share its answers."""
-    model = ModelConfig(path="org/name", revision="abc", trust_remote_code=True)
-    config = StageConfig(EvaluateConfig(), model, 3, Runtime(), model_identity="hash")
-    calls = []
-    monkeypatch.setattr(
-        original, "evaluate_models",
-        lambda *given: calls.append(given) or SimpleNamespace(averages={"original": 0.5}),
-    )  # fmt: skip
-    assert original.run(config, {}, tmp_path) == {"original": 0.5}
-    evaluated = EvaluatedModel("original", model, "hash")
-    assert calls == [(config, [evaluated], TokenizerSpec("org/name", "abc", True), tmp_path)]
-
-
 def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_more(
     tmp_path: Path,
 ) -> None:
@@ -164,7 +144,6 @@ def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_m
             "search": SearchConfig(swa_ratio=0.5, window_size=200),
             "prepare": PrepareConfig.model_validate(prepare),
         },
-        model_identity="m",
     )
     choices, windows = [[0, 2], [2, 1]], (Window(200), Window(16))
     searched = HeadMaskFile.of(
@@ -179,7 +158,7 @@ def test_rivals_of_a_mask_of_several_windows_use_the_most_frequent_and_hold_no_m
         assert one.mask.windows == (Window(16),) and one.mask.swa_ratio == 0.75
         # 529 slots: one full head, one of 199, two of 15. With two sliding heads: 630.
         assert one.mask.mask.num_sliding == 3
-    assert len({one.identity for one in found}) == 2
+    assert len({one.mask and one.mask.mask for one in found}) == 2
 
 
 def test_the_last_checkpoint_of_a_trained_rival_is_scored(
@@ -221,10 +200,6 @@ def test_the_last_checkpoint_of_a_trained_rival_is_scored(
 
 
 def test_names_of_models_describe_them() -> None:
-    assert named_window(window_name(64)) == (None, 64)
-    assert named_window(window_name(64, "intr")) == ("intr", 64)
-    for name in ("other-window-64", "intr-window-", "hybrid", "tokens-64"):
-        assert named_window(name) is None
     assert named_rival(rival_name("intr", "tokens-1000")) == ("intr", 1000)
-    for name in ("tokens-1000", "intr", "intr-window-64", "other-tokens-1000", "intr-tokens-"):
+    for name in ("tokens-1000", "intr", "other-tokens-1000", "intr-tokens-"):
         assert named_rival(name) is None

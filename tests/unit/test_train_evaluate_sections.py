@@ -26,7 +26,6 @@ from tests.pipeline_case import Case
 TWO = {"NPROC_PER_NODE": "2"}
 FRONT = ("search.method=front", "prepare.calibration.examples=8")
 TASKS = "evaluate.harness={{tasks: {}}}"
-TREC = "[longbench_trec], max_length: 512, settings: {longbench_trec: "
 DEEPSPEED = "runtime.sharding=deepspeed"
 
 
@@ -113,14 +112,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "runtime.context_parallel=2", "varlen computes whole sequences only",
         "runtime.context_parallel=1", "runtime.attention=varlen",
     ),
-    "another window of several": (
-        "search.windows=[16,32]", "evaluate.windows: a mask with windows of 16 and 32",
-        "search.windows=[32]", *FRONT, "evaluate.windows=[8]",
-    ),
-    "a window of all positions": (
-        "evaluate.windows=[64,1024]", "evaluate.windows: 1,024 is not shorter",
-        "evaluate.windows=[64,1023]",
-    ),
     "no room for a prompt": (  # for the task with the longest answers
         "evaluate.needle={tasks: [vt, fwe], lengths: [50]}", "max_new_tokens: 50",
         "evaluate.needle={tasks: [vt, fwe], lengths: [51]}",
@@ -149,27 +140,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "evaluate.positions.length=1024",
     ),
     "no task": ("evaluate.harness={}", "evaluate.harness.tasks: names", TASKS.format("[gsm8k]")),
-    "settings of no task": (
-        TASKS.format("[gsm8k], settings: {mmlu: {}}"), "evaluate.harness.settings: mmlu is not",
-        TASKS.format("[gsm8k], settings: {gsm8k: {}}"),
-    ),
-    "settings of all of LongBench": (
-        TASKS.format("[longbench], max_length: 512, settings: {longbench: {}}"),
-        "evaluate.harness.settings: longbench", TASKS.format("[longbench], max_length: 512"),
-    ),
-    "another length of LongBench's answers": (
-        TASKS.format(TREC + "{generation_kwargs: {max_gen_toks: 7}}}"),
-        "evaluate.harness.settings: longbench_trec", TASKS.format(TREC + "{dataset_path: mine}}"),
-    ),
-    "an optional task that is none": (
-        TASKS.format("[gsm8k], optional: [mmlu]"), "evaluate.harness.optional: mmlu is not among",
-        TASKS.format("[gsm8k], optional: [gsm8k]"),
-    ),
-    "LongBench and an answer of 512 beyond the positions": (
-        TASKS.format("[longbench], max_length: 513"),
-        "evaluate.harness.max_length with a LongBench answer: 1,025",
-        TASKS.format("[longbench], max_length: 512"),
-    ),
 }  # fmt: skip
 
 
@@ -288,12 +258,11 @@ def test_files_that_a_task_needs_are_named(
 
 
 def test_missing_data_and_templates_of_an_evaluation_are_reported(case: Case) -> None:
-    """Data of a task that is not optional, and the tokenizer's template."""
+    """Data of a task, and the tokenizer's template."""
     needle = "evaluate.needle.tasks=[vt,qa_2]"
     template = f"the tokenizer in {case.model} has no chat template; set it to false"
     for overrides, said in (
         ([needle], ["evaluate.needle.data_dir: qa_2 needs"]),
-        ([needle, "evaluate.needle.optional=[qa_2]"], []),
         (["evaluate.chat_template=true"], [f"evaluate.chat_template: {template}"]),
         ([], []),
         (["evaluate=null"], []),
@@ -317,7 +286,7 @@ def test_a_length_without_room_for_a_chat_template_is_refused(tmp_path: Path) ->
         load_recipe(case.file, [chat, stretched.format(2048, 2048)], env={})
 
 
-def test_presets_add_their_tasks_and_named_tasks_stay_required(case: Case) -> None:
+def test_presets_add_their_tasks(case: Case) -> None:
     changes = ["evaluate.presets=[short]", "evaluate.harness.tasks=[gsm8k,aime24]"]
     evaluate = load_recipe(case.file, changes, env={}).recipe[EvaluateConfig]
     assert evaluate.harness is not None
@@ -329,8 +298,7 @@ def test_presets_add_their_tasks_and_named_tasks_stay_required(case: Case) -> No
         "hellaswag",
         "winogrande",
     ]
-    assert evaluate.harness.optional == ["mmlu", "ai2_arc", "hellaswag", "winogrande"]
-    titles = ["needle", "harness", "positions", "nolima", "mrcr", "helmet", "other"]
+    titles = ["needle", "harness", "positions", "other"]
     assert [suite_title(name) for name in titles] == [
-        "Needle", "Tasks of lm-eval", "Loss by position", "NoLiMa", "MRCR", "HELMET", "other",
+        "Needle", "Tasks of lm-eval", "Loss by position", "other",
     ]  # fmt: skip

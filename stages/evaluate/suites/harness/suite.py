@@ -1,8 +1,4 @@
-"""Tasks of lm-evaluation-harness on one rank: LongBench v1, GSM8K and all others.
-
-The model is loaded once for all suites. LongBench uses the harness's prompts, and the benchmark's
-truncation in the middle, which the harness lacks.
-"""
+"""Tasks of lm-evaluation-harness on one rank; the model is loaded once for all suites."""
 
 from __future__ import annotations
 
@@ -19,14 +15,11 @@ from transformers import LogitsProcessorList
 
 from bosch.errors import RunError, UserError
 from bosch.files import file_digest
-from bosch.model.cache import CACHE_NAME
-from data_prep.tasks import longbench
 from data_prep.tasks.samples import TAIL_CHARACTERS, tokenizer_digest
-from stages.evaluate.answers import Subtask, TaskGroup, digest_of
-from stages.evaluate.generation import NanCheck, Question, refuse_nan
-from stages.evaluate.shared_prompt import SharedPrompt
-from stages.evaluate.suite import Records, Suite, answer_record
-from stages.evaluate.suites.harness import ANSWER_TOKENS, PACKAGES, HarnessEvaluation
+from stages.evaluate.answers import Subtask, digest_of
+from stages.evaluate.generation import NanCheck, refuse_nan
+from stages.evaluate.suite import Records, Suite
+from stages.evaluate.suites.harness import PACKAGES, HarnessEvaluation
 from stages.evaluate.suites.harness.tasks import (
     load_tasks,
     local_files,
@@ -43,8 +36,6 @@ logger = logging.getLogger(__name__)
 CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
-# Stands for `max_length` in the digests of tasks that do not read it, as in older versions.
-_UNUSED_LENGTH = 31500
 # Benchmarks in which several questions may share one context.
 _SHARED_CONTEXTS = ("infinitebench_", "longbench_")
 # The address in a function's repr, which differs in every process.
@@ -60,7 +51,6 @@ class HarnessSuite(Suite):
     section: HarnessEvaluation
     _tasks: dict[Subtask, Any] = field(default_factory=dict)
     _requests: dict[Subtask, dict[int, list[Any]]] = field(default_factory=dict)
-    _questions: dict[Subtask, dict[int, Question]] = field(default_factory=dict)
     _drops_system_turn: bool = False
 
     @property
@@ -82,33 +72,22 @@ class HarnessSuite(Suite):
 
         Raises UserError when lm-eval is not installed or knows no such task.
         """
-        names = self.section.task_names
+        names = self.section.tasks
         manager = task_manager(names)
-        required = set(self.section.required)
-        refuse_unscorable(manager, [name for name in names if name in required])
+        refuse_unscorable(manager, names)
         for name in names:
             try:
                 loaded = load_tasks(manager, name, self.section)
+            except UserError:
+                raise
             except Exception as error:  # errors of a group's files, of any type
-                is_fault = isinstance(error, UserError)
-                if is_fault and name in required:
-                    raise
-                self.missing[name] = str(error) if is_fault else no_data(error)
+                self.missing[name] = no_data(error)
                 logger.warning("%s has no score: %s", name, self.missing[name])
                 continue
             self.missing |= loaded.missing
             self.groups |= loaded.groups
             for task_name, task in loaded.tasks.items():
                 self._add_task(manager, name, task_name, task)
-        loaded_names = {subtask.task for subtask in self._tasks}
-        if any(map(longbench.is_v1, loaded_names)):
-            self.groups |= {
-                name: TaskGroup(tuple(tasks)) for name, tasks in longbench.groups().items()
-            }
-            for name, parts in longbench.category_means().items():
-                if all(loaded_names.intersection(part) for part in parts):
-                    tasks = tuple(task for part in parts for task in part)
-                    self.groups[name] = TaskGroup(tasks, parts=tuple(map(tuple, parts)))
 
     def _add_task(self, manager: Any, listed_name: str, task_name: str, task: Any) -> None:
         """Add a task that the recipe's list names as `listed_name`, or the reason it is missing."""
@@ -136,14 +115,8 @@ class HarnessSuite(Suite):
             return None
         return (
             f"its answers of up to {most:,} tokens leave none of the model's {positions:,} "
-            f"positions for a prompt; set evaluate.harness.settings to {{{task.task_name}: "
-            f"{{generation_kwargs: {{{ANSWER_TOKENS}: …}}}}}}"
+            "positions for a prompt"
         )
-
-    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
-        is_longbench = longbench.task_of(subtask.task) is not None
-        answers = self._longbench_answers if is_longbench else self._harness_answers
-        return answers(subtask, indices, loaded)
 
     def note(self, subtask: Subtask) -> str:
         return subtask.task
@@ -156,7 +129,6 @@ class HarnessSuite(Suite):
             for key, value in task.dump_config().items()
             if key not in ("custom_dataset", "metadata")
         }
-        length = self.section.max_length if longbench.task_of(name) else _UNUSED_LENGTH
         return digest_of(
             {
                 "documents": json.dumps(documents, default=str, sort_keys=True),
@@ -169,7 +141,6 @@ class HarnessSuite(Suite):
                 "settings": _ADDRESS.sub("", json.dumps(settings, default=repr, sort_keys=True)),
                 "shots": [task.config.num_fewshot, _FEWSHOT_SEED],
                 "versions": installed_versions(PACKAGES),
-                "max_length": length,
                 "tokenizer": tokenizer_digest(self.tokenizer),
                 **({"chat": self.chat.digest} if self.chat is not None else {}),
             }
@@ -215,45 +186,7 @@ class HarnessSuite(Suite):
                 logger.warning("the chat template takes no system turn: descriptions are left out")
             return self.chat.text(without_system, add_generation_prompt)
 
-    def _longbench_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
-        """Records of the answers to the documents at `indices`, a batch at a time."""
-        name, task = str(longbench.task_of(subtask.task)), self._tasks[subtask]
-        new_tokens, is_samsum = longbench.TASKS[name].max_new_tokens, name == "samsum"
-        questions = self._questions.setdefault(subtask, {})  # the same for every model
-        for index in indices:
-            if index in questions:
-                continue
-            text = longbench.prompt(name, task.config.doc_to_text, task.eval_docs[index])
-            ids = self._longbench_ids(name, text, new_tokens)
-            questions[index] = Question(
-                index, np.asarray(ids, np.int32), [], text[-TAIL_CHARACTERS:]
-            )
-        chosen = [questions[index] for index in indices]
-        for batch in self.generated(
-            loaded, chosen, new_tokens, stop_at_newline=is_samsum, not_empty=is_samsum
-        ):
-            records = []
-            for question, output in batch:
-                document = task.eval_docs[question.index]
-                answers = [str(answer) for answer in document["answers"]]
-                score = longbench.score(name, output, answers, document["all_classes"])
-                scores = {"score,none": score}
-                records.append(answer_record(question, score, answers, output, scores=scores))
-            yield records
-
-    def _longbench_ids(self, name: str, text: str, new_tokens: int) -> list[int]:
-        """Ids of a prompt truncated so that prompt and answer fit into the model's positions."""
-        limit, positions = self.section.max_length, self.positions
-        while True:
-            ids = longbench.truncated_ids(self.tokenizer, text, limit)
-            if self.chat is not None and name not in longbench.NO_CHAT:
-                ids = self.chat.ids(ids)
-            excess = len(ids) + new_tokens - 1 - positions if positions is not None else 0
-            if excess <= 0 or limit <= excess:
-                return ids
-            limit -= excess
-
-    def _harness_answers(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
+    def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         """Records of the answers to the documents at `indices`, a chunk at a time."""
         from lm_eval.evaluator import evaluate
 
@@ -298,31 +231,16 @@ def _numbered(request: Any, number: int) -> Any:
 
 
 def language_model(loaded: Any, tokenizer: Any, batch_size: int) -> Any:
-    """The harness's interface to a loaded model; the common prefix of prompts is computed once.
-
-    lm-eval reads only the last logits of a row, so those of the prefix may be missing.
-    """
+    """The harness's interface to a loaded model, which refuses NaN logits."""
     from lm_eval.models.huggingface import HFLM
 
-    shared = SharedPrompt(loaded)
-
     class Model(HFLM):  # type: ignore[misc]
-        def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-            # Each token of an option is scored by the logits before it.
-            self._option_tokens = max((len(option) for _, _, option in requests), default=0)
-            return super()._loglikelihood_tokens(requests, *args, **kwargs)
-
         def _model_call(self, inps: Any) -> Any:
-            logits = shared.rest_logits(inps, self._option_tokens)
-            if logits is None:
-                logits = super()._model_call(inps)
+            logits = super()._model_call(inps)
             refuse_nan(logits)
             return logits
 
         def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
-            cache = shared.cache(context, kwargs["attention_mask"])
-            if cache is not None:
-                kwargs[CACHE_NAME] = cache
             nan_check = NanCheck()
             kwargs["logits_processor"] = LogitsProcessorList([nan_check])
             output = super()._model_generate(context, *args, **kwargs)
@@ -350,7 +268,7 @@ def _answer_tokens(options: Mapping[str, Any]) -> int:
     """The limit of an answer's tokens in lm-eval's generation options."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    return int(normalize_gen_kwargs(dict(options))[ANSWER_TOKENS])
+    return int(normalize_gen_kwargs(dict(options))["max_gen_toks"])
 
 
 def record_of(

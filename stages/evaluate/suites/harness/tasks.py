@@ -20,12 +20,9 @@ from typing import Any
 
 from bosch.errors import UserError
 from bosch.files import read_regular
-from data_prep.tasks import longbench
 from data_prep.text import decode_utf8
 from stages.evaluate.answers import TaskGroup
-from stages.evaluate.section import with_settings
 from stages.evaluate.suites.harness import NO_HARNESS, HarnessEvaluation
-from stages.inputs import is_hub_name
 
 logger = logging.getLogger(__name__)
 
@@ -62,38 +59,15 @@ class _Absent:
 
 def name_faults(section: HarnessEvaluation, where: str) -> Iterator[str]:
     """Tasks that lm-eval does not know, or that a run would refuse."""
-    names = section.required
-    unknown = _unknown(names)
+    unknown = _unknown(section.tasks)
     for name, similar in unknown.items():
         hint = f"did you mean {similar}? " if similar else ""
         yield f"{where}.tasks: lm-eval knows no task {name}; {hint}{_ALL_TASKS}"
-    not_longbench = [name for name in names if longbench.task_of(name) is None]
-    if not_longbench and not unknown:
+    if not unknown:
         try:
-            refuse_unscorable(task_manager(not_longbench), not_longbench)
+            refuse_unscorable(task_manager(section.tasks), section.tasks)
         except UserError as fault:
             yield str(fault)
-
-
-def without_files(names: Sequence[str], section: HarnessEvaluation) -> Iterator[str]:
-    """Tasks without local files, the first three by name."""
-    if not names:
-        return
-    manager = task_manager(names)
-    leaves = [leaf for name in names for leaf in leaf_configs(manager, name)]
-    absent = [
-        name
-        for name in leaves
-        if not local_files(
-            manager.task_index, name, section.data_dir, section.settings.get(name, {})
-        )
-    ]
-    if absent:
-        listed = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if absent[3:] else "")
-        yield (
-            f"{len(absent)} of {len(leaves)} tasks have no files below evaluate.harness.data_dir "
-            f"({listed}), and evaluate.harness.hub is off"
-        )
 
 
 def _unknown(names: Sequence[str]) -> dict[str, str | None]:
@@ -193,18 +167,6 @@ def leaf_configs(manager: Any, name: str) -> dict[str, Mapping[str, Any]]:
     return dict(of_name(name))
 
 
-def hub_tasks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Name and config of the hub dataset of each of the tasks that has one."""
-    manager = task_manager(names)
-    datasets = {}
-    for name in names:
-        config = leaf_configs(manager, name).get(name, {}) if name in manager.task_index else {}
-        dataset = str(config.get("dataset_path", ""))
-        if is_hub_name(dataset, Path("/")):
-            datasets[name] = dataset, str(config.get("dataset_name") or "default")
-    return datasets
-
-
 def refuse_unscorable(manager: Any, names: Sequence[str]) -> None:
     """Raise UserError for tasks that run a model's code, or lack a score in [0, 1] or a file."""
     for name in names:
@@ -232,19 +194,16 @@ def load_tasks(manager: Any, name: str, section: HarnessEvaluation) -> LoadedTas
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")
     loaded = LoadedTasks()
-    factory, settings = manager._factory, section.settings.get(name, {})
+    factory = manager._factory
     build_task = factory._build_task
 
     def build(entry: Any, overrides: Mapping[str, Any] | None) -> Any:
         """A task with its data; without data a placeholder, with the reason in `missing`."""
         try:
-            task_settings = {**settings, **section.settings.get(entry.name, {})}
-            changes = _changes(manager.task_index, entry, overrides or {}, task_settings, section)
+            changes = _changes(manager.task_index, entry, overrides or {}, section)
             random.seed(_DOCUMENT_SEED)  # worked examples are drawn when the task is created
             task = build_task(entry, changes)
             _seed_documents(task)
-            if task.config.repeats > 1:
-                score_all_answers(task)
             _check_task(task)
         except UserError:
             raise
@@ -276,20 +235,17 @@ def _changes(
     index: Mapping[str, Any],
     entry: Any,
     overrides: Mapping[str, Any],
-    settings: Mapping[str, Any],
     section: HarnessEvaluation,
 ) -> dict[str, Any]:
     """Settings of a task from outside its file: its groups, the recipe and its data."""
-    merged = with_settings({**entry.cfg, **overrides}, settings)
-    changes = {key: merged[key] for key in (*overrides, *settings)}
+    changes = dict(overrides)
     files = local_files(index, entry.name, section.data_dir, changes)
     if not files and not section.hub:
         raise FileNotFoundError(f"{section.data_dir} holds no files of {entry.name}")
     if files:
         splits = _splits({**entry.cfg, **changes})
-        check = longbench.check_record if longbench.task_of(entry.name) is not None else None
-        changes["custom_dataset"] = lambda **_: _datasets(files, splits, check)
-    if section.num_fewshot is not None and longbench.task_of(entry.name) is None:
+        changes["custom_dataset"] = lambda **_: _datasets(files, splits)
+    if section.num_fewshot is not None:
         changes["num_fewshot"] = section.num_fewshot
     return changes
 
@@ -298,37 +254,18 @@ def _seed_documents(task: Any) -> None:
     """Make a task's documents the same in every process and at each access."""
     for config in (task.config, task.config.fewshot_config):
         if callable(config.process_docs):
-            config.process_docs = _seeded(config.process_docs)
+            config.process_docs = seeded(config.process_docs)
 
 
-def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A task's function that draws the same numbers in every process and at each call."""
+
     @functools.wraps(process)
-    def seeded(dataset: Any) -> Any:
+    def with_seed(dataset: Any) -> Any:
         random.seed(_DOCUMENT_SEED)
         return process(dataset)
 
-    return seeded
-
-
-def score_all_answers(task: Any) -> None:
-    """Score a document by the mean over all its answers; lm-eval takes the first answer only.
-
-    Tasks that combine several answers themselves (majority vote) are left as they are.
-    """
-    from lm_eval.filters.selection import MajorityVoteFilter, TakeFirstFilter, TakeKFilter
-
-    score = task.process_results
-    for filters in (ensemble.filters for ensemble in task._filters):
-        kinds = [entry.func for entry in filters]
-        if kinds[-1] is TakeFirstFilter and MajorityVoteFilter not in kinds:
-            filters[-1] = functools.partial(TakeKFilter, k=task.config.repeats)
-
-    def mean(document: Any, results: Sequence[Any]) -> dict[str, float]:
-        answers = results[0] if isinstance(results[0], list) else results
-        scores = [score(document, [answer]) for answer in answers]
-        return {name: sum(score[name] for score in scores) / len(scores) for name in scores[0]}
-
-    task.process_results = mean
+    return with_seed
 
 
 def no_data(error: Exception) -> str:
@@ -379,16 +316,12 @@ def local_files(
 ) -> dict[str, Path]:
     """Files of a task below the data folder, by split; `changes` may name other splits.
 
-    LongBench: <folder>/longbench/<task>.jsonl, as its data.zip has them; others:
-    <folder>/<task>/<split>.jsonl. Without such files, those of a task on the same data whose name
-    is a prefix of `name` are used: those of gsm8k for gsm8k_cot.
+    They are <folder>/<task>/<split>.jsonl. Without such files, those of a task on the same data
+    whose name is a prefix of `name` are used: those of gsm8k for gsm8k_cot.
     """
     if data_dir is None:
         return {}
     root = Path(data_dir)
-    if longbench.task_of(name) is not None:
-        file = root / "longbench" / f"{name.removeprefix(longbench.PREFIX)}.jsonl"
-        return {"test": file} if file.is_file() else {}
     config = index[name].cfg
     splits = _splits({**config, **changes})
     words = name.split("_")
@@ -414,33 +347,20 @@ def _splits(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if isinstance(name, str))) or _SPLITS
 
 
-def _datasets(
-    files: Mapping[str, Path], splits: Sequence[str], check: Callable[[Any], None] | None
-) -> dict[str, Any]:
+def _datasets(files: Mapping[str, Path], splits: Sequence[str]) -> dict[str, Any]:
     """A dataset for each split; empty without a file, since a task may not need the split."""
     from datasets import Dataset
 
-    datasets = {
-        split: Dataset.from_list([_with_both_names(record) for record in read_records(path, check)])
-        for split, path in files.items()
-    }
+    datasets = {split: Dataset.from_list(read_records(path)) for split, path in files.items()}
     columns = next(iter(datasets.values())).column_names
     empty = Dataset.from_dict({name: [] for name in columns})
     return {split: datasets.get(split, empty) for split in splits}
 
 
-def _with_both_names(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of LongBench with `question` too, as some public copies call the field `input`."""
-    if "input" in record and "context" in record:
-        return {"question": record["input"], **record}
-    return record
-
-
-def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, which all have the same fields.
 
-    `check` raises ValueError for an object that the task cannot take. Raises ValueError with the
-    file and, for an invalid object, its line.
+    Raises ValueError with the file and, for an invalid object, its line.
     """
     try:
         content = read_regular(path)
@@ -459,11 +379,6 @@ def read_records(path: Path, check: Callable[[Any], None] | None = None) -> list
             raise ValueError(f"{path}, line {number}: not JSON ({reason})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number}: expected an object")
-        try:
-            if check is not None:
-                check(record)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
         records[number] = record
     # A dataset would fill in nulls, which a prompt shows as the text None.
     for name in dict.fromkeys(chain.from_iterable(records.values())):

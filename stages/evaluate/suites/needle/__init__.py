@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -16,9 +16,6 @@ from stages.fields import Count, Number, PathText, different
 from stages.formats import counted
 from stages.inputs import Hasher, Input, prose
 from stages.stage import LoadedRecipe
-
-# Bytes of a sample on disk besides 4 per token id: its answers and the end of its question.
-_RECORD_BYTES = 1000
 
 
 def _ruler_files(needle: NeedleEvaluation, folder: str | None, hasher: Hasher) -> dict[str, Any]:
@@ -59,9 +56,6 @@ class NeedleEvaluation(SuiteSection):
     data_dir: Annotated[PathText | None, Input(_ruler_files)] = None
     """Folder with the files that RULER downloads: squad.json (qa_1), hotpotqa.json (qa_2),
     english_words.json (cwe, where a length needs more words than there are)."""
-
-    optional: Annotated[list[RulerTask], AfterValidator(different)] = Field(default=[])
-    """Tasks that may lack their data: they then have no score, but a reason."""
 
     def new_tokens(self, task: str) -> int:
         """Tokens that a model may generate in a task."""
@@ -130,12 +124,8 @@ class NeedleEvaluation(SuiteSection):
     def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         for task in self.tasks:
             fault = missing_ruler_file(task, self.data_dir)
-            if fault is not None and task not in self.optional:
+            if fault is not None:
                 yield f"{where}.data_dir: {fault}"
-
-    def gaps(self, loaded: LoadedRecipe, tasks: Sequence[str] | None = None) -> Iterator[str]:
-        """Tasks of presets that lack a file; `missing` reports those the recipe names itself."""
-        yield from filter(None, (missing_ruler_file(task, self.data_dir) for task in tasks or ()))
 
     def work(self) -> tuple[list[Work], list[str]]:
         samples = self.samples * len(self.tasks)
@@ -143,7 +133,6 @@ class NeedleEvaluation(SuiteSection):
         work = [
             Work(
                 samples, samples * length, length, length, self.samples, generated,
-                stored_bytes=samples * (4 * length + _RECORD_BYTES),
             )
             for length in self.lengths
         ]  # fmt: skip

@@ -24,7 +24,7 @@ from data_prep.text import essay_identity, haystack_words
 from stages.evaluate.answers import Subtask, digest_of
 from stages.evaluate.generation import Question
 from stages.evaluate.suite import Records, Suite, answer_record
-from stages.evaluate.suites.needle import NeedleEvaluation, missing_ruler_file
+from stages.evaluate.suites.needle import NeedleEvaluation
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,7 @@ class NeedleSuite(Suite):
         data_dir = Path(self.section.data_dir) if self.section.data_dir is not None else None
         self._corpus = Corpus(haystack_words(self.section.essay_dir), data_dir)
         self._folders = {}
-        for task in self.section.optional:
-            if fault := missing_ruler_file(task, self.section.data_dir):
-                self.missing[task] = fault
-        tasks = [task for task in self.section.tasks if task not in self.missing]
-        for length, task in itertools.product(self.section.lengths, tasks):
+        for length, task in itertools.product(self.section.lengths, self.section.tasks):
             folder = SampleFolder(
                 self.samples_folder, task, length, self.section.new_tokens(task), self.seed,
                 self._corpus, self.tokenizer,
@@ -80,29 +76,19 @@ class NeedleSuite(Suite):
         """Make the samples of every `world`-th subtask.
 
         Raises UserError on all ranks for every task that does not fit, or whose data is missing or
-        damaged; an optional task becomes `missing` instead.
+        damaged.
         """
         own_subtasks = self.subtasks[self.rank :: self.world]
         with progress(len(own_subtasks) * self.section.samples, "RULER samples", "samples") as bar:
             for count in (1, self.section.samples):  # the first samples show what does not fit
                 faults = []
                 for subtask in own_subtasks:
-                    if subtask.task in self.missing:
-                        continue
                     try:
                         self._folders[subtask].make(count, bar.update)
                     except UserError as fault:
-                        faults.append((subtask.task, str(fault)))
-                faults = gather_object(faults)
-                required = [fault for task, fault in faults if task not in self.section.optional]
-                if required:
-                    raise UserError("\n".join(required))
-                self.missing |= dict(faults)
-        self._folders = {
-            subtask: folder
-            for subtask, folder in self._folders.items()
-            if subtask.task not in self.missing
-        }
+                        faults.append(str(fault))
+                if faults := gather_object(faults):
+                    raise UserError("\n".join(faults))
 
     def answer(self, subtask: Subtask, indices: Sequence[int], loaded: Any) -> Records:
         chosen, new_tokens = set(indices), self.section.new_tokens(subtask.task)
