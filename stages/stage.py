@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -196,14 +196,6 @@ class LoadedRecipe:
     @property
     def present(self) -> list[Stage[Any]]:
         return [stage for stage in self.stages if getattr(self.recipe, stage.key) is not None]
-
-    def up_to(self, name: str) -> LoadedRecipe:
-        """The recipe with only the stage `name` and all stages that it needs, also indirectly."""
-        names = {name}
-        for stage in reversed(self.stages):
-            if stage.name in names:
-                names.update(stage.needs or ())
-        return replace(self, stages=tuple(stage for stage in self.stages if stage.name in names))
 
     @property
     def output_root(self) -> Path:

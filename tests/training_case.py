@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from bosch import ranks
 from bosch.heads import HeadMask
 from bosch.model.materialize import materialize
 from bosch.window import Window
@@ -176,10 +175,8 @@ def _kill_self_at(step: int) -> None:
 def main() -> Path:
     """Train as the command line and the environment say; returns the work directory."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    if "KILL_AT_STEP" in os.environ:
-        ranks.REPORT_SECONDS = 1.0  # what the others wait for the one that is killed
-        if os.environ.get("RANK", "0") == os.environ["KILL_RANK"]:
-            _kill_self_at(int(os.environ["KILL_AT_STEP"]))
+    if "KILL_AT_STEP" in os.environ and os.environ.get("RANK", "0") == os.environ["KILL_RANK"]:
+        _kill_self_at(int(os.environ["KILL_AT_STEP"]))
     work_dir = Path(sys.argv[2])
     train_here(Path(sys.argv[1]), work_dir, **json.loads(sys.argv[3]))
     return work_dir

@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(loaded: LoadedRecipe, options: argparse.Namespace) -> int:
     """Run the stages and print where the results are; returns 1 if a task has no score."""
     force = tuple(options.force)
-    choice = RunOptions(options.until, options.start, force, options.wait, options.dry_run)
+    choice = RunOptions(options.until, options.start, force, options.wait)
     runner = Runner(loaded, choice)
     if options.dry_run:
         states = [state for state in runner.states() if state.node.name in runner.chosen]

@@ -50,13 +50,12 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `bosch run`: the first and last stage, forced stages, `--wait`, `--dry-run`."""
+    """Options of `bosch run`: the first and last stage, forced stages, `--wait`."""
 
     until: str | None = None
     start: str | None = None
     force: tuple[str, ...] = ()
     wait: bool = False
-    dry: bool = False
 
 
 class Runner:

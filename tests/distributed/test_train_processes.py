@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from bosch import ranks
 from bosch.files import file_digest
 from bosch.model.loading import load_config
 from bosch.objective.decoder_shape import DecoderShape
@@ -364,7 +363,6 @@ def slow_training(case: str, work_dir: str, changes: str, slow: str) -> None:
 
         return wait_and_run
 
-    ranks.REPORT_SECONDS = 1.0
     decisions.MIN_STEP_TIMEOUT, decisions.TIMEOUT_FACTOR = 5 / 60, 0
     if slow == "save":
         RestartPoints.publish = delayed(RestartPoints.publish, 6.0)  # type: ignore[method-assign]
