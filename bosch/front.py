@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bosch.errors import UserError
 from bosch.files import load_user_json, write_json
-from bosch.heads import MAX_HEADS, FieldTypes, HeadMask, typed_fields
+from bosch.heads import FieldTypes, HeadMask, typed_fields
 from bosch.window import MAX_WINDOWS, Window, Windows, rising_menu, window_menu
 
 FORMAT = 1
@@ -264,7 +264,7 @@ def _from_content(content: object) -> Front:
         raise ValueError(f"format is {number!r:.60}, this version reads format {FORMAT}")
     values = typed_fields(content, _FRONT_TYPES)
     layers, heads = values["num_layers"], values["num_key_value_heads"]
-    if not 1 <= heads <= MAX_HEADS or layers < 1:
+    if heads < 1 or layers < 1:
         raise ValueError(f"{layers:,} layers of {heads:,} KV heads; that is no model")
     if len(values["points"]) > MAX_POINTS:
         raise ValueError(f"{len(values['points']):,} points, a front has at most {MAX_POINTS:,}")

@@ -4,8 +4,7 @@ A shard is a folder with `ids.int32`, the concatenated token ids of its document
 `documents.npy`, for each document [tokens, UTF-8 bytes of its text]. Tokens include the closing
 end-of-text token; both are 0 for a document that the filters leave out. `whole.json` has the
 SHA-256 of both, and what is wrong with the records that were skipped. The folder is renamed into
-place when it is complete, unless a file of its part has changed since the source was listed. A
-shard's content does not depend on other shards.
+place when it is complete. A shard's content does not depend on other shards.
 """
 
 from __future__ import annotations

@@ -181,7 +181,6 @@ def test_a_file_accepts_numpys_numbers(tmp_path: Path) -> None:
         ("one", {"swa_ratio": 2.0}, "swa_ratio is 2.0, expected a share"),
         ("one", {"swa_ratio": -0.5}, "swa_ratio is -0.5, expected a share"),
         ("one", {"swa_ratio": float("nan")}, "swa_ratio is nan, expected a finite"),
-        ("one", {"num_key_value_heads": 10**9}, "heads is 1000000000; that is no model"),
         ("one", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ("one", {"score": 10**400}, "score is 1.*expected a finite number below"),
         ("one", {"sinks": 2**31}, "expected fewer than 2.31 in all"),
