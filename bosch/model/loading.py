@@ -95,9 +95,10 @@ def load_model(
         return _empty_model(config, options)
     if os.path.isdir(name):
         check_faults(weight_faults(Path(name)))
-    on_gpu = device is not None and torch.device(device).type == "cuda"
-    if on_gpu and importlib.util.find_spec("accelerate") is not None:
-        # Weight by weight onto the GPU; else each process would hold the model in host memory.
+    kind = None if device is None else torch.device(device).type
+    if kind == "meta" or (kind == "cuda" and importlib.util.find_spec("accelerate") is not None):
+        # Weight by weight onto the GPU; else each process would hold the model in host memory. On
+        # the meta device only the headers of the files are read.
         options["device_map"] = {"": device}
     try:
         loaded: Any = auto_class(config).from_pretrained(
@@ -113,7 +114,7 @@ def load_model(
         raise UserError(f"{name}: cannot load the model: {_line(error)}") from error
     model, info = loaded
     check_weights(name, model, info)
-    if device is not None:
+    if device is not None and kind != "meta":
         model.to(device)
     _copy_cpu_weights(model)
     return model.eval()

@@ -119,6 +119,7 @@ STAGE = Stage(
     field=Field(default_factory=MaterializeConfig, description="The hybrid model's directory."),
     needs=("search",),
     checks=_faults,
+    slow_checks="stages.materialize.weights:weight_faults",
     model="weights",
     cost="stages.materialize.cost:cost",
 )

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from bosch.errors import UserError
 from bosch.model.loading import load_config
 from data_prep.documents.tokenizer import TokenizerSpec, load_tokenizer
 from pipeline.recipe.load import load_recipe
+from stages.materialize.weights import weight_faults
 from tests.pipeline_case import Case, truncate, write_safetensors
+from tests.tiny_data import save_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -183,3 +188,30 @@ def test_a_damaged_vocabulary_is_reported(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=r"vocab\.json cannot be read as JSON"):
         load_tokenizer(TokenizerSpec(str(tmp_path)))
+
+
+def _renamed(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda weights: {prefix + name: value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_renamed("_orig_mod."), "weights are missing or of another shape"),
+        (_renamed("module."), "weights are missing or of another shape"),
+        (lambda w: {**w, "model.norm.weight": torch.zeros(0)}, "model.norm.weight first"),
+        (lambda w: {**w, "v_head.summary.weight": torch.zeros(1, 4)}, "have no place in the model"),
+        (lambda w: w, None),
+    ],
+)
+def test_validate_compares_the_headers_of_weights_with_the_model(
+    change: Callable[[dict[str, Any]], dict[str, Any]], expected: str | None, tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    info = SimpleNamespace(directory=folder)
+    model = SimpleNamespace(loading={})
+    faults = list(weight_faults(SimpleNamespace(info=info, recipe=SimpleNamespace(model=model))))  # type: ignore[arg-type]
+    assert len(faults) == (expected is not None)
+    assert expected is None or (expected in faults[0] and faults[0].startswith("model.path: "))
