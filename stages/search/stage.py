@@ -141,15 +141,6 @@ class SearchConfig(Section):
         assert self.window_size is not None
         return (Window(self.window_size, self.sinks),)
 
-    def by_method(self, method: str) -> Self:
-        """The section with another method; methods for one window use the widest of several."""
-        entry, changes = METHODS[method], dict[str, object](method=method, mask=None)
-        if not entry.several_windows:
-            changes |= {"windows": None, "window_size": self.window.size}
-        if not entry.finds_front:
-            changes["points"] = None
-        return self.model_copy(update=changes)
-
     @property
     def menu_field(self) -> str:
         """The dotted path of the field with the windows."""
@@ -292,7 +283,7 @@ def _budget_faults(loaded: LoadedRecipe) -> Iterator[str]:
         length = loaded.recipe[PrepareConfig].calibration.length
         cache = search.request_cache(kinds, loaded.recipe.model.dtype, length)
         finds_front = METHODS[search.method].finds_front
-        faults = []
+        faults: list[str] = []
         if search.budget is not None or finds_front:
             faults += _window_cost_faults(search, cache)
         if finds_front:

@@ -109,7 +109,7 @@ def test_points_are_between_the_smallest_window_and_the_original() -> None:
     named = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], points=[0.1, 0.25, 0.57])
     assert point_slots(named, cache) == (160, 400, 912)
     assert search.budgets_in_slots(named, cache) == SlotBudgets(100, (160, 400, 912), 400)
-    one = named.by_method("bosch")
+    one = SearchConfig(method="bosch", swa_ratio=0.5, window_size=32)
     assert search.budgets_in_slots(one, cache) == SlotBudgets(100)
 
 

@@ -148,15 +148,9 @@ def test_the_fewest_sliding_heads_that_fit_a_budget() -> None:
         sliding_ratio(cache, Window(11), 1)
 
 
-def test_overrides_may_change_the_method_and_its_settings() -> None:
-    front = SearchConfig(method="front", swa_ratio=0.5, windows=[8, 32], sinks=2, points=[0.5])
-    one = front.by_method("bosch")
-    assert (one.windows, one.window_size, one.points) == (None, 32, None)
-    assert one.menu == (Window(32, 2),) and one.menu_field == "search.window_size"
-    given = front.by_method("given")
-    assert (given.windows, given.points, given.menu_field) == ([8, 32], None, "search.windows")
-    assert front.by_method("front") == front and front.window == Window(32, 2)
-    assert front.settings(3).seed == 3 and front.settings(3).swa_ratio == 0.5
+def test_settings_take_the_sections_values_before_the_recipes() -> None:
+    section = SearchConfig(swa_ratio=0.5)
+    assert section.settings(3).seed == 3 and section.settings(3).swa_ratio == 0.5
     own = SearchConfig(swa_ratio=0.5, seed=0, buckets=[0, 1]).settings(3, 0.25)
     assert (own.seed, own.swa_ratio, own.buckets) == (0, 0.25, (0, 1))
 
