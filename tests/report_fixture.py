@@ -44,7 +44,6 @@ AVERAGES = {
     HYBRID: 31.0,
     "tokens-1000000": 78.5,
     "tokens-4000000": 96.0,
-    f"{HYBRID} @ 8.5 %": 20.0,
     "intr-tokens-4000000": 5.0,
 }
 CORPUS = {"name": "pydoc topics of Python 3", "words": 70_000, "sha256": "c" * 64}
