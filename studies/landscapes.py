@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from bosch.budget import swa_budget
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import CanWin, Evaluation, GateGradient
+from bosch.objective.evaluation_log import Evaluation, GateGradient
 from bosch.search.runs import run_method
 from bosch.search.settings import SearchSettings
 from studies import studied_model
@@ -109,16 +109,11 @@ class Landscape:
         value = self.form.value(mask.is_full.reshape(-1))
         return (self.best - value) / (self.best - self.mean)
 
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
-        """Costs one pass, or half of one if it ends early."""
+    def evaluate(self, mask: HeadMask) -> Evaluation:
+        """Costs one pass."""
         value = self.form.value(mask.is_full.reshape(-1))
         value = (value - self.low) / (self.high - self.low)
         score = float(np.clip(np.floor(value / QUANTUM + 1e-9) * QUANTUM, 0.0, 1.0))
-        bound = Evaluation(min(1.0, score + 4 * QUANTUM), 0.5 * (value - 4), is_bound=True)
-        if can_win is not None and not can_win(bound.score, 4 * value):
-            return Evaluation(bound.score, 4 * value, 0.0, 0.5, 1.0, is_bound=True)
         return Evaluation(score, 4 * (value - 2))
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:

@@ -33,7 +33,7 @@ PLANS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "measure={lengths: [4k, 32k], batch_size: 2}", "rival={method: intr}",
     )),
     ("qwen3_30b_a3b_r075", "a100x7", (
-        "search.method=bosch", "search.race=true", "search.swa_ratio=null",
+        "search.method=bosch", "search.swa_ratio=null",
         "search.budget={kv_cache: 0.3 @ 64k}",
         "evaluate.harness={tasks: [gsm8k], samples: 100}",
         "evaluate.presets=[long,reasoning]",

@@ -109,14 +109,14 @@ def publish_front(root: Path) -> dict[str, Path]:
         HeadMaskFile.of(
             mask, front.windows, model="m", method="front", swa_ratio=mask.swa_ratio
         ).save(folder / HEAD_MASK)
-    # A search by swaps. The second evaluation has no log-likelihood, the fifth no best score; the
-    # fifth and sixth ended early, and the final mask was evaluated fourth.
+    # A search by swaps. The second evaluation has no log-likelihood; the final mask was evaluated
+    # fourth.
     phases = ("anchors", "anchors", "start", "swaps", "swaps", "swaps", "final")
     searched = json.loads((inputs["search"] / SearchSummary.FILE).read_text())
     searched["trace"] = [
         {"phase": phase, "step": step, "subproblem": phase, "score": step / 10,
-         "log_likelihood": -step, "best_score": 0.7 if step != 5 else None,
-         "is_bound": step in (5, 6), "mask": mask.key if step in (4, 6) else "another"}
+         "log_likelihood": -step, "best_score": 0.7,
+         "mask": mask.key if step in (4, 6) else "another"}
         for step, phase in enumerate(phases, start=1)
     ]  # fmt: skip
     SearchSummary.model_validate(searched).write(inputs["search"])
@@ -236,7 +236,7 @@ def _search(folder: Path, layers: int, heads: int, rng: random.Random) -> None:
         "anchors": {"all_sliding": 0.02, "all_full": 1.0},
         "best_score": 0.92, "best_log_likelihood": -0.41, "evaluations": len(trace),
         "model_seconds": 171.0, "solver_seconds": 4.0, "full_forward_equivalents": 143.2,
-        "naive_full_forward_equivalents": float(len(trace)), "layer_importance": importance,
+        "layer_importance": importance,
         "trace": trace, "notes": ["Algorithm 1: 2 layers tie at score 1."],
     }  # fmt: skip
     SearchSummary.model_validate(summary).write(folder)
@@ -256,7 +256,6 @@ def _evaluate_subproblem(
             {
                 "phase": phase, "step": len(trace) + 1, "subproblem": name, "score": score,
                 "log_likelihood": -0.2 - 9 * (1 - score), "best_score": best, "mask": "",
-                "is_bound": False,
             }
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 
 from bosch.heads import HeadMask
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationContext, EvaluationLog
+from bosch.objective.evaluation_log import Evaluation, EvaluationContext, EvaluationLog
 from bosch.search.evaluator import Evaluator
 from stages.context import ModelConfig, Runtime, StageConfig
 from stages.search.stage import SearchConfig
@@ -31,12 +31,10 @@ class Additive:
         self.costs = np.asarray(costs, dtype=float)
         self.num_layers, self.num_key_value_heads = self.costs.shape
         self.score = score
-        self.calls: list[tuple[str, int]] = []
+        self.calls: list[str] = []
 
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
-        self.calls.append((mask.key, shared_layers))
+    def evaluate(self, mask: HeadMask) -> Evaluation:
+        self.calls.append(mask.key)
         lost = float(self.costs[~mask.is_full].sum())
         steps = round(max(0.0, 1.0 - lost) / self.quantum)
         score = self.score(mask) if self.score else steps * self.quantum

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import CanWin, Evaluation, GateGradient
+from bosch.objective.evaluation_log import Evaluation, GateGradient
 from bosch.window import Window
 from studies.landscapes import GRADIENT_PASSES, QUANTUM, Groups, Landscape
 
@@ -75,13 +75,10 @@ class WindowLandscape:
         units = self.num_layers * self.num_key_value_heads
         return np.array(list(product(range(len(self.windows) + 1), repeat=units)))
 
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
+    def evaluate(self, mask: HeadMask) -> Evaluation:
         value = float(self.value(mask.choices.reshape(-1)))
         score = float(np.clip(np.floor(value / QUANTUM + 1e-9) * QUANTUM, 0.0, 1.0))
-        lost = can_win is not None and not can_win(score, value)
-        return Evaluation(score, value, 0.0, 0.5 if lost else 1.0, 1.0, is_bound=lost)
+        return Evaluation(score, value)
 
     def window_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Changes of the value by each choice of each unit, times the noise of unit and share."""

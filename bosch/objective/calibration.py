@@ -16,8 +16,8 @@ from bosch.files import read_regular
 
 # An id of six digits takes eight bytes with comma and blank; the rest is for other fields.
 MAX_TOKENS = 120_000_000
-# A search measures the set in at most MAX_ROUNDS rounds, between which an evaluation can end early.
-MAX_ROUNDS = 8
+# A gradient is taken over one of at most this many parts of the set, in turn.
+PARTS = 8
 
 
 @dataclass(frozen=True)

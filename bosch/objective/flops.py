@@ -21,8 +21,6 @@ from bosch.window import Window, Windows, block_size, window_menu
 
 # Families' names of a layer's token-wise blocks, in order.
 FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
-# Families' names of a norm after the feed-forward block, before the residual sum.
-_NORMS_AFTER = ("post_feedforward", "post_ffn", "post_mlp", "post_norm2")
 # Families with parallel attention and feed-forward blocks; in some others it is configured.
 _PARALLEL_BLOCKS = ("cohere", "cohere2", "cohere2_moe", "phi")
 
@@ -35,20 +33,11 @@ class LayerFlops:
     key_value: int
     output: int
     feed_forward: int
-    gate: int = 0  # part of `query` that is computed again when attention is reused
-    # Recomputed twice in a gradient: blocks whose output is needed; less a last map that is in no
-    # block, which is not recomputed.
-    recompute_extra: int = 0
 
     @property
     def linear(self) -> int:
         """Operations of all four maps."""
         return self.query + self.key_value + self.output + self.feed_forward
-
-    @property
-    def after_attention(self) -> int:
-        """Operations of the maps after the attention itself."""
-        return self.output + self.feed_forward + self.gate
 
 
 class Flops:
@@ -62,9 +51,7 @@ class Flops:
         self.layers = [
             _attention_layer(layer, text, family)
             if number in kinds.full or number in kinds.windows
-            else LayerFlops(
-                0, 0, 0, _all_linear(layer, text), recompute_extra=_recompute_extra(layer, text)
-            )
+            else LayerFlops(0, 0, 0, _all_linear(layer, text))
             for number, layer in enumerate(layers)
         ]
         # Maps of the decoder outside its layers, like Gemma 4's per-layer embeddings.
@@ -103,22 +90,13 @@ class Flops:
         """Operations of the attention of a layer with every head under every choice."""
         return self.per_pair * self.num_key_value_heads * sum(pairs)
 
-    def dense_attention(self, queries: int, length: int) -> int:
-        """Operations of a layer's attention with `queries` positions over `length` keys each."""
-        return self.per_pair * self.num_key_value_heads * queries * length
-
     def whole_pass(self, mask: HeadMask, batch: Batch) -> int:
-        """Operations of a pass with nothing reused; the output head only at the answers."""
+        """Operations of a pass with the output head only at the answers."""
         pairs = self.pairs(*batch.input_ids.shape)
         linear = self.all_linear * batch.positions
         attention = sum(self.attention(row, pairs) for row in mask.choices)
         own_attention = sum(self._own_attention(layer, batch) for layer in self.own_windows)
         return linear + attention + own_attention + self.output_head * len(batch.answers)
-
-    def other_layer(self, layer: int, batch: Batch) -> int:
-        """Operations of a decoder layer without full attention."""
-        own_attention = self._own_attention(layer, batch) if layer in self.own_windows else 0
-        return self.layers[layer].linear * batch.positions + own_attention
 
     def _own_attention(self, layer: int, batch: Batch) -> int:
         """Operations of the attention of a layer that slides in the base model."""
@@ -128,10 +106,10 @@ class Flops:
     def gradient(self, batch: Batch, *, recompute: bool = True) -> int:
         """Operations of a gate gradient: attention of every choice, no gradients of weights.
 
-        With `recompute` the backward pass recomputes every layer that it reaches (without its last
-        map, if that is in no block), and twice a feed-forward block whose output it needs. Backward
-        through a linear map costs as much as forward, through attention 2.5 times as much. It ends
-        at the attention outputs of the lowest full layer, without blocks parallel to them.
+        With `recompute` the backward pass recomputes every layer that it reaches, whole: torch may
+        leave out a layer's last map. Backward through a linear map costs as much as forward,
+        through attention 2.5 times as much. It ends at the attention outputs of the lowest full
+        layer, without blocks parallel to them.
         """
         first, above = self._first_full, self.layers[self._first_full :]
         lowest = above[0]
@@ -147,10 +125,7 @@ class Flops:
         backward += ((count - 1) * attention + own_reached) * 5 // 2
         recomputed = 0
         if recompute:
-            extra = sum(layer.recompute_extra for layer in above)
-            # Then nothing after the lowest attention needs its projected output.
-            extra -= parallel + lowest.output if self._is_parallel else 0
-            recomputed = reached + extra * batch.positions + count * attention + own_reached
+            recomputed = reached + count * attention + own_reached
         return forward + recomputed + backward + 2 * self.output_head * len(batch.answers)
 
 
@@ -175,23 +150,7 @@ def _attention_layer(layer: nn.Module, text: Any, family: families.Family) -> La
         key_value = linear_flops(attention.k_proj, text) + values
     query = linear - key_value - output  # with the projection of a gate
     feed_forward = _all_linear(layer, text) - linear
-    gate, extra = query if family.gated else 0, _recompute_extra(layer, text)
-    return LayerFlops(query, key_value, output, feed_forward, gate, extra)
-
-
-def _recompute_extra(layer: nn.Module, text: Any) -> int:
-    # Recomputation ends before the last block, unless a norm needs that block's output.
-    blocks = [getattr(layer, name, None) for name in FEED_FORWARD]
-    costs = [_all_linear(block, text) for block in blocks if block is not None]
-    if not costs:
-        # OPT may have norms after the blocks; they need the last map's output.
-        maps = [linear_flops(module, text) for module in layer.modules()]
-        return -[cost for cost in maps if cost][-1] * getattr(layer, "do_layer_norm_before", True)
-    norm_follows = any(
-        name.startswith(_NORMS_AFTER) and "Norm" in type(module).__name__
-        for name, module in layer.named_children()
-    )
-    return sum(costs if norm_follows else costs[:-1])
+    return LayerFlops(query, key_value, output, feed_forward)
 
 
 def _all_linear(module: nn.Module, text: Any) -> int:

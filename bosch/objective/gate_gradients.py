@@ -30,7 +30,7 @@ def gate_gradients(
     mask: HeadMask,
     layouts: Sequence[HeadLayout],
     *,
-    recompute: bool,
+    recompute: bool = False,
 ) -> Tensor:
     """Gradient [L, HKV, K] of the answers' summed log-probability, on the CPU as float64.
 
@@ -50,12 +50,11 @@ def gate_gradients(
         if recompute:
             stack.enter_context(recompute_layers(model))
         stack.enter_context(torch.enable_grad())
-        hidden = final_states(model.get_decoder(), batch, device)
-        rows, columns, answers = (
-            places.to(device) for places in (batch.rows, batch.columns, batch.answers)
-        )
+        hidden = final_states(model.get_decoder(), batch.input_ids, device)
+        rows, columns = batch.rows.to(hidden.device), batch.columns.to(hidden.device)
         logits = answer_logits(model, hidden[rows, columns])
-        log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers[:, None])
+        answers = batch.answers.to(logits.device)[:, None]
+        log_probabilities = torch.log_softmax(logits, dim=-1).gather(1, answers)
         (gradient,) = torch.autograd.grad(log_probabilities.sum(), gates)
     return gradient.double().cpu()
 
@@ -66,7 +65,7 @@ def blended_attention(gates: Tensor, layouts: Sequence[HeadLayout]) -> Attend:
     def attend(module: nn.Module, call: AttentionCall) -> Tensor:
         *others, narrowest = (compute_attention(call._replace(layout=layout)) for layout in layouts)
         shares = gates.repeat_interleave(call.query.shape[1] // len(gates), dim=0)
-        shares = shares.to(narrowest.dtype)
+        shares = shares.to(narrowest)
         blended = narrowest
         for share, output in zip(shares.unbind(1), others, strict=True):
             blended = blended + share[:, None] * (output - narrowest)

@@ -1,4 +1,4 @@
-"""Memory of the activations of a batch, and the memory left for reuse.
+"""Memory of the activations of a batch.
 
 Small factors count tensors that exist at the same time. T tokens of an example, W window.
 """
@@ -10,21 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from bosch.attention.causal import DENSE_MASK_ENTRIES
-from bosch.errors import RunError
-from bosch.hardware import free_host_memory
 from bosch.model.interface import attention_modules, head_state
 from bosch.objective.block_bytes import BlockBytes
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.window import Window, Windows, block_size, window_menu
-
-# Share that an allocator loses between blocks, and share left to other programs of the machine.
-_SHARE_OF_DEVICE = 0.85
-_SHARE_OF_HOST = 0.5
-# Tokens of an example in one piece of the feed-forward backward pass.
-RECOMPUTED_TOKENS = 512
+from bosch.window import Window, block_size
 
 
 @dataclass(frozen=True)
@@ -59,14 +49,6 @@ class ActivationSizes:
     def state(self, tokens: int) -> int:
         """Bytes of this process's part of the hidden states of `tokens`."""
         return self._local(tokens) * self.shape.hidden * self.value_bytes
-
-    def layer_entry(self, tokens: int, windows: int) -> int:
-        """Bytes that reuse stores for a layer: its input and its attention for every choice.
-
-        `windows` is the number of windows.
-        """
-        outputs = (1 + windows) * self._per_shard(self.shape.query_size)
-        return self._local(tokens) * (self.shape.hidden + outputs) * self.value_bytes
 
     def plain_pass(self, rows: int, length: int) -> int:
         """Peak bytes of activations in a pass over `rows` sequences of `length` without gradients.
@@ -105,8 +87,7 @@ class ActivationSizes:
             attention += feed_forward
             other_block += feed_forward * bool(other_block)
         attention += self._score_gradients(rows, length)
-        piece = self.sharing * rows * min(length, RECOMPUTED_TOKENS)
-        saved += max(self._block_bytes(piece, "both_feed_forward"), other_block)
+        saved += max(self._block_bytes(tokens, "both_feed_forward"), other_block)
         saved += 6 * self.state(tokens)
         peak = max(attention, max(plain, saved) + 2 * self.state(tokens))
         return self.shape.layers * self.state(tokens) + math.ceil(peak)
@@ -181,20 +162,6 @@ class ActivationSizes:
         near = sum(min(length, self._local(length) + 2 * window) for window in windows)
         return 2 * self.shape.key_value_size * rows * (6 * length + 4 * near)
 
-    def gradient_without_recompute(self, rows: int, length: int, *windows: int) -> int:
-        """Bytes of a gate gradient that stores the activations of every layer.
-
-        Per layer, what its backward pass needs; and what the backward pass through one attention or
-        one block adds.
-        """
-        tokens, layer = rows * length, self._saved(rows, length, (None, *windows))
-        attention = self._attention(rows, length, windows) - layer
-        attention -= self._block_bytes(tokens, "norms")
-        added = max(attention, self._block_bytes(tokens, "added"))
-        saved = self.shape.full_layers * layer + self._saved_by_own_windows(rows, length)
-        saved += self.shape.layers * self._block_bytes(tokens, "saved")
-        return 2 * self.state(tokens) + math.ceil(saved + added)
-
     def _block_bytes(self, tokens: int, name: str) -> int:
         """This process's bytes for `tokens` of a field of `blocks`."""
         return math.ceil(self._local(tokens) * getattr(self.blocks, name) / self.shards)
@@ -219,37 +186,9 @@ class ActivationSizes:
         return -(-width // self.shards)
 
 
-def activation_sizes(model: Any, shards: int = 1, sharing: int = 1) -> ActivationSizes:
+def activation_sizes(model: Any) -> ActivationSizes:
     """Sizes of a loaded decoder; for a mixture of experts, of the experts that a token visits."""
     shape = DecoderShape.of(model.config)
     state = head_state(attention_modules(model)[0])
     attention = "auto" if state is None else state.backend
-    return ActivationSizes.of(shape, model.dtype.itemsize, shards, sharing, attention)
-
-
-def reuse_room(
-    model: Any,
-    windows: Windows,
-    rows: int,
-    length: int,
-    *,
-    processes: int = 1,
-    shards: int = 1,
-    sharing: int = 1,
-) -> int:
-    """Bytes that this process may cache between passes of batches of `rows` x `length` tokens.
-
-    On a CPU, `processes` share the machine's memory. Call it after the model is loaded.
-    """
-    sizes = [window.size for window in window_menu(windows)]
-    needed = activation_sizes(model, shards, sharing).gradient(rows, length, *sizes)
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-        free += torch.cuda.memory_reserved(model.device)
-        free -= torch.cuda.memory_allocated(model.device)
-        return max(0, int(_SHARE_OF_DEVICE * free) - needed)
-    try:
-        free = free_host_memory()
-    except RunError as error:
-        raise RunError(f"{error}: set runtime.reuse_memory to a size") from error
-    return max(0, int(_SHARE_OF_HOST * (free / processes - needed)))
+    return ActivationSizes.of(shape, model.dtype.itemsize, attention=attention)

@@ -274,10 +274,8 @@ class _Search:
         self._tried.add(bits.tobytes())
         best = track.best
         self.left -= 1
-        evaluation = self.evaluator.evaluate(
-            self._mask(bits), phase, subproblem, can_win=best.beaten_by
-        )
-        won = best.beaten_by(*evaluation.rank)  # a bound never wins, since its evaluation had lost
+        evaluation = self.evaluator.evaluate(self._mask(bits), phase, subproblem)
+        won = evaluation.rank > best.rank
         if won:
             track.bits, track.best = bits, evaluation
             track.failed_swaps[:] = 0

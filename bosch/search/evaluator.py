@@ -14,7 +14,7 @@ import numpy.typing as npt
 from bosch.budget import swa_budget
 from bosch.errors import RunError
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import CanWin, Evaluation, EvaluationLog, GateGradient
+from bosch.objective.evaluation_log import Evaluation, EvaluationLog, GateGradient
 from bosch.progress import Progress
 from bosch.search.loss import Anchors
 from bosch.search.trace import TracePoint, subproblem_key
@@ -33,8 +33,7 @@ class Scorer(Protocol):
     """Measures a mask: a model on a calibration set, or a function in a test.
 
     Optional methods, as `Objective` has them: `window_gradient`, with the arguments of
-    `gate_gradient`, for gradients of several `windows`; `observe(evaluation)`, called with each
-    evaluation that a resumed search reads from its log; `mask_passes(mask)`, the cost of an
+    `gate_gradient`, for gradients of several `windows`; `mask_passes(mask)`, the cost of an
     evaluation; and for a front `evaluate_held_out(mask)`, `held_out_examples`, `held_out_passes`.
     """
 
@@ -48,13 +47,8 @@ class Scorer(Protocol):
     def quantum(self) -> float:
         """Smallest difference between two different scores."""
 
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
-        """S(z); the next masks will agree with this one below layer `shared_layers`.
-
-        It may end early, with bounds, as soon as `can_win(score, log_likelihood)` is False.
-        """
+    def evaluate(self, mask: HeadMask) -> Evaluation:
+        """S(z)."""
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         """Gradient of the log-likelihood by gate, over part `share` of `shares` of the examples."""
@@ -77,7 +71,7 @@ class SlotBudgets:
 
 
 class Evaluator:
-    """Evaluates masks; the log holds all results, so no complete evaluation is repeated.
+    """Evaluates masks; the log holds all results, so no evaluation is repeated.
 
     Methods pass masks of `units`, by default single heads; log, trace and `best_on_budget` hold
     masks of heads. It also counts costs and collects trace and notes. `budget` is the number of
@@ -93,11 +87,7 @@ class Evaluator:
         self.windows = window_menu(getattr(scorer, "windows", Window(1)))  # the widest first
         self.trace: list[TracePoint] = []
         self.notes: list[str] = []
-        # By mask, the number of its evaluations that this search has read from the log.
-        self._read: dict[str, int] = {}
-        self._latest: dict[str, Evaluation] = {}
-        self._paid: list[Evaluation] = []
-        self._reused: dict[str, Evaluation] = {}
+        self._evaluations: dict[str, Evaluation] = {}
         self._gradients: dict[tuple[str, str], GateGradient] = {}
         self._held_out: dict[str, Evaluation] = {}
         self._best_in_subproblem: dict[tuple[str, str], float] = {}
@@ -106,7 +96,6 @@ class Evaluator:
         self.on_budget: Callable[[HeadMask], bool] = self._has_ratio
         self.slot_budgets: SlotBudgets | None = None
         self.fresh_seconds = 0.0
-        self._naive = 0.0
         self.progress: Progress | None = None
         self.watch: Callable[[Evaluator], None] | None = None
 
@@ -115,24 +104,14 @@ class Evaluator:
         """Layers and units per layer: the shape of the masks that methods pass."""
         return self.units.shape
 
-    def evaluate(
-        self,
-        mask: HeadMask,
-        phase: str,
-        subproblem: str,
-        shared_layers: int = 0,
-        can_win: CanWin | None = None,
-    ) -> Evaluation:
-        """S(z) of a mask of units, from the log or the model; RunError if it is not finite.
-
-        With `can_win` it may end early with bounds.
-        """
+    def evaluate(self, mask: HeadMask, phase: str, subproblem: str) -> Evaluation:
+        """S(z) of a mask of units, from the log or the model; RunError if it is not finite."""
         mask = self.units.head_mask(mask)
-        repeated = mask.key in self._latest and not self._latest[mask.key].is_bound
-        evaluation = self._known(mask, phase, can_win)
+        repeated = mask.key in self._evaluations
+        evaluation = self.log.get(mask)
         free = evaluation is not None
         if evaluation is None:
-            evaluation = self.scorer.evaluate(mask, shared_layers, can_win=can_win)
+            evaluation = self.scorer.evaluate(mask)
             if not math.isfinite(evaluation.score + evaluation.log_likelihood):
                 raise RunError(
                     f"head mask {mask.key} scored {evaluation.score} with log-likelihood "
@@ -140,38 +119,10 @@ class Evaluator:
                 )
             self.fresh_seconds += evaluation.seconds
             self.log.append(mask, evaluation, phase)
-            self._read[mask.key] = self._read.get(mask.key, 0) + 1
-            self._latest[mask.key] = evaluation
-            self._paid.append(evaluation)
+        self._evaluations[mask.key] = evaluation
         if not (repeated and phase == "final"):  # else the trace has the final mask already
             self._record(mask, evaluation, phase, subproblem, free)
         return evaluation
-
-    def _known(self, mask: HeadMask, phase: str, can_win: CanWin | None) -> Evaluation | None:
-        """The evaluation of `mask` in the log that is complete or enough for `can_win`, if any.
-
-        A resumed search replays its evaluations from the log in their order, bounds included.
-        """
-
-        def settles(evaluation: Evaluation) -> bool:
-            lost = can_win is not None and not can_win(*evaluation.rank)
-            return lost or not evaluation.is_bound
-
-        latest = self._latest.get(mask.key)
-        if latest is not None and settles(latest):
-            return latest
-        for record in self.log.history(mask, phase)[self._read.get(mask.key, 0) :]:
-            self._read[mask.key] = self._read.get(mask.key, 0) + 1
-            self._latest[mask.key] = record.evaluation
-            if record.reused:
-                self._reused[mask.key] = record.evaluation
-            else:
-                self._paid.append(record.evaluation)
-                if hasattr(self.scorer, "observe"):
-                    self.scorer.observe(record.evaluation)
-            if settles(record.evaluation):
-                return record.evaluation
-        return None
 
     def gate_gradient(self, mask: HeadMask, share: int, shares: int) -> GateGradient:
         """Gradient [L, U] by unit at a mask of units; runs the model only where the log lacks it.
@@ -269,26 +220,17 @@ class Evaluator:
     def costs(self) -> dict[str, float]:
         """Evaluations of this search and their costs, by the fields of `search/summary.json`.
 
-        `evaluations` counts masks, reused ones included. Seconds and full-forward equivalents sum
-        all passes of this search in all its attempts, early endings included. Results reused from
-        other searches are counted apart, at their cost there.
-        `naive_full_forward_equivalents` counts a whole pass for every evaluation in the trace,
-        repeated masks included, and for every held-out evaluation, and gradients at their cost.
+        `evaluations` counts masks. Seconds and full-forward equivalents sum all passes of this
+        search in all its attempts.
         """
-        reused = self._reused.values()
         work: list[Evaluation | GateGradient] = [
-            *self._paid, *self._gradients.values(), *self._held_out.values(),
+            *self._evaluations.values(), *self._gradients.values(), *self._held_out.values(),
         ]  # fmt: skip
         return {
-            "evaluations": len(self._latest),
-            "reused_evaluations": len(reused),
+            "evaluations": len(self._evaluations),
             "gradients": len(self._gradients),
             "model_seconds": sum(e.seconds for e in work),
             "full_forward_equivalents": sum(e.full_forward_equivalents for e in work),
-            "reused_full_forward_equivalents": sum(e.full_forward_equivalents for e in reused),
-            "naive_full_forward_equivalents": self._naive
-            + self.passes_of_gradients
-            + sum(e.whole_pass_equivalents for e in self._held_out.values()),
         }
 
     def _record(
@@ -296,15 +238,11 @@ class Evaluator:
     ) -> None:
         search = subproblem_key(phase, subproblem)
         best = self._best_in_subproblem.get(search)
-        if not evaluation.is_bound and (best is None or evaluation.score > best):
+        if best is None or evaluation.score > best:
             best = self._best_in_subproblem[search] = evaluation.score
-        self._naive += evaluation.whole_pass_equivalents
-        point = TracePoint(
-            phase, len(self.trace) + 1, subproblem, *evaluation.rank, best, mask.key,
-            evaluation.is_bound,
-        )  # fmt: skip
+        point = TracePoint(phase, len(self.trace) + 1, subproblem, *evaluation.rank, best, mask.key)
         self.trace.append(point)
-        if self.on_budget(mask) and not evaluation.is_bound:
+        if self.on_budget(mask):
             best_so_far = self.best_on_budget
             if best_so_far is None or evaluation.rank > best_so_far[1].rank:
                 self.best_on_budget = mask, evaluation
@@ -318,9 +256,9 @@ class Evaluator:
     def _has_ratio(self, mask: HeadMask) -> bool:
         return mask.num_sliding == self.budget * int(self.units.heads.shape[2])
 
-    def _status(self, subproblem: str, best: float | None) -> str:
+    def _status(self, subproblem: str, best: float) -> str:
         """Text that follows the evaluation count on the progress bar."""
-        status = subproblem if best is None else f"{subproblem}: best score {best:.3f}"
+        status = f"{subproblem}: best score {best:.3f}"
         if self.best_on_budget is not None:
             status += f", on budget {self.best_on_budget[1].score:.3f}"
-        return f"{status}, {len(self._reused)} reused" if self._reused else status
+        return status

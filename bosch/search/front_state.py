@@ -11,13 +11,16 @@ import numpy as np
 
 from bosch.errors import UserError
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import CanWin, Evaluation
+from bosch.objective.evaluation_log import Evaluation
 from bosch.search.allotment import Choices, Values, slots_of, spaced_slots
 from bosch.search.evaluator import SHARES, Evaluator, SlotBudgets
 from bosch.search.gradient_search import GradientMeans
 from bosch.search.settings import SearchSettings, front_budget
 
 logger = logging.getLogger(__name__)
+
+# Whether a score and log-likelihood are a point's best.
+Wins = Callable[[float, float], bool]
 
 
 @dataclass
@@ -183,17 +186,16 @@ class State:
         return self.all_passes - self.left
 
     def _evaluate(
-        self, choices: Choices, phase: str, name: str, can_win: CanWin | None = None
+        self, choices: Choices, phase: str, name: str, wins: Wins | None = None
     ) -> Evaluation | None:
         """The evaluation of a layout, or None if it loses; known winners cost nothing."""
         key = choices.tobytes()
         if key not in self._measured:
             mask = HeadMask.of_choices(choices)
-            evaluation = self.evaluator.evaluate(mask, phase, name, can_win=can_win)
-            self.left -= evaluation.whole_pass_equivalents
+            evaluation = self.evaluator.evaluate(mask, phase, name)
+            self.left -= evaluation.full_forward_equivalents
             self.evaluations += 1
-            # A loser is not stored: depending on the log, it may be a bound or complete.
-            if can_win is not None and not can_win(*evaluation.rank):
+            if wins is not None and not wins(*evaluation.rank):
                 return None
             self._measured[key] = evaluation
         return self._measured[key]
@@ -211,7 +213,7 @@ class State:
             if slots > other.budget:
                 return False
             if other is point:
-                return other.evaluation.beaten_by(score, log_likelihood)
+                return (score, log_likelihood) > other.evaluation.rank
             return score > other.evaluation.score and other.budget != self.exact
 
         def improved(*rank: float) -> list[Point]:

@@ -34,7 +34,6 @@ class SearchSettings:
     buckets: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     max_group_variables: int = 50
     strict: bool = False
-    race: bool = False
     seed: int = 0
     mask: str | None = None
     head_granularity: int = 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bosch.heads import HeadMask
-from bosch.objective.evaluation_log import CanWin, Evaluation
+from bosch.objective.evaluation_log import Evaluation
 from bosch.search.evaluator import Evaluator
 from bosch.search.loss import Loss
 from bosch.search.settings import SearchSettings
@@ -56,13 +56,12 @@ def optimise_layers(
         is_full[rows] = ~bits.reshape(len(rows), units)
         return HeadMask(is_full)
 
-    def measure(bits: Bits, can_win: CanWin | None = None) -> Evaluation:
-        mask = with_bits(bits)
-        return evaluator.evaluate(mask, phase, name, shared_layers=rows[0], can_win=can_win)
+    def measure(bits: Bits) -> Evaluation:
+        return evaluator.evaluate(with_bits(bits), phase, name)
 
     problem = Problem(
         size=len(rows) * units, quota=quota, budget=settings.budget_per_layer * len(rows),
-        measure=measure, loss=loss, break_ties=settings.break_ties, race=settings.race,
+        measure=measure, loss=loss, break_ties=settings.break_ties,
         quantum=evaluator.scorer.quantum,
     )  # fmt: skip
     phase_number = ("layer_importance", "head_selection").index(phase)
@@ -76,8 +75,6 @@ def optimise_layers(
     plateau = ""
     if problem.on_plateau:
         plateau = f"scored {candidate.evaluation.score:.4g}"
-        # An evaluation that ended early only has a bound.
-        plateau += " as far as it was measured" if settings.race else ""
     return Solution(with_bits(candidate.bits), candidate.evaluation, plateau)
 
 
@@ -91,7 +88,7 @@ def restore_units(
     """Make `surplus` sliding units full, one per layer of `layers` in turn: the best by score."""
 
     def rank(mask: HeadMask) -> tuple[float, float]:
-        result = evaluator.evaluate(mask, "repair", f"layer {layer}", shared_layers=layer)
+        result = evaluator.evaluate(mask, "repair", f"layer {layer}")
         return settings.sort_key(*result.rank)
 
     while surplus > 0:

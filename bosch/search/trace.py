@@ -7,19 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TracePoint:
-    """One evaluation in the order of the search; `best_score` is the best within its sub-problem.
-
-    With `is_bound` it ended early, with bounds of score and likelihood, which are never the best.
-    """
+    """One evaluation in the order of the search; `best_score` is the best of its sub-problem."""
 
     phase: str
     step: int
     subproblem: str
     score: float
     log_likelihood: float
-    best_score: float | None
+    best_score: float
     mask: str
-    is_bound: bool
 
 
 def subproblem_key(phase: str, subproblem: str) -> tuple[str, str]:

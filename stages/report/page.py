@@ -207,9 +207,7 @@ def speed_table(results: Results) -> Table | None:
 def _search_facts(results: Results) -> list[tuple[str, str]]:
     summary = results.search.summary
     anchors, gradients = summary.anchors, summary.gradients
-    reused, cost = summary.reused_evaluations, summary.reused_full_forward_equivalents
     score, log_likelihood = results.search.score_and_log_likelihood
-    reuse = f"{reused:,}, which cost {cost:,.1f} full passes there"
     return [
         ("Method", results.search.mask.method),
         ("Anchor, every head sliding", format_share(anchors.all_sliding)),
@@ -217,11 +215,8 @@ def _search_facts(results: Results) -> list[tuple[str, str]]:
         ("Score of the final mask", format_share(score)),
         ("Log-likelihood of the final mask", f"{log_likelihood:,.4g} nats"),
         ("Masks evaluated", f"{summary.evaluations:,}"),
-        *([("Of them known from other searches", reuse)] if reused else []),
         *([("Gradients taken", f"{gradients:,}")] if gradients else []),
         ("Model work", f"{summary.full_forward_equivalents:,.1f} full passes over D"),
-        ("Model work without any reuse",
-         f"{summary.naive_full_forward_equivalents:,.1f} full passes over D"),
         ("Time in the model", format_seconds(summary.model_seconds)),
         ("Time in the solver", format_seconds(summary.solver_seconds)),
     ]  # fmt: skip

@@ -61,16 +61,15 @@ def write_front(front: Front, folder: Path) -> None:
 
 
 def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
-    """Score or log-likelihood of all complete evaluations, phases shaded; None without any."""
+    """Score or log-likelihood of all evaluations, phases shaded; None without any."""
     points = summary.trace
-    complete = [point for point in points if not point.is_bound]
-    if not complete:
+    if not points:
         return None
-    rows = [_row(point, quantity, _names(point.phase)[1]) for point in complete]
-    final = next((point for point in reversed(complete) if point.mask == mask), None)
+    rows = [_row(point, quantity, _names(point.phase)[1]) for point in points]
+    final = next((point for point in reversed(points) if point.mask == mask), None)
     rows += [] if final is None else [_row(final, quantity, _FINAL)]
     phase_styles = {label: style for _, label, style in PHASES.values()}
-    labels = (_names(point.phase)[1] for point in complete)
+    labels = (_names(point.phase)[1] for point in points)
     look = styles([*phase_styles, *labels], phase_styles)
     look |= {_FINAL: Style("fifth", "diamond"), _BEST: Style("ink")}
     best = list(_best(points)) if quantity == "score" else []
@@ -90,7 +89,7 @@ def trace(summary: SearchSummary, mask: str, quantity: str) -> Picture | None:
     stairs = stairs.encode(x=x, y=y, color=colour(look), detail="run:N")
     chart = layers(dots, *_bands(points), *([stairs] if best else []), height=300, picked=picked)
     name = "trace" if quantity == "score" else "trace-ll"
-    numbers = [getattr(point, quantity) for point in complete]
+    numbers = [getattr(point, quantity) for point in points]
     text = f"{len(points)} evaluations, from {min(numbers):.4g} to {max(numbers):.4g}."
     heading = "Score" if quantity == "score" else "Log-likelihood of the answers"
     return Picture(name, chart, text, f"{heading} over evaluations")
@@ -140,9 +139,8 @@ def _best(points: list[TracePoint]) -> Iterator[dict[str, Any]]:
     """Best score so far, for each sub-problem."""
     for run, run_points in groupby(points, key=lambda p: subproblem_key(p.phase, p.subproblem)):
         for point in run_points:
-            if point.best_score is not None:
-                row = {"x": point.step, "y": point.best_score, "series": _BEST}
-                yield row | {"run": str(run)}
+            row = {"x": point.step, "y": point.best_score, "series": _BEST}
+            yield row | {"run": str(run)}
 
 
 def _bands(points: list[TracePoint]) -> list[alt.Chart]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from bosch.objective.batches import examples_by_round
+from bosch.objective.batches import examples_by_part
 from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.memory import ActivationSizes
 from bosch.search.methods import METHODS
@@ -21,14 +21,14 @@ from stages.stage import LoadedRecipe, Recipe
 
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
-    """The method's largest number of evaluations, each a full pass without reuse."""
+    """The method's largest number of evaluations, each a full pass."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     calibration, search = recipe[PrepareConfig].calibration, recipe[SearchConfig]
     (evaluations,) = _most_evaluations(loaded, shape, [search.method])
     examples, length = _searched_examples(recipe, search.method), calibration.length
     per_evaluation = _evaluation_flops(recipe, shape, search.method)
     batch = recipe.runtime.eval_batch_size
-    batches = _batches_by_round(recipe, search.method)
+    batches = _batches_by_part(recipe, search.method)
     itemsize = BYTES[recipe.model.dtype]
     weights = itemsize * shape.parameters
     rows = min(batch, examples)
@@ -41,7 +41,7 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     facts = [
         f"at most {counted(evaluations, 'evaluation')} of {examples * length:,} tokens "
         f"in {counted(sum(batches), 'batch', 'batches')}",
-        f"{format_flops(per_evaluation)} each with every head full and nothing reused",
+        f"{format_flops(per_evaluation)} each with every head full",
         f"per process: {format_bytes(weights)} of weights, about {format_bytes(passes)} in a pass, "
         f"about {format_bytes(gradients)} where gradients are taken",
         f"host memory while loading: {format_bytes(host)} a node",
@@ -50,9 +50,8 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     jobs = _search_jobs(recipe, search.method)
     if jobs == batches:
         facts.append(
-            "gradients, and evaluations that may end early, take "
-            f"{' or '.join(str(size) for size in sorted({*batches}))} of the batches at a time: "
-            f"processes beyond {max(batches)} are idle then"
+            f"gradients take {' or '.join(str(size) for size in sorted({*batches}))} of the "
+            f"batches at a time: processes beyond {max(batches)} are idle then"
         )
     efficiency = devices.efficiency or EFFICIENCY
     result = Cost(evaluations * per_evaluation, 1e6, facts, jobs, efficiency=efficiency)
@@ -90,24 +89,21 @@ def _searched_examples(recipe: Recipe, method: str) -> int:
 
 
 def _evaluation_flops(recipe: Recipe, shape: DecoderShape, method: str) -> float:
-    """Operations of an evaluation with all heads full and no reuse, without its few logits."""
+    """Operations of an evaluation with all heads full, without its few logits."""
     length = recipe[PrepareConfig].calibration.length
     return shape.forward_flops(_searched_examples(recipe, method) * length, length, logits=0)
 
 
-def _batches_by_round(recipe: Recipe, method: str) -> tuple[int, ...]:
-    """Batches of each round over the examples that a method searches on."""
+def _batches_by_part(recipe: Recipe, method: str) -> tuple[int, ...]:
+    """Batches of each part of the examples that a method searches on."""
     examples, batch = _searched_examples(recipe, method), recipe.runtime.eval_batch_size
-    return tuple(math.ceil(len(indices) / batch) for indices in examples_by_round(examples))
+    return tuple(math.ceil(len(indices) / batch) for indices in examples_by_part(examples))
 
 
 def _search_jobs(recipe: Recipe, method: str) -> tuple[int, ...]:
-    """Batches that a method evaluates together: those of a round, or all if none ends early."""
-    batches = _batches_by_round(recipe, method)
-    in_rounds = METHODS[method].gradients or (
-        recipe[SearchConfig].race and "race" in METHODS[method].settings
-    )
-    return batches if in_rounds else (sum(batches),)
+    """Batches that a method takes together: all, or those of a part for a gradient."""
+    batches = _batches_by_part(recipe, method)
+    return batches if METHODS[method].gradients else (sum(batches),)
 
 
 def _most_evaluations(
@@ -122,7 +118,7 @@ def _most_evaluations(
 
 
 def _hours_of_methods(loaded: LoadedRecipe, search: Cost, devices: Devices) -> str:
-    """The largest number of hours of each method, without reuse."""
+    """The largest number of hours of each method."""
     shape = shape_of(loaded)
     times: dict[str, list[str]] = {}
     for method, evaluations in zip(METHODS, _most_evaluations(loaded, shape, METHODS), strict=True):

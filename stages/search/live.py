@@ -63,11 +63,9 @@ class LiveView:
             "log_likelihood": point.log_likelihood,
             "phase": float(phases.index(point.phase)),
             "evaluations": costs["evaluations"],
-            "reused_evaluations": costs["reused_evaluations"],
             "full_forward_equivalents": costs["full_forward_equivalents"],
+            "best_score_of_subproblem": point.best_score,
         }
-        if point.best_score is not None:
-            values["best_score_of_subproblem"] = point.best_score
         if best is not None:
             mask, evaluation = best
             values["best_score"] = evaluation.score

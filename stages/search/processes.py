@@ -1,4 +1,4 @@
-"""Processes of a search, with GPUs one each, and what the last bits of its results depend on."""
+"""Processes of a search, with GPUs one each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ import torch.distributed as dist
 
 from bosch.ranks import Ranks
 from bosch.this_process import world_size
-
-
-def numerics(device: torch.device, attention: str, batch_size: int, version: int) -> str:
-    """Everything that the last bits of a result depend on, as text: device, kernels, batches, code.
-
-    `version` is the stage's.
-    """
-    where = f"{torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    return (
-        f"torch {torch.__version__}, {device.type}, {where}, {attention} attention, "
-        f"batches of {batch_size}, version {version}"
-    )
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bosch.backends import resolve_backend
 from bosch.errors import LostRankError
 from bosch.front import Front
 from bosch.heads import HeadMaskFile
@@ -36,8 +35,8 @@ from stages.search.budget import HELD_OUT_EVERY, RequestCache
 from stages.search.charts import write_front, write_traces
 from stages.search.choice import point_slots
 from stages.search.live import BEST, LiveView, mask_file
-from stages.search.processes import join_process_group, numerics
-from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, STAGE, SearchConfig, SearchSummary
+from stages.search.processes import join_process_group
+from stages.search.stage import EVALUATIONS, FRONT, HEAD_MASK, SearchConfig, SearchSummary
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def run(
         HeadMaskFile.load(section.mask)  # refuses a damaged mask before the model is loaded
     with join_process_group(runtime.timeout_minutes) as ranks:
         objective = _objective(config, inputs["prepare"], ranks)
-        log = _evaluation_log(config, objective, ranks, work_dir)
+        log = EvaluationLog(work_dir / EVALUATIONS, objective.context, ranks)
         ranks.from_first(None)  # all ranks have loaded; from here on they synchronise
         limit_collectives(config.runtime.collective_timeout_minutes)
         if ranks.is_first and ranks.size > objective.batches:
@@ -96,7 +95,6 @@ def run(
                     _log_stopped_search(evaluator, work_dir)
                 raise
         summary = summary_of(evaluator, result, time.perf_counter() - started)
-        summary |= objective.memory() | {"savings": objective.savings()}
         if ranks.is_first:
             _write_results(work_dir, config, summary, result, cache)
     names = ("best_score", "best_log_likelihood", "evaluations", "full_forward_equivalents")
@@ -109,18 +107,6 @@ def budgets_in_slots(section: SearchConfig, cache: RequestCache) -> SlotBudgets:
         return SlotBudgets(cache.tokens)
     slots = point_slots(section, cache)
     return SlotBudgets(cache.tokens, slots, slots[len(slots) // 2])
-
-
-def _evaluation_log(
-    config: StageConfig[SearchConfig], objective: Objective, ranks: Ranks, work_dir: Path
-) -> EvaluationLog:
-    """The evaluation log for this search's numerics: hardware, backend, batch."""
-    settings = numerics(
-        ranks.device, resolve_backend(config.runtime.attention), config.runtime.eval_batch_size,
-        STAGE.version,
-    )  # fmt: skip
-    context = replace(objective.context, numerics=settings)
-    return EvaluationLog.shared(work_dir / EVALUATIONS, context, ranks, config.shared)
 
 
 def _objective(config: StageConfig[SearchConfig], prepared: Path, ranks: Ranks) -> Objective:
@@ -176,11 +162,10 @@ def _write_results(
     write_traces(published, result.mask.key, work_dir)
     (work_dir / BEST).unlink(missing_ok=True)
     logger.info(
-        "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %d of them "
-        "known from other searches, %.1f full passes computed",
+        "search finished: score %.4f (all full %.4f, all sliding %.4f), %d evaluations, %.1f full "
+        "passes computed",
         summary["best_score"], result.anchors.all_full, result.anchors.all_sliding,
-        summary["evaluations"], summary["reused_evaluations"],
-        summary["full_forward_equivalents"],
+        summary["evaluations"], summary["full_forward_equivalents"],
     )  # fmt: skip
 
 

@@ -92,9 +92,6 @@ class SearchConfig(Section):
     """Whether bosch and its ablations follow the paper to the letter: ties are broken by index, and
     the last phase's mask is the result. By default log-likelihoods break ties and the best mask on
     budget that was measured is the result."""
-    race: Flag = SearchSettings.race
-    """Whether bosch ends an evaluation as soon as its mask can no longer win; bosch_plus always
-    does."""
 
     mask: Annotated[PathText | None, Input(_mask_file, _check_mask)] = None
     """File with the head mask for method given (docs/reference/format.md)."""
@@ -226,9 +223,6 @@ class SearchSummary(Summary):
     model_seconds: float
     solver_seconds: float
     full_forward_equivalents: float
-    naive_full_forward_equivalents: float
-    reused_evaluations: int = 0
-    reused_full_forward_equivalents: float = 0.0
     gradients: int = 0
     layer_importance: list[LayerImportance]
     trace: list[TracePoint]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from bosch.budget import swa_budget
 from bosch.errors import RunError
@@ -22,7 +20,6 @@ from bosch.search.loss import Anchors
 from bosch.search.methods import METHODS
 from stages.context import StageConfig
 from stages.search import run as search
-from stages.search.processes import numerics
 from stages.search.stage import TRACES, SearchConfig
 from tests.hybrid_case import KV_HEADS, LAYERS
 from tests.search_case import WINDOW, config_of, write_inputs
@@ -64,19 +61,15 @@ def test_a_method_of_each_kind_writes_its_files(inputs, tmp_path, method, ratio)
     for name in TRACES.values():
         groups = ElementTree.parse(tmp_path / name).iter("{http://www.w3.org/2000/svg}g")
         [points] = [group for group in groups if "mark-symbol role-mark" in group.get("class", "")]
-        measured = [point for point in summary["trace"] if not point["is_bound"]]
-        assert len(points) == len(measured) + 1  # the final mask has its own mark
+        assert len(points) == len(summary["trace"]) + 1  # the final mask has its own mark
     assert file.score == summary["best_score"]
     assert summary["anchors"]["all_full"] == 1.0
-    assert all(summary["savings"].values())
-    assert 0 < summary["cache_bytes"] <= summary["cache_bytes_limit"]
     lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     entries = [
         entry for entry in map(json.loads, lines) if not {"gradient", "held_out"} & entry.keys()
     ]
     assert len({entry["mask"] for entry in entries}) == len(entries) == summary["evaluations"]
     assert file.mask.key in {entry["mask"] for entry in entries}
-    assert summary["full_forward_equivalents"] <= summary["naive_full_forward_equivalents"]
     if method in ("bosch", "b_single"):
         assert any("log-likelihood" in note for note in summary["notes"])
         assert [row["layer"] for row in summary["layer_importance"]] == list(range(LAYERS))
@@ -126,25 +119,6 @@ def test_the_summary_distinguishes_the_result_from_the_last_phases_mask():
     }  # fmt: skip
 
 
-def test_searches_share_their_evaluations(inputs, tmp_path):
-    def shared(name, **changes):
-        work = tmp_path / name
-        work.mkdir()
-        config = replace(config_in(inputs[0], **changes), shared=tmp_path / "shared")
-        search.run(config, {"prepare": inputs[1]}, work)
-        return json.loads((work / "summary.json").read_text())
-
-    first = shared("first")
-    assert first["reused_evaluations"] == 0
-    lines = [json.loads(line) for line in (tmp_path / "first" / "evaluations.jsonl").open()]
-    assert all("cpu" in line["numerics"] and "batches of 3" in line["numerics"] for line in lines)
-    again = shared("again")
-    assert again["trace"] == first["trace"]
-    assert again["reused_evaluations"] == again["evaluations"] == first["evaluations"] > 10
-    assert again["model_seconds"] == again["full_forward_equivalents"] == 0
-    assert shared("other", method="rand", swa_ratio=0.75)["reused_evaluations"] >= 2  # the anchors
-
-
 def test_evaluations_appear_in_log_and_tensorboard(inputs, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -167,14 +141,6 @@ def test_evaluations_appear_in_log_and_tensorboard(inputs, tmp_path):
         assert best == sorted(best)
         assert best[-1] >= round(summary["best_score"], 5)
         assert not (tmp_path / "best_so_far.json").exists()
-
-
-def test_numerics_hold_all_that_the_last_bits_of_a_result_depend_on():
-    places = [
-        numerics(torch.device("cpu"), *options)
-        for options in (("sdpa", 3, 14), ("eager", 3, 14), ("sdpa", 4, 14), ("sdpa", 3, 15))
-    ]
-    assert len(set(places)) == len(places)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_in_a_sentence(inputs, tmp_path, monkeypatch):

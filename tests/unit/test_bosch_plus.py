@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from bosch.errors import UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
     Evaluation,
-    EvaluationLog,
     GateGradient,
 )
 from bosch.objective.objective import Objective
@@ -51,17 +49,12 @@ class Layered:
         self.pairs = np.triu(rng.exponential(size=(layers * heads,) * 2), 1) / (layers * heads) ** 2
         self.noise = noise * rng.normal(size=layers * heads)
         self.evaluated: list[str] = []
-        self.ended_early = 0
 
-    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+    def evaluate(self, mask):
         self.evaluated.append(mask.key)
         sliding = (~mask.is_full).reshape(-1).astype(float)
         lost = float(self.costs @ sliding + sliding @ self.pairs @ sliding)
         score = max(0, round((1 - lost) * 16)) / 16
-        bound = Evaluation(min(1.0, score + 1 / 16), -0.9 * lost, is_bound=True)
-        if can_win is not None and not can_win(bound.score, bound.log_likelihood):
-            self.ended_early += 1
-            return bound
         return Evaluation(score, -lost)
 
     def gate_gradient(self, mask, share=0, shares=1):
@@ -112,24 +105,6 @@ def test_evaluations_in_the_log_do_not_change_the_search(tmp_path, method, seed)
         assert len(rest) <= len(lines) - count and rest == evaluated[len(evaluated) - len(rest) :]
 
 
-def test_a_resumed_search_orders_the_rounds_as_before(tmp_path):
-    """The order of examples for a losing mask depends on the masks before it."""
-    path = tmp_path / "evaluations.jsonl"
-    model, calibration = searchable(examples=8)
-
-    def search():
-        objective = Objective(model, calibration, Window(WINDOW), batch_size=1)
-        return exact(objective, 0.5, 120, EvaluationLog(path, objective.context))
-
-    whole, evaluator = search()
-    assert sum(point.is_bound for point in evaluator.trace[20:]) > 3
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:20]))
-    again, resumed = search()
-    assert again == replace(whole, evaluation=ANY, last_phase=ANY)
-    assert resumed.trace == evaluator.trace
-
-
 class Costly(Layered):
     """The cost of its gradients differs by share: 3.2 passes in all."""
 
@@ -158,62 +133,14 @@ def test_no_search_by_gradients_spends_more_than_its_budget(method, shares):
 
 
 def test_a_search_by_swaps_keeps_its_best_score():
-    """A mask whose evaluation ended early is never the best, and the best before it remains."""
-    ended_early = 0
     for seed in range(4):
         scorer = Layered(6, 8, seed, noise=0.1)
         _, evaluator = exact(scorer, 0.75)
-        assert scorer.ended_early == sum(point.is_bound for point in evaluator.trace)
         points = [p for p in evaluator.trace if p.phase in ("start", "swaps")]
-        ended_early += sum(p.is_bound for p in points)
         best = 0.0
         for point in points:
-            best = max(best, 0.0 if point.is_bound else point.score)
+            best = max(best, point.score)
             assert point.best_score == best > 0
-    assert ended_early > 0
-
-
-class Halved:
-    """Ends a pass half-way if it may, at half of the cost."""
-
-    num_layers, num_key_value_heads, quantum = 2, 4, 0.25
-
-    def evaluate(self, mask, shared_layers=0, *, can_win=None):
-        if can_win is None:
-            return Evaluation(0.25, -1.0)
-        return Evaluation(0.5, -0.5, 0.0, 0.5, is_bound=True)
-
-
-def test_the_cost_of_passes_that_ended_early_is_counted(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
-    mask = HeadMask.all_full(2, 4)
-
-    def wins_at_first():
-        """A sub-problem with this best would have to measure on, but the scorer has given up."""
-        answers = iter([True, False])
-        return lambda score, log_likelihood: next(answers)
-
-    for _ in range(2):  # the second time as a resumed search
-        evaluator = evaluator_of(Halved(), path)
-        evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
-        assert evaluator.costs()["full_forward_equivalents"] == 0.5
-        evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
-        assert evaluator.costs()["full_forward_equivalents"] == 0.5
-        assert evaluator.evaluate(mask, "swaps", "kick", can_win=wins_at_first()).is_bound
-        assert evaluator.costs()["full_forward_equivalents"] == 1.0
-        assert not evaluator.evaluate(mask, "final", "final mask").is_bound
-        assert evaluator.costs()["full_forward_equivalents"] == 2.0
-        assert evaluator.costs()["evaluations"] == 1
-    assert len(path.read_text().splitlines()) == 3
-
-
-def test_a_bound_is_never_the_best_mask():
-    evaluator, mask = evaluator_of(Halved()), HeadMask.all_full(2, 4)
-    evaluator.on_budget = lambda mask: True
-    evaluator.evaluate(mask, "swaps", "swap", can_win=lambda *bounds: False)
-    assert evaluator.best_on_budget is None
-    whole = evaluator.evaluate(mask, "final", "final mask")
-    assert evaluator.best_on_budget == (mask, whole)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +189,9 @@ class Summed(Shared):
         super().__init__(*sizes)
         self.total, self.before = 0.0, {}
 
-    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+    def evaluate(self, mask):
         self.before.setdefault(mask.key, self.total)
-        return super().evaluate(mask, shared_layers, can_win=can_win)
+        return super().evaluate(mask)
 
     def gate_gradient(self, mask, share=0, shares=1):
         gradient = super().gate_gradient(mask, share, shares)
@@ -302,7 +229,7 @@ class Scripted:
     def __init__(self, better):
         self.better, self.masks = better, []
 
-    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+    def evaluate(self, mask):
         full = tuple(np.flatnonzero(mask.is_full).tolist())
         self.masks.append(full)
         values = {self.better: 0.75, (0, 1, 2): 0.5, (): 0.0, tuple(range(8)): 1.0}
@@ -337,7 +264,7 @@ class Flat:
         self.worth, self.kicks_win = np.array(worth, dtype=float), kicks_win
         self.best, self.likelihood = None, -1.0
 
-    def evaluate(self, mask, shared_layers=0, *, can_win=None):
+    def evaluate(self, mask):
         if mask.num_sliding in (0, 16):
             return Evaluation(float(mask.num_sliding == 0), -1.0)
         is_far = self.best is None or (mask.is_full != self.best).sum() > 2

@@ -16,7 +16,6 @@ from bosch.budget import swa_budget
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.objective.evaluation_log import (
-    CanWin,
     Evaluation,
     EvaluationContext,
     EvaluationLog,
@@ -53,13 +52,10 @@ class RandomScores:
         costs = np.random.default_rng(seed).exponential(size=(num_layers, num_heads)) ** 2
         self.costs = costs / costs.sum()
 
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
+    def evaluate(self, mask: HeadMask) -> Evaluation:
         lost = float(self.costs[~mask.is_full].sum())
         score, log_likelihood = round((1 - lost) / self.quantum) * self.quantum, -lost
-        loses = can_win is not None and not can_win(score, log_likelihood)
-        return Evaluation(score, log_likelihood, is_bound=loses)
+        return Evaluation(score, log_likelihood)
 
     def gate_gradient(self, mask: HeadMask, share: int = 0, shares: int = 1) -> GateGradient:
         return GateGradient(self.costs.tolist(), 0.0, self.passes)
@@ -88,7 +84,6 @@ def any_settings(draw: st.DrawFn) -> SearchSettings:
         buckets=draw(st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(_rising)),
         max_group_variables=draw(st.integers(1, 20)),
         strict=draw(st.booleans()),
-        race=draw(st.booleans()),
         seed=draw(st.integers(0, 20)),
     )
 
@@ -149,9 +144,7 @@ def test_a_mask_of_a_model_is_on_budget_and_within_the_bound(
     most = METHODS[name].most_evaluations(options, *objective.shape)
     assert evaluator.costs()["evaluations"] <= len(evaluator.trace) <= most
     if METHODS[name].gradients:
-        passes = (
-            sum(not point.is_bound for point in evaluator.trace) + evaluator.passes_of_gradients
-        )
+        passes = len(evaluator.trace) + evaluator.passes_of_gradients
         # The gradient that forms the units counts, too; the last one may exceed the rest.
         assert passes <= most + evaluator.passes_of_gradients / evaluator.costs()["gradients"]
 
@@ -215,7 +208,6 @@ OTHER: dict[str, Any] = {
     "buckets": (0.0, 1.0),
     "max_group_variables": 4,
     "strict": True,
-    "race": True,
     "seed": 7,
     "mask": "head_mask.json",
     "head_granularity": 5,
@@ -353,9 +345,7 @@ class Fixed:
         self.full, self.sliding, self.between = full, sliding, between
         self.calls = 0
 
-    def evaluate(
-        self, mask: HeadMask, shared_layers: int = 0, *, can_win: CanWin | None = None
-    ) -> Evaluation:
+    def evaluate(self, mask: HeadMask) -> Evaluation:
         self.calls += 1
         score = {0: self.full, 8: self.sliding}.get(mask.num_sliding, self.between)
         return Evaluation(score, score - 1.0)

@@ -1,10 +1,9 @@
-"""S(z) against a plain re-implementation, exact reuse of lower layers, and refusals."""
+"""S(z) and its gradients against plain re-implementations, and refusals."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,17 +23,14 @@ from bosch.model.fingerprint import model_fingerprint
 from bosch.model.search_mode import (
     apply_head_mask,
     mask_shape,
-    prepare_for_search,
 )
-from bosch.objective import incremental_forward, memory
-from bosch.objective.activation_cache import ActivationCache
+from bosch.objective import memory
+from bosch.objective import objective as objectives
 from bosch.objective.answers import equal_but_rounding
-from bosch.objective.block_bytes import BlockBytes, PeakMemory
+from bosch.objective.block_bytes import PeakMemory
 from bosch.objective.calibration import CalibrationSet
 from bosch.objective.decoder_shape import DecoderShape
-from bosch.objective.evaluation_log import Evaluation
 from bosch.objective.flops import sliding_pairs
-from bosch.objective.incremental_forward import answer_attention
 from bosch.objective.objective import Objective
 from bosch.window import Window
 from tests.attention_case import by_rows
@@ -128,147 +124,29 @@ def test_pairs_of_a_sliding_head_are_those_its_kernel_computes(window, sinks):
         assert counter.total == 4 * 16 * 2 * pairs
 
 
-def masks_of_a_search():
-    """As in Algorithm 1: the top layer first, then layers 1 and 2 with layer 0 changed before."""
-    rng = np.random.default_rng(1)
-    mask = FULL
-    for layer in (2, 1, 0):
-        for _ in range(4):
-            mask = mask.with_layer(layer, rng.random(KV_HEADS) < 0.5)
-            yield mask, layer
-    for layer in (1, 2, 1):
-        mask = mask.with_layer(0, rng.random(KV_HEADS) < 0.5)
-        for _ in range(3):
-            mask = mask.with_layer(layer, rng.random(KV_HEADS) < 0.5)
-            yield mask, layer
-    yield FULL, 0
-
-
-def test_reuse_changes_no_bit_and_saves_operations():
-    model, calibration = searchable()
-    plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
-    expected = [plain.evaluate(mask) for mask, _ in masks_of_a_search()]
-    for room in (20_000, 1 << 30):
-        objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=room)
-        objective.evaluate(FULL)
-        with CountedFlops() as counter:
-            measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
-        for ours, theirs in zip(measured, expected, strict=True):
-            assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
-            assert ours.whole_pass_equivalents == theirs.whole_pass_equivalents
-        reported = sum(e.full_forward_equivalents for e in measured)
-        assert reported < 0.9 * sum(e.full_forward_equivalents for e in expected)
-        assert objective.cache.peak_bytes <= room
-        assert objective.cache.bytes == sum(e.nbytes for e in objective.cache.entries.values())
-        whole = objective.whole_pass_operations(FULL)
-        assert round(reported * whole) == counter.total
-    assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
-
-
-def test_a_mask_is_measured_first_on_the_examples_with_the_worst_earlier_results():
-    """By running means in which the latest mask counts half."""
-    model, calibration = searchable(examples=4)
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=1)
-    for means in ((0.0, -8.0, 0.0, None), (-1.0, 0.0, 0.0, 0.0)):
-        objective.observe(Evaluation(0.0, 0.0, round_likelihoods=means))
-    bound = objective.evaluate(FULL, can_win=lambda *bounds: False)
-    assert [mean is None for mean in bound.round_likelihoods] == [True, False, True, True]
-    assert bound.is_bound and bound.score == 1.0
-    assert not objective.evaluate(FULL, can_win=lambda *bounds: True).is_bound
-    # Of a search with another batch size.
-    objective.observe(Evaluation(0.0, 0.0, round_likelihoods=(-9.0,) * 5))
-    again = objective.evaluate(FULL, can_win=lambda *bounds: False)
-    assert again.round_likelihoods == bound.round_likelihoods
-
-
-def test_attention_of_both_kinds_is_computed_once(monkeypatch):
-    """By the first pass of a batch, in its first layer; later passes reuse it."""
-    model, calibration = searchable()
-    calls = []
-    attention = incremental_forward.compute_attention
-
-    def counted(*args, **kwargs):
-        calls.append(args)
-        return attention(*args, **kwargs)
-
-    monkeypatch.setattr(incremental_forward, "compute_attention", counted)
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=1 << 30)
-    mask = FULL
-    for head in range(KV_HEADS):
-        row = mask.is_full[0].copy()
-        row[head] = False
-        mask = mask.with_layer(0, row)
-        objective.evaluate(mask)
-        assert len(calls) == 2 * len({batch for _, _, batch in objective.cache.entries}) > 0
-
-
-@pytest.mark.parametrize(("shared", "kept"), [(1, [True, True]), (0, [False, True])])
-def test_attention_is_cached_in_higher_layers_where_passes_start(shared, kept):
-    """At once if the search announces it, otherwise at the second pass."""
-    torch.set_num_threads(1)
-    objective = Objective(*searchable(), Window(WINDOW))
-    objective.evaluate(FULL)
-    for row, is_kept in zip(([False] * 4, [True, False] * 2), kept, strict=True):
-        mask = FULL.with_layer(1, row)
-        objective.evaluate(mask, shared)
-        assert bool(objective.cache.get(mask, 1, 0).outputs) == is_kept
-
-
 @pytest.mark.parametrize("family", [*PLAIN, *OTHER_LAYERS])
-def test_operations_equal_torchs_count(family):
-    """Also for the last layer's answers and reused attention outputs, in every family."""
-    model, sinks = small_model(family), 2 * (family == "qwen3")
+def test_a_mask_is_scored_by_definition_in_the_operations_that_torch_counts(family):
+    model, window = small_model(family), Window(WINDOW, 2 * (family == "qwen3"))
     layers = mask_shape(model.config)[0]
     full = HeadMask.all_full(layers, KV_HEADS)
     calibration = answered(model, examples=2)
-    ours = Objective(model, calibration, Window(WINDOW, sinks))
-    whole = Objective(model, calibration, Window(WINDOW, sinks), reuse_bytes=0, answers_only=False)
-    other = full.with_layer(1, [True, False] * 2)
-    masks = [full, other, other.with_layer(layers - 1, [False] * 4)]
-    expected = [whole.evaluate(mask) for mask in masks]
-    apply_head_mask(model, full, Window(WINDOW, sinks))
-    ours.check_output_head(full)
-    with CountedFlops() as counter:
-        measured = [ours.evaluate(mask, shared_layers=1) for mask in masks]
-    for mine, plain in zip(measured, expected, strict=True):
-        assert plain.full_forward_equivalents == plain.whole_pass_equivalents
-        assert mine.score == plain.score
-        assert mine.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-4)
-    assert ours.savings()["layer_inputs"]
-    experts = any(parameter.ndim == 3 for parameter in model.parameters())
-    if experts or decoder_layers(model.config).states:
-        return  # torch counts neither grouped products of experts nor recurrences
-    reported = sum(e.full_forward_equivalents for e in measured)
-    assert round(reported * whole.whole_pass_operations(full)) == counter.total
-    with CountedFlops() as counter:
-        whole.evaluate(other)
-    assert whole.whole_pass_operations(other) == counter.total
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("falcon_h1", {}),
-        ("gemma2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
-    ],
-)
-def test_a_last_layer_with_a_state_or_its_own_window_is_computed_at_all_positions(family, changes):
-    """A state reads the tokens before, and a mask has no row for a window of the base model."""
-    model = small_model(family, **changes)
-    for name, weight in model.named_parameters():
-        if "mamba" in name:
-            weight.data *= 4  # a wrong state changes the likelihood of the answers
-    calibration, window = answered(model, examples=2), Window(WINDOW)
-    full = HeadMask.all_full(*mask_shape(model.config))
     objective = Objective(model, calibration, window)
-    for mask in (full, full.with_layer(0, [True, False] * 2)):
-        evaluation = objective.evaluate(mask)
-        _, expected = plain_score_of(model, calibration, mask, window)
-        assert evaluation.log_likelihood == pytest.approx(expected, abs=1e-4)
-    assert not objective.savings()["last_layer_at_answers"]
+    experts = any(parameter.ndim == 3 for parameter in model.parameters())
+    objective.evaluate(full)
+    for mask in (full.with_layer(1, [True, False] * 2), full.with_layer(layers - 1, [False] * 4)):
+        with CountedFlops() as counter:
+            evaluation = objective.evaluate(mask)
+        score, log_likelihood = plain_score_of(model, calibration, mask, window)
+        assert evaluation.score == score
+        assert evaluation.log_likelihood == pytest.approx(log_likelihood, abs=1e-4)
+        passes = objective.whole_pass_operations(mask) / objective.full_pass_operations
+        assert evaluation.full_forward_equivalents == passes
+        # torch counts neither grouped products of experts nor recurrences
+        if not experts and not decoder_layers(model.config).states:
+            assert objective.whole_pass_operations(mask) == counter.total
 
 
-@pytest.mark.parametrize("room", [0, 2**30], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
 @pytest.mark.parametrize(
     ("family", "sinks", "changes"),
     [
@@ -292,68 +170,54 @@ def test_a_last_layer_with_a_state_or_its_own_window_is_computed_at_all_position
         ("stablelm", 0, {"use_parallel_residual": True}),
     ],
 )
-def test_operations_of_a_gradient_equal_torchs_count(family, sinks, changes, room):
+def test_operations_of_a_gradient_are_those_that_torch_counts(family, sinks, changes, recompute):
     model = small_model(family, **changes)
     model.set_experts_implementation("eager")  # torch does not count grouped products
     calibration = answered(model, examples=5)
-    objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2, reuse_bytes=room)
+    objective = Objective(model, calibration, Window(WINDOW, sinks), batch_size=2)
+    objective._recomputes = recompute
     mask = mask_of(model.config)
     full = HeadMask.all_full(*mask.choices.shape)
     apply_head_mask(model, full, Window(WINDOW, sinks))
-    objective.check_output_head(full)
-    assert objective.sizes.shape.layers  # measured before the operations are counted
+    objective.check_output_head()
     with CountedFlops() as counter:
         measured = objective.gate_gradient(mask, share=1, shares=2)
-    whole = objective.whole_pass_operations(full)
-    assert round(measured.full_forward_equivalents * whole) == counter.total
-    low, high = (1, 3.2) if room else (1.5, 4.5)
+    stated = measured.full_forward_equivalents * objective.full_pass_operations
+    if recompute:  # torch need not recompute a layer's last maps
+        assert 0.75 * stated <= counter.total <= round(stated)
+    else:
+        assert round(stated) == counter.total
+    low, high = (1.5, 4.5) if recompute else (1, 3.2)
     assert low < measured.full_forward_equivalents * 5 / 2 < high
     assert measured.full_forward_equivalents <= objective.gradient_passes(1, 2)
 
 
-@pytest.mark.parametrize("menu", [[WINDOW], [WINDOW, 5], [WINDOW, 5, 3]])
-def test_cached_bytes_of_a_layer_are_those_that_plan_states(menu):
-    """For an example at a layer where passes start: its input and its attention."""
-    model, _ = searchable()
-    calibration = CalibrationSet.from_records(([1, 2] * 12 + [row], 1) for row in range(3))
-    windows = [Window(size) for size in menu]
-    objective = Objective(model, calibration, windows, reuse_bytes=1 << 30)
-    for seed in range(3):
-        choices = FULL.choices.copy()
-        choices[1:] = mask_of(model.config, seed).choices[1:]
-        objective.evaluate(HeadMask.of_choices(choices), shared_layers=1)
-    kept = [entry.nbytes for (layer, *_), entry in objective.cache.entries.items() if layer == 1]
-    assert kept == [memory.activation_sizes(model).layer_entry(25, len(menu))] * 3
-
-
-def blocks_of(value_bytes):
-    """An MLP of 16 numbers, and two norms of 8 that keep float32 of half precision."""
-    block = [16 * number * value_bytes for number in (4, 3, 4, 7)]
-    return BlockBytes(block[0], block[1] + 64, *block[2:], norms=64, plain_feed_forward=block[0])
-
-
-def narrow_shape():
-    """Two layers of width 8, with two query heads of four numbers that share a KV head."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
-    return DecoderShape.of(small_config("qwen3", hidden_size=8, num_hidden_layers=2, **heads))
-
-
-def searchable_with(family, reuse_bytes=0, **changes):
+def searchable_with(family, **changes):
     model = small_model(family, **changes)
     calibration = answered(model, examples=2)
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=reuse_bytes)
-    return objective, calibration
+    return Objective(model, calibration, Window(WINDOW), batch_size=2), calibration
 
 
 # The last one's feed-forward blocks return their routing, too.
 @pytest.mark.parametrize("family", ["qwen3", "granitemoe", "cohere", "gpt_oss"])
-def test_recomputed_layers_give_bit_identical_gradients(family):
-    results = []
-    for room in (0, 2**30):
-        objective, _ = searchable_with(family, room)
-        results.append(objective.gate_gradient(mask_of(objective.model.config)))
-    assert results[0].values == results[1].values
-    assert results[0].full_forward_equivalents > 1.2 * results[1].full_forward_equivalents
+def test_layers_are_recomputed_bit_for_bit_once_a_gpu_is_too_small(family, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    objective, _ = searchable_with(family)
+    mask = mask_of(objective.model.config)
+    kept = objective.gate_gradient(mask)
+    gradients, kinds = objectives.gate_gradients, []
+
+    def small(*arguments, recompute=False):
+        kinds.append(recompute)
+        if not recompute:
+            raise torch.OutOfMemoryError
+        return gradients(*arguments, recompute=recompute)
+
+    monkeypatch.setattr(objectives, "gate_gradients", small)
+    recomputed = objective.gate_gradient(mask)
+    assert recomputed.values == kept.values
+    assert recomputed.full_forward_equivalents > 1.2 * kept.full_forward_equivalents
+    assert kinds == [False, True, True] and "are recomputed" in caplog.text
 
 
 def test_a_window_must_be_shorter_than_the_longest_example():
@@ -364,26 +228,6 @@ def test_a_window_must_be_shorter_than_the_longest_example():
             Objective(model, calibration, window)
 
 
-@pytest.mark.parametrize("layers", [2, 6])
-def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
-    """With one byte less than the formula says, layers are recomputed."""
-    objective, calibration = searchable_with("qwen3", 2**30, num_hidden_layers=layers)
-    mask = HeadMask.all_sliding(layers, KV_HEADS)
-    objective.gate_gradient(mask)
-    with PeakMemory() as peak:
-        kept = objective.gate_gradient(mask)
-    sizes = memory.activation_sizes(objective.model)
-    needed = sizes.gradient_without_recompute(
-        1, calibration.max_length, WINDOW
-    )  # a round is a batch
-    assert peak.peak <= needed
-    objective.cache.max_bytes = needed
-    assert objective.gate_gradient(mask).full_forward_equivalents == kept.full_forward_equivalents
-    for objective.cache.max_bytes, objective.cache.bytes in ((needed - 1, 0), (needed, 1)):
-        recomputed = objective.gate_gradient(mask)
-        assert recomputed.full_forward_equivalents > kept.full_forward_equivalents
-
-
 @pytest.mark.parametrize(
     ("family", "most"),  # the last one has layers of three kinds
     [
@@ -392,41 +236,15 @@ def test_a_gradient_that_keeps_activations_stays_within_its_formula(layers):
     ],
 )
 def test_memory_of_blocks_of_every_kind_is_stated(family, most):
-    """For a pass, a gradient that recomputes layers, and one that keeps them."""
+    """For a pass."""
     model = small_model(family, hidden_size=128, intermediate_size=256)
     calibration = CalibrationSet.from_records([(tokens(1, 256)[0].tolist(), 4)])
-    objective = Objective(model, calibration, Window(64), reuse_bytes=0)
+    objective = Objective(model, calibration, Window(64))
     mask = HeadMask.all_sliding(*objective.shape)
     objective.evaluate(mask)  # with the checks of the first pass
-    sizes = memory.activation_sizes(model)
-    for stated, room, measure in (
-        (sizes.plain_pass(1, 256), 0, objective.evaluate),
-        (sizes.gradient(1, 256, 64), 0, objective.gate_gradient),
-        (sizes.gradient_without_recompute(1, 256, 64), 2**30, objective.gate_gradient),
-    ):
-        objective.cache.max_bytes = room
-        with PeakMemory() as peak:
-            measure(mask)
-        assert 1 <= stated / peak.peak <= most
-
-
-@pytest.mark.parametrize(
-    ("value_bytes", "shards", "sharing", "windows", "needed", "kept"),
-    [
-        (4, 1, 1, [8], 66560, 89344), (2, 1, 1, [8], 36864, 55424),
-        (4, 1, 1, [8, 4], 70656, 107968), (4, 2, 1, [8], 43520, 52864),
-        (4, 1, 2, [8], 47616, 65536),
-    ],
-)  # fmt: skip
-def test_memory_of_a_gradient_by_formula_has_not_changed(
-    value_bytes, shards, sharing, windows, needed, kept
-):
-    """Values of the last comparison with peaks."""
-    sizes = memory.ActivationSizes(
-        narrow_shape(), blocks_of(value_bytes), value_bytes, shards, sharing
-    )
-    assert sizes.gradient(2, 32, *windows) == needed
-    assert sizes.gradient_without_recompute(2, 32, *windows) == kept
+    with PeakMemory() as peak:
+        objective.evaluate(mask)
+    assert 1 <= memory.activation_sizes(model).plain_pass(1, 256) / peak.peak <= most
 
 
 def test_no_pass_makes_logits_of_a_whole_example():
@@ -440,81 +258,18 @@ def test_no_pass_makes_logits_of_a_whole_example():
     assert 0 < max(counts) < min(len(example.input_ids) for example in calibration.examples)
 
 
-def test_gradients_do_not_depend_on_how_many_tokens_are_recomputed_at_a_time(monkeypatch):
-    objective, _ = searchable_with("qwen3")
-    ours = np.array(objective.gate_gradient(random_mask(0)).values)
-    monkeypatch.setattr("bosch.objective.patching.RECOMPUTED_TOKENS", 7)
-    measured = np.array(objective.gate_gradient(random_mask(0)).values)
-    assert np.allclose(measured, ours, rtol=1e-4, atol=1e-6 * np.abs(ours).max())
-
-
 def test_a_gradient_keeps_only_the_input_of_each_layer():
     peaks = []
     for layers in (2, 6):
         objective, calibration = searchable_with("qwen3", num_hidden_layers=layers)
         mask = HeadMask.all_sliding(layers, KV_HEADS)
         objective.evaluate(mask)
-        assert objective.sizes.shape.layers == layers  # measured before the peak
+        objective._recomputes = True
         with PeakMemory() as memory:
             objective.gate_gradient(mask)
         peaks.append(memory.peak)
     state = 4 * 2 * calibration.max_length * objective.model.config.hidden_size
     assert peaks[1] - peaks[0] <= 1.25 * 4 * state
-
-
-def test_reuse_is_switched_off_if_a_layer_is_no_function_of_its_input(caplog):
-    model, calibration = searchable()
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
-    calls = []
-
-    def drift(module, args, output):
-        calls.append(1)
-        return output + 0.01 * len(calls)
-
-    apply_head_mask(model, FULL, Window(WINDOW))
-    objective.check_output_head(FULL)
-    model.get_decoder().layers[2].register_forward_hook(drift)
-    for _ in range(2):  # attention of both kinds fails first, then the layers' inputs
-        objective.evaluate(FULL, shared_layers=1)
-        objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
-    assert "switched off" in caplog.text
-    assert not any(objective.savings()[n] for n in ("layer_inputs", "attention_of_both_kinds"))
-    costs = [objective.evaluate(FULL, shared_layers=1).full_forward_equivalents for _ in range(2)]
-    assert costs[0] == costs[1] > 0.7
-
-
-def test_inputs_of_layers_are_reused_even_if_attention_of_both_kinds_is_not_exact(
-    monkeypatch, caplog
-):
-    """A kernel's last bits may depend on the heads that are computed together."""
-    torch.set_num_threads(1)
-    model, calibration = searchable()
-    plain = Objective(model, calibration, Window(WINDOW), batch_size=2, reuse_bytes=0)
-    expected = [plain.evaluate(mask).log_likelihood for mask, _ in masks_of_a_search()]
-    objective = Objective(model, calibration, Window(WINDOW), batch_size=2)
-    mix = incremental_forward.BatchPass.mix
-
-    def noisy(self, row, outputs):
-        mixed = mix(self, row, outputs)
-        # At all positions, not only at the answers.
-        return mixed if mixed.shape[1] < 10 else mixed * (1 + 1e-6)
-
-    monkeypatch.setattr(incremental_forward.BatchPass, "mix", noisy)
-    measured = [objective.evaluate(mask, shared) for mask, shared in masks_of_a_search()]
-    assert [e.log_likelihood for e in measured] == expected
-    assert objective.savings() == {
-        "layer_inputs": True, "attention_of_both_kinds": False, "last_layer_at_answers": True,
-    }  # fmt: skip
-    assert measured[2].full_forward_equivalents < 0.5
-    assert "layers' inputs are still reused" in caplog.text
-
-
-def test_memory_for_reuse_is_the_free_memory_less_a_gradient(monkeypatch):
-    model = small_model()
-    needed = memory.activation_sizes(model).gradient(2, 64, WINDOW)
-    monkeypatch.setattr(memory, "free_host_memory", lambda: 4 * needed + 100)
-    assert memory.reuse_room(model, Window(WINDOW), 2, 64) == (3 * needed + 100) // 2
-    assert memory.reuse_room(model, Window(WINDOW), 2, 64, processes=8) == 0
 
 
 _UNLIMITED = 2**63 - 4096
@@ -574,79 +329,41 @@ def test_memory_and_cores_are_those_of_the_machine_or_its_container(
         (cgroups / name).write_text(f"{content}\n")
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: range(64))
     assert hardware.host_memory(proc, cgroups) == total * 1024
-    assert hardware.free_host_memory(proc, cgroups) == free * 1024
     assert hardware.cpu_cores(proc, cgroups) == cores
 
 
-def test_no_memory_is_stated_if_the_machine_does_not_report_it(tmp_path, monkeypatch):
+def test_no_memory_is_stated_if_the_machine_does_not_report_it(tmp_path):
     with pytest.raises(RunError, match="does not say the MemTotal"):
         hardware.host_memory(tmp_path)
-    monkeypatch.setattr(memory, "free_host_memory", lambda: hardware.host_memory(tmp_path))
-    with pytest.raises(RunError, match=r"set runtime\.reuse_memory to a size"):
-        memory.reuse_room(small_model(), Window(WINDOW), 2, 64)
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_masks_of_several_windows_are_scored_by_definition(sinks):
-    """With and without reuse, and with the operations that torch counts in a plain pass."""
+    """With the operations that torch counts."""
     model, calibration = searchable()
     windows = [Window(size, sinks) for size in (WINDOW, 2 * WINDOW, 3)]
-    reusing = Objective(model, calibration, windows, batch_size=4)
-    plain = Objective(model, calibration, windows, batch_size=4, reuse_bytes=0, answers_only=False)
+    objective = Objective(model, calibration, windows, batch_size=4)
+    objective.evaluate(FULL)
     generator = np.random.default_rng(sinks)
     first = generator.integers(0, 4, (LAYERS, KV_HEADS))
     scored = set()
     for layer in [*range(LAYERS), *range(LAYERS)]:
         first[layer] = generator.integers(0, 4, KV_HEADS)
         mask = HeadMask.of_choices(first)
-        ours = reusing.evaluate(mask)
-        apply_head_mask(model, mask, windows)
-        plain.check_output_head(mask)
         with CountedFlops() as counter:
-            whole = plain.evaluate(mask)
-        assert ours.score == whole.score
-        assert ours.log_likelihood == pytest.approx(whole.log_likelihood, abs=1e-4)
-        full = plain.whole_pass_operations(FULL)
-        assert round(whole.full_forward_equivalents * full) == counter.total
+            ours = objective.evaluate(mask)
+        full = objective.full_pass_operations
+        assert round(ours.full_forward_equivalents * full) == counter.total
         exact, likelihood = plain_score_of(model, calibration, mask, windows)
         assert ours.score == exact
         assert ours.log_likelihood == pytest.approx(likelihood, abs=1e-4)
         scored.add(ours.log_likelihood)
-    assert len(scored) == 2 * LAYERS and reusing.savings()["attention_of_both_kinds"]
-    assert reusing.context.window_size == [2 * WINDOW, WINDOW, 3]
+    assert len(scored) == 2 * LAYERS
+    assert objective.context.window_size == [2 * WINDOW, WINDOW, 3]
     # One window gives bit-identical results alone and in a menu.
     one = Objective(model, calibration, windows[0], batch_size=4).evaluate(random_mask())
     menu = Objective(model, calibration, windows[::2], batch_size=4)
     assert menu.evaluate(HeadMask(random_mask().is_full)).log_likelihood == one.log_likelihood
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-def test_answers_are_computed_in_groups_if_their_logits_would_fill_the_memory(is_full):
-    query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 2), (2, 9), (2, 9)))
-    columns = torch.tensor([[3, 4], [7, 8], [5, 5]])
-    layout = by_rows([is_full] * 2, Window(3, 1))
-    whole = answer_attention(query, key, value, columns, layout, LogitTransform(0.3))
-    kernel, groups = torch.nn.functional.scaled_dot_product_attention, []
-
-    def counted(query, *args, **kwargs):
-        groups.append(len(query))
-        return kernel(query, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-        for size in (1, 4 * 2 * 9 * 2, 2**27):
-            parts = answer_attention(
-                query, key, value, columns, layout, LogitTransform(0.3), max_logits=size
-            )
-            torch.testing.assert_close(parts, whole)
-    assert groups == [1, 1, 1, 2, 1, 3]
-    for row in range(3):
-        for number, column in enumerate(columns[row].tolist()):
-            visible = [k for k in range(column + 1) if is_full or k > column - 3 or k < 1]
-            for head in range(4):
-                logits = key[row, head // 2, visible] @ query[row, head, number] * 0.3
-                expected = logits.softmax(0) @ value[row, head // 2, visible]
-                torch.testing.assert_close(whole[row, number, head], expected)
 
 
 def test_nan_or_infinite_results_end_the_search():
@@ -753,55 +470,6 @@ def test_results_by_example_have_the_mean_of_the_evaluation() -> None:
         assert results[place].tolist() == pytest.approx([own.score, own.log_likelihood], rel=1e-4)
 
 
-def test_least_recently_used_activations_are_evicted() -> None:
-    """Of two inputs that no late pass used, the one that was looked up last stays."""
-    mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 12)
-    for layer in (1, 2, 3):
-        cache.begin(mask, 0)
-        cache.add(mask, layer, 0, torch.zeros(1))
-    assert cache.bytes == 12
-    cache.begin(mask, 0)
-    assert cache.get(mask, 1, 0) is not None and cache.get(mask, 5, 0) is None
-    for _ in range(3):
-        cache.begin(mask, 0)
-    cache.add(mask, 4, 0, torch.zeros(1))
-    assert [layer for layer, *_ in cache.entries] == [3, 1, 4] and cache.bytes == 12
-
-
-def test_activations_of_the_last_two_passes_stay_unless_coming_passes_need_room() -> None:
-    mask, cache = HeadMask.all_full(8, 1), ActivationCache(8, 8)
-    cache.begin(mask, 0)
-    for layer in (1, 2, 3):
-        cache.add(mask, layer, 0, torch.zeros(1))
-    cache.begin(mask, 0)
-    cache.add(mask, 3, 0, torch.zeros(1))
-    assert [layer for layer, *_ in cache.entries] == [1, 2]
-    cache.begin(mask, 4)  # coming passes start at layer 4
-    assert cache.is_pinned(4) and not cache.is_pinned(1)
-    cache.add(mask, 4, 0, torch.zeros(1))
-    assert [layer for layer, *_ in cache.entries] == [2, 4]
-    for layer, batch, size in (
-        (4, 1, 2),  # more than is free without evicting what is pinned
-        (5, 0, 3),  # more than may be cached in all
-    ):
-        assert not cache.has_room(mask, layer, batch, 4 * size)
-        cache.add(mask, layer, batch, torch.zeros(size))
-        assert [layer for layer, *_ in cache.entries] == [2, 4]  # nothing is evicted in vain
-    assert cache.has_room(mask, 4, 1, 4) and cache.bytes == cache.peak_bytes == 8
-
-
-def test_attention_of_every_choice_is_computed_only_if_it_can_be_cached() -> None:
-    """With too little memory for it, a search costs no more than without reuse."""
-    costs = []
-    for room in (0, 2000, 2**30):
-        model, calibration = searchable(examples=4)
-        prepare_for_search(model, "sdpa")
-        objective = Objective(model, calibration, Window(8), batch_size=2, reuse_bytes=room)
-        masks = [random_mask(seed) for seed in range(6)]
-        costs.append(sum(objective.evaluate(mask).full_forward_equivalents for mask in masks))
-    assert costs[0] >= costs[1] > costs[2]
-
-
 def scaled_states(model, input_ids, use_cache=None):
     states = model.get_decoder()(input_ids, use_cache=False).last_hidden_state
     return SimpleNamespace(logits=model.get_output_embeddings()(1.05 * states))
@@ -831,47 +499,10 @@ def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():
     other = states + 0.005 * torch.randn(200, 64)
     assert equal_but_rounding(states, other, torch.bfloat16)
     assert not equal_but_rounding(states, other, torch.float32)
-    assert equal_but_rounding(states, other, torch.float32, 10)
     other[:, 7] = -torch.inf  # as in a model that masks words of its vocabulary
     assert not equal_but_rounding(other, states, torch.bfloat16)
     assert not equal_but_rounding(states, other, torch.bfloat16)
     assert equal_but_rounding(other, other.clone(), torch.float32)
-
-
-def test_norms_after_the_block_and_kept_scores_add_to_a_gradients_memory():
-    """32 tokens x 2; of 8 query heads of 2 numbers 1,024 scores a row, a window's 24 a token."""
-    blocks = replace(blocks_of(4), both_feed_forward=0)  # so that attention needs the most memory
-    plain = memory.ActivationSizes(narrow_shape(), blocks, 4)
-    follows = replace(plain, shape=replace(plain.shape, norm_follows=True))
-    assert follows.gradient(2, 32, 8) == plain.gradient(2, 32, 8) + 64 * blocks.plain_feed_forward
-    assert follows.gradient_without_recompute(2, 32, 8) == plain.gradient_without_recompute(
-        2, 32, 8
-    )
-    shape = DecoderShape.of(small_config("gemma2", num_attention_heads=8, head_dim=8))
-    assert shape.norms == 4 and shape.norm_follows and shape.softcap and shape.capped
-    assert DecoderShape.of(small_config("gemma3_text")).capped
-    gpt_oss = DecoderShape.of(small_config("gpt_oss"))
-    assert gpt_oss.head_logits and memory.ActivationSizes.of(gpt_oss, 4).keeps_scores
-    assert not memory.ActivationSizes.of(gpt_oss, 4, attention="flex").keeps_scores
-    sizes = memory.ActivationSizes.of(shape, 4)
-    scores = 8 * 2 * 8 * (32 * 32 + 32 * 24)
-    fused = replace(sizes, keeps_scores=False)
-    (window,) = shape.kinds.windows.values()  # of a layer with one choice, not those of a gate
-    own = shape.score_bytes(16, 32, Window(window), 4)
-    gated = shape.full_layers * scores
-    assert (
-        sizes.gradient_without_recompute(2, 32, 8)
-        == fused.gradient_without_recompute(2, 32, 8) + gated + own
-    )
-    without = replace(fused, shape=replace(shape, kinds=replace(shape.kinds, windows={})))
-    own = 4 * 64 * (2 * shape.own_query_size + 2 * shape.kinds.own_heads * shape.kinds.own_head_dim)
-    assert (
-        fused.gradient_without_recompute(2, 32, 8)
-        == without.gradient_without_recompute(2, 32, 8) + own
-    )
-    piece = 8 * 2 * 8 * 32**2
-    assert sizes.gradient(2, 32, 8) == fused.gradient(2, 32, 8) + scores + piece
-    assert sizes.plain_pass(2, 32) == fused.plain_pass(2, 32) + 20 * 2 * 8 * 32**2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

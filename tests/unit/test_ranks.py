@@ -14,7 +14,6 @@ import torch.distributed as dist
 from bosch import ranks
 from bosch.errors import LostRankError, RunError
 from bosch.heads import HeadMask
-from bosch.model.search_mode import apply_head_mask
 from bosch.objective.batches import batches_of_rank
 from bosch.objective.objective import Objective
 from bosch.ranks import Ranks
@@ -24,10 +23,10 @@ from tests.search_case import WINDOW, searchable
 
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
 MASKS = [
-    (FULL, 0),
-    (random_mask(0), 1),
-    (random_mask(0).with_layer(2, [True] * KV_HEADS), 1),
-    (random_mask(0).with_layer(2, [False] * KV_HEADS), 1),
+    FULL,
+    random_mask(0),
+    random_mask(0).with_layer(2, [True] * KV_HEADS),
+    random_mask(0).with_layer(2, [False] * KV_HEADS),
 ]
 
 
@@ -59,14 +58,14 @@ class ThreadRanks(Ranks):
         return merged
 
 
-def on_ranks(size, work, batch_size=2, reuse_bytes=1 << 30):
+def on_ranks(size, work, batch_size=2):
     """The result or exception of `work(objective, rank)` on each rank."""
     meeting = Meeting(size)
 
     def play(rank):
         model, calibration = searchables[rank]
         objective = Objective(
-            model, calibration, Window(WINDOW), batch_size=batch_size, reuse_bytes=reuse_bytes,
+            model, calibration, Window(WINDOW), batch_size=batch_size,
             ranks=ThreadRanks(rank, meeting),
         )  # fmt: skip
         try:
@@ -80,28 +79,19 @@ def on_ranks(size, work, batch_size=2, reuse_bytes=1 << 30):
 
 
 def evaluated(objective, rank):
-    return [objective.evaluate(mask, shared) for mask, shared in MASKS]
+    return [objective.evaluate(mask) for mask in MASKS]
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_any_number_of_ranks_gives_the_same_bits(size):
-    (alone,) = on_ranks(1, evaluated, reuse_bytes=0)
-    everywhere = on_ranks(size, evaluated, reuse_bytes=0)
+    (alone,) = on_ranks(1, evaluated)
+    everywhere = on_ranks(size, evaluated)
     for evaluations in everywhere:
         assert evaluations == everywhere[0]
         for ours, theirs in zip(evaluations, alone, strict=True):
             assert (ours.score, ours.log_likelihood) == (theirs.score, theirs.log_likelihood)
             assert ours.full_forward_equivalents == theirs.full_forward_equivalents
     assert len({e.log_likelihood for e in alone}) == len(MASKS)
-
-
-def test_reuse_on_every_rank_counts_the_whole_set():
-    (alone,) = on_ranks(1, evaluated)
-    evaluations, _ = on_ranks(2, evaluated)
-    assert [e.log_likelihood for e in evaluations] == [e.log_likelihood for e in alone]
-    assert evaluations[3].full_forward_equivalents == alone[3].full_forward_equivalents < 1.0
-    # Each rank computes one of its batches twice, to check that reuse is exact.
-    assert evaluations[2].full_forward_equivalents > alone[2].full_forward_equivalents
 
 
 def test_nan_on_one_rank_fails_on_all():
@@ -120,37 +110,16 @@ def test_ranks_that_measure_different_masks_fail():
     assert all("different head masks" in text for text in message)
 
 
-def test_inexact_reuse_on_one_rank_is_switched_off_on_all():
-    def drifting(objective, rank):
-        calls = []
-
-        def drift(module, args, output):
-            calls.append(1)
-            return output + 0.01 * len(calls)
-
-        apply_head_mask(objective.model, FULL, Window(WINDOW))
-        objective.check_output_head(FULL)
-        if rank == 1:
-            objective.model.get_decoder().layers[2].register_forward_hook(drift)
-        for _ in range(2):
-            objective.evaluate(FULL, shared_layers=1)
-            objective.evaluate(FULL.with_layer(2, [False] * KV_HEADS), shared_layers=1)
-        return objective.evaluate(FULL, shared_layers=1).full_forward_equivalents
-
-    first, second = on_ranks(2, drifting)
-    assert first == second > 0.7
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_each_batch_has_one_rank_and_ranks_have_similar_numbers_of_batches(size):
-    rounds = [[10, 20, 30, 40, 50, 20], [10, 9, 8, 20], [5]]
-    shares = [batches_of_rank(rounds, Ranks(rank, size)) for rank in range(size)]
-    sizes = [batch for batches in rounds for batch in batches]
+    parts = [[10, 20, 30, 40, 50, 20], [10, 9, 8, 20], [5]]
+    shares = [batches_of_rank(parts, Ranks(rank, size)) for rank in range(size)]
+    sizes = [batch for batches in parts for batch in batches]
     assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
     work = [sum(sizes[i] for i in share) for share in shares]
     assert max(work) - min(work) <= 2 * max(sizes)
     first = 0
-    for batches in rounds:  # gradients need one: no rank has two while another has none
+    for batches in parts:  # gradients need one: no rank has two while another has none
         own = [sum(first <= i < first + len(batches) for i in share) for share in shares]
         assert max(own) - min(own) <= 1
         first += len(batches)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bosch.objective.evaluation_log import CanWin, Evaluation
+from bosch.objective.evaluation_log import Evaluation
 from bosch.search import solvers
 from bosch.search.loss import Anchors, Loss
 from bosch.search.solvers import Problem, brute_force, nomad, one_plus_one, solve
@@ -136,54 +136,6 @@ def test_nomad_stops_if_it_proposes_nothing_new(solver, most, monkeypatch):
     assert calls < most * task.budget
 
 
-class Racing(Additive):
-    """Ends an evaluation with bounds if these already lose."""
-
-    def __call__(self, bits: np.ndarray, can_win: CanWin | None = None) -> Evaluation:
-        whole = super().__call__(bits)
-        bound = Evaluation(min(1.0, whole.score + 1 / 8), 0.8 * whole.log_likelihood, is_bound=True)
-        if can_win is None or can_win(bound.score, bound.log_likelihood):
-            return whole
-        self.ended += 1
-        return bound
-
-    ended = 0
-
-
-@pytest.mark.parametrize("break_ties", [False, True])
-# Too few evaluations to enumerate 495 candidates, and enough.
-@pytest.mark.parametrize("budget", [60, 500])
-def test_ending_losing_evaluations_changes_neither_candidates_nor_result(budget, break_ties):
-    for seed in range(3):
-        plain, raced = Racing(12, seed, 32), Racing(12, seed, 32)
-        expected, task = (
-            solve(
-                problem(12, 4, budget, measure, race=measure is raced, break_ties=break_ties),
-                "one_plus_one",
-                seed,
-            )
-            for measure in (plain, raced)
-        )
-        assert raced.calls == plain.calls
-        assert task.bits.tolist() == expected.bits.tolist()
-        assert task.value == expected.value
-        assert raced.ended and not plain.ended
-
-
-@pytest.mark.parametrize("solver", ["nomad", "nomad_penalty"])
-def test_nomad_ends_with_a_completely_measured_candidate(solver):
-    """It also uses bounds, so its candidates may differ from those without them."""
-    for seed in range(3):
-        measure = Racing(32, seed, 64)
-        best = solve(problem(32, 16, 60, measure, race=True), solver, seed)
-        assert not best.evaluation.is_bound
-        assert best.evaluation.score == max(
-            Additive(32, seed, 64)(np.frombuffer(bits, dtype=bool)).score
-            for bits in measure.calls
-            if np.frombuffer(bits, dtype=bool).sum() == 16
-        )
-
-
 def test_nomad_restarts_from_the_best_candidate(monkeypatch):
     task, optimize, from_best = problem(32, 16, 500, Additive(32)), PyNomad.optimize, []
 
@@ -251,16 +203,6 @@ def test_ties_are_broken_by_log_likelihood_only_if_requested():
     assert not alone.on_plateau  # one candidate
     broken, _ = run(True)
     assert set(np.flatnonzero(broken)) == set(np.argsort(measure.weights)[:3])
-
-
-@pytest.mark.parametrize(("score", "alike"), [(0.5, True), (0.25, False)])
-def test_a_bound_is_used_only_below_the_best_score(score, alike):
-    """The true value may be worse than the bound, but not better."""
-    evaluations = iter([Evaluation(0.5, -1.0), Evaluation(score, -2.0, is_bound=True)])
-    task = Problem(4, 2, 9, lambda *_: next(evaluations), LOSS, break_ties=True, race=True)
-    for bits in (np.arange(4) < 2, np.arange(4) >= 2):
-        task.value(bits)
-    assert task.on_plateau == alike
 
 
 @given(

@@ -9,7 +9,7 @@ from bosch.search.groups import layer_groups, max_layers_per_group
 from bosch.search.methods import ANCHORS, Method, register
 from bosch.search.settings import SearchSettings
 
-_SOLVER = frozenset({"solver", "budget_per_layer", "alpha", "gamma", "strict", "race", "seed"})
+_SOLVER = frozenset({"solver", "budget_per_layer", "alpha", "gamma", "strict", "seed"})
 _GROUPED = _SOLVER | {"max_group_variables"}
 _ONE_SOLVER = _SOLVER - {"solver"}
 

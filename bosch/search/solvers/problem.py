@@ -43,27 +43,21 @@ class Candidate:
 
 
 class Problem:
-    """Choose `quota` of `size` units with at most `budget` calls of `measure`.
-
-    With `race`, `measure` gets `can_win(score, log_likelihood)`, which says whether upper bounds
-    still reach the best candidate; if not, it may return bounds.
-    """
+    """Choose `quota` of `size` units with at most `budget` calls of `measure`."""
 
     def __init__(
         self,
         size: int,
         quota: int,
         budget: int,
-        measure: Callable[..., Evaluation],
+        measure: Callable[[Bits], Evaluation],
         loss: Loss,
         *,
         break_ties: bool = False,
-        race: bool = False,
         quantum: float = 0.0,
     ) -> None:
         self.size, self.quota, self.budget = size, quota, budget
         self.loss, self.break_ties, self.quantum = loss, break_ties, quantum
-        self.race = race
         self.spent = 0
         self.best: Candidate | None = None
         self._measure = measure
@@ -97,15 +91,7 @@ class Problem:
                 return Value(bound, float("inf"))
         if self.left <= 0:
             raise BudgetSpent
-        if self.race and self.best is not None:
-            best = self.best.value
-
-            def can_win(score: float, log_likelihood: float) -> bool:
-                return self._value(score, log_likelihood, sliding) <= best
-
-            evaluation = self._measure(bits, can_win)
-        else:
-            evaluation = self._measure(bits)
+        evaluation = self._measure(bits)
         self.spent += 1
         value = self._value(evaluation.score, evaluation.log_likelihood, sliding)
         self._values[key] = value
@@ -144,9 +130,7 @@ class Problem:
         if sliding != self.quota:
             self._lowest_off_budget = min(self._lowest_off_budget, value.loss)
             return
-        # A bound only shows that the score is no better than the best one.
-        if not evaluation.is_bound or evaluation.score < max(self._scores):
-            self._scores.add(evaluation.score)
+        self._scores.add(evaluation.score)
         if self.best is None or value < self.best.value:
             self.best = Candidate(bits.copy(), value, evaluation)
 
