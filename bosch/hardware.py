@@ -65,14 +65,7 @@ def device_named(name: str) -> Device | None:
 
 def host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Memory of this machine or its container, in bytes; raises RunError if it is unknown."""
-    limits = [limit for limit, _ in _memory_limits(proc, cgroups)]
-    return min([_meminfo(proc, "MemTotal"), *limits])
-
-
-def free_host_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Free memory of this machine or its container, in bytes; raises RunError if unknown."""
-    free = [max(0, limit - used) for limit, used in _memory_limits(proc, cgroups)]
-    return min([_meminfo(proc, "MemAvailable"), *free])
+    return min([_total_memory(proc), *_memory_limits(proc, cgroups)])
 
 
 def cpu_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
@@ -92,27 +85,22 @@ def cpu_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     return cores
 
 
-def _meminfo(proc: Path, name: str) -> int:
-    """A field of /proc/meminfo, in bytes."""
+def _total_memory(proc: Path) -> int:
+    """MemTotal of /proc/meminfo, in bytes."""
     fields = dict(line.partition(":")[::2] for line in _text(proc / "meminfo").splitlines())
-    value = _number(fields.get(name, "").removesuffix("kB"))
+    value = _number(fields.get("MemTotal", "").removesuffix("kB"))
     if value is None:
-        raise RunError(f"{proc / 'meminfo'} does not say the {name} of this machine")
+        raise RunError(f"{proc / 'meminfo'} does not say the MemTotal of this machine")
     return value * 1024
 
 
-def _memory_limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use (bytes) of each limited control group, without cached files, which can go."""
+def _memory_limits(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Limit (bytes) of each limited control group."""
     for folder in _control_groups("memory", proc, cgroups):
-        for limit_file, use_file, cached in (
-            ("memory.max", "memory.current", "inactive_file"),  # version 2
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            limit, used = _number(_text(folder / limit_file)), _number(_text(folder / use_file))
+        for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
+            limit = _number(_text(folder / name))
             if limit is not None:
-                lines = _text(folder / "memory.stat").splitlines()
-                statistics = dict(line.partition(" ")[::2] for line in lines)
-                yield limit, (used or 0) - (_number(statistics.get(cached, "")) or 0)
+                yield limit
 
 
 def _control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[Path]:

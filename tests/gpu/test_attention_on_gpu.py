@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from torch import Tensor
 from bosch.attention import (
     BACKENDS,
     AttentionContext,
-    LogitTransform,
     fastest_backend,
     hybrid_attention,
 )
 from bosch.model.materialize import materialize
-from bosch.objective.incremental_forward import answer_attention
 from bosch.window import Window
 from stages.measure.process import attention_kernels
 from tests.attention_case import Case, by_rows
@@ -119,20 +116,12 @@ def test_no_pass_with_shared_heads_runs_the_math_kernel(padding: str, dtype: tor
     assert _math_kernels(train) == []
 
 
-def test_generation_and_a_searchs_passes_run_no_math_kernel() -> None:
-    """Chunks after a past, with a cache, and answer tokens that stand between."""
+def test_generation_runs_no_math_kernel() -> None:
+    """Chunks after a past, with a cache."""
     case = Case(2048, 1024, 0, (True, False), past=8192)
     tensors = _tensors(case, torch.bfloat16)
     with torch.no_grad():
         assert _math_kernels(lambda: hybrid_attention(*tensors, case.layout())) == []
-    query, key, value = tensors
-    columns = torch.arange(8000, 8016, device="cuda")[None]
-    layout = by_rows([True, True], Window(1024))
-    few = query[:, :, :16]
-    with torch.no_grad():
-        transform = LogitTransform(0.125)
-        work = partial(answer_attention, few, key, value, columns, layout, transform)
-        assert _math_kernels(work) == []
 
 
 def test_training_takes_the_fastest_backend_that_is_installed() -> None:

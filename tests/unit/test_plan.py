@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bosch.errors import UserError
 from bosch.hardware import cpu_cores
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.objective.batches import batches_by_round
+from bosch.objective.batches import batches_by_part
 from bosch.objective.calibration import CalibrationSet
 from bosch.window import Window
 from pipeline.cli import main
@@ -170,14 +170,14 @@ def test_planned_batches_of_a_search_are_those_of_its_objective(
     case: Case, examples: int, batch: int
 ) -> None:
     calibration = CalibrationSet.from_records(([1, 2, k], 1) for k in range(examples))
-    rounds = batches_by_round(calibration, batch, 100)
+    parts = batches_by_part(calibration, batch, 100)
     changes = (f"runtime.eval_batch_size={batch}", f"prepare.calibration.examples={examples}")
-    assert _costs(_load(case, *changes))["search"].jobs == (sum(map(len, rounds)),)
-    # Each of its gradients uses one round of batches.
+    assert _costs(_load(case, *changes))["search"].jobs == (sum(map(len, parts)),)
+    # Each of its gradients uses one part of the batches.
     loaded = _load(case, *changes, "search.method=bosch_plus")
-    assert _costs(loaded)["search"].jobs == tuple(map(len, rounds))
+    assert _costs(loaded)["search"].jobs == tuple(map(len, parts))
     (line,) = [line for line in plan_lines(loaded, "h100x99") if line.startswith("  search ")]
-    assert f" on {max(map(len, rounds))} of them" in line
+    assert f" on {max(map(len, parts))} of them" in line
 
 
 def test_a_batch_holds_no_more_than_the_examples(case: Case) -> None:
