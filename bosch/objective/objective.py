@@ -210,12 +210,15 @@ class Objective:
 
     def _batch_gradients(self, batch: Batch, mask: HeadMask) -> Tensor:
         """Sums over a batch [L, HKV, windows]; layers are recomputed once a GPU was too small."""
-        if not self._recomputes:
-            try:
-                return gate_gradients(self.model, batch, mask, self._layouts)
-            except torch.OutOfMemoryError:
-                logger.info("activations of a gradient do not fit: its layers are recomputed")
-                self._recomputes = True
+        try:
+            return gate_gradients(
+                self.model, batch, mask, self._layouts, recompute=self._recomputes
+            )
+        except torch.OutOfMemoryError:
+            if self._recomputes:
+                raise
+        logger.info("activations of a gradient do not fit: its layers are recomputed")
+        self._recomputes = True
         torch.cuda.empty_cache()
         return gate_gradients(self.model, batch, mask, self._layouts, recompute=True)
 
