@@ -59,7 +59,6 @@ class DecoderShape:
     linear_sides: int
     attention_sides: int
     norms: int = 2  # norms of hidden width in a layer
-    norm_follows: bool = False  # a norm takes the output of a feed-forward block
     softcap: bool = False  # of attention scores, which fused kernels do not support
     head_logits: bool = False  # which sdpa computes without a fused kernel
     capped: bool = False  # soft-capped logits of the output head
@@ -115,7 +114,6 @@ class DecoderShape:
                 sum("Norm" in type(module).__name__ for module in layer.children())
                 for layer in decoder.layers
             ),
-            norm_follows=any(layer.recompute_extra > 0 for layer in flops.layers),
             softcap="softcap" in needs,
             head_logits="head_logits" in needs,
             capped=families.logit_scale(model.config).cap is not None,

@@ -75,18 +75,13 @@ class ActivationSizes:
 
         Every layer's input, plus the largest of: the forward pass; one layer's attention with what
         its backward pass needs; and what that attention stores together with another block of its
-        layer, of which the feed-forward block is recomputed in pieces. If a norm follows that
-        block, both exist together.
+        layer.
         """
         tokens = rows * length
-        attention, plain = self._attention(rows, length, windows), self.plain_pass(rows, length)
+        attention = self._attention(rows, length, windows) + self._score_gradients(rows, length)
+        plain = self.plain_pass(rows, length)
         saved = self._saved(rows, length, (None, *windows)) + self._block_bytes(tokens, "norms")
         other_block = self._block_bytes(tokens, "both_other")
-        if self.shape.norm_follows:
-            feed_forward = self._block_bytes(tokens, "plain_feed_forward")
-            attention += feed_forward
-            other_block += feed_forward * bool(other_block)
-        attention += self._score_gradients(rows, length)
         saved += max(self._block_bytes(tokens, "both_feed_forward"), other_block)
         saved += 6 * self.state(tokens)
         peak = max(attention, max(plain, saved) + 2 * self.state(tokens))
