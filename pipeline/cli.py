@@ -98,6 +98,10 @@ def _run(arguments: Sequence[str] | None, stages: Sequence[Stage[Any]]) -> int:
         return 1
     except Exception as error:
         if is_disk_full(error):
+            try:
+                print(end="", flush=True)
+            except OSError:  # the output is full; the interpreter would flush it again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _say(f"error: {failures.no_space(error, root)}", 1)
         if isinstance(error, OSError) and root is not None and _concerns(error, root):
             reason = f"{error.strerror}: {error.filename2 or error.filename}"
