@@ -69,21 +69,14 @@ def read_jsonl(path: Path, start: int, stop: int, field: str, filters: Filters) 
             yield _text(record, field, filters, partial(_place, path, at))
 
 
-def read_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL or Parquet file; for Parquet only the columns `fields`.
-
-    Raises UserError if the file or a record is damaged, or not a JSON object.
-    """
-    if path.suffix == ".parquet":
-        for group in range(parquet_row_groups(path, fields)):
-            yield from parquet_rows(path, group, fields)
-        return
-    for at, line in _lines(path, 0, sys.maxsize):
-        record = _record(path, at, line)
-        if not isinstance(record, dict):
-            fault = f"{_place(path, at)}: expected a JSON object, not {_type_name(record)}"
-            raise UserError(record.fault if isinstance(record, BadRecord) else fault)
-        yield record
+def first_json(path: Path) -> dict[str, Any]:
+    """The first record of a file of JSON lines, empty without one; UserError if it is no object."""
+    at, line = next(_lines(path, 0, sys.maxsize), (0, b"{}"))
+    record = _record(path, at, line)
+    if not isinstance(record, dict):
+        fault = f"{_place(path, at)}: expected an object, not {_type_name(record)}"
+        raise UserError(record.fault if isinstance(record, BadRecord) else fault)
+    return record
 
 
 def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
@@ -167,19 +160,18 @@ def _type_name(value: Any) -> str:
     )
 
 
-def parquet_row_groups(path: Path, fields: Sequence[str]) -> int:
-    """Number of row groups of a Parquet file that has the columns `fields`.
+def parquet_row_groups(path: Path, field: str) -> int:
+    """Number of row groups of a Parquet file that has the column `field`.
 
-    Raises UserError if the file is damaged or has no such columns of single values.
+    Raises UserError if the file is damaged or has no such column of single values.
     """
     file = _open_parquet(path)
     schema = file.schema_arrow
-    for field in fields:
-        if field not in schema.names:
-            names = printable(", ".join(schema.names))
-            raise UserError(f"{path}: no column `{field}` (there is {names}); set text_field")
-        if pa.types.is_nested(kind := schema.field(field).type):
-            raise UserError(f"{path}: column `{field}` is of type {printable(str(kind))}, not text")
+    if field not in schema.names:
+        names = printable(", ".join(schema.names))
+        raise UserError(f"{path}: no column `{field}` (there is {names}); set text_field")
+    if pa.types.is_nested(kind := schema.field(field).type):
+        raise UserError(f"{path}: column `{field}` is of type {printable(str(kind))}, not text")
     return int(file.num_row_groups)
 
 

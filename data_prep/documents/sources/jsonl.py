@@ -17,7 +17,7 @@ class _JsonLines(Kind):
     has_fields = True
 
     def first_record(self, source: Source) -> Mapping[str, Any]:
-        return next(records().read_rows(source.files[0], ()), {})
+        return records().first_json(source.files[0])
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for file in source.files:

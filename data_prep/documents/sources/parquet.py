@@ -38,7 +38,7 @@ class _Parquet(Kind):
 
     def parts(self, source: Source, seed: int, sequence_length: int) -> Iterable[Part]:
         for file in source.files:
-            for group in range(records().parquet_row_groups(file, [source.text_field])):
+            for group in range(records().parquet_row_groups(file, source.text_field)):
                 yield Part((file,), group)
 
     def read(self, part: Part, source: Source) -> Any:
