@@ -50,6 +50,8 @@ class Runtime(Section):
     attention: BackendName = "auto"
     """Attention backend. auto: sdpa, but in training on a GPU the fastest that is installed and has
     what the model needs; the log says which."""
+    hardware: Line | None = None
+    """What `bosch plan` plans for, like h100x16; default: this machine's GPUs or cores."""
     processes: ProcessesOrAuto = "auto"
     """Processes per node of a distributed stage: auto is one per GPU, or 1."""
     data_workers: ProcessesOrAuto = "auto"
@@ -65,7 +67,8 @@ class Runtime(Section):
     sliding heads only those within their windows."""
     checkpointing: Literal["auto", "none", "attention", "full"] = "auto"
     """What training recomputes instead of keeping it: nothing, all of a layer except the outputs of
-    its attention kernels, or all of it. auto is the first of these that fits into memory."""
+    its attention kernels, or all of it. auto is full, or none where that takes at most 60 % of the
+    device by formula."""
     offload_activations: Flag = False
     """Keep the layers' inputs in host memory between forward and backward pass."""
     compile: Flag = False

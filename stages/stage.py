@@ -131,8 +131,7 @@ class Stage(Generic[OwnSection]):
     `missing` yields missing packages and files other than the section's inputs: messages that begin
     with a dotted path. `slow_checks` names a similar function that only `validate` calls.
 
-    `cost` names the function of (recipe, devices) with the cost that `plan` prints, `refusal` one
-    that raises UserError, before anything runs, if the stage is certain to fail on this machine.
+    `cost` names the function of (recipe, devices) with the cost that `plan` prints.
     """
 
     name: str
@@ -151,7 +150,6 @@ class Stage(Generic[OwnSection]):
     missing: Callable[[LoadedRecipe], Iterator[str]] = lambda loaded: iter(())
     slow_checks: str = ""
     cost: str = ""
-    refusal: str = ""
 
     def __post_init__(self) -> None:
         if not self.key:

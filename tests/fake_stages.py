@@ -15,7 +15,6 @@ from typing import Any
 from bosch.errors import RunError, StoppedError, UserError
 from bosch.this_process import STOP_SIGNALS
 from stages.context import StageConfig
-from stages.stage import LoadedRecipe
 
 VERSION = 1
 
@@ -69,10 +68,6 @@ def _fail(kind: str) -> None:
         "stopped": _StoppedWhileReportingError(),
         "disk": OSError(errno.ENOSPC, "No space left on device", "x"),
     }[kind]
-
-
-def refuse(loaded: LoadedRecipe) -> None:
-    raise UserError("the GPUs are too small")
 
 
 def _save_and_stop(signum: int, frame: object) -> None:

@@ -36,7 +36,7 @@ def run(
 
 def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     most = loaded.recipe[WordsConfig].most
-    return Cost(disk=10.0 * most, facts=[f"{most} words on {devices.count} x {devices.name}"])
+    return Cost(disk=10.0 * most, note=f"{most} words on {devices.count} x {devices.name}")
 
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:

@@ -37,7 +37,6 @@ def fake_table(distributed: bool = False) -> tuple[Stage[Any], ...]:
         replace(
             stage,
             function="tests.fake_stages:run",
-            refusal="",
             distributed=distributed and stage.name == "train",
         )
         for stage in STAGES

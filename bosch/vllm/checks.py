@@ -100,13 +100,6 @@ def plan_of(
     return planner.module_plan(planner.engine_heads(rows), ranks, grouping)
 
 
-def original_plan(config: Any, ranks: int) -> planner.ModulePlan:
-    """Plan of the modules of the original model, as vLLM serves it."""
-    kinds = decoder_layers(config)
-    windows = (kinds.windows.get(n) for n in range(kinds.count))
-    return planner.module_plan([{window: kinds.heads} for window in windows], ranks)
-
-
 def check_order(plan: planner.ModulePlan, config: Any, lora: Any) -> None:
     """Raise UserError if heads must move between ranks and the weights cannot be reordered."""
     orders = [planner.rank_order(plan, layer) for layer in range(len(plan.sizes))]

@@ -9,7 +9,7 @@ depend are also here: plugin, plans and reports use them. Needs neither torch no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
@@ -22,7 +22,7 @@ from bosch.window import Window
 # vLLM makes groups as large as the largest kind if this pads the others by less than this factor.
 _PADDED_UP_TO = 1.5
 
-SERVED_RANKS, SERVED_TOKENS = (1, 2, 4, 8), (32 * 1024, 128 * 1024)
+SERVED_TOKENS = (32 * 1024, 128 * 1024)
 
 # Steps of fewer tokens read a prompt noticeably slower.
 _MIN_BATCH_TOKENS = 256
@@ -62,13 +62,6 @@ class Engine:
 CPU = Engine("CPU", 32, 1, 2048, per_rank=True)
 SMALL_GPU = Engine("GPU", 16, 2, 2048)
 LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192)
-
-
-def engine_on(device: str, gibibytes: float) -> Engine:
-    """The engine on a device: `cpu`, or a GPU with this much memory."""
-    if device == "cpu":
-        return CPU
-    return LARGE_GPU if gibibytes >= 70 and "a100" not in device else SMALL_GPU
 
 
 # How modules are cut and grouped. `engine`: equal sizes, in vLLM's groups; `equal`: equal sizes, in
@@ -204,40 +197,15 @@ class ModulePlan:
         return tuple(window_of_head[end - 1] for end in accumulate(self.sizes[layer]))
 
     @property
-    def padded_kv_heads(self) -> int:
-        """KV heads, on all shards, with a wider cache than they need."""
-        padded = 0
-        for shard in range(self.shards):
-            rank = shard * self.ranks // self.shards
-            for layer, (caches, sizes) in enumerate(zip(self.caches, self.sizes, strict=True)):
-                modules = zip(self.windows(layer, rank), caches, sizes, strict=True)
-                padded += sum(size for window, cache, size in modules if window != cache)
-        return padded
-
-    @property
     def sliding_windows(self) -> set[int]:
         """The windows of all sliding caches."""
         return {window for window in self._modules if window is not None}
 
-    def groups(self, request: Request) -> dict[int | None, int]:
-        """Number of module groups (each with one block table) by window (None: full)."""
-        return self._packing(request)[1]
-
-    def blocks_per_request(self, request: Request) -> int:
-        """Blocks that vLLM reserves for a request."""
-        return sum(count * request.blocks(kind) for kind, count in self.groups(request).items())
-
-    def block_bytes(self, request: Request, bytes_per_head: int) -> int:
-        """Bytes of a rank's block for such requests; `bytes_per_head`: a token's in a head."""
-        return self._packing(request)[0] * request.block_size * bytes_per_head
-
     def request_bytes(self, request: Request, bytes_per_head: int) -> int:
         """Bytes of cache that vLLM reserves for a request on one rank."""
-        return self.blocks_per_request(request) * self.block_bytes(request, bytes_per_head)
-
-    def cache_tokens(self, blocks: int, request: Request) -> int:
-        """Tokens that vLLM reports for a cache of `blocks`: those of all requests that fit."""
-        return int(blocks / self.blocks_per_request(request) * request.tokens)
+        width, groups = self._packing(request)
+        blocks = sum(count * request.blocks(kind) for kind, count in groups.items())
+        return blocks * width * request.block_size * bytes_per_head
 
     def _packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
         """KV heads that fit into a block of the cache, and the number of groups by kind."""
@@ -316,23 +284,6 @@ def _unit(layers: Sequence[EngineHeads], heads: int, shards: int) -> int:
     return min(units, key=lambda unit: unit * sum(-(-end // (unit * shards)) for end in ends))
 
 
-@dataclass(frozen=True)
-class ServedCache:
-    """Bytes that vLLM holds on each of `ranks` ranks for a request of `tokens`.
-
-    `padded` is the part of `hybrid` that sliding heads hold because the ranks cannot divide the
-    full heads equally. `refusal`: why vLLM cannot serve it so; then all bytes are 0.
-    """
-
-    engine: Engine
-    ranks: int
-    tokens: int
-    original: int = 0
-    hybrid: int = 0
-    padded: int = 0
-    refusal: str = ""
-
-
 def layers_refusal(kinds: DecoderLayers) -> str | None:
     """Why the plugin does not serve a model with these layers; None if it does."""
     if kinds.states or len(kinds.full) + len(kinds.windows) < kinds.count:
@@ -349,99 +300,21 @@ def served_tokens(longest: int | None) -> tuple[int, ...]:
     return (*(tokens for tokens in SERVED_TOKENS if tokens < longest), longest)
 
 
-def served_caches(
-    layers: Sequence[EngineHeads],
-    bytes_per_head: int,
-    own_windows: Sequence[int] = (),
-    *,
-    engine: Engine,
-    lengths: Sequence[int] = SERVED_TOKENS,
-    numbers_of_ranks: Sequence[int] = SERVED_RANKS,
-) -> Iterator[ServedCache]:
-    """The cache of a request in vLLM, for each length and number of ranks.
+def request_bytes(
+    rows: Sequence[Mapping[Window | None, int]], kinds: DecoderLayers, itemsize: int, tokens: int
+) -> int | None:
+    """Bytes of cache that vLLM reserves for a request on one large GPU; None if not served.
 
-    `own_windows` are those of layers that also slide in the original model.
+    `rows` are the heads by window of the layers with full attention in the original.
     """
-    heads = sum(layers[0].values())
-    full: EngineHeads = {None: heads}
-    sliding: list[EngineHeads] = [{window: heads} for window in own_windows]
-    hybrid_layers, original_layers = [*layers, *sliding], [*[full] * len(layers), *sliding]
-    one_rank = module_plan(hybrid_layers)
-    for ranks in numbers_of_ranks:
-        try:
-            hybrid = module_plan(hybrid_layers, ranks)
-        except UserError as error:
-            for tokens in lengths:
-                yield ServedCache(engine, ranks, tokens, refusal=str(error))
-            continue
-        original = module_plan(original_layers, ranks)
-        for tokens in lengths:
-            request, one_rank_request = (
-                Request(tokens, engine.block_size, engine.tokens_in_flight(windows, ranks))
-                for windows in (hybrid.sliding_windows, one_rank.sliding_windows)
-            )
-            hybrid_bytes = hybrid.request_bytes(request, bytes_per_head)
-            original_bytes = original.request_bytes(request, bytes_per_head)
-            share = one_rank.request_bytes(one_rank_request, bytes_per_head) // hybrid.shards
-            if refusal := padding_refusal(hybrid, original_bytes, hybrid_bytes, share):
-                yield ServedCache(engine, ranks, tokens, refusal=refusal)
-                continue
-            padded = max(0, hybrid_bytes - share)
-            yield ServedCache(engine, ranks, tokens, original_bytes, hybrid_bytes, padded)
-
-
-def padding_refusal(plan: ModulePlan, original: int, hybrid: int, share: int) -> str:
-    """Why these ranks serve no hybrid: padding costs more than its windows save; else empty.
-
-    `original`, `hybrid` and `share` are bytes of a request on a rank: without windows, with
-    windows, and an equal share of what a single rank would hold.
-    """
-    if not share <= original < hybrid or not plan.padded_kv_heads:
-        return ""
-    return (
-        f"tensor_parallel_size: {plan.ranks} ranks cannot share the full KV heads of each layer "
-        f"equally, and would hold {hybrid / original:.2f} times the original's cache for a "
-        "request; serve on fewer ranks"
-    )
-
-
-def example_mask(full_kv_heads: int, num_layers: int, num_key_value_heads: int) -> list[int]:
-    """Numbers of full heads by layer, for a mask with `full_kv_heads`: whole layers and the rest.
-
-    Masks of a budget that ranks can share equally take the same bytes in vLLM: the ratio of full to
-    sliding modules is equal.
-    """
-    whole, rest = divmod(full_kv_heads, num_key_value_heads)
-    return ([num_key_value_heads] * whole + [rest] + [0] * num_layers)[:num_layers]
-
-
-def worst_shared_masks(
-    full_kv_heads: int, num_layers: int, num_key_value_heads: int, ranks: int
-) -> Iterator[list[int]]:
-    """Numbers of full heads by layer, for masks with `full_kv_heads` that include the worst case.
-
-    A full head in a layer costs as much as one on every rank, and so does each head one above a
-    multiple of the ranks: the first mask has the most such layers. Bytes follow the number of full
-    modules but do not always rise with it, so each further mask has about one module less.
-    """
-    shards = min(ranks, num_key_value_heads)
-    counts = [0] * num_layers
-    left = full_kv_heads
-    highest = num_key_value_heads - shards + 1  # one above the last multiple but one of the shards
-    for step, limit in ((1, 1), (shards, highest), (1, num_key_value_heads)):
-        for layer in range(num_layers):
-            added = min(left, limit - counts[layer]) // step * step
-            counts[layer] += added
-            left -= added
-    while True:
-        yield list(counts)
-        # Move a head from the layer with the smallest surplus to the one with the largest.
-        over = sorted((count % shards, layer) for layer, count in enumerate(counts))
-        odd = [layer for rest, layer in over if rest]
-        if len(odd) < 2:
-            return
-        counts[odd[0]] -= 1
-        counts[odd[-1]] += 1
+    sinks = any(window.sinks for row in rows for window in row if window is not None)
+    if sinks or layers_refusal(kinds):
+        return None
+    own_windows: list[EngineHeads] = [{window: kinds.heads} for window in kinds.windows.values()]
+    plan = module_plan([*engine_heads(rows), *own_windows])
+    in_flight = LARGE_GPU.tokens_in_flight(plan.sliding_windows)
+    request = Request(tokens, LARGE_GPU.block_size, in_flight)
+    return plan.request_bytes(request, 2 * kinds.head_dim * itemsize)
 
 
 def rank_order(plan: ModulePlan, layer: int) -> list[int]:

@@ -26,7 +26,7 @@ from pipeline.run.launch import Launcher, end_leftovers, launch
 from pipeline.run.locks import hold
 from pipeline.run.store import Store
 from stages.formats import counted, format_seconds
-from stages.stage import LoadedRecipe, World, call
+from stages.stage import LoadedRecipe, World
 from stages.versions import installed_versions
 
 _PACKAGES = (
@@ -109,8 +109,6 @@ class Runner:
             return 0
         count = f"{len(todo)} of {counted(len(self.chosen), 'stage')}"
         print(f"{self.name}: {count} to run: {', '.join(todo)}", flush=True)
-        for name in todo:
-            call(self._node(name).stage.refusal, self.loaded)
         # The resolved recipe of this run, in the folder of its links.
         resolved = self.loaded.recipe.model_dump(mode="json")
         write_json(self.store.root / self.name / "recipe.json", resolved)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bosch.budget import window_shares
-from bosch.model.cache_size import CacheSize, states_text
+from bosch.model.cache_size import CacheSize
 from stages.cost import BYTES, EFFICIENCY, Cost, Devices
-from stages.formats import counted, format_bytes
+from stages.formats import counted
 from stages.measure.stage import MeasureConfig, MeasureSettings
 from stages.search.stage import SearchConfig
 from stages.shape import shape_of
@@ -18,7 +18,6 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     section, bytes_per_value = recipe[MeasureConfig], BYTES[recipe.model.dtype]
     rows = recipe[SearchConfig].kv_heads(shape.kinds, recipe.model.dtype)
     cache = CacheSize.of(rows, shape.kinds, bytes_per_value, state_bytes=0)
-    longest = max(section.lengths)
     flops, reads, runs = 0.0, 0.0, section.repeats * section.batch_size
     for shares, cached in ((None, cache.original), (window_shares(rows), cache.dynamic)):
         for length in section.lengths:
@@ -28,11 +27,5 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
             flops += shape.forward_flops(runs * (length + decoded), length, shares, runs * decoded)
             warm_up = min(length, 2 * MeasureSettings().chunk)
             flops += shape.forward_flops(runs * (warm_up + 1), warm_up, shares, runs)
-    facts = [
-        f"{counted(section.repeats, 'run')} each of original and hybrid at prompts of "
-        f"{', '.join(f'{length:,}' for length in section.lengths)} tokens, on one device",
-        f"{format_bytes(bytes_per_value * shape.parameters)} of weights, "
-        f"{format_bytes(section.batch_size * cache.original(longest))} of KV cache"
-        f"{states_text(len(shape.kinds.states))}",
-    ]
-    return Cost(flops, facts=facts, efficiency=devices.efficiency or EFFICIENCY, reads=reads)
+    note = f"{counted(section.repeats, 'run')} at each length on one device"
+    return Cost(flops, note=note, efficiency=devices.efficiency or EFFICIENCY, reads=reads)

@@ -30,7 +30,7 @@ from stages.fields import (
     parse_count,
     regular_expression,
 )
-from stages.formats import counted, format_hours
+from stages.formats import format_hours
 from stages.inputs import Hasher, Input, hashed_files, is_hub_name, prose, python_identity
 from stages.published import WorkSummary
 from stages.stage import LoadedRecipe, Stage, position_faults
@@ -263,19 +263,12 @@ def cost(loaded: LoadedRecipe, devices: Devices) -> Cost:
     The tokens of all sources are kept until they are packed.
     """
     prepare = loaded.recipe[PrepareConfig]
-    length, sequences = prepare.sequence_length, prepare.sequences
-    tokens = sequences * length
-    core_hours = tokens / _TOKENS_PER_CORE_SECOND / 3600
-    examples = prepare.calibration.examples
-    facts = [
-        f"{tokens:,} tokens in {counted(sequences, 'sequence')} of {length:,}",
-        f"{counted(examples, 'calibration example')} of {prepare.calibration.length:,}",
-        f"{format_hours(core_hours)} on one core",
-    ]
+    tokens = prepare.sequences * prepare.sequence_length
+    note = f"{tokens:,} tokens, {format_hours(tokens / _TOKENS_PER_CORE_SECOND / 3600)} on a core"
     # An id takes 4 bytes in packed sequences, and about 6 characters in calibration.jsonl.
     packed = tokens * 4.0
-    calibration = examples * prepare.calibration.length * 6.0
-    return Cost(0, 2 * packed + calibration, facts, removed=packed)
+    calibration = prepare.calibration.examples * prepare.calibration.length * 6.0
+    return Cost(0, 2 * packed + calibration, note, removed=packed)
 
 
 STAGE = Stage(

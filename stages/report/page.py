@@ -9,7 +9,6 @@ from typing import NamedTuple
 from bosch.front import Front
 from bosch.model.cache_size import CacheSize
 from bosch.search.methods import METHODS
-from bosch.vllm.plan import CPU, LARGE_GPU, served_tokens
 from stages.evaluate.scores import (
     ABOUT_MARKS,
     FAILED_MODELS,
@@ -44,7 +43,6 @@ from stages.report.results import (
     NeedleScores,
     Results,
     label_of,
-    served_bytes,
 )
 from stages.report.stage import ReportConfig
 from stages.report.verdict import Difference, differences, final_model, kind_of, verdict
@@ -97,7 +95,7 @@ def page(results: Results, provenance: Provenance, section: ReportConfig) -> str
         about_marks=ABOUT_MARKS, filters=filters(scores.checkpoints.values()),
         other_suites=other_suites(results), positions=charts.positions(results),
         cache=charts.cache_by_length(results.cache), cache_table=cache_table(results.cache),
-        served=served_table(results), lengths=charts.document_lengths(results.statistics),
+        lengths=charts.document_lengths(results.statistics),
         predictions=samples_by_model(results.predictions), shown_samples=SHOWN_SAMPLES,
         time=charts.stage_times(results.stage_seconds) if results.stage_seconds else None,
         costs=cost_table(results, section.gpu_hour_price, section.currency),
@@ -346,27 +344,6 @@ def cache_table(cache: CacheSize) -> Table:
 
 def _sizes(original: float, hybrid: float) -> list[str]:
     return [format_bytes(original), format_bytes(hybrid), f"{hybrid / original:.0%}"]
-
-
-def served_table(results: Results) -> Table | str:
-    """Cache of a request in vLLM on each tensor-parallel rank; a sentence if it is not served."""
-    rows: list[list[str]] = []
-    title = "One request in vLLM, on each tensor-parallel rank; computed, not measured"
-    for engine in (LARGE_GPU, CPU):
-        plans = served_bytes(
-            results.cache, results.search.mask, engine, served_tokens(results.positions)
-        )
-        if isinstance(plans, str):
-            return f"{title}: {plans}"
-        for served in plans:
-            if engine is LARGE_GPU or served.ranks == 1:
-                sizes = [served.refusal, "", ""]
-                if not served.refusal:
-                    sizes = _sizes(served.original, served.hybrid)
-                place = [served.engine.name, str(served.ranks), format_length(served.tokens)]
-                rows.append(place + sizes)
-    header = ("engine on", "ranks", "context (tokens)", "original", "hybrid", "share")
-    return Table.of_rows(title, header, rows)
 
 
 def cost_table(results: Results, price: float | None, currency: str) -> Table | None:

@@ -16,7 +16,6 @@ from bosch.front import Front
 from bosch.heads import HeadMaskFile
 from bosch.model.cache_size import CacheSize, OwnWindow
 from bosch.search.methods import METHODS
-from bosch.vllm.plan import Engine, ServedCache, engine_heads, served_caches
 from bosch.window import Window, windows_text
 from stages.evaluate.scores import (
     HYBRID,
@@ -285,30 +284,6 @@ def cache_size(materialized: MaterializeSummary, search: Search) -> CacheSize:
         heads=search.heads,
         own_windows=tuple(OwnWindow(**fields) for fields in materialized.own_windows),
         state_bytes=materialized.state_bytes,
-    )
-
-
-def served_bytes(
-    cache: CacheSize, file: HeadMaskFile, engine: Engine, lengths: Sequence[int]
-) -> list[ServedCache] | str:
-    """Bytes of one request in vLLM on each rank, by ranks and length, or why it is not served."""
-    if file.sinks:
-        return "not served, because vLLM has no sinks of a sliding head."
-    heads = file.num_key_value_heads
-    has_other_layers = any(
-        window.bytes_per_head != cache.bytes_per_head or window.heads % heads
-        for window in cache.own_windows
-    )
-    if cache.state_bytes or has_other_layers:
-        return "not served by the plugin, because of layers of other kinds."
-    return list(
-        served_caches(
-            engine_heads(file.mask.heads_per_layer(file.windows)),
-            cache.bytes_per_head,
-            [window.window for window in cache.own_windows for _ in range(window.heads // heads)],
-            engine=engine,
-            lengths=lengths,
-        )
     )
 
 

@@ -20,8 +20,8 @@ from bosch.model.head_table import head_table, heads_by_window
 from bosch.model.loading import load_config, load_model
 from bosch.objective.answers import scaled_logits
 from stages.context import ModelConfig, Runtime
-from stages.train.footprint import chunk_tokens
 from stages.train.loss import IGNORED, HeadLoss, Measure, head_loss, recording
+from stages.train.memory import chunk_tokens
 from stages.train.parallel import whole_weight
 from stages.train.stage import TrainConfig
 

@@ -17,7 +17,7 @@ from bosch.errors import UserError
 from bosch.model.context_parallel import ContextParallel
 from bosch.model.families import logit_scale, text_config
 from bosch.objective.answers import scaled_logits
-from stages.train.footprint import chunk_tokens
+from stages.train.memory import chunk_tokens
 from stages.train.stage import ROUTER_LOSS
 
 IGNORED = -100  # label of a position that is not predicted

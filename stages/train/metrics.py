@@ -23,7 +23,7 @@ from bosch.model.head_table import heads_by_window
 from bosch.objective.decoder_shape import DecoderShape
 from stages.formats import format_seconds
 from stages.published import TENSORBOARD
-from stages.train.footprint import unneeded_flops
+from stages.train.memory import unneeded_flops
 from stages.train.schedule import Schedule
 from stages.train.stage import METRICS, TrainConfig, TrainingStep
 

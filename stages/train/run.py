@@ -28,9 +28,8 @@ from stages.train import parallel
 from stages.train.checkpoint import CheckpointWriter
 from stages.train.data import PackedSequences, SourceTokens, collate, collate_documents
 from stages.train.distillation import TeacherLoss, load_teacher
-from stages.train.fit import memory_budget
-from stages.train.footprint import TrainingJob
 from stages.train.loop import Loop
+from stages.train.memory import TrainingJob
 from stages.train.metrics import MetricsLog, step_flops
 from stages.train.model import (
     attention_backend,
@@ -121,12 +120,12 @@ def build_loop(
     flops = step_flops(model_config, schedule, train)
     shape = DecoderShape.of(model_config)
     accelerator = parallel.make_accelerator(train, config.runtime, schedule, shape.hidden)
-    budget = memory_budget(
-        TrainingJob(shape, train, config.runtime
-                    , schedule.sequence_length, heads_by_window(model_config)),
-        world_size(), parallel.least_memory(accelerator.device), torch.cuda.is_available(),
-    )  # fmt: skip
-    runtime = budget.runtime
+    memory = TrainingJob(
+        shape, train, config.runtime, schedule.sequence_length,
+        heads_by_window(model_config), world_size(),
+        torch.cuda.is_available(), parallel.least_memory(accelerator.device),
+    ).memory()  # fmt: skip
+    runtime = config.runtime.model_copy(update={"checkpointing": memory.checkpointing})
     logger.info("activations that are recomputed: %s", runtime.checkpointing)
     config = replace(config, runtime=runtime)
     collate_rows = collate_documents if train.document_masking else collate
@@ -162,7 +161,7 @@ def build_loop(
         needles=make_needle_watch(config, inputs["prepare"]),
         held_out=make_held_out_watch(data, collate_rows, runtime),
         flops=flops,
-        planned_memory=budget.memory.peak,
+        planned_memory=memory.peak,
     )
     if point is not None:
         logger.info("resuming from %s", point.name)

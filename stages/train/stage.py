@@ -122,7 +122,6 @@ ROUTER_LOSS = (
     "the model's config.json has output_router_logits = true, and training has no loss of the "
     "router; set it to false"
 )
-CHECKPOINTING = ("none", "attention", "full")  # what is recomputed: less memory, more work
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 _CHECKPOINT = re.compile(r"tokens-(\d+)")
@@ -211,7 +210,7 @@ def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     yield from _document_faults(loaded, train)
     if loaded.info is not None and loaded.info.config.get("output_router_logits"):
         yield f"model.path: {ROUTER_LOSS}"
-    yield from checkpointing_faults(recipe.runtime, recipe.runtime.checkpointing)
+    yield from _checkpointing_faults(recipe.runtime)
     yield from _split_faults(loaded)
 
 
@@ -332,14 +331,13 @@ def _split_faults(loaded: LoadedRecipe) -> Iterator[str]:
         yield f"runtime.context_parallel: the model cannot be split: {fault}; set 1"
 
 
-def checkpointing_faults(runtime: Runtime, setting: str) -> Iterator[str]:
-    """Faults of a `setting` of `CHECKPOINTING`; auto has none."""
-    if setting == "none" and runtime.offload_activations:
+def _checkpointing_faults(runtime: Runtime) -> Iterator[str]:
+    if runtime.checkpointing == "none" and runtime.offload_activations:
         yield (
             "runtime.offload_activations: what goes to host memory are the inputs of layers that "
             "are recomputed, and runtime.checkpointing = none; set full, attention or auto"
         )
-    if setting == "attention":
+    if runtime.checkpointing == "attention":
         requests = {"saved_outputs": "runtime.checkpointing = attention saves its outputs"}
         for message in lacking(runtime.attention, requests):
             yield f"runtime.attention: {message}, or runtime.checkpointing = full"
@@ -381,5 +379,4 @@ STAGE = Stage(
     distributed=True,
     checks=_faults,
     cost="stages.train.cost:cost",
-    refusal="stages.train.fit:refuse_excess_memory",
 )

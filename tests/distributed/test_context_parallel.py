@@ -54,6 +54,21 @@ def _documents(length: int) -> Tensor:
     return begins.cumsum(-1)
 
 
+def tokens_sent(split: ContextSplit, window: Window | None) -> int:
+    """Token by token: the tokens that a rank's queries see and another rank holds."""
+    owner = [
+        min(slot // split.chunk, 2 * split.ranks - 1 - slot // split.chunk)
+        for slot in range(split.length)
+    ]
+    received = set()
+    for query in range(split.length):
+        for key in range(query + 1):
+            seen = window is None or query - key < window.size or key < window.sinks
+            if seen and owner[key] != owner[query]:
+                received.add((owner[query], key))
+    return len(received)
+
+
 def compare_attention(
     windows: list[int | None],
     sinks: int,
@@ -101,7 +116,7 @@ def compare_attention(
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9, msg=lambda m: f"{name}: {m}")
     totals = torch.tensor(sent)
     dist.all_reduce(totals)
-    formula = sum(split.traffic(kind) for kind in head_windows) * ROWS * 2 * DIM * 8
+    formula = sum(tokens_sent(split, kind) for kind in head_windows) * ROWS * 2 * DIM * 8
     # Other documents' sinks are near, or are not those that another chunk has here.
     sink_bytes = ROWS * heads * sinks * 2 * size * 2 * DIM * 8 if packed else 0
     assert all(formula - sink_bytes <= total <= formula + sink_bytes for total in totals), (

@@ -29,7 +29,7 @@ from bosch.objective.decoder_shape import DecoderShape
 from stages.context import Runtime
 from stages.train import decisions
 from stages.train.checkpoint import CheckpointWriter
-from stages.train.footprint import restart_point_bytes
+from stages.train.cost import restart_point_bytes
 from stages.train.loop import Loop
 from stages.train.parallel import leave_process_group, make_accelerator
 from stages.train.schedule import make_schedule

@@ -72,7 +72,7 @@ def test_outputs_have_their_documented_form(model, corpus, tmp_path):
     # As `plan` states beforehand: tokens that fill no whole sequence take one more.
     loaded = SimpleNamespace(recipe={PrepareConfig: config(model, sources).section})
     planned = call("stages.prepare.stage:cost", loaded, None)
-    assert planned.facts[0] == "3,008 tokens in 47 sequences of 64"
+    assert planned.note.startswith("3,008 tokens, ")
     assert planned.disk - planned.removed == 4 * 47 * 64 + 5 * 420 * 6
     assert planned.removed == 4 * 47 * 64, "tokens of all sources, until they are packed"
     mine, made = (statistics["sources"][name] for name in ("mine", "made"))

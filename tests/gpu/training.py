@@ -18,11 +18,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bosch.model.head_table import heads_by_window
 from bosch.objective.decoder_shape import DecoderShape
 from pipeline.recipe.load import ROOT
 from stages.context import Runtime
-from stages.train.footprint import TrainingJob, training_memory
 from stages.train.loop import Loop
+from stages.train.memory import TrainingJob
 from stages.train.stage import TrainConfig, TrainingStep, read_metrics
 from tests.training_case import train_here, write_random_case
 
@@ -72,8 +73,10 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
            steps: list[TrainingStep]) -> None:  # fmt: skip
     """Print the medians of the steps after the first two, without profiled ones."""
     steady = [step for step in steps[2:] if step.step != PROFILED_STEP]
-    job = TrainingJob(DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), length)
-    memory = training_memory(job, processes=1, tokens=length, accumulation=1)
+    memory = TrainingJob(
+        DecoderShape.of(config), TrainConfig(**train), Runtime(**runtime), length,
+        heads_by_window(config), 1, torch.cuda.is_available(), 0.0,
+    ).memory()  # fmt: skip
     tokens_per_second = statistics.median(step.tokens_per_second or 0.0 for step in steady)
     print(f"tokens/s: {tokens_per_second:,.0f}")
     utilisation = [step.mfu for step in steady if step.mfu is not None]
@@ -81,7 +84,7 @@ def report(config: Any, length: int, train: dict[str, Any], runtime: dict[str, A
     peak = steps[-1].memory or 0
     scope = "measured" if torch.cuda.is_available() else "measured of the whole process"
     print(f"peak: {peak / 2**30:.2f} GiB {scope}, {memory.peak / 2**30:.2f} GiB planned")
-    print(json.dumps({name: round(size / 2**30, 3) for name, size in memory.breakdown.items()}))
+    print(json.dumps({name: round(size / 2**30, 3) for name, size in memory.parts.items()}))
 
 
 def main(small: bool) -> None:

@@ -99,30 +99,20 @@ def plan_of(case: dict[str, Any], grouping: Grouping = "engine") -> ModulePlan:
     return module_plan(layers_of(case), case["ranks"], grouping)
 
 
-def by_plan(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, Any]:
-    """The figures of `ModulePlan` for a case."""
-    plan = plan_of(case, grouping)
-    bytes_per_head = 2 * case["head_dim"] * case["itemsize"]
+def bytes_by_plan(case: dict[str, Any], grouping: Grouping = "engine") -> int:
+    """Bytes of a request by `ModulePlan`."""
     request = Request(case["tokens"], case["block_size"], case["tokens_in_flight"])
-    block_bytes = plan.block_bytes(request, bytes_per_head)
-    return {
-        "groups": sorted([kind or 0, count] for kind, count in plan.groups(request).items()),
-        "block_bytes": block_bytes,
-        "request_bytes": plan.request_bytes(request, bytes_per_head),
-        "cache_tokens": plan.cache_tokens(CACHE_BYTES // block_bytes, request),
-    }
+    bytes_per_head = 2 * case["head_dim"] * case["itemsize"]
+    return plan_of(case, grouping).request_bytes(request, bytes_per_head)
 
 
-def by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, Any]:
-    """The same figures from vLLM's planner, for a cache of CACHE_BYTES.
+def bytes_by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> int:
+    """The same from vLLM's planner, for a cache of CACHE_BYTES.
 
     Groups of our own are for vLLM 0.33 or later, which asks the model's class for them.
     """
     import torch
-    from vllm.v1.core.kv_cache_utils import (
-        get_kv_cache_capacity,
-        get_max_concurrency_for_kv_cache_config,
-    )
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
     plan = plan_of(case, grouping)
@@ -162,19 +152,9 @@ def by_vllm(case: dict[str, Any], grouping: Grouping = "engine") -> dict[str, An
         max_in_flight_tokens=case["tokens_in_flight"],
     )  # fmt: skip
     cache_config = _planned(config, specs)
-    groups: dict[int, int] = {}
-    for group in cache_config.kv_cache_groups:
-        spec = getattr(group.kv_cache_spec, "first_spec", group.kv_cache_spec)
-        window = getattr(spec, "sliding_window", None) or 0
-        groups[window] = groups.get(window, 0) + 1
     block_bytes = cache_config.kv_cache_tensors[0].size // cache_config.num_blocks
     requests = get_max_concurrency_for_kv_cache_config(config, cache_config)
-    return {
-        "groups": sorted([window, count] for window, count in groups.items()),
-        "block_bytes": block_bytes,
-        "request_bytes": round(cache_config.num_blocks / requests) * block_bytes,
-        "cache_tokens": get_kv_cache_capacity(config, cache_config)[0],
-    }
+    return int(round(cache_config.num_blocks / requests) * block_bytes)
 
 
 def _planned(config: Any, specs: dict[str, Any]) -> Any:
@@ -193,7 +173,7 @@ def record() -> None:
     """Write what vLLM's planner gives for every case."""
     import vllm
 
-    rows = [{"case": case, "planner": by_vllm(case)} for case in cases()]
+    rows = [{"case": case, "request_bytes": bytes_by_vllm(case)} for case in cases()]
     lines = ",\n".join(json.dumps(row) for row in rows)
     RECORD.write_text(
         f'{{"vllm": "{vllm.__version__}", "rows": [\n{lines}\n]}}\n', encoding="utf-8"
@@ -215,7 +195,7 @@ def compare(seed: int) -> None:
     for grouping in groupings():
         drawn, same = random_cases(seed), 0
         for case in drawn:
-            plan, planner = by_plan(case, grouping), by_vllm(case, grouping)
+            plan, planner = bytes_by_plan(case, grouping), bytes_by_vllm(case, grouping)
             same += plan == planner
             if plan != planner:
                 print(f"{grouping}: {case}\n  plan    {plan}\n  planner {planner}")

@@ -112,9 +112,8 @@ def test_with_json_only_json_is_printed(
         assert record["hardware"] == {"name": devices.name, "count": devices.count}
         for stage in record["stages"]:
             cost = costs[stage["stage"]]
-            assert (stage["flops"], stage["disk_bytes"], stage["facts"]) == (
-                cost.flops, cost.disk, list(cost.facts)
-            )  # fmt: skip
+            stated = stage["flops"], stage["disk_bytes"], stage["note"], stage["memory"]
+            assert stated == (cost.flops, cost.disk, cost.note, cost.memory)
             assert stage["hours"] == cost.hours(devices.name, devices.count)
 
 

@@ -205,12 +205,11 @@ TORCH_FREE = (
     "bosch.model.untrusted",
     "bosch.vllm.plan",
     "stages.cost",
-    "stages.exchange",
     "stages.search.budget",
     "stages.evaluate.section",
     "stages.evaluate.suites",
     "stages.train.schedule",
-    "stages.train.footprint",
+    "stages.train.memory",
     "pipeline.recipe.model_shape",
 )
 

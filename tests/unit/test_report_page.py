@@ -18,9 +18,7 @@ import pytest
 
 from bosch.errors import RunError
 from bosch.heads import HeadMask, HeadMaskFile
-from bosch.model.cache_size import OwnWindow
 from bosch.search.trace import TracePoint
-from bosch.vllm.plan import LARGE_GPU, engine_heads, served_caches
 from bosch.window import Window
 from stages.evaluate.answers import TaskGroup
 from stages.evaluate.scores import ORIGINAL
@@ -38,12 +36,11 @@ from stages.report.page import (
     filters,
     other_suites,
     score_table,
-    served_table,
     speed_table,
 )
 from stages.report.predictions import samples_by_model
 from stages.report.provenance import collect_provenance, flatten
-from stages.report.results import Results, collect_predictions, load_results, served_bytes
+from stages.report.results import Results, collect_predictions, load_results
 from stages.report.stage import ReportConfig
 from stages.report.terminal import print_summary, summarize
 from stages.report.verdict import Difference, verdict
@@ -368,26 +365,6 @@ def test_the_title_of_the_speed_table_states_dtype_and_batch_size(results: Resul
         assert table is not None and table.title == title
 
 
-def test_cache_in_vllm_is_stated_with_own_windows_of_equal_heads_and_without_states(
-    results: Results,
-) -> None:
-    """The search's layers have eight KV heads of 128 bytes a token."""
-    mask = results.search.mask
-
-    def served(*own_windows: OwnWindow, **changes: int) -> Any:
-        cache = replace(results.cache, own_windows=own_windows, **changes)
-        return served_bytes(cache, mask, LARGE_GPU, [2048])
-
-    rows = engine_heads(mask.mask.heads_per_layer(mask.windows))
-    for heads, windows in ((8, [64]), (16, [64, 64])):  # for one layer, for two
-        expected = served_caches(rows, 128, windows, engine=LARGE_GPU, lengths=[2048])
-        assert served(OwnWindow(heads, 64, 128)) == list(expected)
-    for refused in (
-        served(OwnWindow(12, 64, 128)), served(OwnWindow(8, 64, 256)), served(state_bytes=1)
-    ):  # fmt: skip
-        assert isinstance(refused, str)
-
-
 def test_charts_need_no_scores_of_the_original_and_no_lengths_of_documents(
     results: Results,
 ) -> None:
@@ -397,14 +374,6 @@ def test_charts_need_no_scores_of_the_original_and_no_lengths_of_documents(
         assert picture is not None and picture.description.endswith(".")
         assert "original" not in picture.description + picture.json
     assert charts.document_lengths({"sources": {"a": {"lengths": []}}}) is None
-
-
-def test_a_mask_with_sinks_has_a_sentence_in_place_of_its_cache_in_vllm(results: Results) -> None:
-    mask = HeadMaskFile.of(
-        results.search.mask.mask, Window(64, 4), model="m", method="bosch", swa_ratio=0.5
-    )
-    sentence = served_table(replace(results, search=replace(results.search, mask=mask)))
-    assert isinstance(sentence, str) and "vLLM has no sinks" in sentence
 
 
 @pytest.mark.usefixtures("only_text")

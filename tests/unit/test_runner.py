@@ -321,20 +321,6 @@ def test_keys_do_not_depend_on_the_order_or_spelling_of_fields(case: Case) -> No
     assert len(set(plain)) == 7
 
 
-def test_faults_of_later_stages_are_reported_before_the_first_stage_runs(case: Case) -> None:
-    stages = [
-        replace(stage, refusal="tests.fake_stages:refuse") if stage.name == "search" else stage
-        for stage in fake_table()
-    ]
-    loaded = load_recipe(case.file, env={}, stages=stages)
-    with pytest.raises(UserError, match="the GPUs are too small"):
-        Runner(loaded, RunOptions(), in_process).run()
-    assert not case.output("prepare").exists()
-    assert Runner(loaded, RunOptions(until="prepare"), in_process).run() == 1
-    runner(case, until="search").run()
-    assert Runner(loaded, RunOptions(), in_process).run() == 5
-
-
 def test_differences_between_two_key_documents_are_listed_in_order() -> None:
     """A hash is never shown, neither the old nor the new value."""
     one, other = 64 * "0", 64 * "1"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bosch.errors import UserError
-from bosch.model.families import FAMILIES
+from bosch.model.families import FAMILIES, DecoderLayers
 from bosch.model.permutation import reorder_heads
 from bosch.vllm import cache_settings, plugin
 from bosch.vllm.checks import (
@@ -25,7 +24,6 @@ from bosch.vllm.checks import (
     check_engine,
     check_order,
     grouping_of,
-    original_plan,
     plan_of,
 )
 from bosch.vllm.groups import groups_of_modules, module_name
@@ -34,22 +32,19 @@ from bosch.vllm.plan import (
     LARGE_GPU,
     SMALL_GPU,
     Grouping,
+    ModulePlan,
     Request,
-    engine_on,
-    example_mask,
     module_plan,
     packed_groups,
-    padding_refusal,
     rank_order,
-    served_caches,
+    request_bytes,
     served_tokens,
-    worst_shared_masks,
 )
 from bosch.vllm.plugin import show_user_errors_as_messages
 from bosch.window import Window
 from tests.attention_case import full_first
 from tests.hybrid_case import small_model
-from tests.tools.vllm_planner import RECORD, by_plan, cases, two_kinds
+from tests.tools.vllm_planner import RECORD, bytes_by_plan, cases, two_kinds
 
 _ROWS = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
 
@@ -60,7 +55,7 @@ def test_the_recorded_cases_are_those_of_this_file() -> None:
 
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: str(row["case"]["num_key_value_heads"]))
 def test_the_plan_equals_vllms_planner_in_all_recorded_cases(row: dict[str, Any]) -> None:
-    assert by_plan(row["case"]) == row["planner"]
+    assert bytes_by_plan(row["case"]) == row["request_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +93,6 @@ def test_own_groups_fill_blocks_that_vllm_would_pad() -> None:
         for grouping in ("engine", "equal")
     )
     request = Request(32 * 1024, 16, 2048)
-    assert sum(by_engine.groups(request).values()) == 3
-    assert sum(own.groups(request).values()) == 2
     assert own.request_bytes(request, 1) < 0.78 * by_engine.request_bytes(request, 1)
 
 
@@ -120,7 +113,18 @@ def test_unequal_numbers_of_full_heads_on_ranks_are_padded(
     counts: list[int], ranks: int, unit: int, padded: int
 ) -> None:
     plan = module_plan(two_kinds(counts, 8, [10] * len(counts)), ranks)
-    assert (plan.unit, plan.padded_kv_heads) == (unit, padded)
+    assert (plan.unit, padded_kv_heads(plan)) == (unit, padded)
+
+
+def padded_kv_heads(plan: ModulePlan) -> int:
+    """KV heads, on all shards, with a wider cache than they need."""
+    padded = 0
+    for shard in range(plan.shards):
+        rank = shard * plan.ranks // plan.shards
+        for layer, (caches, sizes) in enumerate(zip(plan.caches, plan.sizes, strict=True)):
+            modules = zip(plan.windows(layer, rank), caches, sizes, strict=True)
+            padded += sum(size for window, cache, size in modules if window != cache)
+    return padded
 
 
 def check_ranks(plan: Any, layers: Any, ranks: int, heads: int) -> None:
@@ -173,68 +177,13 @@ def test_every_rank_has_the_same_caches_and_each_head_its_own_window(
     shards = min(ranks, heads)
     if not several or shards == 1:
         # The minimum: each rank has at least its share of the full heads, in whole heads.
-        assert plan.padded_kv_heads == sum(-layer[None] % shards for layer in layers)
-    request = Request(4096, 16, 256)
-    held = sum(plan.groups(request).values())
-    assert plan.blocks_per_request(request) >= held and plan.sliding_windows <= {64, 10}
+        assert padded_kv_heads(plan) == sum(-layer[None] % shards for layer in layers)
+    assert plan.sliding_windows <= {64, 10}
 
 
 def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
     with pytest.raises(UserError, match=r"3 ranks; choose a divisor of 8"):
         module_plan(two_kinds([8], 8, [10]), ranks=3)
-
-
-@pytest.mark.parametrize(
-    ("full", "held", "share", "refused"),
-    [
-        (5, 100, 90, False),
-        (5, 120, 90, True),
-        (5, 120, 100, True),
-        # The error names options that waste memory, or the length, but not the ranks.
-        (5, 120, 110, False),
-        (4, 120, 120, False),
-    ],
-)
-def test_padding_is_refused_only_if_it_costs_more_than_full_heads(
-    full: int, held: int, share: int, refused: bool
-) -> None:
-    refusal = padding_refusal(module_plan(two_kinds([full], 8, [10]), ranks=2), 100, held, share)
-    assert ("1.20 times the original's cache" in refusal) == refused
-    assert bool(refusal) == refused
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_the_worst_mask_of_a_budget_holds_the_most_bytes(ranks: int) -> None:
-    """Compared with all masks of three layers of four or eight heads."""
-    request = Request(4096, 16, 16)
-    for heads, most in ((4, 4), (8, 8)):
-        shards = min(ranks, heads)
-        for budget in range(3 * most + 1):
-            masks = [
-                counts
-                for counts in itertools.product(range(most + 1), repeat=3)
-                if sum(counts) == budget
-            ]
-            worst = list(worst_shared_masks(budget, 3, heads, ranks))
-            assert all(sum(counts) == budget and max(counts) <= heads for counts in worst)
-            padded = [sum(-n % shards for n in counts) for counts in (worst[0], *masks)]
-            assert padded[0] == max(padded)
-            held, largest = (
-                max(
-                    module_plan(two_kinds(counts, heads, [16] * 3), ranks).request_bytes(request, 1)
-                    for counts in some
-                )
-                for some in (worst, masks)
-            )
-            assert held == largest
-
-
-@pytest.mark.parametrize(
-    ("device", "gibibytes", "engine"),
-    [("cpu", 4, CPU), ("h100", 80, LARGE_GPU), ("a100", 80, SMALL_GPU), ("rtx4090", 24, SMALL_GPU)],
-)
-def test_default_engine_settings_of_a_device(device: str, gibibytes: float, engine: object) -> None:
-    assert engine_on(device, gibibytes) is engine
 
 
 @pytest.mark.parametrize(
@@ -252,6 +201,17 @@ def test_tokens_in_flight_follow_the_window(
 ) -> None:
     engines = (CPU, SMALL_GPU, LARGE_GPU)
     assert tuple(engine.tokens_in_flight(windows, ranks) for engine in engines) == in_flight
+
+
+def test_bytes_of_a_request_are_those_of_its_blocks() -> None:
+    """Twelve of 24 heads are full; a sliding one holds 1,023 tokens and 2,048 in flight."""
+    kinds = DecoderLayers(3, (0, 1, 2), heads=8, head_dim=64)
+    rows = [{None: full, Window(1023): 8 - full} for full in (4, 0, 8)]
+    sliding = 12 * 512 * (-(-(1023 + 2048) // 16) + 1) * 16
+    assert request_bytes(rows, kinds, 4, 32_768) == 12 * 512 * 32_768 + sliding
+    assert request_bytes([{None: 8}] * 3, kinds, 4, 32_768) == 24 * 512 * 32_768
+    assert request_bytes([{None: 4, Window(9, 1): 4}] * 3, kinds, 4, 32_768) is None
+    assert request_bytes(rows, replace(kinds, states={0: 1}), 4, 32_768) is None
 
 
 def test_requests_are_as_long_as_the_model_allows() -> None:
@@ -311,53 +271,6 @@ def test_a_checkpoint_that_is_being_written_is_refused(tmp_path: Any) -> None:
     check_complete(tmp_path / "org/name-of-the-hub")
 
 
-def test_plan_has_figures_for_every_number_of_ranks() -> None:
-    caches = list(
-        served_caches(two_kinds([4, 0, 8], 8, [1024] * 3), bytes_per_head=512, engine=LARGE_GPU)
-    )
-    assert [(c.ranks, c.tokens) for c in caches] == [
-        (ranks, tokens) for ranks in (1, 2, 4, 8) for tokens in (32_768, 131_072)
-    ]
-    for cache in caches:
-        assert not cache.refusal
-        assert cache.original * cache.ranks == 24 * 512 * cache.tokens
-        # Twelve of 24 heads are full; on eight ranks, all of the first layer's.
-        full = (12 if cache.ranks < 8 else 16) / 24
-        assert full * cache.original < cache.hybrid < (full + 0.2) * cache.original
-        assert (cache.padded > 0) == (cache.ranks == 8)
-    refused = list(
-        served_caches(two_kinds([4, 0, 6], 6, [1024] * 3), bytes_per_head=512, engine=LARGE_GPU)
-    )
-    assert [bool(cache.refusal) for cache in refused] == [False] * 4 + [True] * 4
-    assert [(c.engine, c.ranks, c.tokens) for c in refused] == [
-        (LARGE_GPU, c.ranks, c.tokens) for c in caches
-    ]
-    padded = served_caches(two_kinds([3, 3, 2, 2, 0], 4, [16_000] * 5), 512, engine=CPU)
-    first = next(cache for cache in padded if cache.refusal)
-    assert (first.engine, first.ranks, first.tokens, first.hybrid) == (CPU, 2, 32_768, 0)
-
-
-@given(
-    heads=st.sampled_from([1, 2, 4, 6, 8, 32]),
-    counts=st.lists(st.integers(0, 32), min_size=1, max_size=8),
-)
-def test_all_masks_of_a_budget_hold_the_same_bytes(heads: int, counts: list[int]) -> None:
-    counts = [count % (heads + 1) for count in counts]
-    windows = [1024] * len(counts)
-    example = example_mask(sum(counts), len(counts), heads)
-    assert sum(example) == sum(counts) and max(example) <= heads
-    caches, same = (
-        served_caches(two_kinds(full, heads, windows), 512, engine=LARGE_GPU)
-        for full in (counts, example)
-    )
-    for cache, other in zip(caches, same, strict=True):
-        padded = any(
-            -count % min(cache.ranks, heads) for full in (counts, example) for count in full
-        )
-        if not cache.refusal and not padded:
-            assert other == cache
-
-
 def be_installed(patch: pytest.MonkeyPatch, version: str, attention: type) -> None:
     """Let this version of vLLM, with this class of attention modules, be the installed one."""
     layers = "vllm.model_executor.layers.attention"
@@ -384,17 +297,13 @@ class _Attention:
     ) -> None: ...
 
 
-def serve_two_layers(
-    patch: pytest.MonkeyPatch, cpu: bool, full: Sequence[int] = (1, 1), window: int = 64
-) -> None:
+def serve_two_layers(patch: pytest.MonkeyPatch, cpu: bool) -> None:
     """Give the engine's model two layers of eight heads, with the others sliding."""
     platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
     patch.setitem(sys.modules, "vllm.platforms", platforms)
-    layouts = [full_first(count, 8, Window(window)) for count in full]
-    original = two_kinds([8, 8], 8, [window] * 2)
+    layouts = [full_first(1, 8, Window(64))] * 2
     patch.setattr(cache_settings, "grouping_of", lambda config: "engine")
     patch.setattr(cache_settings, "served_layouts", lambda config: layouts)
-    patch.setattr(cache_settings, "original_plan", lambda _, ranks: module_plan(original, ranks))
 
 
 _BOTH = ("max_num_batched_tokens", "max_num_seqs")
@@ -443,33 +352,6 @@ def test_the_plugin_sets_only_options_that_the_user_left_out(
 
 
 @pytest.mark.parametrize(
-    ("cpu", "steps", "refused"), [(True, 1, False), (True, 2, True), (False, 1, True)]
-)
-def test_ranks_are_refused_with_the_tokens_of_all_concurrent_steps(
-    cpu: bool, steps: int, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two ranks share five full heads and three: a GPU has two steps in flight."""
-    serve_two_layers(monkeypatch, cpu, (5, 3), 1024)
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=None, max_model_len=2048),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
-        cache_config=SimpleNamespace(block_size=16, user_specified_block_size=True),
-        max_concurrent_batches=steps,
-    )
-    if not refused:
-        cache_settings.choose_cache_settings(config)
-        return
-    with pytest.raises(UserError, match=r"tensor_parallel_size: 2 ranks cannot share"):
-        cache_settings.choose_cache_settings(config)
-
-
-def test_the_plan_includes_the_windows_of_the_original_model() -> None:
-    plan = original_plan(small_model("gpt_oss").config, 1)
-    assert (plan.unit, plan.caches) == (4, ((None,), (5,), (None,)))
-
-
-@pytest.mark.parametrize(
     ("configured", "variable", "expected"),
     [
         (None, None, "equal"),
@@ -502,89 +384,6 @@ def test_unequal_modules_need_compact_blocks_that_are_outermost(
     assert grouping_of(config) == "engine", "an engine that takes no groups of ours"
     interfaces.SupportsKVCacheGrouping = object
     assert grouping_of(config) == expected
-
-
-@pytest.mark.parametrize(
-    ("step", "block_size", "is_off", "level", "more"),
-    [
-        (8192, 16, False, "WARNING", (256, 16, " with --max-num-batched-tokens 256")),
-        (8192, 32, True, "WARNING",
-         (256, 16, " without --disable-hybrid-kv-cache-manager and with --max-num-batched-tokens "
-                   "256 and with --block-size 16")),
-        (256, 16, False, "INFO",
-         (8, 16, " with --max-num-batched-tokens 8, which reads prompts slower")),
-        (256, 256, False, "WARNING", (256, 16, " with --block-size 16")),
-        (40, 16, False, "INFO", None),  # with steps of 8 tokens: 1.09 times as many
-        (8, 16, False, "INFO", None),
-    ],
-)  # fmt: skip
-def test_the_log_states_the_cache_and_options_that_would_hold_more(
-    step: int,
-    block_size: int,
-    is_off: bool,
-    level: str,
-    more: tuple[int, int, str] | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One group of full heads and seven of sliding heads."""
-    serve_two_layers(monkeypatch, cpu=False)
-    size, head, length = 2**30, 512, 4096
-
-    def tokens(step: int, block: int) -> int:
-        held = min(63 + 2 * step, length)  # two steps are in flight
-        blocks = -(-length // block) + 7 * (-(-held // block) + 1)
-        return int(size // (2 * block * head) / blocks * length)
-
-    held = tokens(step, block_size)
-    parallel = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1}
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=None, max_model_len=length),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, **parallel),
-        cache_config=SimpleNamespace(block_size=block_size, kv_cache_size_tokens=held),
-        scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=step, max_num_seqs=4, disable_hybrid_kv_cache_manager=is_off
-        ),
-        max_concurrent_batches=2, num_speculative_tokens=1,
-    )  # fmt: skip
-    spec = SimpleNamespace(page_size_bytes=32 * 4 * head, block_size=32, num_kv_heads=4)
-    cache = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
-        kv_cache_tensors=[SimpleNamespace(size=size)],
-    )
-    caplog.set_level("INFO", "vllm.bosch")
-    cache_settings.log_cache(config, cache)
-    originally = size // (2 * 8 * block_size * head) * block_size
-    expected = (
-        f"Hybrid KV cache: {held:,} tokens in requests of 4,096; in the same memory "
-        f"{originally:,} of the original model ({held / originally:.1f} times as many)"
-    )
-    if more is not None:
-        expected += f"; {tokens(more[0], more[1]):,}{more[2]}"
-    assert [(record.levelname, record.message) for record in caplog.records] == [(level, expected)]
-    for several in ("pipeline_parallel_size", "decode_context_parallel_size"):
-        caplog.clear()
-        config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, **parallel)
-        setattr(config.parallel_config, several, 2)
-        cache_settings.log_cache(config, cache)
-        assert not caplog.records
-
-
-def test_vllms_functions_are_wrapped_once_and_log_only_caches_of_hybrids(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(cache_settings, "log_cache", lambda *_: called.append("ours"))
-    module = SimpleNamespace(__name__="utils", update=lambda *_: called.append("vLLM's"))
-    for name in ("update", "update", "gone in this version"):
-        cache_settings.wrap(module, name, cache_settings.with_cache_log)
-    for config, expected in (
-        (SimpleNamespace(hybrid_attention={"sinks": 0}), ["vLLM's", "ours"]),
-        (SimpleNamespace(), ["vLLM's"]),
-    ):
-        called.clear()
-        module.update(SimpleNamespace(model_config=SimpleNamespace(hf_config=config)), None)
-        assert called == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from bosch.vllm.plan import CPU, engine_heads, served_caches
+from bosch.vllm.plan import CPU, Request, engine_heads, module_plan
 from tests.model_server import running
 from tests.vllm_case import (
     QUICKSTART,
@@ -84,23 +84,13 @@ def test_the_cache_holds_what_the_plan_states(client: OpenAI, log: Path) -> None
     file = QUICKSTART_MASK
     config = json.loads((QUICKSTART / "config.json").read_text())
     length = config["max_position_embeddings"]
-    (cache,) = (
-        cache
-        for cache in served_caches(
-            engine_heads(file.mask.heads_per_layer(file.windows)),
-            2 * config["head_dim"] * 4, engine=CPU, lengths=[length],
-        )
-        if cache.ranks == 1
-    )  # fmt: skip
-    text = log.read_text()
-    line = re.search(r"Hybrid KV cache: ([\d,]+) tokens .* memory ([\d,]+) of the original", text)
+    plan = module_plan(engine_heads(file.mask.heads_per_layer(file.windows)))
+    request = Request(length, CPU.block_size, CPU.tokens_in_flight(plan.sliding_windows))
+    held = plan.request_bytes(request, 2 * config["head_dim"] * 4)
+    line = re.search(r"CPU KV cache size: ([\d,]+) tokens", log.read_text())
     assert line is not None
-    hybrid, original = (int(number.replace(",", "")) for number in line.groups())
-    assert f"CPU KV cache size: {hybrid:,} tokens" in text
     # The last block that fits is a part of a request.
-    assert hybrid == pytest.approx(2**30 / cache.hybrid * length, rel=1e-4)
-    assert original == pytest.approx(2**30 / cache.original * length, rel=1e-3)
-    assert hybrid > 3 * original
+    assert int(line[1].replace(",", "")) == pytest.approx(2**30 / held * length, rel=1e-4)
 
 
 def test_a_streamed_answer_equals_the_whole_one(client: OpenAI, text: str) -> None:
