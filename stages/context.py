@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field
@@ -108,9 +107,8 @@ class StageConfig(Generic[OwnSection]):
     """Resolved configuration of one stage.
 
     `section` is the stage's section of the recipe; `upstream` holds the sections of the stages it
-    depends on, by recipe key. `runtime` and `shared` are not part of the stage's key. `shared` is a
-    folder where runs reuse each other's results. `other_stages` are all other stages that a recipe
-    may have.
+    depends on, by recipe key. `runtime` is not part of the stage's key. `other_stages` are all
+    other stages that a recipe may have.
     """
 
     section: OwnSection
@@ -118,7 +116,6 @@ class StageConfig(Generic[OwnSection]):
     seed: int
     runtime: Runtime
     upstream: Mapping[str, Section] = field(default_factory=dict)
-    shared: Path | None = None
     other_stages: tuple[str, ...] = ()
 
     def upstream_section(self, kind: type[AnySection]) -> AnySection:

@@ -24,7 +24,7 @@ from stages.published import TENSORBOARD, Summary
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that the store uses for its folders and the page of all runs.
-_RESERVED = ("store", "work", "shared", "locks", "logs", "damaged", "index.html")
+_RESERVED = ("store", "work", "locks", "logs", "damaged", "index.html")
 # Files of stages' outputs that hold times: two equal runs differ in them.
 TIMED = ("stage*.log", Summary.FILE, f"{TENSORBOARD}/*", "evaluations.jsonl", "metrics.jsonl")
 _Kind = TypeVar("_Kind", bound=Section)

@@ -268,17 +268,9 @@ class Runner:
                 for name in node.needs
             },
             "work_dir": str(work),
-            "shared": self._shared(node),
             "other_stages": [s.name for s in self.loaded.stages if s.name != node.name],
             "log_level": recipe.runtime.log_level,
         }
-
-    def _shared(self, node: Node) -> str | None:
-        """The folder of reusable results of earlier runs; None under `--force`."""
-        upstream = graph.upstream_of(node.name, self.nodes)
-        if {node.name, *upstream} & set(self.options.force) or node.document is None:
-            return None
-        return str(self.store.shared(node.stage.key))
 
     def _follow(self, node: Node) -> None:
         """Run on another node than the first: join distributed stages, wait for other outputs.

@@ -2,7 +2,6 @@
 
 <root>/store/<stage>/<key>/    published output; exists only with its manifest.json
 <root>/work/<stage>/<key>/     unfinished work, kept over crashes; <key>.state.json beside it
-<root>/shared/<section>/       results that outputs of a stage may reuse; each has its own copy
 <root>/locks/                  one lock for each output that is being made
 <root>/<recipe>/<stage>        link to the output of the recipe's last run
 """
@@ -39,10 +38,6 @@ class Store:
 
     def work(self, stage: str, key: str) -> Path:
         return self.root / "work" / stage / key
-
-    def shared(self, section: str) -> Path:
-        """A folder for all runs of the stages that a section configures, on any model."""
-        return self.root / "shared" / section
 
     def lock(self, stage: str, key: str) -> Path:
         return self.root / "locks" / f"{stage}-{key}.lock"
@@ -128,7 +123,7 @@ class Store:
     def tidy(self, recipe: str) -> None:
         """Remove leftovers of killed processes in folders that several runs write to."""
         folders = [self.root / recipe, self.root / "locks", self.root / "store"]
-        for pattern in ("store/*", "work/*", "shared/*", "shared/*/*", f"{recipe}/*"):
+        for pattern in ("store/*", "work/*", f"{recipe}/*"):
             folders += [path for path in self.root.glob(pattern) if not path.is_symlink()]
         for folder in folders:
             files.remove_old_temporaries(folder, _OLD_SECONDS)
