@@ -79,7 +79,7 @@ def test_a_new_recipe_leaves_room_for_answers_if_positions_are_few(
     [
         (
             errno.ENOSPC,
-            "the disk of FOLDER/recipe.yaml is full; free some space and run the same command",
+            "the disk of FOLDER/recipe.yaml is full; free some space and run",
         ),
     ],
 )
