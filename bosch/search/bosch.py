@@ -83,13 +83,13 @@ def _scores(evaluation: Evaluation) -> str:
     return f"{evaluation.score:.4f} (log-likelihood {evaluation.log_likelihood:.4f})"
 
 
-def measure_anchors(evaluator: Evaluator, settings: SearchSettings) -> tuple[Anchors, Loss]:
-    """Anchors and loss of a search; raises UserError if there is nothing to search for."""
+def measure_anchors(evaluator: Evaluator, settings: SearchSettings) -> tuple[Anchors, Loss | None]:
+    """Anchors and, with `strict`, the loss; raises UserError if there is nothing to search for."""
     anchors = evaluator.anchors(settings.swa_ratio)
     anchors.check()
     if settings.break_ties:
         evaluator.note("masks of equal score were ranked by the answers' log-likelihood")
-    return anchors, Loss(anchors, settings.alpha, settings.gamma)
+    return anchors, Loss(anchors, settings.alpha, settings.gamma) if settings.strict else None
 
 
 def rank_layers(
@@ -173,7 +173,10 @@ class LayerImportance:
 
 
 def layer_importance(
-    evaluator: Evaluator, settings: SearchSettings, loss: Loss, layers_per_group: int = 1
+    evaluator: Evaluator,
+    settings: SearchSettings,
+    loss: Loss | None = None,
+    layers_per_group: int = 1,
 ) -> LayerImportance:
     """Localise ceil(rho H) units in each layer in turn, top layer first (Algorithm 1).
 
@@ -299,7 +302,7 @@ def ratio_groups(
 
 
 def head_selection(
-    evaluator: Evaluator, settings: SearchSettings, loss: Loss, quotas: Sequence[int]
+    evaluator: Evaluator, settings: SearchSettings, loss: Loss | None, quotas: Sequence[int]
 ) -> HeadMask:
     """Choose sliding units within the sum of `quotas` of each group (Algorithm 3).
 

@@ -20,10 +20,11 @@ class SearchSettings:
 
     `SearchConfig`, the recipe's section `search`, documents and checks every field; here only the
     ratio, the budget and the granularity are checked again. `strict` is the published procedure: of
-    masks with equal scores the first one stays, layers with equal drops are ranked by index, and
-    the last phase's mask is the result. By default log-likelihoods decide between equal scores,
-    layers get the uniform ratio if all tie, and the best mask on budget that was measured is the
-    result. With `head_granularity` g the full heads of every layer are a multiple of g.
+    masks with equal scores the first one stays, layers with equal drops are ranked by index, the
+    last phase's mask is the result, and `alpha` and `gamma` are those of its loss. By default
+    log-likelihoods decide between equal scores, layers get the uniform ratio if all tie, and the
+    best mask on budget that was measured is the result. With `head_granularity` g the full heads of
+    every layer are a multiple of g.
     """
 
     swa_ratio: float
@@ -39,7 +40,12 @@ class SearchSettings:
     head_granularity: int = 1
 
     def __post_init__(self) -> None:
-        """Raises UserError for a ratio outside 0 to 1, and a budget or granularity below 1."""
+        """Raises UserError for values outside their range, and nomad_penalty without `strict`."""
+        if self.solver == "nomad_penalty" and not self.strict:
+            raise UserError(
+                "search.solver: nomad_penalty minimises the published loss, which only a strict "
+                "search has; set search.strict: true, or solver: nomad"
+            )
         if not 0.0 <= self.swa_ratio <= 1.0:
             raise UserError(
                 f"search.swa_ratio is {self.swa_ratio}: no head mask has that share of sliding "

@@ -44,9 +44,9 @@ class Solution:
 
 
 def optimise_layers(
-    evaluator: Evaluator, settings: SearchSettings, loss: Loss, subproblem: SubProblem
+    evaluator: Evaluator, settings: SearchSettings, loss: Loss | None, subproblem: SubProblem
 ) -> Solution:
-    """Solve a sub-problem (BOSCH Eq. 5) with at most kappa evaluations per layer."""
+    """Solve a sub-problem with at most kappa evaluations per layer, by a `loss` where given."""
     base, phase, name = subproblem.base, subproblem.phase, subproblem.name
     rows, quota = sorted(subproblem.layers), subproblem.quota
     units = 1 if subproblem.whole_layers else base.num_key_value_heads
@@ -61,8 +61,7 @@ def optimise_layers(
 
     problem = Problem(
         size=len(rows) * units, quota=quota, budget=settings.budget_per_layer * len(rows),
-        measure=measure, loss=loss, break_ties=settings.break_ties,
-        quantum=evaluator.scorer.quantum,
+        measure=measure, loss=loss, quantum=evaluator.scorer.quantum,
     )  # fmt: skip
     phase_number = ("layer_importance", "head_selection").index(phase)
     # The seed does not depend on earlier sub-problems.

@@ -73,13 +73,14 @@ class SearchConfig(Section):
     """First tokens that sliding heads always attend to (attention sinks)."""
     solver: SolverName = SearchSettings.solver
     """Optimiser of sub-problems that are too large for brute force. nomad decodes its points so
-    that all are on the budget; nomad_penalty uses the penalty of Eq. 5 instead, as published."""
+    that all are on the budget; nomad_penalty uses the penalty of Eq. 5 instead, as published, and
+    needs strict."""
     budget_per_layer: Count = SearchSettings.budget_per_layer
     """Evaluations per layer (kappa)."""
     alpha: Number = Field(SearchSettings.alpha, gt=0)
-    """Weight of the budget penalty (Eq. 5)."""
+    """Weight of the budget penalty (Eq. 5), with strict."""
     gamma: Number = Field(SearchSettings.gamma, ge=0)
-    """Head room of the upper anchor (Eq. 2)."""
+    """Head room of the upper anchor (Eq. 2), with strict."""
     buckets: Annotated[list[Ratio], AfterValidator(rising)] = Field(
         default=list(SearchSettings.buckets), min_length=2
     )
@@ -231,6 +232,10 @@ class SearchSummary(Summary):
 
 def _faults(loaded: LoadedRecipe) -> Iterator[str]:
     search = loaded.recipe[SearchConfig]
+    try:
+        search.settings(loaded.recipe.seed, 0.0)
+    except UserError as fault:
+        yield str(fault)
     if search.method == "given" and search.mask is None:
         yield "search.mask: method given takes the head mask from a file; name one"
     if search.method != "given" and search.mask is not None:

@@ -76,14 +76,15 @@ def _rising(values: list[float]) -> tuple[float, ...]:
 @st.composite
 def any_settings(draw: st.DrawFn) -> SearchSettings:
     ratio = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.875, 1.0]), st.floats(0, 1))
+    strict = draw(st.booleans())
     return SearchSettings(
         swa_ratio=draw(ratio),
-        solver=draw(st.sampled_from(["nomad", "nomad_penalty", "one_plus_one"])),
+        solver=draw(st.sampled_from(["nomad", "one_plus_one", *["nomad_penalty"] * strict])),
         budget_per_layer=draw(st.integers(1, 12)),
         alpha=draw(st.sampled_from([0.01, 100.0])),
         buckets=draw(st.lists(st.floats(0, 1), min_size=2, max_size=6, unique=True).map(_rising)),
         max_group_variables=draw(st.integers(1, 20)),
-        strict=draw(st.booleans()),
+        strict=strict,
         seed=draw(st.integers(0, 20)),
     )
 
@@ -227,19 +228,40 @@ def test_a_setting_that_a_method_does_not_list_changes_nothing(name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("bosch", METHODS["bosch"].settings),
+        ("bosch", METHODS["bosch"].settings - {"strict"}),
         ("b_multi", {"max_group_variables"}),
         ("one_plus_one", {"seed"}),
         ("rand", {"seed"}),
     ],
 )
 def test_settings_that_a_method_lists_change_its_search(name: str, settings: set[str]) -> None:
-    options = SearchSettings(0.45, "nomad_penalty", budget_per_layer=5, alpha=1.0)
+    options = SearchSettings(0.45, "nomad_penalty", budget_per_layer=5, alpha=1.0, strict=True)
     first, _ = search_with(name, RandomScores(12, 5, 3), options)
     for setting in settings:
         other = replace(options, **{setting: OTHER[setting]})
         second, _ = search_with(name, RandomScores(12, 5, 3), other)
         assert first.trace != second.trace, setting
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_alpha_and_gamma_are_of_strict_searches_by_the_penalty_alone(strict: bool) -> None:
+    """Candidates on budget have no penalty, and their order does not depend on the anchors."""
+    first, _ = search_with(
+        "bosch", RandomScores(12, 5, 3), SearchSettings(0.45, budget_per_layer=5, strict=strict)
+    )
+    other = SearchSettings(0.45, budget_per_layer=5, alpha=0.01, gamma=3.0, strict=strict)
+    second, _ = search_with("bosch", RandomScores(12, 5, 3), other)
+    assert first.trace == second.trace
+
+
+def test_strict_changes_a_search_where_scores_tie() -> None:
+    first, second = (
+        search_with(
+            "bosch", RandomScores(12, 5, 3), SearchSettings(0.45, budget_per_layer=5, strict=strict)
+        )[0]
+        for strict in (False, True)
+    )
+    assert first.trace != second.trace
 
 
 def test_a_search_of_the_whole_mask_uses_its_own_solver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,6 +406,7 @@ def test_a_search_is_refused_if_its_scores_cannot_rank_masks(
         *(({"swa_ratio": ratio}, "swa_ratio is") for ratio in (-0.1, 1.01, float("nan"))),
         *(({"budget_per_layer": n}, "budget_per_layer is .* at least one") for n in (0, -3)),
         ({"head_granularity": 0}, "head_granularity is 0"),
+        ({"solver": "nomad_penalty"}, "solver: nomad_penalty minimises .* set search.strict: true"),
     ],
 )
 def test_settings_that_no_search_supports_are_refused(values: dict[str, Any], said: str) -> None:

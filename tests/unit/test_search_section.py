@@ -37,6 +37,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 REFUSED: dict[str, tuple[str, ...]] = {
     "no mask": ("search.method=given", "search.mask: method given", "seed=0"),
     "head room below none": ("search.gamma=-0.01", "search.gamma: ", "search.gamma=0"),
+    "a penalty that is not strict": (
+        "search.solver=nomad_penalty", "search.solver: nomad_penalty", "search.solver=nomad",
+    ),
     "a penalty of nothing": ("search.alpha=0", "search.alpha: ", "search.alpha=0.01"),
     "windows of one method": (
         "search.windows=[16,32]", "search.windows: method bosch", "search.windows=[16]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -40,8 +41,10 @@ class Additive:
         return Evaluation(score, -float(self.weights[bits].sum()))
 
 
-def problem(size: int, quota: int, budget: int, measure: Additive, **options: object) -> Problem:
-    return Problem(size, quota, budget, measure, LOSS, **options)
+def problem(
+    size: int, quota: int, budget: int, measure: Additive, loss: Loss | None = LOSS, **options: Any
+) -> Problem:
+    return Problem(size, quota, budget, measure, loss, **options)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -188,31 +191,28 @@ def test_off_budget_candidates_that_could_win_are_measured(caplog):
     assert task.spent == len(caplog.messages) == 1
 
 
-def test_ties_are_broken_by_log_likelihood_only_if_requested():
-    def run(break_ties):
+def test_ties_are_broken_by_log_likelihood_without_the_published_loss():
+    def run(loss):
         measure = Additive(8, 1, levels=1)
-        task = problem(8, 3, 100, measure, break_ties=break_ties, quantum=1.0)
+        task = problem(8, 3, 100, measure, loss, quantum=1.0)
         brute_force(task)
         assert task.on_plateau
         return task.result().bits, measure
 
-    plain, measure = run(False)
+    plain, measure = run(LOSS)
     assert plain.tolist() == [True] * 3 + [False] * 5
     alone = problem(4, 4, 9, Additive(4))
     brute_force(alone)
     assert not alone.on_plateau  # one candidate
-    broken, _ = run(True)
+    broken, _ = run(None)
     assert set(np.flatnonzero(broken)) == set(np.argsort(measure.weights)[:3])
 
 
-@given(
-    st.integers(0, 63), st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(0, 0.5), st.floats(0, 1)
-)
-def test_the_scalar_loss_keeps_the_order_of_scores(hits, ll_low, ll_high, sliding, gamma):
-    loss = Loss(Anchors(sliding, 1.0), gamma=gamma)
-    task = Problem(4, 2, 9, lambda bits: None, loss, break_ties=True, quantum=1 / 64)
-    worse = Value(loss.value(hits / 64, 2, 2, 4), -ll_low)
-    better = Value(loss.value((hits + 1) / 64, 2, 2, 4), -ll_high)
+@given(st.integers(0, 63), st.floats(-1e4, 0), st.floats(-1e4, 0))
+def test_the_scalar_value_keeps_the_order_of_scores(hits, ll_low, ll_high):
+    task = Problem(4, 2, 9, lambda bits: None, quantum=1 / 64)
+    worse = Value(-hits / 64, -ll_low)
+    better = Value(-(hits + 1) / 64, -ll_high)
     assert task.scalar(better) < task.scalar(worse)
     if ll_low + 1e-3 * (1 + abs(ll_low)) ** 2 < ll_high:
         assert task.scalar(Value(worse.loss, -ll_high)) < task.scalar(worse)

@@ -27,7 +27,7 @@ class BudgetSpent(Exception):
 
 
 class Value(NamedTuple):
-    """The value to minimise: the loss of Eq. 5, then (if ties are broken) -log-likelihood."""
+    """The value to minimise: -score, then -log-likelihood; or the loss of Eq. 5 alone."""
 
     loss: float
     tie: float = 0.0
@@ -43,7 +43,11 @@ class Candidate:
 
 
 class Problem:
-    """Choose `quota` of `size` units with at most `budget` calls of `measure`."""
+    """Choose `quota` of `size` units with at most `budget` calls of `measure`.
+
+    `loss` is that of Eq. 5, for searches with `strict`. Without it all candidates must be on the
+    quota, and the log-likelihood decides between equal scores, which differ by `quantum` or more.
+    """
 
     def __init__(
         self,
@@ -51,13 +55,11 @@ class Problem:
         quota: int,
         budget: int,
         measure: Callable[[Bits], Evaluation],
-        loss: Loss,
-        *,
-        break_ties: bool = False,
+        loss: Loss | None = None,
         quantum: float = 0.0,
     ) -> None:
         self.size, self.quota, self.budget = size, quota, budget
-        self.loss, self.break_ties, self.quantum = loss, break_ties, quantum
+        self.loss, self.quantum = loss, quantum
         self.spent = 0
         self.best: Candidate | None = None
         self._measure = measure
@@ -85,7 +87,7 @@ class Problem:
         if key in self._values:
             return self._values[key]
         sliding = int(bits.sum())
-        if sliding != self.quota and self.best is not None:
+        if self.loss is not None and sliding != self.quota and self.best is not None:
             bound = self.loss.value(1.0, sliding, self.quota, self.size)  # for S(z) <= 1
             if bound >= self.best.value.loss:
                 return Value(bound, float("inf"))
@@ -93,24 +95,25 @@ class Problem:
             raise BudgetSpent
         evaluation = self._measure(bits)
         self.spent += 1
-        value = self._value(evaluation.score, evaluation.log_likelihood, sliding)
+        value = self._value(evaluation, sliding)
         self._values[key] = value
         self._remember(bits, value, evaluation, sliding)
         return value
 
-    def _value(self, score: float, log_likelihood: float, sliding: int) -> Value:
-        loss = self.loss.value(score, sliding, self.quota, self.size)
-        return Value(loss, -log_likelihood if self.break_ties else 0.0)
+    def _value(self, evaluation: Evaluation, sliding: int) -> Value:
+        if self.loss is None:
+            return Value(-evaluation.score, -evaluation.log_likelihood)
+        return Value(self.loss.value(evaluation.score, sliding, self.quota, self.size))
 
     def scalar(self, value: Value) -> float:
         """One number in the order of `value`, for solvers that do not support pairs.
 
-        The log-likelihood ll <= 0 enters as 1 / (1 - ll) in (0, 1], times half of the loss between
-        two neighbouring scores, so that it never changes the order of different scores on budget.
+        The log-likelihood ll <= 0 enters as 1 / (1 - ll) in (0, 1], times half of the difference
+        between neighbouring scores, so that it never changes the order of different scores.
         """
-        if not self.break_ties or value.tie < 0.0:
+        if self.loss is not None or value.tie < 0.0:
             return value.loss
-        return value.loss - 0.5 * self.quantum / self.loss.score_range / (1.0 + value.tie)
+        return value.loss - 0.5 * self.quantum / (1.0 + value.tie)
 
     def result(self) -> Candidate:
         """The best evaluated candidate on budget."""
