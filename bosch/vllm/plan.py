@@ -203,11 +203,11 @@ class ModulePlan:
 
     def request_bytes(self, request: Request, bytes_per_head: int) -> int:
         """Bytes of cache that vLLM reserves for a request on one rank."""
-        width, groups = self._packing(request)
+        width, groups = self.packing(request)
         blocks = sum(count * request.blocks(kind) for kind, count in groups.items())
         return blocks * width * request.block_size * bytes_per_head
 
-    def _packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
+    def packing(self, request: Request) -> tuple[int, dict[int | None, int]]:
         """KV heads that fit into a block of the cache, and the number of groups by kind."""
         modules = self._modules
         if self.grouping != "engine":

@@ -151,7 +151,7 @@ def test_unequal_modules_equal_transformers(
 def test_preempted_requests_equal_transformers(folder: Path, reference: Any) -> None:
     plan = module_plan(two_kinds(COUNTS, KV_HEADS, [WINDOW] * len(COUNTS)))
     request = Request(256, BLOCK, 64)
-    width, _ = plan._packing(request)
+    width, _ = plan.packing(request)
     least = plan.request_bytes(request, 1) // (width * BLOCK) + 1
     with engine(folder, num_gpu_blocks_override=least + 2, disable_log_stats=False) as llm:
         prompts = random_prompts([30] * 8, seed=2)
