@@ -12,18 +12,14 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from bosch.attention.causal import DENSE_MASK_ENTRIES
 from bosch.errors import UserError
 from bosch.model import families
 from bosch.model.configuration import is_hybrid
 from bosch.model.interface import attention_modules
 from bosch.model.loading import auto_class, full_attention_config
 from bosch.model.stored_config import StoredConfig
-from bosch.objective.block_bytes import BlockBytes, block_bytes
 from bosch.objective.flops import Flops, linear_flops
-from bosch.window import Window, block_size
-
-_FLOAT32 = 4  # bytes
+from bosch.window import Window
 
 
 @dataclass(frozen=True)
@@ -33,10 +29,10 @@ class DecoderShape:
     `active_parameters` are those that a token is multiplied with: only its experts, no embedding
     tables. `layer_parameters` and `active_width` belong to the largest layer; the width of a
     feed-forward block without a gate counts two thirds, since it has two maps instead of three.
-    `attention_parameters` are those of all layers with full attention, `expert_parameters` those of
-    all experts, `tables` those outside the layers. `linear_sides` is the sum of inputs and outputs
-    of all linear maps in the layers, `attention_sides` that of the maps in full attention; times
-    the rank it is the number of parameters of an adapter.
+    `attention_parameters` are those of all layers with full attention, `tables` those outside the
+    layers. `linear_sides` is the sum of inputs and outputs of all linear maps in the layers,
+    `attention_sides` that of the maps in full attention; times the rank it is the number of
+    parameters of an adapter.
     """
 
     layers: int
@@ -53,24 +49,16 @@ class DecoderShape:
     active_parameters: int
     layer_parameters: int
     attention_parameters: int
-    expert_parameters: int
-    largest_weight: int
     tables: int
     linear_sides: int
     attention_sides: int
-    norms: int = 2  # norms of hidden width in a layer
     softcap: bool = False  # of attention scores, which fused kernels do not support
-    head_logits: bool = False  # which sdpa computes without a fused kernel
-    capped: bool = False  # soft-capped logits of the output head
-    model: Any = field(default=None, repr=False, compare=False)  # on the meta device
 
     @staticmethod
     def of(config: Any) -> DecoderShape:
         """Sizes of a transformers configuration (a hybrid's base); UserError if not buildable."""
-        # JSON leaves out how experts are computed, on which the memory of blocks depends.
-        experts = getattr(config, "_experts_implementation", None)
         content = config.to_json_string(use_diff=False)
-        return _shape_of(_Content(type(config), content, experts, config))
+        return _shape_of(_Content(type(config), content, config))
 
     @classmethod
     def of_model(cls, model: Any) -> DecoderShape:
@@ -88,7 +76,7 @@ class DecoderShape:
             if weight.ndim == 3 and not isinstance(module, nn.Conv1d)
         ]
         number_of_experts = max((weight.shape[0] for weight in experts), default=0)
-        attention, needs = attention_modules(model), families.attention_needs(model.config)
+        attention = attention_modules(model)
         heads = text.num_attention_heads
         return cls(
             layers=len(layers),
@@ -105,51 +93,11 @@ class DecoderShape:
             active_parameters=(flops.all_linear + flops.output_head) // 2,
             layer_parameters=max(layers),
             attention_parameters=sum(_count(module.parameters()) for module in attention),
-            expert_parameters=_count(experts),
-            largest_weight=max(weight.numel() for weight in weights.values()),
             tables=total - sum(layers),
             linear_sides=_sides([decoder.layers]),
             attention_sides=_sides(attention),
-            norms=max(
-                sum("Norm" in type(module).__name__ for module in layer.children())
-                for layer in decoder.layers
-            ),
-            softcap="softcap" in needs,
-            head_logits="head_logits" in needs,
-            capped=families.logit_scale(model.config).cap is not None,
-            model=model,
+            softcap="softcap" in families.attention_needs(model.config),
         )
-
-    def keeps_scores(self, backend: str) -> bool:
-        """Whether attention stores its scores for gradients, without a fused kernel."""
-        return self.softcap or (self.head_logits and backend in ("sdpa", "eager"))
-
-    def score_bytes(
-        self, heads: int, length: int, window: Window | None, value_bytes: int
-    ) -> float:
-        """Bytes of the scores of `heads` query heads that sdpa stores for gradients, for all rows.
-
-        For each score the softmax's weight in float32, its copy in the values' precision, and of
-        soft-capped scores the tanh. Full heads are computed in pieces of `DENSE_MASK_ENTRIES` with
-        the keys before their end.
-        """
-        if window is None:
-            square = heads * length**2
-            stored = min(square, (square + DENSE_MASK_ENTRIES) / 2)
-        else:
-            stored = heads * _scores_in_bands(length, window)
-        copy = value_bytes if value_bytes < _FLOAT32 else 0
-        return stored * (_FLOAT32 * (1 + self.softcap) + copy)
-
-    def score_gradient_bytes(self, heads: int, length: int, window: Window | None) -> int:
-        """Bytes of the gradients of these scores before and after the softmax, of one piece."""
-        if window is None:
-            return 2 * _FLOAT32 * min(heads * length**2, DENSE_MASK_ENTRIES)
-        return 2 * _FLOAT32 * heads * _scores_in_bands(length, window)
-
-    def blocks(self, value_bytes: int) -> BlockBytes:
-        """Memory of the blocks beside attention, with values of 2 or 4 bytes."""
-        return block_bytes(self.model, value_bytes)
 
     @property
     def full_layers(self) -> int:
@@ -207,19 +155,13 @@ class _Content:
 
     type: type
     json: str
-    experts: str | None
     config: Any = field(compare=False)
 
 
 @functools.lru_cache(maxsize=4)
 def _shape_of(content: _Content) -> DecoderShape:
-    """Built once for a model's plan, its memory and its searches."""
+    """Built once for all stages of a plan."""
     return DecoderShape.of_model(_empty_model(content.config))
-
-
-def _scores_in_bands(length: int, window: Window) -> int:
-    """Scores of a sliding head with the keys of its bands."""
-    return length * min(length, window.max_keys + block_size(window.size))
 
 
 def _empty_model(config: Any) -> Any:

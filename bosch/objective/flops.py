@@ -19,8 +19,6 @@ from bosch.model import families
 from bosch.objective.batches import Batch
 from bosch.window import Window, Windows, block_size, window_menu
 
-# Families' names of a layer's token-wise blocks, in order.
-FEED_FORWARD = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 # Families with parallel attention and feed-forward blocks; in some others it is configured.
 _PARALLEL_BLOCKS = ("cohere", "cohere2", "cohere2_moe", "phi")
 

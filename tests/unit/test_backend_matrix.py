@@ -32,11 +32,11 @@ from bosch.model.interface import context_of_pass
 from bosch.model.materialize import materialize
 from bosch.model.search_mode import apply_head_mask, prepare_for_search
 from bosch.model.static_cache import StaticHybridCacheLayer
-from bosch.objective.block_bytes import PeakMemory
 from bosch.window import Window
 from tests import fake_flash
 from tests.attention_case import WIDTHS, Case, cases, full_first
 from tests.hybrid_case import mask_of, random_mask, small_model, tokens
+from tests.peak_memory import TensorBytes
 
 _NEAR = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -283,9 +283,9 @@ def test_sinks_copy_few_keys_of_a_prompt(padded: bool) -> None:
     for sinks in (0, 4):
         layout = full_first(0, heads, Window(512, sinks))
         context = AttentionContext(length, valid=valid if padded else None)
-        with PeakMemory() as memory, torch.no_grad():
+        with TensorBytes() as memory, torch.no_grad():
             hybrid_attention(*states, layout, context)
-        peaks[sinks] = memory.peak
+        peaks[sinks] = memory.peak - memory.before
     assert peaks[4] - peaks[0] < states[0].nbytes
 
 
@@ -295,9 +295,9 @@ def test_a_prompt_peaks_no_higher_than_with_full_heads_alone(sinks: int) -> None
     states = [torch.randn(1, heads, 4096, 64) for heads in (16, 4, 4)]
     peaks = []
     for full in (4, 1):
-        with PeakMemory() as memory, torch.no_grad():
+        with TensorBytes() as memory, torch.no_grad():
             hybrid_attention(*states, full_first(full, 4, Window(256, sinks)))
-        peaks.append(memory.peak)
+        peaks.append(memory.peak - memory.before)
     assert peaks[1] < 1.05 * peaks[0]
 
 

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from bosch import hardware
-from bosch.attention import LogitTransform, hybrid_attention
-from bosch.attention.causal import masked_attention
+from bosch.attention import hybrid_attention
 from bosch.errors import RunError, UserError
 from bosch.heads import HeadMask
 from bosch.model.families import decoder_layers
@@ -24,12 +23,9 @@ from bosch.model.search_mode import (
     apply_head_mask,
     mask_shape,
 )
-from bosch.objective import memory
 from bosch.objective import objective as objectives
 from bosch.objective.answers import equal_but_rounding
-from bosch.objective.block_bytes import PeakMemory
 from bosch.objective.calibration import CalibrationSet
-from bosch.objective.decoder_shape import DecoderShape
 from bosch.objective.flops import sliding_pairs
 from bosch.objective.objective import Objective
 from bosch.window import Window
@@ -41,10 +37,9 @@ from tests.hybrid_case import (
     PLAIN,
     mask_of,
     random_mask,
-    small_config,
     small_model,
-    tokens,
 )
+from tests.peak_memory import TensorBytes
 from tests.search_case import WINDOW, answered, searchable
 
 FULL = HeadMask.all_full(LAYERS, KV_HEADS)
@@ -228,25 +223,6 @@ def test_a_window_must_be_shorter_than_the_longest_example():
             Objective(model, calibration, window)
 
 
-@pytest.mark.parametrize(
-    ("family", "most"),  # the last one has layers of three kinds
-    [
-        *((name, 1.35) for name in ("apertus", "nemotron", "granitemoe", "bamba")),
-        ("nemotron_h", 1.5),
-    ],
-)
-def test_memory_of_blocks_of_every_kind_is_stated(family, most):
-    """For a pass."""
-    model = small_model(family, hidden_size=128, intermediate_size=256)
-    calibration = CalibrationSet.from_records([(tokens(1, 256)[0].tolist(), 4)])
-    objective = Objective(model, calibration, Window(64))
-    mask = HeadMask.all_sliding(*objective.shape)
-    objective.evaluate(mask)  # with the checks of the first pass
-    with PeakMemory() as peak:
-        objective.evaluate(mask)
-    assert 1 <= memory.activation_sizes(model).plain_pass(1, 256) / peak.peak <= most
-
-
 def test_no_pass_makes_logits_of_a_whole_example():
     """Those of 32k tokens and a large vocabulary take 20 GB."""
     model, calibration = searchable()
@@ -265,9 +241,9 @@ def test_a_gradient_keeps_only_the_input_of_each_layer():
         mask = HeadMask.all_sliding(layers, KV_HEADS)
         objective.evaluate(mask)
         objective._recomputes = True
-        with PeakMemory() as memory:
+        with TensorBytes() as memory:
             objective.gate_gradient(mask)
-        peaks.append(memory.peak)
+        peaks.append(memory.peak - memory.before)
     state = 4 * 2 * calibration.max_length * objective.model.config.hidden_size
     assert peaks[1] - peaks[0] <= 1.25 * 4 * state
 
@@ -500,27 +476,3 @@ def test_rounding_of_two_kernels_in_half_precision_counts_as_equal():
     assert not equal_but_rounding(other, states, torch.bfloat16)
     assert not equal_but_rounding(states, other, torch.bfloat16)
     assert equal_but_rounding(other, other.clone(), torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_scores_take_the_bytes_that_autograd_stores(
-    dtype: torch.dtype, softcap: float | None
-) -> None:
-    """Without the mask, queries, keys and values, which are small beside 512 x 512 scores."""
-    heads, length, dim = 8, 512, 8
-    states = [torch.randn(1, heads, length, dim, dtype=dtype, requires_grad=True) for _ in "qkv"]
-    head_logits = None if softcap else torch.zeros(heads, requires_grad=True)
-    sizes: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    transform = LogitTransform(dim**-0.5, softcap, head_logits)
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        masked_attention(*states, transform, 0.0, is_causal=True).sum()
-    config = small_config("gemma2" if softcap else "gpt_oss")
-    stated = DecoderShape.of(config).score_bytes(heads, length, None, dtype.itemsize)
-    assert stated <= sum(sizes.values()) <= 1.1 * stated
