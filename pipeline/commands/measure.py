@@ -7,9 +7,14 @@ import hashlib
 import importlib
 import os
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from bosch.commands import Command, print_json, text_to_stderr
-from pipeline.commands import options as shared_options
+from bosch.errors import UserError
+from pipeline.recipe.faults import sentences
+from pipeline.recipe.load import listing
 from pipeline.run import log
 from stages.measure.stage import MeasureSettings
 
@@ -26,13 +31,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="DIR", help="default: runs/measure/<name>-<hash of its path>"
     )
-    shared_options.add_options(parser, MeasureSettings)
+    _add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print the folder of the results."""
     log.configure("info")
-    settings = shared_options.read_options(MeasureSettings, arguments, "measure")
+    settings = _settings(arguments)
     output = arguments.output or default_output(arguments.model)
     # Imported here, since it loads torch.
     measurement = importlib.import_module("stages.measure.measurement")
@@ -50,3 +55,39 @@ def default_output(model: str) -> Path:
     folder = Path(os.path.realpath(model))
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     return Path("runs", "measure", f"{folder.name}-{digest}")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting, with its description as help; a bool is a flag."""
+    descriptions = MeasureSettings.descriptions()
+    for name, field in MeasureSettings.model_fields.items():
+        text = descriptions[name].replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(_option(name), action="store_true", default=None, help=text)
+            continue
+        default = f" (default: {_as_text(field.default)})" if field.default is not None else ""
+        parser.add_argument(_option(name), metavar="…", help=text + default)
+
+
+def _settings(arguments: argparse.Namespace) -> MeasureSettings:
+    """The options of the command line or defaults; raises UserError that lists all faulty ones."""
+    values = {name: getattr(arguments, name) for name in MeasureSettings.model_fields}
+    values = {name: value for name, value in values.items() if value is not None}
+    try:
+        # Values of the command line are text.
+        return MeasureSettings.model_validate(values, strict=False)
+    except ValidationError as error:
+        faults = []
+        for sentence in sentences(MeasureSettings, error):
+            path, _, text = sentence.partition(": ")
+            faults.append(f"{_option(path.partition('.')[0])}: {text}")
+        raise UserError(listing("measure", faults)) from None
+
+
+def _option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _as_text(default: Any) -> str:
+    values = default if isinstance(default, tuple) else (default,)
+    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)

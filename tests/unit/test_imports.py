@@ -187,7 +187,7 @@ LIGHT = (
     "pipeline.run.runner",
     "pipeline.commands.run",
     "pipeline.commands.status",
-    "pipeline.commands.options",
+    "pipeline.commands.measure",
     "stages.report.index",
     "bosch.search.methods",
 )
