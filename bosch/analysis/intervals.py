@@ -8,7 +8,7 @@ studies/coverage.py simulates how often each covers the true value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,35 +63,6 @@ class Comparison(NamedTuple):
     visible_loss: float | None
 
 
-class Documents(list[float]):
-    """Mean scores of documents, weighted by `counts`, usually their numbers of samples."""
-
-    def __init__(self, means: Iterable[float], counts: Iterable[float]) -> None:
-        super().__init__(means)
-        self.counts = tuple(counts)
-
-
-def mean_of(scores: Sequence[float]) -> float:
-    """The mean over all samples."""
-    if not isinstance(scores, Documents):
-        return sum(scores) / len(scores)
-    return float(np.average(scores, weights=scores.counts))
-
-
-def effective_count(scores: Sequence[float]) -> float:
-    """Effective number of documents (Kish 1965): fewer if a few documents have most samples."""
-    if not isinstance(scores, Documents):
-        return len(scores)
-    counts = np.array(scores.counts, np.float64)
-    return float(counts.sum() ** 2 / (counts @ counts))
-
-
-def weights_of(scores: Sequence[float]) -> Values:
-    """Weights of the documents, with a mean of 1."""
-    counts = scores.counts if isinstance(scores, Documents) else np.ones(len(scores))
-    return np.asarray(counts, np.float64) / np.mean(counts)
-
-
 def share(mean: float, count: float, tail: float = _TAIL) -> Interval:
     """Clopper and Pearson's exact interval (1934) for a share of `count` samples.
 
@@ -126,7 +97,7 @@ def compare(
     The interval of the difference combines those of the gains and of the losses; that of the ratio
     contains every r for which first - r second may be 0 (Fieller 1954). The p-value comes from
     flipping the signs of the samples' differences; if it is not significant, the intervals contain
-    equality (0 or 1). A document (`Documents`) counts once, weighted by its samples.
+    equality (0 or 1).
     Raises ValueError if the numbers of samples differ or are 0, or a score is not finite.
     """
     a = [np.asarray(subtask, dtype=np.float64) for subtask in first]
@@ -135,12 +106,10 @@ def compare(
         raise ValueError("the models have different samples")
     if not a or not all(len(part) and np.isfinite(part).all() for part in (*a, *b)):
         raise ValueError("a subtask has no samples, or scores that are not finite")
-    counts = [effective_count(subtask) for subtask in first]
-    weights = [weights_of(subtask) for subtask in first]
-    differences = [(x - y) * w for x, y, w in zip(a, b, weights, strict=True)]
+    counts = [len(subtask) for subtask in a]
+    differences = [x - y for x, y in zip(a, b, strict=True)]
     difference = _mean_difference(differences, counts)
-    baselines = [float((y * w).mean()) for y, w in zip(b, weights, strict=True)]
-    baseline = mean_score(baselines, counts)
+    baseline = mean_score([float(y.mean()) for y in b], counts)
     ratio = _ratio(difference, baseline, _correlation(differences, b))
     p_value = _sign_flips(differences, seed)
     if p_value >= LEVEL:

@@ -59,10 +59,6 @@ class Suite(ABC):
     def samples(self, subtask: Subtask) -> int:
         """How many samples the subtask has on all ranks."""
 
-    def document(self, subtask: Subtask, index: int) -> str | None:
-        """Key of the document that a sample asks about; samples of one document count as one."""
-        return None
-
     @abstractmethod
     def prepare(self) -> None:
         """Make or read the samples."""
@@ -96,9 +92,7 @@ class Suite(ABC):
             common = {"checkpoint": model.name, "suite": self.name}
             place = {"task": subtask.task, "length": subtask.length}
             for index in range(count):
-                record = {**common, **place, **answers[index]}
-                document = self.document(subtask, index)
-                yield record if document is None else {**record, "document": document}
+                yield {**common, **place, **answers[index]}
 
     def own_table(self, answers: SuiteAnswers, original: SuiteAnswers | None) -> Any:
         """A model's table if the suite measures something other than scores, else None."""

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bosch.analysis.intervals import (
-    Documents,
-    Interval,
-    compare,
-    effective_count,
-    mean_of,
-    mean_score,
-    weights_of,
-)
+from bosch.analysis.intervals import Interval, compare, mean_score
 from stages.evaluate.answers import TaskGroup
 
 if TYPE_CHECKING:
@@ -31,23 +21,8 @@ MetricScores = Mapping[tuple[str, int], Mapping[str, Sequence[float]]]
 _Part = tuple[Sequence[float], Sequence[float] | None]
 
 
-def by_document(scores: Iterable[tuple[Any, float]]) -> list[float]:
-    """The mean score of each document, from (document, score) pairs; None: a document by itself."""
-    documents: dict[Any, list[float]] = {}
-    for document, score in scores:
-        key = len(documents) if document is None else document
-        documents.setdefault(key, []).append(score)
-    means = [statistics.fmean(same_document) for same_document in documents.values()]
-    counts = [len(same_document) for same_document in documents.values()]
-    return Documents(means, counts) if max(counts) > 1 else means
-
-
 class SuiteAnswers(NamedTuple):
-    """One model's answers in one suite for the tables, without their texts.
-
-    Samples with the same `document` are not independent, so their mean counts as one sample. The
-    score stays the mean over all samples.
-    """
+    """One model's answers in one suite for the tables, without their texts."""
 
     scores: SubtaskScores
     metrics: MetricScores
@@ -57,32 +32,24 @@ class SuiteAnswers(NamedTuple):
     @classmethod
     def of(cls, records: Iterable[Mapping[str, Any]], model: str, suite: str) -> SuiteAnswers:
         """The answers among lines of samples.jsonl."""
-        scores: dict[tuple[str, int], list[tuple[Any, float]]] = {}
-        metrics: dict[tuple[str, int], dict[str, list[tuple[Any, float]]]] = {}
+        scores: dict[tuple[str, int], list[float]] = {}
+        metrics: dict[tuple[str, int], dict[str, list[float]]] = {}
         losses: list[Sequence[float]] = []
-        cut = set[tuple[tuple[str, int], Any]]()
+        cut = Counter[tuple[str, int]]()
         for record in records:
             if (record["checkpoint"], record["suite"]) != (model, suite):
                 continue
             if "score" not in record:
                 losses.append(record["loss"])
                 continue
-            key, document = (record["task"], record["length"]), record.get("document")
-            scores.setdefault(key, []).append((document, record["score"]))
+            key = record["task"], record["length"]
+            scores.setdefault(key, []).append(record["score"])
             if record.get("cut"):
-                cut.add((key, record["index"] if document is None else document))
+                cut[key] += 1
             by_metric = metrics.setdefault(key, {})
             for metric, value in record.get("scores", {}).items():
-                by_metric.setdefault(metric, []).append((document, value))
-        return cls(
-            {key: by_document(values) for key, values in scores.items()},
-            {
-                key: {metric: by_document(values) for metric, values in by_metric.items()}
-                for key, by_metric in metrics.items()
-            },
-            losses,
-            Counter(key for key, _ in cut),
-        )
+                by_metric.setdefault(metric, []).append(value)
+        return cls(scores, metrics, losses, cut)
 
 
 def not_shares(subtasks: SubtaskScores) -> dict[str, str]:
@@ -184,21 +151,14 @@ def _pooled(parts: Sequence[_Part]) -> _Part:
     """All documents of some tasks as one task, whose mean weighs tasks by size."""
     originals = [base for _, base in parts if base is not None]
     complete = len(originals) == len(parts)
-    return _joined([values for values, _ in parts]), _joined(originals) if complete else None
-
-
-def _joined(lists: Sequence[Sequence[float]]) -> list[float]:
-    values = [value for part in lists for value in part]
-    if not any(isinstance(part, Documents) for part in lists):
-        return values
-    counts = (part.counts if isinstance(part, Documents) else (1,) * len(part) for part in lists)
-    return Documents(values, itertools.chain.from_iterable(counts))
+    values = [value for part, _ in parts for value in part]
+    return values, [value for base in originals for value in base] if complete else None
 
 
 def _mean_row(parts: Sequence[_Part]) -> dict[str, Any]:
     """The unweighted mean of parts, and its comparison with the original's."""
     scores = [values for values, _ in parts]
-    mean = mean_score(list(map(mean_of, scores)), list(map(effective_count, scores)))
+    mean = mean_score([_mean(values) for values in scores], list(map(len, scores)))
     originals = [base for _, base in parts if base is not None]
     if [len(base) for base in originals] != [len(values) for values in scores]:
         return _points(mean)  # the original lacks answers to the same samples
@@ -236,6 +196,10 @@ def _standard_error(scores: Sequence[float]) -> float:
     """Standard error of the mean in percent; 0 for a single score."""
     if len(scores) < 2:
         return 0.0
-    mean, weights = mean_of(scores), weights_of(scores).tolist()
-    squares = ((w * (score - mean)) ** 2 for w, score in zip(weights, scores, strict=True))
-    return 100 * math.sqrt(sum(squares) / (len(scores) - 1) / len(scores))
+    mean = _mean(scores)
+    squares = sum((score - mean) ** 2 for score in scores)
+    return 100 * math.sqrt(squares / (len(scores) - 1) / len(scores))
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return sum(scores) / len(scores)

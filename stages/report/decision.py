@@ -243,5 +243,5 @@ def _layout(subtasks: SampleScores) -> list[tuple[tuple[str, str, int], int]]:
 
 
 def _mean(subtasks: SampleScores) -> float:
-    means = [intervals.mean_of(scores) for scores in subtasks.values()]
+    means = [sum(scores) / len(scores) for scores in subtasks.values()]
     return sum(means) / len(means)

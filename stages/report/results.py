@@ -25,7 +25,6 @@ from stages.evaluate.scores import (
     named_rival,
     read_samples,
 )
-from stages.evaluate.tables import by_document
 from stages.materialize.stage import MODEL, MaterializeSummary, read_model_config
 from stages.measure.stage import Efficiency, Point
 from stages.prepare.stage import Statistics
@@ -165,21 +164,18 @@ SampleScores = Mapping[tuple[str, str, int], list[float]]
 def collect_scores(
     records: Iterable[Mapping[str, Any]], scores: Scores
 ) -> dict[str, dict[tuple[str, str, int], list[float]]]:
-    """Scores of all models' samples, averaged by document, of tasks that have a score.
+    """Scores of all models' samples, of tasks that have a score.
 
     `records` are in the order of samples.jsonl.
     """
-    by_model: dict[str, dict[tuple[str, str, int], list[tuple[Any, float]]]] = {}
+    by_model: dict[str, dict[tuple[str, str, int], list[float]]] = {}
     for record in records:
         suite, task, length = place = record["suite"], record["task"], record["length"]
         table = scores.checkpoints.get(record["checkpoint"], {}).get(suite)
         if table is not None and length in table.tasks.get(task, {}):
             cells = by_model.setdefault(record["checkpoint"], {})
-            cells.setdefault(place, []).append((record.get("document"), record["score"]))
-    return {
-        name: {at: by_document(values) for at, values in cells.items()}
-        for name, cells in by_model.items()
-    }
+            cells.setdefault(place, []).append(record["score"])
+    return by_model
 
 
 @dataclass(frozen=True)
@@ -232,13 +228,13 @@ class Results:
         return [(stage, manifest.seconds) for stage, manifest in self.manifests.items()]
 
     @property
-    def gpu_hours(self) -> dict[str, float | None]:
-        """GPU hours of each stage; None if the number of its GPUs is unknown."""
+    def gpu_hours(self) -> dict[str, float]:
+        """GPU hours of each stage."""
         return {stage: manifest.gpu_hours for stage, manifest in self.manifests.items()}
 
     @property
     def total_gpu_hours(self) -> float:
-        return sum(hours or 0.0 for hours in self.gpu_hours.values())
+        return sum(self.gpu_hours.values())
 
 
 def load_results(

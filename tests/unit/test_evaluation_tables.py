@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lm_eval.config.group import AggMetricConfig as Rule
 
-from bosch.analysis.intervals import Documents, compare, effective_count, mean_of, mean_score, share
+from bosch.analysis.intervals import compare, mean_score, share
 from bosch.errors import RunError
 from bosch.files import file_hashes
 from stages.context import ModelConfig
@@ -62,48 +62,6 @@ def test_lines_are_selected_by_model_and_suite() -> None:
     assert needle.metrics == {("a", 512): {}, ("a", 1024): {}}
     assert SuiteAnswers.of(LINES, "hybrid", "needle") == ({}, {}, [], {})
     assert SuiteAnswers.of(LINES, "hybrid", "harness").metrics == {("a", 0): {ACC: [0.25]}}
-
-
-@pytest.mark.parametrize(
-    ("contexts", "means", "overall", "count"),
-    [
-        ([[1.0] * 4, [0.0] * 2, [1.0, 1.0, 1.0, 0.0]], [1.0, 0.0, 0.75], 0.7, 100 / 36),
-        ([[1.0], [0.0] * 3], [1.0, 0.0], 0.25, 16 / 10),
-        ([[0.5, 0.0], [1.0, 1.0]], [0.25, 1.0], 0.625, 2),  # as many in each
-        ([[30.0], [10.0, 20.0]], [30.0, 15.0], 20.0, 9 / 5),
-    ],
-)
-def test_questions_about_one_document_are_one_sample_weighted_by_their_number(
-    contexts: list[list[float]], means: list[float], overall: float, count: float
-) -> None:
-    lines = [
-        {**line, "document": f"text {number}", "scores": {ACC: line["score"]}}
-        for number, scores in enumerate(contexts)
-        for line in records("a", "s", "t", 0, *scores)
-    ]
-    answers = SuiteAnswers.of(lines, "a", "s")
-    [found] = answers.scores.values()
-    assert found == pytest.approx(means) and mean_of(found) == pytest.approx(overall)
-    assert effective_count(found) == pytest.approx(count)
-    [of_metric] = answers.metrics.values()
-    assert of_metric == {ACC: found}
-
-
-def test_a_group_has_the_uncertainty_of_its_only_task() -> None:
-    """40 contexts of five questions, of which the model loses five."""
-    lines = [
-        {**line, "document": str(number), "scores": {ACC: line["score"]}}
-        for name, lost in (("original", 0), ("hybrid", 5))
-        for number in range(40)
-        for line in records(name, "s", "t", 0, *[float(number >= lost)] * 5)
-    ]
-    answers = [SuiteAnswers.of(lines, name, "s") for name in ("hybrid", "original")]
-    scores, metrics = [answer.scores for answer in answers], [answer.metrics for answer in answers]
-    rules = [Rule(metric="acc", weight_by_size=True)]
-    table = suite_table(*scores, {"group": TaskGroup(("t",), rules)}, *metrics)
-    own, group = table["t"]["0"], table["groups"]["group"]
-    assert group["against_original"] == own["against_original"]
-    assert own["against_original"]["samples"] == 40
 
 
 def test_the_last_checkpoint_is_the_one_with_the_most_tokens() -> None:
@@ -164,9 +122,6 @@ def test_a_table_of_known_scores() -> None:
     assert suite_table({("a", 0): [1.0]})["standard_error"] == 0.0
     # In floats 100 * 0.29 is less than 29.
     assert suite_table({("a", 0): [1.0] * 29 + [0.0] * 71})["average"] == 29.0
-    # The sums of one document's three questions and of another's one differ by 0.75 each.
-    table = suite_table({("a", 0): Documents([1.0, 0.0], (1, 3))})
-    assert table["standard_error"] == pytest.approx(100 * math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
 
 
 def test_a_table_with_differences_from_the_original() -> None:
@@ -277,9 +232,6 @@ class Answered(Suite):
     def samples(self, subtask: Subtask) -> int:
         return self.tasks[subtask.task]
 
-    def document(self, subtask: Subtask, index: int) -> str | None:
-        return "text" if subtask.task == "read" else None
-
     def prepare(self) -> None: ...
 
     def answer(self, *_: Any) -> Any: ...
@@ -316,13 +268,13 @@ def test_lines_of_answers_are_sorted_by_index(tmp_path: Path) -> None:
     suite = answered(folder, {"original": {"a": [1.0, 0.0, 0.5], "read": [1.0]}})
     assert [
         (line["checkpoint"], line["suite"], line["task"], line["length"], line["index"],
-         line["score"], line.get("document"))
+         line["score"])
         for line in suite.records(model("original"))
     ] == [
-        ("original", "harness", "a", 0, 0, 1.0, None),
-        ("original", "harness", "a", 0, 1, 0.0, None),
-        ("original", "harness", "a", 0, 2, 0.5, None),
-        ("original", "harness", "read", 0, 0, 1.0, "text"),
+        ("original", "harness", "a", 0, 0, 1.0),
+        ("original", "harness", "a", 0, 1, 0.0),
+        ("original", "harness", "a", 0, 2, 0.5),
+        ("original", "harness", "read", 0, 0, 1.0),
     ]  # fmt: skip
     with pytest.raises(RunError, match=r"^hybrid: a at 0 lacks 3 of 3 answers"):
         list(suite.records(model("hybrid")))
@@ -363,7 +315,7 @@ def test_scores_of_models_and_reasons_for_missing_ones(tmp_path: Path) -> None:
     assert hybrid["harness"]["a"]["0"]["against_original"]["difference"] == -50.0
     assert "against_original" not in original["harness"]
     assert hybrid["harness"]["groups"]["both"]["against_original"]["difference"] == -50.0
-    assert hybrid["harness"]["read"]["0"]["samples"] == 1 and "odd" not in hybrid["harness"]
+    assert hybrid["harness"]["read"]["0"]["samples"] == 2 and "odd" not in hybrid["harness"]
     assert tables["missing"] == {
         "harness": {
             "absent": "no file", "odd": "its score is not a share from 0 to 1 per document",
@@ -478,18 +430,6 @@ def test_cut_prompts_are_counted_and_reported_once(tmp_path: Path) -> None:
         start = f"harness: of {task} 1 of 1 samples are longer than the model reads"
         assert note.startswith(start)
     assert scores.notes("needle") == [] and scores.notes("harness") == notes
-
-
-def test_cut_questions_about_one_context_are_one_cut_sample() -> None:
-    head = {"checkpoint": "m", "suite": "harness", "length": 0, "score": 1.0}
-    records = [
-        {**head, "task": task, "index": index, "document": book, "cut": book == "long"}
-        for task in ("qa", "choice")
-        for index, book in enumerate(["long", "long", "short"])
-    ]
-    answers = SuiteAnswers.of(records, "m", "harness")
-    assert answers.cut == {("qa", 0): 1, ("choice", 0): 1}
-    assert [len(task_scores) for task_scores in answers.scores.values()] == [2, 2]
 
 
 def test_answers_are_stored_by_the_models_identity_and_the_task(tmp_path: Path) -> None:

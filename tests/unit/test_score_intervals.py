@@ -10,10 +10,7 @@ import pytest
 from scipy import stats
 
 from bosch.analysis.intervals import (
-    Documents,
     compare,
-    effective_count,
-    mean_of,
     mean_score,
     share,
     student,
@@ -144,38 +141,8 @@ def test_five_samples_detect_nothing() -> None:
     assert result.difference.high < 0
 
 
-UNEQUAL = [1] * 90 + [10] * 10
-
-
 def test_a_comparison_is_exact_if_few_samples_differ() -> None:
     """Of five subtasks of one sample each by signs alone; otherwise by random flips."""
     assert compare([[1.0]] * 5, [[0.0]] * 5).p_value == pytest.approx(2 / 2**5, abs=0.01)
     ones = np.ones((2, 30))
     assert compare(ones, 0 * ones).p_value == 1 / 4001
-
-
-def test_one_lost_document_of_many_is_not_significant() -> None:
-    """With one question or ten: the exact test flips one sign."""
-    right = Documents([1.0] * 100, UNEQUAL)
-    for lost in (0, 99):
-        own = Documents([float(at != lost) for at in range(100)], UNEQUAL)
-        result = compare([own], [right])
-        assert result.p_value == 1.0 and result.difference.low < 0 < result.difference.high
-        assert result.difference.mean == pytest.approx(-UNEQUAL[lost] / 190)
-        assert compare([list(own)], [list(right)]).difference.low > result.difference.low
-
-
-@pytest.mark.parametrize("sizes", [UNEQUAL, [1] * 40 + [30] * 5, [5] * 50])
-def test_intervals_hold_for_documents_of_unequal_size(sizes: list[int]) -> None:
-    """Answers about a document are alike: two equal models, and a chance for each document."""
-    rng, inside, apart, draws = np.random.default_rng(3), 0, 0, 300
-    weights = np.array(sizes) / np.mean(sizes)
-    for _ in range(draws):
-        chance = rng.random(len(sizes))
-        own, other = (Documents((rng.random(len(sizes)) < chance) * 1.0, sizes) for _ in range(2))
-        score = mean_score([mean_of(own)], [effective_count(own)])
-        inside += score.low <= 0.5 <= score.high
-        difference = compare([own], [other]).difference
-        apart += not difference.low <= 0 <= difference.high
-    assert np.mean(weights) == pytest.approx(1.0)
-    assert inside >= 0.93 * draws and apart <= 0.07 * draws

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 CHUNK = 64
 # With this seed lm-eval draws a task's worked examples, one document after the other.
 _FEWSHOT_SEED = 1234
-# Benchmarks in which several questions may share one context.
-_SHARED_CONTEXTS = ("infinitebench_", "longbench_")
 # The address in a function's repr, which differs in every process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # A task's score is the first of these metrics that it has.
@@ -60,12 +58,6 @@ class HarnessSuite(Suite):
     def samples(self, subtask: Subtask) -> int:
         count = len(self._tasks[subtask].eval_docs)
         return count if self.section.samples is None else min(count, self.section.samples)
-
-    def document(self, subtask: Subtask, index: int) -> str | None:
-        """The context's digest: InfiniteBench has several questions about one book."""
-        if not subtask.task.startswith(_SHARED_CONTEXTS):
-            return None
-        return digest_of({"context": self._tasks[subtask].eval_docs[index]["context"]})
 
     def prepare(self) -> None:
         """Load the tasks' documents; a task without its data becomes `missing`.
