@@ -54,7 +54,8 @@ def _cost(loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], mod
     """All suites (with known samples) of a model with each of `layouts`; `models` names these."""
     recipe, shape = loaded.recipe, shape_of(loaded)
     suites = recipe[EvaluateConfig].suites.values()
-    work: list[Work] = [part for section in suites for part in section.work()[0]]
+    work: list[Work] = [part for section in suites for part in section.work()]
+    models += "".join(f"; {section.title} not counted" for section in suites if not section.work())
     samples = sum(part.samples for part in work)
     itemsize, rows = BYTES[recipe.model.dtype], recipe.runtime.eval_batch_size
     flops = reads = 0.0
@@ -62,7 +63,9 @@ def _cost(loaded: LoadedRecipe, devices: Devices, layouts: Sequence[Layout], mod
         cache = CacheSize.of(layout, shape.kinds, itemsize, state_bytes=0)
         shares = window_shares(layout)
         for part in work:
-            flops += shape.forward_flops(part.tokens, part.length, shares, part.logits)
+            flops += shape.forward_flops(
+                part.samples * part.length, part.length, shares, part.logits
+            )
             # A generated token reads all weights once for the batch, and the cache of its row.
             weight_bytes = itemsize * shape.active_parameters / min(rows, part.most_rows)
             reads += (part.logits or 0) * (weight_bytes + cache.dynamic(part.length))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from bosch.errors import UserError
 from data_prep.source_files import files_below
-from stages.evaluate.section import SuiteSection, Work
+from stages.evaluate.section import SuiteSection
 from stages.fields import Count, Flag, Line, PathText, different
 from stages.inputs import Hasher, Input, hashed_files
 from stages.stage import LoadedRecipe, call
@@ -68,9 +68,6 @@ class HarnessEvaluation(SuiteSection):
     def missing(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         if not installed_versions(["lm-eval"]):
             yield NO_HARNESS
-
-    def work(self) -> tuple[list[Work], list[str]]:
-        return [], [f"not counted, their samples are unknown: {', '.join(self.tasks)}"]
 
 
 SUITE = HarnessEvaluation

@@ -13,7 +13,6 @@ from bosch.model.yarn import original_positions, yarn_fault
 from data_prep.tasks.tables import DATA_FILES, NEW_TOKENS, NeedleTask, RulerTask
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, Number, PathText, different
-from stages.formats import counted
 from stages.inputs import Hasher, Input, prose
 from stages.stage import LoadedRecipe
 
@@ -127,16 +126,10 @@ class NeedleEvaluation(SuiteSection):
             if fault is not None:
                 yield f"{where}.data_dir: {fault}"
 
-    def work(self) -> tuple[list[Work], list[str]]:
+    def work(self) -> list[Work]:
         samples = self.samples * len(self.tasks)
         generated = self.samples * sum(map(self.new_tokens, self.tasks))
-        work = [
-            Work(
-                samples, samples * length, length, length, self.samples, generated,
-            )
-            for length in self.lengths
-        ]  # fmt: skip
-        return work, [f"RULER: {counted(samples, 'sample')} at each length"]
+        return [Work(samples, length, self.samples, generated) for length in self.lengths]
 
 
 def missing_ruler_file(task: str, folder: str | None) -> str | None:

@@ -10,13 +10,9 @@ from pydantic import Field
 
 from stages.evaluate.section import SuiteSection, Work
 from stages.fields import Count, PathText
-from stages.formats import counted
 from stages.inputs import prose
 from stages.stage import LoadedRecipe, position_faults
 from stages.versions import installed_versions
-
-# Tokens of one forward pass; their logits over the vocabulary are held at once.
-CHUNK = 1024
 
 
 class PositionEvaluation(SuiteSection):
@@ -37,15 +33,8 @@ class PositionEvaluation(SuiteSection):
     def faults(self, loaded: LoadedRecipe, where: str) -> Iterator[str]:
         yield from position_faults(loaded, f"{where}.length", self.length)
 
-    def work(self) -> tuple[list[Work], list[str]]:
-        tokens = self.documents * self.length
-        documents = counted(self.documents, "document")
-        fact = f"loss by position: {documents} of {self.length:,} tokens"
-        work = Work(
-            self.documents, tokens, self.length, self.length,
-            most_rows=1, chunk=CHUNK, float32_losses=True,
-        )  # fmt: skip
-        return [work], [fact]
+    def work(self) -> list[Work]:
+        return [Work(self.documents, self.length, most_rows=1)]
 
 
 SUITE = PositionEvaluation
