@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from bosch.vllm import plan as planner
 from bosch.vllm.checks import grouping_of, plan_of, served_layouts
+from bosch.vllm.plan import CPU_BLOCK_SIZE, batch_tokens
 
 # vLLM configures the loggers below this name.
 _logger = logging.getLogger("vllm.bosch")
@@ -27,12 +27,14 @@ _user_options: ContextVar[tuple[str, ...]] = ContextVar("user options", default=
 
 def choose_cache_settings(vllm_config: Any) -> None:
     """Set what the user has not set: tokens of a step, and on a CPU the block size."""
+    from vllm.platforms import current_platform
+
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler = vllm_config.scheduler_config
-    ranks, engine = vllm_config.parallel_config.tensor_parallel_size, _engine()
+    ranks, on_cpu = vllm_config.parallel_config.tensor_parallel_size, current_platform.is_cpu()
     plan = plan_of(served_layouts(model.hf_config), ranks, grouping_of(vllm_config))
-    if plan.sliding_windows and engine is planner.CPU and not cache.user_specified_block_size:
-        cache.block_size = engine.block_size
+    if plan.sliding_windows and on_cpu and not cache.user_specified_block_size:
+        cache.block_size = CPU_BLOCK_SIZE
         cache.user_specified_block_size = True  # or the platform would set its own later
     if (
         plan.sliding_windows
@@ -40,28 +42,14 @@ def choose_cache_settings(vllm_config: Any) -> None:
         and scheduler.enable_chunked_prefill
         and vllm_config.performance_mode != "throughput"
     ):
-        scheduler.max_num_batched_tokens = _chosen_batch_tokens(vllm_config, plan)
-        if "max_num_seqs" not in _user_options.get():
-            # As in vLLM: each sequence needs a token of a step.
+        # As in vLLM: each sequence needs a token of a step, and its speculative tokens.
+        sequences = scheduler.max_num_seqs * (1 + vllm_config.num_speculative_tokens)
+        user_set = "max_num_seqs" in _user_options.get()
+        scheduler.max_num_batched_tokens = batch_tokens(
+            plan.sliding_windows, scheduler.max_num_batched_tokens, sequences if user_set else 1
+        )
+        if not user_set:
             scheduler.max_num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-
-
-def _engine() -> planner.Engine:
-    from vllm.platforms import current_platform
-
-    return planner.CPU if current_platform.is_cpu() else planner.SMALL_GPU
-
-
-def _chosen_batch_tokens(vllm_config: Any, plan: planner.ModulePlan) -> int:
-    sequences = _min_step_tokens(vllm_config) if "max_num_seqs" in _user_options.get() else 1
-    return planner.batch_tokens(
-        plan.sliding_windows, vllm_config.scheduler_config.max_num_batched_tokens, sequences
-    )
-
-
-def _min_step_tokens(vllm_config: Any) -> int:
-    """Fewest tokens of a step: one for every sequence that may run."""
-    return int(vllm_config.scheduler_config.max_num_seqs * (1 + vllm_config.num_speculative_tokens))
 
 
 def wrap_engine() -> None:

@@ -27,6 +27,12 @@ SERVED_TOKENS = (32 * 1024, 128 * 1024)
 # Steps of fewer tokens read a prompt noticeably slower.
 _MIN_BATCH_TOKENS = 256
 
+# vLLM's blocks have 128 tokens on a CPU. Its kernels support multiples of 32, and a window ends
+# within a block, so the plugin sets 32.
+CPU_BLOCK_SIZE = 32
+# vLLM's defaults on a large GPU: tokens of a block, tokens of a step, concurrent steps.
+_BLOCK_SIZE, _BATCH_TOKENS, _STEPS = 16, 8192, 2
+
 
 def batch_tokens(windows: Iterable[int], default: int, sequences: int = 1) -> int:
     """`--max-num-batched-tokens` that the plugin sets for these windows by default.
@@ -35,33 +41,6 @@ def batch_tokens(windows: Iterable[int], default: int, sequences: int = 1) -> in
     vLLM's, `sequences` its `--max-num-seqs`, each of which needs a token of a step.
     """
     return min(default, max(_MIN_BATCH_TOKENS, min(windows, default=default), sequences))
-
-
-@dataclass(frozen=True)
-class Engine:
-    """vLLM's defaults for a server on one kind of device.
-
-    `block_size` is in tokens, `concurrent_steps` is vLLM's `max_concurrent_batches`, `batch_tokens`
-    comes from `EngineArgs.get_batch_defaults`, on a CPU per rank.
-    """
-
-    name: str
-    block_size: int
-    concurrent_steps: int
-    batch_tokens: int
-    per_rank: bool = False
-
-    def tokens_in_flight(self, windows: Iterable[int], ranks: int = 1) -> int:
-        """Tokens of all concurrent steps, with the plugin's defaults for these windows."""
-        default = self.batch_tokens * (ranks if self.per_rank else 1)
-        return self.concurrent_steps * batch_tokens(windows, default)
-
-
-# vLLM's blocks have 128 tokens on a CPU. Its kernels support multiples of 32, and a window ends
-# within a block, so the plugin sets 32.
-CPU = Engine("CPU", 32, 1, 2048, per_rank=True)
-SMALL_GPU = Engine("GPU", 16, 2, 2048)
-LARGE_GPU = Engine("GPU of 70 GiB or more", 16, 2, 8192)
 
 
 # How modules are cut and grouped. `engine`: equal sizes, in vLLM's groups; `equal`: equal sizes, in
@@ -312,8 +291,8 @@ def request_bytes(
         return None
     own_windows: list[EngineHeads] = [{window: kinds.heads} for window in kinds.windows.values()]
     plan = module_plan([*engine_heads(rows), *own_windows])
-    in_flight = LARGE_GPU.tokens_in_flight(plan.sliding_windows)
-    request = Request(tokens, LARGE_GPU.block_size, in_flight)
+    in_flight = _STEPS * batch_tokens(plan.sliding_windows, _BATCH_TOKENS)
+    request = Request(tokens, _BLOCK_SIZE, in_flight)
     return plan.request_bytes(request, 2 * kinds.head_dim * itemsize)
 
 

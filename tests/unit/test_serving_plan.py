@@ -28,12 +28,10 @@ from bosch.vllm.checks import (
 )
 from bosch.vllm.groups import groups_of_modules, module_name
 from bosch.vllm.plan import (
-    CPU,
-    LARGE_GPU,
-    SMALL_GPU,
     Grouping,
     ModulePlan,
     Request,
+    batch_tokens,
     module_plan,
     packed_groups,
     rank_order,
@@ -187,20 +185,16 @@ def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("windows", "ranks", "in_flight"),
+    ("windows", "sequences", "expected"),
     [
-        ({64}, 1, (256, 512, 512)),
-        ({4096}, 4, (4096, 4096, 8192)),
-        ({1024, 4096}, 1, (1024, 2048, 2048)),
-        ({4096}, 1, (2048, 4096, 8192)),
-        (set(), 1, (2048, 4096, 16384)),
+        ({64}, 1, 256), ({4096}, 1, 2048), ({1024, 4096}, 1, 1024), (set(), 1, 2048),
+        ({64}, 1000, 1000), ({64}, 4000, 2048),
     ],
-)
-def test_tokens_in_flight_follow_the_window(
-    windows: set[int], ranks: int, in_flight: tuple[int, int, int]
+)  # fmt: skip
+def test_the_tokens_of_a_step_follow_the_smallest_window(
+    windows: set[int], sequences: int, expected: int
 ) -> None:
-    engines = (CPU, SMALL_GPU, LARGE_GPU)
-    assert tuple(engine.tokens_in_flight(windows, ranks) for engine in engines) == in_flight
+    assert batch_tokens(windows, 2048, sequences) == expected
 
 
 def test_bytes_of_a_request_are_those_of_its_blocks() -> None:
